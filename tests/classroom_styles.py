@@ -29,8 +29,7 @@ import numpy as np
 from hypothesis.errors import UnsatisfiedAssumption
 
 from evictionary import store
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import checks, grading, worker
+from evictionary.classroom import assignment as assignments, checks, grading, worker
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Judgement, empty, named
 from evictionary.cli.console import measuring

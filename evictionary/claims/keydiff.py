@@ -25,11 +25,9 @@ from evictionary.claims.recording import (
     stacked,
 )
 from evictionary.evaluation.questions import prefill
-from evictionary.optimized import keydiff as fast
-from evictionary.optimized import streaming_llm, tova
+from evictionary.optimized import keydiff as fast, streaming_llm, tova
 from evictionary.optimized.selection import budget, top_k
-from evictionary.reference import keydiff as paper
-from evictionary.reference import keydiff_variants as variants
+from evictionary.reference import keydiff as paper, keydiff_variants as variants
 from evictionary.reference.expected_attention_theory import correlation, reconstruction_error
 
 PAPER = read_paper("keydiff")

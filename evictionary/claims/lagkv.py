@@ -21,8 +21,7 @@ from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens,
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.models.queries import rotation, unrotated
 from evictionary.optimized import lagkv as fast
-from evictionary.reference import lagkv as paper
-from evictionary.reference import lagkv_variants as variants
+from evictionary.reference import lagkv as paper, lagkv_variants as variants
 from evictionary.reference.expected_attention_theory import correlation
 
 PAPER = read_paper("lagkv")

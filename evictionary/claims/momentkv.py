@@ -10,11 +10,9 @@ from matplotlib.figure import Figure
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import band, finish
 from evictionary.claims.recording import Lab, Observed, Recording, Scale, as_array, of_texts, spread_by_layer
-from evictionary.optimized import h2o, snapkv, streaming_llm
-from evictionary.optimized import momentkv as fast
+from evictionary.optimized import h2o, momentkv as fast, snapkv, streaming_llm
 from evictionary.optimized.selection import top_k
-from evictionary.reference import momentkv as paper
-from evictionary.reference import momentkv_theory as theory
+from evictionary.reference import momentkv as paper, momentkv_theory as theory
 from evictionary.reference.attention import log_sum_exp
 
 PAPER = read_paper("momentkv")

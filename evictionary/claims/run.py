@@ -20,8 +20,7 @@ from evictionary.claims import expected_attention, gvote, keydiff, lagkv, moment
 from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import UsageError
-from evictionary.evaluation import pages
-from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import pages, run as evaluation
 from evictionary.store import Line
 
 SCHEMA_VERSION = 2

@@ -284,8 +284,7 @@ def grade(
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
-        from evictionary.classroom import classes, submissions
-        from evictionary.classroom import formats as written
+        from evictionary.classroom import classes, formats as written, submissions
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import GRADE_EXAMPLES
 

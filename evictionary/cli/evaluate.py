@@ -93,9 +93,7 @@ def evaluate(
         sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]
         asked = parse_methods(methods) if methods else None
         require_folder(output)
-        from evictionary.evaluation import demo
-        from evictionary.evaluation import report as eval_report
-        from evictionary.evaluation import run as evaluation
+        from evictionary.evaluation import demo, report as eval_report, run as evaluation
 
         plan = evaluation.Plan(
             model=model,

@@ -39,8 +39,7 @@ from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
 from evictionary.optimized import lagkv, momentkv
 from evictionary.optimized.states import zero_moments
-from evictionary.policies import Source, expected_attention, gvote, with_moments
-from evictionary.policies import momentkv as policy
+from evictionary.policies import Source, expected_attention, gvote, momentkv as policy, with_moments
 
 
 @pytest.fixture(scope="module")

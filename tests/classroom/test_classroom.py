@@ -14,15 +14,13 @@ from unittest.mock import Mock
 import classroom_styles
 import numpy as np
 import pytest
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from sampling import sampled
 from tools.commands import invoke
 from tools.grader import EVERY_FORMAT, KERNEL, NUMPY, SOLUTION, alone, bundled, child_of, judged, line_of, verdicts, written
 
 from evictionary import store
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading
+from evictionary.classroom import assignment as assignments, classes, contest, formats, grading
 from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty

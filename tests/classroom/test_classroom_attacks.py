@@ -17,8 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
 from tools import attacks
@@ -38,8 +37,7 @@ from tools.grader import (
 )
 
 from evictionary import reference
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, formats, grading, sandbox, seccomp, submissions, worker
+from evictionary.classroom import assignment as assignments, classes, formats, grading, sandbox, seccomp, submissions, worker
 from evictionary.classroom.child import LARGEST_ANSWER, Child, StudentError, as_tuple, closed
 from evictionary.classroom.judgement import empty
 from evictionary.spec_tests.judge import wire

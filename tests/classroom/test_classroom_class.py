@@ -24,8 +24,7 @@ from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, bundled, graded, ha
 from tools.pages import blocks, commands
 
 from docs_build import transcript
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom import assignment as assignments, classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Run, empty
 from evictionary.errors import UsageError

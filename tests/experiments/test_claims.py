@@ -30,8 +30,7 @@ from evictionary.claims.recording import (
     record,
     residual_after,
 )
-from evictionary.evaluation import pages
-from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import pages, run as evaluation
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation

@@ -15,9 +15,7 @@ from tools.reading import refused
 
 from evictionary import store
 from evictionary.cli import evaluate as cli_eval
-from evictionary.evaluation import pages, tasks
-from evictionary.evaluation import report as eval_report
-from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import pages, report as eval_report, run as evaluation, tasks
 from evictionary.evaluation.run import Plan
 from evictionary.models.load import load
 from evictionary.store import Line

@@ -26,19 +26,19 @@ from evictionary import EvictingCache
 from evictionary.optimized import (
     attention,
     cache,
+    expected_attention as ea,
     gvote,
     h2o,
     keydiff,
     knorm,
     lagkv,
+    momentkv as mk,
     paging,
     selection,
     snapkv,
     streaming_llm,
     tova,
 )
-from evictionary.optimized import expected_attention as ea
-from evictionary.optimized import momentkv as mk
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
 
 assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from docs_build import charts, figures, hooks, judging, kills, pages
-from docs_build import entries as site
+from docs_build import charts, entries as site, figures, hooks, judging, kills, pages
 from docs_build.running import said
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS

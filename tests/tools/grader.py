@@ -11,8 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import bundle, classes, formats, grading
+from evictionary.classroom import assignment as assignments, bundle, classes, formats, grading
 from evictionary.classroom.child import Child, Limits
 from evictionary.classroom.judgement import Judgement, Line
 from evictionary.spec_tests.judge.implementation import oracle
