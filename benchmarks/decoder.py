@@ -139,8 +139,7 @@ def overhead_row(place: Place, batch: int) -> Work:
         "ours": with_moments(place, sequences, tokens, model),
         "fixed L": over(caches, place.ours("attention", "attend")),
     }
-    state = 4 * place.head_dim * (place.head_dim + 2)
-    each = 2 * (place.bytes_of(tokens) + place.heads * state)
+    each = 2 * (place.bytes_of(tokens) + place.heads * 4 * place.head_dim * (place.head_dim + 2))
     return steps(place, model, sequences, attends, model.layers * sequences * each)
 
 

@@ -49,8 +49,7 @@ class Definition:
 
     @property
     def source(self) -> str:
-        lines = (ROOT / self.path).read_text(encoding="utf-8").splitlines()
-        return "\n".join(lines[self.first - 1 : self.last])
+        return "\n".join((ROOT / self.path).read_text(encoding="utf-8").splitlines()[self.first - 1 : self.last])
 
 
 @dataclass(frozen=True)

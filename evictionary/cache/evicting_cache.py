@@ -134,8 +134,7 @@ class EvictingCache(WatchedCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         for layer in self.layers:
-            select = getattr(layer, "batch_select_indices", layer.reorder_cache)  # a recurrent state has the other name alone
-            select(indices)
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)  # a recurrent state has the other name alone
         self.recorded = {
             index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
             for index, recorded in self.recorded.items()

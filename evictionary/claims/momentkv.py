@@ -256,12 +256,15 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         size_of_change_in_half=np.abs(_ratio(found["half"], found["whole"]) - 1),
     )
     numbers.medians(amplification=found["amplification"], partition_ratio=np.exp(residual["gap"]))
-    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
-    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
-    numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
-    numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
-    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
-    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
+    for name, statistic, *of in (
+        ("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass),
+        ("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine),
+        ("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none),
+        ("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none),
+        ("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction),
+        ("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt),
+    ):
+        numbers.add(name, statistic, *of)
     by_budget = {name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets] for name in ("mass", "none")}
     series = {
         **{name: spread_by_layer(texts, f"h2o: {name}", np.mean) for name in ("mass", "cosine")},

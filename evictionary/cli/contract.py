@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from evictionary.cli.console import AsJson, exit_codes, messages, show
-from evictionary.errors import UsageError, did_you_mean
+from evictionary.errors import UsageError, did_you_mean, require
 
 app = typer.Typer()
 AXES = {
@@ -35,8 +35,7 @@ def described(path: str) -> dict[str, Any]:
     from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
-    if path not in known:
-        raise UsageError(f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
+    require(path in known, f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
     function = oracle(path)
     laws = [law for law in load_laws().values() if path in law.functions]
     ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
