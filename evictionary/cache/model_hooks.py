@@ -9,7 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -22,13 +22,22 @@ from evictionary.models.load import loaded
 from evictionary.models.queries import softmax_of
 from evictionary.optimized.softmax import PLAIN
 
-if TYPE_CHECKING:
-    from evictionary.cache.watched_cache import WatchedCache
-
 PREFIX = "evictionary_"
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the weights or None."""
+
+
+class Watcher(Protocol):
+    """The methods of a cache that the hooks call."""
+
+    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
+    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
+    def see_end(self, tokens: torch.Tensor) -> None: ...
+    def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
+    def attend(
+        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
 _underlying: dict[str, str] = {}
@@ -40,7 +49,7 @@ _lock = threading.RLock()
 """Held while a cache starts or stops watching. The same thread may come again, where the garbage collector deletes a cache."""
 
 
-def watch(cache: "WatchedCache", model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
+def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
     """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function is called.
 
     hidden_states says whether the cache wants to see those.
@@ -140,11 +149,11 @@ def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor |
     return arguments[0] if tokens is None and arguments else tokens
 
 
-def _end_hook(reference: "weakref.ref[WatchedCache]") -> Callable[..., None]:
+def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         cache, tokens = reference(), _tokens(arguments, named)
-        if cache is not None and tokens is not None and named.get("past_key_values") is cache:
+        if named.get("past_key_values") is cache and cache is not None and tokens is not None:
             cache.see_end(tokens)
 
     return hook
@@ -175,7 +184,7 @@ def _layer_index(module: Any) -> int:
     return int(module.layer_idx)
 
 
-def _hidden_states_hook(reference: "weakref.ref[WatchedCache]") -> Callable[..., None]:
+def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = reference()

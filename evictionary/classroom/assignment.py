@@ -101,7 +101,9 @@ def load(name: str, folder: Path | None = None) -> Assignment:
         content: dict[str, Any] = tomllib.loads((folder / "assignment.toml").read_text(encoding="utf-8"))
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
-    steps = [{key: tuple(each) if isinstance(each, list) else each for key, each in step.items()} for step in content.pop("step")]
+    steps: list[dict[str, Any]] = [
+        {key: tuple(each) if isinstance(each, list) else each for key, each in step.items()} for step in content.pop("step")
+    ]
     one = Assignment(name=name, folder=folder, steps=tuple(Step(**step) for step in steps), **content)
     _require_whole(one)
     return one
