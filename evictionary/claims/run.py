@@ -125,14 +125,12 @@ def check_claims(papers: Sequence[str] | None = None, only: Sequence[str] | None
     Raises UsageError for an unknown name or none.
     """
     chosen = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
-    unknown = [name for name in chosen if name not in PAPERS]
-    require_some("papers", chosen, unknown, PAPERS)
+    require_some("papers", chosen, [name for name in chosen if name not in PAPERS], PAPERS)
     claims = {name: list(PAPERS[name].PAPER.claims) for name in chosen}
     if only is None:
         return claims
     known = [claim.id for each in claims.values() for claim in each]
-    missing = [name for name in only if not any(_is_named(id, name) for id in known)]
-    require_some("only", only, missing, known)
+    require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
     kept = {paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)] for paper, each in claims.items()}
     return {paper: each for paper, each in kept.items() if each}
 

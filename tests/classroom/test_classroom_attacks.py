@@ -35,6 +35,7 @@ from tools.grader import (
     verdicts,
     written,
 )
+from tools.reading import refused
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments, classes, formats, grading, sandbox, seccomp, submissions, worker
@@ -228,8 +229,7 @@ app(sys.argv[1:])
 def test_without_landlock_nothing_is_run_unless_told_to(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
     """The kernel answers as an older one does, or as a container that forbids Landlock."""
     path = written(tmp_path, "def anchor(keys):\n    return 1.0\n")
-    words = map(str, ("grade", path, *to_grade(tmp_path), *more))
-    command = (sys.executable, "-c", WITHOUT_LANDLOCK, *words)
+    command = (sys.executable, "-c", WITHOUT_LANDLOCK, *map(str, ("grade", path, *to_grade(tmp_path), *more)))
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == code, done.stderr
     assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(done.stderr.split())
@@ -290,14 +290,12 @@ def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatc
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
     assert "secret" not in arguments
-    for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary"):
-        assert f"'{name}'" not in modules
+    assert [name for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary") if f"'{name}'" in modules] == []
 
 
 def test_what_may_not_cross() -> None:
     for value in ({"a": 1}, print, np.array([print], dtype=object), np.array(["text"])):
-        with pytest.raises(wire.BadMessage):
-            wire.frame({}, [value])
+        refused(lambda value=value: wire.frame({}, [value]), error=wire.BadMessage)
     # A description that claims more than there is, less, what lies under another array, or what no array has.
     for arrays, told in (
         ([{"shape": [10**12], "dtype": "float64"}], "16 bytes for an array of shape"),
@@ -318,8 +316,7 @@ def test_what_may_not_cross() -> None:
     timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE))
     assert wire.sizes(timed, worker.LARGEST_CALL)[0] == 100
     for header in (timed, b"\xff" * 16):
-        with pytest.raises(wire.BadMessage, match="bytes, more than"):
-            wire.sizes(header, LARGEST_ANSWER)
+        refused(lambda header=header: wire.sizes(header, LARGEST_ANSWER), "bytes, more than", wire.BadMessage)
 
 
 def test_what_crosses_arrives_as_it_was_sent() -> None:
@@ -345,8 +342,7 @@ def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
     with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
         with pytest.raises(TimedOut), time_limit(1):
             child.call("score", 1)
-        with pytest.raises(Gone, match="interrupted"):
-            child.call("score", 1)
+        refused(lambda: child.call("score", 1), "interrupted", Gone)
 
 
 def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:

@@ -22,12 +22,12 @@ from markdown_it import MarkdownIt
 from tools.commands import as_json, failed, invoke, printed
 from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, bundled, graded, handed_in, json_of, order, text_of, to_grade, written
 from tools.pages import blocks, commands
+from tools.reading import refused
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments, classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Run, empty
-from evictionary.errors import UsageError
 from evictionary.spec_tests.proof.planted import load_mutants
 
 # What is written
@@ -46,8 +46,7 @@ def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
         assert result["score"] == sum(test["score"] for test in result["tests"]) == grade["score"] == 15
         assert all(type(test["score"]) is int for test in result["tests"])
     for changed in ({"extra": 1}, {"score": 1.5}):
-        with pytest.raises(ValidationError):
-            formats.validator("classroom50").validate(result | changed)
+        refused(lambda changed=changed: formats.validator("classroom50").validate(result | changed), error=ValidationError)
 
 
 def cells(page: str, dialect: str = "commonmark") -> tuple[int, int, set[str]]:
@@ -376,8 +375,7 @@ def test_a_mistake_in_an_assignment_is_a_sentence(right: str, wrong: str, told: 
     handed_in(tmp_path / "keydiff", {"starter.py": "", "assignment.toml": text})
     assert assignments.load("keydiff", tmp_path).steps == one.steps
     written(tmp_path / "keydiff", text.replace(right, wrong, -1 if right == "[[step]]" else 1), "assignment.toml")
-    with pytest.raises(UsageError, match=re.escape(told)):
-        assignments.load("keydiff", tmp_path)
+    refused(lambda: assignments.load("keydiff", tmp_path), re.escape(told))
 
 
 def of_the_page(folder: Path) -> None:
@@ -449,8 +447,7 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 
 def test_the_help_names_every_assignment() -> None:
     for command in ("start", "check", "submit"):
-        told = " ".join(printed(command, "--help").split())
-        assert all(name in told for name in assignments.names())
+        assert set(assignments.names()) <= set(re.findall(r"\w+", printed(command, "--help")))
 
 
 def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:

@@ -83,5 +83,4 @@ def test_a_wrong_row_loses_its_step_and_is_told_why(name: str, body: str, told: 
     assert lines[name].verdict == "failed"
     assert told in lines[name].message
     assert "this law alone" not in lines[name].message
-    failed = {each for each, line in lines.items() if line.verdict == "failed"}
-    assert failed <= {name, "rows"}
+    assert {each for each, line in lines.items() if line.verdict == "failed"} <= {name, "rows"}

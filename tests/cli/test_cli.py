@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import pytest
 from tools.commands import as_json, failed, invoke, printed
+from tools.reading import saved
 
 from evictionary import __version__
 from evictionary.cli.methods import ADDITIONS
@@ -20,9 +21,7 @@ from evictionary.models import embedded
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
-    return path
+    return saved(tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday.")
 
 
 @pytest.fixture
@@ -34,9 +33,7 @@ def asks(model_folder: Path, text_file: Path) -> list[object]:
 
 def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -> Path:
     """A user's own file with a `score`."""
-    path = folder / "mine.py"
-    path.write_text(f"{before}def score({arguments}):\n    {body}\n")
-    return path
+    return saved(folder / "mine.py", f"{before}def score({arguments}):\n    {body}\n")
 
 
 def test_version_and_help_need_no_torch() -> None:
@@ -289,9 +286,7 @@ def test_a_model_that_cannot_be_installed_exits_with_1(asks: list[object], tmp_p
 
 
 def test_a_damaged_model_is_one_line(asks: list[object], model_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(model_folder, folder)
+    folder = shutil.copytree(model_folder, tmp_path / "damaged")
     (weights,) = folder.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
-    wanted = "wanted a hub name or a folder with a causal language model"
-    assert wanted in failed(*asks, "--model", folder, code=2)
+    assert "wanted a hub name or a folder with a causal language model" in failed(*asks, "--model", folder, code=2)

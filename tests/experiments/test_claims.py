@@ -210,8 +210,7 @@ def test_texts_are_drawn_from_the_seed_and_differ_in_kind(tokenizer: PreTrainedT
         assert one.shape == (1, 300)
         assert torch.equal(one, same)
         assert not torch.equal(one, other)
-    sentences = [texts.varied(random.Random(seed)) for seed in range(300)]
-    assert len(set(sentences)) == 300
+    assert len({texts.varied(random.Random(seed)) for seed in range(300)}) == 300
     problem = texts.sums(random.Random(0))
     start, more, less = (int(part) for part in re.findall(r"has (\d+) .*buys (\d+) .*away (\d+)", problem)[0])
     assert problem.endswith(f"so {start + more - less} are left.")
@@ -339,8 +338,7 @@ def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
         arrays = [as_array(each) for each in (queries, keys, read)]
         left, moments = [each[:, :, :6] for each in arrays[1:]], reference.no_moments(*arrays[1:])
         for last in range(6, 24):
-            new = [each[:, :, last] for each in arrays]
-            _, *left, after = reference.decode_step(*new, *left, moments, 6)
+            _, *left, after = reference.decode_step(*[each[:, :, last] for each in arrays], *left, moments, 6)
             moments = after if weight == "residual" else moments
             if last == 8:
                 np.testing.assert_array_equal(arrays[1][:, :, :9][chosen[weight][0].numpy()].reshape(2, 2, 6, 8), left[0])
@@ -501,8 +499,7 @@ def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_fo
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines = store.run(plan_for(model_folder), tmp_path, jobs=2)
-    assert without_seconds(lines) == without_seconds(finished[1])
+    assert without_seconds(store.run(plan_for(model_folder), tmp_path, jobs=2)) == without_seconds(finished[1])
 
 
 def test_measurements_of_two_kinds_are_not_mixed(

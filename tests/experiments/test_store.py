@@ -14,7 +14,7 @@ from typing import Any
 
 import filelock
 import pytest
-from tools.reading import refused
+from tools.reading import refused, saved
 
 from evictionary import store
 from evictionary.errors import UsageError
@@ -149,10 +149,8 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / store.RESULTS
-    path.write_text('{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"')
-    found = store.read(path, lambda line: line["a"])
-    assert [line["b"] for line in found.values()] == [3, 2]
+    path = saved(tmp_path / store.RESULTS, '{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"')
+    assert [line["b"] for line in store.read(path, lambda line: line["a"]).values()] == [3, 2]
     store.append(path, {"a": 5, "b": 5})
     assert path.read_text().endswith('"b": 3}\n{"a": 5, "b": 5}\n')
 

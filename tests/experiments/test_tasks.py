@@ -66,8 +66,7 @@ def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
     read = [torch.cat([one.context_ids, one.question_ids], dim=1)[0].tolist() for one in (first, second)]
     assert first.continuation is not None and len(read[0]) + first.continuation.shape[1] == TOKENS
     start = int(tokenizer.bos_token_id is not None)
-    number = first.continuation.shape[1]
-    assert read[1][start:] == read[0][start + number :] + first.continuation[0].tolist()
+    assert read[1][start:] == read[0][start + first.continuation.shape[1] :] + first.continuation[0].tolist()
     assert tokenizer.decode(first.continuation[0]) == first.answers[0]
     refused(lambda: tasks.get(name).make(tokenizer, TOKENS, 100_000), "the text of this task ends")
 
@@ -84,8 +83,7 @@ def test_the_words_asked_for_are_the_most_frequent(tokenizer: PreTrainedTokenize
     for tokens in (TOKENS, 12_000):
         prompt = tasks.get(name).make(tokenizer, tokens, 0)
         text = tokenizer.decode(prompt.context_ids[0])
-        counts = Counter(text.partition("than others: ")[2].rstrip(".\n").split())
-        ranked = counts.most_common()
+        ranked = Counter(text.partition("than others: ")[2].rstrip(".\n").split()).most_common()
         assert {word for word, _ in ranked[:distinct]} == set(prompt.answers)
         assert ranked[distinct - 1][1] > ranked[distinct][1]
 

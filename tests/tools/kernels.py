@@ -24,8 +24,7 @@ def launched_by_a_grid() -> set[str]:
 def compiled(*arguments: object, fused: bool = False, code: int | None = 0) -> list[dict[str, Any]]:
     """The JSON lines of a program without Triton's interpreter, which would take the place of the compiler."""
     environment = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": int(fused), "PYTHONPATH": ROOT}
-    done = python(*arguments, code=code, **environment)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in python(*arguments, code=code, **environment).stdout.splitlines()]
 
 
 def assert_close(got: Any, wanted: Any, bound: float) -> None:

@@ -16,16 +16,31 @@ from evictionary.errors import UsageError
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
 
-def refused(call: Callable[[], Any], message: str, error: type[Exception] | tuple[type[Exception], ...] = UsageError) -> None:
+def refused(
+    call: Callable[[], Any], message: str = "", error: type[BaseException] | tuple[type[BaseException], ...] = UsageError
+) -> None:
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):
         call()
 
 
+def saved(path: Path, content: str | bytes) -> Path:
+    """The path of a file that has this content from now on; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def laid(folder: Path, files: Mapping[str, str]) -> Path:
+    """A folder that has these files from now on, by their paths in it."""
+    for name, content in files.items():
+        saved(folder / name, content)
+    return folder
+
+
 def written(folder: Path, text: str) -> str:
     """The path of a file of a method."""
-    (folder / "mine.py").write_text(text)
-    return str(folder / "mine.py")
+    return str(saved(folder / "mine.py", text))
 
 
 @torch.no_grad()
@@ -144,5 +159,4 @@ def near(got: Sequence[Any], wanted: Sequence[Any], rtol: float = 1e-4, atol: fl
 def same(got: EvictingCache, wanted: EvictingCache) -> None:
     """Fail unless two caches hold the same states of the same tokens."""
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
-        for one, other in zip(ours.contents(), theirs.contents(), strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, ours.contents(), theirs.contents()))
