@@ -4,11 +4,7 @@ import io
 import itertools
 import json
 import math
-import os
-import select
 import struct
-import subprocess
-import sys
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
-from tools import attacks
+from tools import attacks, ends_with_its_parent, python
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -228,9 +224,7 @@ app(sys.argv[1:])
 def test_without_landlock_nothing_is_run_unless_told_to(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
     """The kernel answers as an older one does, or as a container that forbids Landlock."""
     path = written(tmp_path, "def anchor(keys):\n    return 1.0\n")
-    command = (sys.executable, "-c", WITHOUT_LANDLOCK, *map(str, ("grade", path, *to_grade(tmp_path), *more)))
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
+    done = python("-c", WITHOUT_LANDLOCK, "grade", path, *to_grade(tmp_path), *more, cwd=tmp_path, code=code)
     assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(done.stderr.split())
     assert (tmp_path / "grades").exists() == (code == 0)
     if code == 0:
@@ -245,12 +239,7 @@ def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
         "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child.remote.pid, flush=True)\n"
         "    child.call('score', 1)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as grader:
-        assert grader.stdout is not None
-        ended = select.poll()
-        ended.register(os.pidfd_open(int(grader.stdout.readline())), select.POLLIN)
-        grader.kill()
-        assert ended.poll(20_000)
+    assert ends_with_its_parent(program, path)
 
 
 def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:

@@ -3,12 +3,11 @@
 import json
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tools import python
 from tools.commands import as_json, failed, invoke, printed
 from tools.reading import saved
 
@@ -40,8 +39,7 @@ def test_version_and_help_need_no_torch() -> None:
     program = (
         "import sys\nfrom evictionary.cli.app import app\napp(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "demo" in done.stdout
+    assert "demo" in python("-c", program).stdout
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
 
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tools.programs import judge
+from tools import judge
 
 from evictionary.spec_tests.judge import compiled
 

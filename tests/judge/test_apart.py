@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import ROOT
-from tools.programs import judge, pytest_of
+from tools import ROOT, judge, pytest_of
 from tools.reading import laid, refused, saved
 
 from evictionary.spec_tests.judge import apart

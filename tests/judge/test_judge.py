@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from hypothesis import settings
-from tools.programs import json_in, judge as judged
+from tools import json_in, judge as judged
 from tools.reading import laid, refused, saved
 
 from evictionary.spec_tests.judge.cases import Case

@@ -16,10 +16,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tools import ROOT
-from tools.clients import PLAIN_KEYDIFF
+from tools import PLAIN_KEYDIFF, ROOT, json_in, judge, pytest_of, python, run
 from tools.commands import invoke
-from tools.programs import json_in, judge, pytest_of, python, run
 from tools.reading import laid, refused, saved
 
 from evictionary.reference import cache, keydiff

@@ -4,7 +4,7 @@ import json
 import re
 
 import pytest
-from tools.programs import python
+from tools import python
 from tools.reading import laid, refused, saved
 
 from evictionary.spec_tests.judge import project

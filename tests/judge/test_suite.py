@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from tools.programs import pytest_of, python
+from tools import pytest_of, python
 
 RAW_MEAN_ANCHOR = """
 import numpy as np

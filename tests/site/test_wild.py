@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tools.programs import run
+from tools import run
 from tools.reading import refused, saved
 
 from benchmarks.cpu import KVPRESS

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from evictionary.optimized.kernels import compiling
 
-from . import ROOT
-from .programs import python
+from . import ROOT, python
 
 KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
 
