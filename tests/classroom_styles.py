@@ -180,11 +180,9 @@ def side_by_side(
     children = {each: Inside(each.source, one.stem) for each in found}
     results = {each: empty(one) for each in found}
     for place, step in enumerate(one.steps):
-        judged = {}
-        for each, child in children.items():
-            lines = {line.name: line.verdict for line in results[each].lines}
-            if all(lines[name] == "passed" for name in step.needs):
-                judged[each] = run.implementation(child, step)  # type: ignore[arg-type]
+        passed = {each: {line.name for line in result.lines if line.verdict == "passed"} for each, result in results.items()}
+        ready = [each for each in found if passed[each].issuperset(step.needs)]
+        judged = {each: run.implementation(children[each], step) for each in ready}  # type: ignore[arg-type]
         for each in judged:
             results[each].lines[place].verdict = "passed"
         # This process holds the matrix that a student's may not: what a prompt takes is not asked here.
@@ -273,11 +271,16 @@ def page(lines: list[Line]) -> str:
     by_mistake: dict[tuple[str, str], list[Line]] = defaultdict(list)
     for line in (line for line in lines if line["wrong"] and line["seed"] % LONG_EVERY == 0):
         by_mistake[line["assignment"], line["submission"]].append(line)
-    mistakes = []
-    for (name, mistake), own in sorted(by_mistake.items()):
-        counts = sorted(Counter(line["points"] for line in own).items())
-        told = ", ".join(f"{points}: {count}" for points, count in counts)
-        mistakes.append((name, mistake.replace("_", " "), told, ", ".join(by_luck(own)) or "-"))
+    counts = {key: sorted(Counter(line["points"] for line in own).items()) for key, own in by_mistake.items()}
+    mistakes = [
+        (
+            name,
+            mistake.replace("_", " "),
+            ", ".join(f"{points}: {count}" for points, count in counts[name, mistake]),
+            ", ".join(by_luck(own)) or "-",
+        )
+        for (name, mistake), own in sorted(by_mistake.items())
+    ]
     return f"""\
 # No luck
 

@@ -213,14 +213,12 @@ class EvictingCache(WatchedCache):
     @property
     def nbytes_full(self) -> int:
         """The bytes that the same tokens would take if nothing had been removed."""
-        total = 0
-        for layer in self.layers:
-            for state in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-                if state is not None:
-                    batch, heads, stored, width = state.shape
-                    length = layer.seen if isinstance(layer, EvictingLayer) else stored
-                    total += batch * heads * length * width * state.element_size()
-        return total
+        states = [(layer, getattr(layer, name, None)) for layer in self.layers for name in ("keys", "values")]
+        return sum(
+            state[:, :, 0].numel() * (layer.seen if isinstance(layer, EvictingLayer) else state.shape[2]) * state.element_size()
+            for layer, state in states
+            if state is not None
+        )
 
     @property
     def nbytes_beside(self) -> int:

@@ -112,12 +112,9 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     scores = {"keydiff": fast.score(keys), "tova": tova.score(queries, keys), "streaming_llm": streaming_llm.score(keys)}
     amount = budget(split, RATIO)
     arrays = as_array(keys)[0]
-    volumes = {}
-    for name, score in scores.items():
-        kept: torch.Tensor = top_k(score, amount)
-        volumes[name] = log_volume(arrays, kept[0].cpu().numpy())
-        volumes[f"{name} unit"] = log_volume(paper.unit(arrays), kept[0].cpu().numpy())
-    return volumes
+    kept = {name: top_k(score, amount)[0].cpu().numpy() for name, score in scores.items()}
+    of_units = {f"{name} unit": log_volume(paper.unit(arrays), mask) for name, mask in kept.items()}
+    return {name: log_volume(arrays, mask) for name, mask in kept.items()} | of_units
 
 
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:

@@ -153,11 +153,9 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     means["amplification"] = np.median(found[f"{main}: gamma"], axis=(0, 2, 3))
     for budget in scale.budgets:
         means |= {f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3)) for name in ("mass", "none")}
-    for name in SELECTIONS:
-        for quantity in QUANTITIES:
-            middle = np.median if quantity in SKEWED else np.mean
-            means[f"{name}: {quantity}"] = middle(found[f"{name}: {quantity}"], axis=(0, 2, 3))
-    return means | last
+    middles = {quantity: np.median if quantity in SKEWED else np.mean for quantity in QUANTITIES}
+    over = {f"{name}: {quantity}": middles[quantity] for name in SELECTIONS for quantity in QUANTITIES}
+    return means | {name: middle(found[name], axis=(0, 2, 3)) for name, middle in over.items()} | last
 
 
 def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,24 +211,20 @@ def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: 
     Heads may keep different numbers of tokens, since a mask hides them.
     """
     base: Any = lab.model.base_model
-    handles: list[Any] = []
     split, cache = recording.split, DynamicCache()
     causal = torch.ones(count, count, dtype=torch.bool, device=recording.input_ids.device).tril()
-    for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
-        cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
-        rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
-        seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
-        hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
+    with ExitStack() as hooks:
+        for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
+            cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
+            rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
+            seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
+            hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
 
-        def hide(module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden) -> Any:
-            return arguments, named | {"attention_mask": hidden}
+            def hide(module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden) -> Any:
+                return arguments, named | {"attention_mask": hidden}
 
-        handles.append(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
-    try:
+            hooks.enter_context(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
         yield cache
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def residual_after(lab: Lab, recording: Recording, cache: Cache, count: int) -> np.ndarray:

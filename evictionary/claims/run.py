@@ -150,8 +150,7 @@ def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str,
         yield from lagkv.observe(lab, [kind for _, kind in wanted])
         return
     recording = record(lab, kind)  # about 200 MB: one text at a time
-    for paper, _ in wanted:
-        yield PAPERS[paper].observe(lab, recording)
+    yield from (PAPERS[paper].observe(lab, recording) for paper, _ in wanted)
 
 
 def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims") -> dict[str, Any]:

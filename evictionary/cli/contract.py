@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import textwrap
 import types
 from pathlib import Path
 from typing import Annotated, Any
@@ -105,10 +106,10 @@ def _file(found: list[dict[str, Any]], folder: Path) -> str:
     from evictionary.spec_tests.judge.implementation import oracle
 
     imports = sorted({line for each in found for line in _imports(each["signature"], oracle(each["function"]))})
-    bodies = []
-    for each in found:
-        says = each["says"].replace("\n", "\n    ").replace("\n    \n", "\n\n")
-        bodies.append(f'{each["signature"]}\n    r"""{says}\n    """\n    raise NotImplementedError\n')
+    bodies = [
+        f"{each['signature']}\n" + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
+        for each in found
+    ]
     head = f'"""`evictionary judge {folder}` says whether these functions are right."""\n\n'
     return head + "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
 

@@ -5,7 +5,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
+from tools import run
 from tools.commands import as_json, failed, invoke, printed
 from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, bundled, graded, handed_in, json_of, order, text_of, to_grade, written
 from tools.pages import blocks, commands
@@ -214,8 +214,7 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
     assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
     assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
     assert as_json("gradebook", tmp_path / "grades")["distribution"] == {"0": 1}
-    table = text_of(tmp_path / "grades" / "gradebook.csv")
-    assert table.startswith('id,points,of,comment\nada,0,100,"file: failed')
+    assert text_of(tmp_path / "grades" / "gradebook.csv").startswith('id,points,of,comment\nada,0,100,"file: failed')
     assert "wanted a folder that `evictionary grade` wrote" in failed("gradebook", tmp_path, code=2)
 
 
@@ -434,10 +433,8 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
 
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
-    one = assignments.load("keydiff")
-    run = Run(one, Path(), secret=b"a secret")
-    assert run.seed("a") != run.seed("b")
-    assert run.seed("a") == Run(one, Path(), secret=b"a secret", examples=9).seed("a")
+    few, many = (Run(assignments.load("keydiff"), Path(), secret=b"a secret", examples=count) for count in (1, 9))
+    assert few.seed("b") != few.seed("a") == many.seed("a")
     assert "secret" not in order().seed_id
     assert order().seed_id != order(secret=b"another").seed_id
 
@@ -490,12 +487,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
-    def run(lines: str) -> str:
-        done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    return lambda lines: run("bash", "-e", "-c", lines, cwd=tmp_path).stdout
 
 
 DOCKER = """
@@ -609,9 +601,8 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     # What a student's message holds is no markup.
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     written(work, "raise RuntimeError('[/bold] no')\n", "scorer.py")
-    refused = invoke("check", "contest", "--work", work)
-    assert refused.exit_code == 1
-    assert "[/bold] no" in " ".join(refused.stdout.split())
+    unloadable = invoke("check", "contest", "--work", work)
+    assert unloadable.exit_code == 1 and "[/bold] no" in " ".join(unloadable.stdout.split())
 
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:

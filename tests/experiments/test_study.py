@@ -78,12 +78,12 @@ def test_costs_are_means_over_tasks_of_means_over_prompts_and_comparisons_are_of
     difficulty = {("passkey7", 0): 0.0, ("passkey7", 1): 2.0, ("copy", 0): 5.0, ("perplexity", 0): 8.0}
     for (task, seed), hard in difficulty.items():
         # KeyDiff is worse than KNorm by 0.1 on every prompt; the prompts differ by far more.
-        lines.append(line_of(task, seed, {"knorm": [1 + hard, task != "perplexity", 45]}))
-        lines.append(line_of(task, seed, {"keydiff": [1.1 + hard, 0, 45], "keydiff+moments": [1.0 + hard, 1, 45]}))
-        lines.append(line_of(task, seed, {"gvote": [1, 1, 70]}))
-    lines.append(line_of("copy", 1, {"knorm": [99, 0, 45]}))  # the other selectors lack this prompt
-    lines.append(line_of("copy", 0, {"knorm": [99, 0, 45]}, ratio=0.75))  # and this ratio
-    found = study.summarise(lines)
+        knorm = {"knorm": [1 + hard, task != "perplexity", 45]}
+        keydiff = {"keydiff": [1.1 + hard, 0, 45], "keydiff+moments": [1.0 + hard, 1, 45]}
+        lines += [line_of(task, seed, cells) for cells in (knorm, keydiff, {"gvote": [1, 1, 70]})]
+    # The other selectors lack a prompt and a ratio.
+    alone = [line_of("copy", 1, {"knorm": [99, 0, 45]}), line_of("copy", 0, {"knorm": [99, 0, 45]}, ratio=0.75)]
+    found = study.summarise(lines + alone)
     assert {row["ratio"] for row in found["rows"]} == {0.5}
     rows = {row["method"]: row for row in found["rows"]}
     assert rows["knorm"]["cost"] == pytest.approx((1.0 + 5.0 + 8.0) / 3)
