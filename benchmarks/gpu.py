@@ -325,13 +325,11 @@ def stored(path: Path) -> dict[str, Any]:
     laws: dict[str, list[str]] = {line["law"]: [] for line in judged}
     for line in judged:
         laws[line["law"]] += [line["error"]] if line["error"] else []
-    order = list(ROWS)
+    order = {name: place for place, name in enumerate(ROWS)}
     return {
         "laws": {stem: "; ".join(told) for stem, told in laws.items()},
         "ceilings": rows[-1]["ceilings"] if rows else {},
-        "rows": [
-            line["row"] for line in sorted(rows, key=lambda line: order.index(line["id"]) if line["id"] in order else len(order))
-        ],
+        "rows": [line["row"] for line in sorted(rows, key=lambda line: order.get(line["id"], len(order)))],
     }
 
 

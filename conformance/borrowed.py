@@ -34,7 +34,11 @@ def take(source: str, path: str, *names: str, **given: Any) -> SimpleNamespace:
     tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
     missing = sorted(set(names) - {node.name for node in found})
-    require(not missing, f"{file}: got no definition of {', '.join(missing)}, wanted all of {', '.join(names)}", ImportError)
+    require(
+        not missing,
+        f"{file}: got no definition of {', '.join(missing)}, wanted all of {', '.join(names)}",
+        ImportError,
+    )
     tree.body = list(found)
     scope: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math, **given}
     # Annotations are not read: they name types of other packages.

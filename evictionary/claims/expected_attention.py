@@ -22,7 +22,17 @@ from evictionary.claims.recording import (
     spread_by_layer,
     stacked,
 )
-from evictionary.optimized import ada_kv, expected_attention as fast, h2o, keydiff, knorm, lagkv, snapkv, streaming_llm, tova
+from evictionary.optimized import (
+    ada_kv,
+    expected_attention as fast,
+    h2o,
+    keydiff,
+    knorm,
+    lagkv,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from evictionary.optimized.selection import budget, top_k
 from evictionary.reference import expected_attention as paper, expected_attention_theory as theory
 

@@ -216,7 +216,8 @@ def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: 
     with ExitStack() as hooks:
         for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
             cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
-            rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
+            before = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)
+            rows = before[:, :, None].expand(-1, -1, count, -1)
             seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
             hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
 

@@ -96,8 +96,8 @@ class Plan(store.Plan):
             for name, value in here.items():
                 for key in value.keys() | line[name].keys():
                     got, wanted = line[name].get(key), value.get(key)
-                    told = f"output: {folder} holds measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
-                    require(got == wanted, told)
+                    told = f"measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
+                    require(got == wanted, f"output: {folder} holds {told}")
 
     def measure(self, unit: Unit, parts: Sequence[tuple[str, str]]) -> Iterator[Line]:
         """Measure papers on one text, or LagKV on all kinds of text."""

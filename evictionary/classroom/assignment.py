@@ -81,7 +81,8 @@ class Assignment:
     def constants_of(self, student: str) -> dict[str, float]:
         """The constants of one student: drawn from the id, the same each time, from the values that assignment.toml lists."""
         digests = {name: hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest() for name in self.constants}
-        return {name: values[int.from_bytes(digests[name][:8], "big") % len(values)] for name, values in self.constants.items()}
+        places = {name: int.from_bytes(digest[:8], "big") for name, digest in digests.items()}
+        return {name: values[places[name] % len(values)] for name, values in self.constants.items()}
 
     def starter_for(self, student: str | None) -> str:
         """The starter file; with a student's id, the defaults of its functions are that student's constants."""
@@ -102,7 +103,7 @@ def load(name: str, folder: Path | None = None) -> Assignment:
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
     steps: list[dict[str, Any]] = [
-        {key: tuple(each) if isinstance(each, list) else each for key, each in step.items()} for step in content.pop("step")
+        {key: tuple(each) if isinstance(each, list) else each for key, each in said.items()} for said in content.pop("step")
     ]
     one = Assignment(name=name, folder=folder, steps=tuple(Step(**step) for step in steps), **content)
     _require_whole(one)

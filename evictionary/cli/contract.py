@@ -36,7 +36,10 @@ def described(path: str) -> dict[str, Any]:
     from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
-    require(path in known, f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
+    require(
+        path in known,
+        f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}",
+    )
     function = oracle(path)
     laws = [law for law in load_laws().values() if path in law.functions]
     ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)

@@ -34,7 +34,16 @@ from tools.grader import (
 from tools.reading import refused
 
 from evictionary import reference
-from evictionary.classroom import assignment as assignments, classes, formats, grading, sandbox, seccomp, submissions, worker
+from evictionary.classroom import (
+    assignment as assignments,
+    classes,
+    formats,
+    grading,
+    sandbox,
+    seccomp,
+    submissions,
+    worker,
+)
 from evictionary.classroom.child import LARGEST_ANSWER, Child, StudentError, as_tuple, closed
 from evictionary.classroom.judgement import empty
 from evictionary.spec_tests.judge import wire
@@ -278,7 +287,8 @@ def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatc
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
     assert "secret" not in arguments
-    assert [name for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary") if f"'{name}'" in modules] == []
+    ours = ("reference", "optimized", "spec_tests", "hypothesis", "evictionary")
+    assert [name for name in ours if f"'{name}'" in modules] == []
 
 
 def test_what_may_not_cross() -> None:

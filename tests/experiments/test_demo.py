@@ -137,8 +137,9 @@ def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: 
 
 def test_a_method_that_fails_ends_the_demo(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     mine = str(saved(tmp_path / "mine.py", "def score(keys):\n    raise RuntimeError('not yet')\n"))
+    model = tiny_llama(max_position_embeddings=2048)
     refused(
-        lambda: demo.run(tiny_llama(max_position_embeddings=2048), tokenizer, method_names=[mine], depths=(0.5,), tokens=200),
+        lambda: demo.run(model, tokenizer, method_names=[mine], depths=(0.5,), tokens=200),
         r"score in mine\.py raised RuntimeError at mine\.py, line 2: not yet",
         MethodError,
     )

@@ -130,7 +130,8 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
     plan = plan_for(model_folder, methods=[(str(tmp_path / name), {})], tasks=["passkey7"], ratios=[], budgets=[40])
     for kept in ("length", "budget + 1", "budget"):
         chosen = f"np.broadcast_to(np.arange(length) < {kept}, keys.shape[:3])"
-        mine = saved(tmp_path / "mine.py", f"import numpy as np\n{traits}def select(keys, length, budget):\n    return {chosen}\n")
+        select = f"def select(keys, length, budget):\n    return {chosen}\n"
+        mine = saved(tmp_path / "mine.py", f"import numpy as np\n{traits}{select}")
         (line,) = (line for line in store.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
         if fails and kept != "budget":
             stored = line["tokens"] if kept == "length" else 41

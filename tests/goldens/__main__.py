@@ -82,7 +82,7 @@ def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [
         *(f"gone: {name}" for name in before if name not in after),
         *(f"new: {name}" for name in after if name not in before),
-        *(f"{name}: was {before[name]}, is {after[name]}" for name in before if after.get(name, before[name]) != before[name]),
+        *(f"{name}: was {each}, is {after[name]}" for name, each in before.items() if after.get(name, each) != each),
     ]
 
 

@@ -106,12 +106,16 @@ def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: 
 
 
 def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
-    wrong = saved(tmp_path / "wrong.py", (CLIENTS / "keydiff.py").read_text().replace("return [-math.fsum", "return [math.fsum"))
+    right = (CLIENTS / "keydiff.py").read_text()
+    wrong = saved(tmp_path / "wrong.py", right.replace("return [-math.fsum", "return [math.fsum"))
     start, law = f"{sys.executable} {wrong}", f"spec_tests/keydiff/{COSINE.replace('::', '.py::')}"
     output = pytest_of("--profile", "quick", law, "--exec", start, "--dtype", "float32", code=1).stdout
-    assert "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)" in output
-    assert "your numbers match a known bug: the sign left out" in output
-    assert f"judge --exec '{start}' --law " in output
+    wanted = (
+        "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)",
+        "your numbers match a known bug: the sign left out",
+        f"judge --exec '{start}' --law ",
+    )
+    assert [said for said in wanted if said not in output] == []
 
 
 @pytest.mark.slow

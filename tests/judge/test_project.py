@@ -83,7 +83,7 @@ def test_a_table_that_cannot_be_used_names_its_key(folder, line, message):
 
 def test_a_key_that_is_unknown_is_named(folder):
     file = saved(folder / "pyproject.toml", '[tool.evictionary]\ndtypes = ["float32"]\n')
-    refused(lambda: project.options(file), r"tool.evictionary.dtypes: got .* wanted one of functions", project.BadProject)
+    refused(lambda: project.options(file), r"dtypes: got .* wanted one of functions", project.BadProject)
 
 
 def test_a_contract_and_a_folder_to_begin_with(tmp_path):

@@ -1,4 +1,4 @@
-"""What the tests share, and nothing that is installed; here, how they start programs, and a program that knows nothing of ours."""
+"""What the tests share: no test, and no part of what is installed. Here they start programs."""
 
 import json
 import os

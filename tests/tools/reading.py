@@ -17,7 +17,9 @@ IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
 
 def refused(
-    call: Callable[[], Any], message: str = "", error: type[BaseException] | tuple[type[BaseException], ...] = UsageError
+    call: Callable[[], Any],
+    message: str = "",
+    error: type[BaseException] | tuple[type[BaseException], ...] = UsageError,
 ) -> None:
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):

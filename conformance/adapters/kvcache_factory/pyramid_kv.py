@@ -10,7 +10,10 @@ DOMAIN = {"dtype": ("float32",)}
 
 
 def budgets(budget, num_layers, *, beta=20):
-    leave_out(num_layers < 2 or beta != int(beta), "one layer, or a beta that is not whole, which the class does not take")
+    leave_out(
+        num_layers < 2 or beta != int(beta),
+        "one layer, or a beta that is not whole, which the class does not take",
+    )
     prompt = torch.zeros(1, 1, 2 * budget + 2, 1)  # so long that no layer's budget is cut
 
     def kept(layer):

@@ -12,7 +12,8 @@ DOMAIN = {"dtype": ("float32",)}
 
 def budgets(budget, num_layers, *, beta=20):
     leave_out(
-        num_layers < 2 or budget < beta, "one layer, or a last layer of less than the window, for which the press has no pyramid"
+        num_layers < 2 or budget < beta,
+        "one layer, or a last layer of less than the window, for which the press has no pyramid",
     )
     press = PyramidKVPress(compression_ratio=0.75, window_size=1, beta=beta)
     config = SimpleNamespace(num_hidden_layers=num_layers)
