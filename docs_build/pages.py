@@ -292,4 +292,5 @@ def api_pages() -> dict[str, str]:
     files = [path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
     paths = [path.relative_to(ROOT).with_suffix("").as_posix() for path in files]
     page = "# {0}.py\n\n[Source]({1})\n\n::: evictionary.{2}\n"
-    return {f"reference/api/{path}.md": page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}
+    shown = {path: page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}
+    return {f"reference/api/{path}.md": text for path, text in shown.items()}

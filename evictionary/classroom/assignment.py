@@ -103,7 +103,7 @@ def load(name: str, folder: Path | None = None) -> Assignment:
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
     steps: list[dict[str, Any]] = [
-        {key: tuple(each) if isinstance(each, list) else each for key, each in said.items()} for said in content.pop("step")
+        {key: tuple(it) if isinstance(it, list) else it for key, it in one.items()} for one in content.pop("step")
     ]
     one = Assignment(name=name, folder=folder, steps=tuple(Step(**step) for step in steps), **content)
     _require_whole(one)

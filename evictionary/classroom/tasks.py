@@ -136,7 +136,7 @@ def write(form: str, folder: Path) -> list[str]:
     if form == "kernelbench":
         texts = {f"{number}_{task['name']}.py": kernelbench(task) for number, task in enumerate(made, 1)}
     else:
-        texts = {f"definitions/{each['op_type']}/{each['name']}.json": json.dumps(each, indent=1) + "\n" for each in made}
+        texts = {f"definitions/{one['op_type']}/{one['name']}.json": json.dumps(one, indent=1) + "\n" for one in made}
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")
