@@ -18,7 +18,7 @@ IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
 def refused(
     call: Callable[[], Any],
-    message: str = "",
+    message: str | None = None,
     error: type[BaseException] | tuple[type[BaseException], ...] = UsageError,
 ) -> None:
     """Fail unless the call raises this error, with a message that the pattern is found in."""
