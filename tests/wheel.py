@@ -10,8 +10,7 @@ import tempfile
 import venv
 from pathlib import Path
 
-from tools import ROOT, json_in, run
-from tools.reading import laid
+from tools import ROOT, json_in, laid, run
 
 SCORER = """import numpy as np
 

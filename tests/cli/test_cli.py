@@ -7,9 +7,8 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tools import python
+from tools import python, saved
 from tools.commands import as_json, failed, invoke, printed
-from tools.reading import saved
 
 from evictionary import __version__
 from evictionary.cli.methods import ADDITIONS

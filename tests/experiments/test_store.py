@@ -11,8 +11,8 @@ from typing import Any
 
 import filelock
 import pytest
-from tools import ends_with_its_parent, python
-from tools.reading import refused, saved
+from tools import ends_with_its_parent, python, saved
+from tools.reading import refused
 
 from evictionary import store
 from evictionary.errors import UsageError

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import ROOT, judge, pytest_of
-from tools.reading import laid, refused, saved
+from tools import ROOT, judge, laid, pytest_of, saved
+from tools.reading import refused
 
 from evictionary.spec_tests.judge import apart
 from evictionary.spec_tests.judge.domain import Domain

@@ -9,8 +9,8 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from hypothesis import settings
-from tools import json_in, judge as judged
-from tools.reading import laid, refused, saved
+from tools import json_in, judge as judged, laid, saved
+from tools.reading import refused
 
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL

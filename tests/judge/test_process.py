@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tools import PLAIN_KEYDIFF, ROOT, json_in, judge, pytest_of, python, run
+from tools import PLAIN_KEYDIFF, ROOT, json_in, judge, laid, pytest_of, python, run, saved
 from tools.commands import invoke
-from tools.reading import laid, refused, saved
+from tools.reading import refused
 
 from evictionary.reference import cache, keydiff
 from evictionary.spec_tests.judge.compare import agrees

@@ -4,8 +4,8 @@ import json
 import re
 
 import pytest
-from tools import python
-from tools.reading import laid, refused, saved
+from tools import laid, python, saved
+from tools.reading import refused
 
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions

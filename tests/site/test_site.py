@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from tools.reading import saved
+from tools import saved
 
 from docs_build import charts, entries as site, figures, hooks, judging, kills, pages
 from docs_build.running import said

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import typer
-from tools import run
-from tools.reading import refused, saved
+from tools import run, saved
+from tools.reading import refused
 
 from benchmarks.cpu import KVPRESS
 from conformance import wild

@@ -5,6 +5,7 @@ import os
 import select
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,20 @@ def score(keys):
     anchor = unit([sum(channel) / len(keys) for channel in zip(*directions)])
     return [-sum(x * y for x, y in zip(direction, anchor)) for direction in directions]
 """
+
+
+def saved(path: Path, content: str | bytes) -> Path:
+    """The path of a file that has this content from now on; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def laid(folder: Path, files: Mapping[str, str]) -> Path:
+    """A folder that has these files from now on, by their paths in it."""
+    for name, content in files.items():
+        saved(folder / name, content)
+    return folder
 
 
 def run(*command: object, code: int | None = 0, cwd: Path = ROOT, **environment: object) -> subprocess.CompletedProcess[str]:

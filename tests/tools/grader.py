@@ -17,7 +17,7 @@ from evictionary.classroom.judgement import Judgement, Line
 from evictionary.spec_tests.judge.implementation import oracle
 from evictionary.spec_tests.proof.planted import Mutant, edited_source
 
-from .reading import saved
+from . import saved
 
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
 PAGES = Path(__file__).parents[2] / "docs" / "classroom"

@@ -13,6 +13,8 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.errors import UsageError
 
+from . import saved
+
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
 
@@ -24,20 +26,6 @@ def refused(
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):
         call()
-
-
-def saved(path: Path, content: str | bytes) -> Path:
-    """The path of a file that has this content from now on; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    return path
-
-
-def laid(folder: Path, files: Mapping[str, str]) -> Path:
-    """A folder that has these files from now on, by their paths in it."""
-    for name, content in files.items():
-        saved(folder / name, content)
-    return folder
 
 
 def written(folder: Path, text: str) -> str:
