@@ -105,10 +105,14 @@ def over(caches: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., 
 def with_moments(place: Place, batch: int, tokens: int, model: Decoder) -> Attend:
     """MomentKV in every layer, with a full cache of `tokens` slots."""
     step, shape = place.ours("momentkv", "step"), (batch, place.heads)
-    layers = []
-    for layer in range(model.layers):
-        positions = torch.arange(tokens, device=place.device).repeat(*shape, 1)
-        layers.append((*place.cache(batch, tokens, layer), positions, random_moments(place, batch, layer)))
+    layers = [
+        (
+            *place.cache(batch, tokens, layer),
+            torch.arange(tokens, device=place.device).repeat(*shape, 1),
+            random_moments(place, batch, layer),
+        )
+        for layer in range(model.layers)
+    ]
     position = torch.full(shape, tokens, device=place.device)
     return lambda layer, query, key, value: step(query, key, value, *layers[layer], position)
 
@@ -139,8 +143,7 @@ def overhead_row(place: Place, batch: int) -> Work:
         "ours": with_moments(place, sequences, tokens, model),
         "fixed L": over(caches, place.ours("attention", "attend")),
     }
-    state = 4 * place.head_dim * (place.head_dim + 2)
-    each = 2 * (place.bytes_of(tokens) + place.heads * state)
+    each = 2 * (place.bytes_of(tokens) + place.heads * 4 * place.head_dim * (place.head_dim + 2))
     return steps(place, model, sequences, attends, model.layers * sequences * each)
 
 

@@ -47,6 +47,7 @@ from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
 from benchmarks.timing import ROOT, interleaved, output_of, provenance, ratio, seconds, show, spread, write_json
 from evictionary import store
+from evictionary.errors import require
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 LINES, RESULT = "gpu.jsonl", "gpu.json"
@@ -320,17 +321,16 @@ class Plan(store.Plan):
 def stored(path: Path) -> dict[str, Any]:
     """What the lines of a run say: the laws that each stem breaks, the ceilings, and the rows in the order of the table."""
     lines = list(store.read(path, Plan.identify).values())
-    laws: dict[str, list[str]] = {line["law"]: [] for line in lines if "law" in line}
-    for line in lines:
-        if "law" in line and line["error"]:
-            laws[line["law"]].append(line["error"])
-    found = {"laws": {stem: "; ".join(told) for stem, told in laws.items()}, "ceilings": {}}
-    rows = [line for line in lines if "row" in line]
-    order = list(ROWS)
-    for line in rows:
-        found["ceilings"] = line["ceilings"]
-    rows.sort(key=lambda line: order.index(line["id"]) if line["id"] in order else len(order))
-    return found | {"rows": [line["row"] for line in rows]}
+    judged, rows = ([line for line in lines if kind in line] for kind in ("law", "row"))
+    laws: dict[str, list[str]] = {line["law"]: [] for line in judged}
+    for line in judged:
+        laws[line["law"]] += [line["error"]] if line["error"] else []
+    order = {name: place for place, name in enumerate(ROWS)}
+    return {
+        "laws": {stem: "; ".join(told) for stem, told in laws.items()},
+        "ceilings": rows[-1]["ceilings"] if rows else {},
+        "rows": [line["row"] for line in sorted(rows, key=lambda line: order.get(line["id"], len(order)))],
+    }
 
 
 def told_by_gpu(*fields: str) -> str:
@@ -403,8 +403,7 @@ def main(
             f"the laws are judged first, and {absent} is not installed": bool(absent),
         }
     for why, refused in refusals.items():
-        if refused:
-            raise typer.BadParameter(why)
+        require(not refused, why, typer.BadParameter)
     if only_list or out is None:
         for row in (ROWS[name] for name in wanted):
             ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""

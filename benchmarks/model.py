@@ -24,8 +24,7 @@ from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
 from evictionary.methods import catalogue
-from evictionary.models.load import EMBEDDED
-from evictionary.models.load import load as load_model
+from evictionary.models.load import EMBEDDED, load as load_model
 
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
 ROUNDS, DECODED, PROMPTS = 5, 8, 3

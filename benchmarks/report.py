@@ -63,10 +63,6 @@ def _made(result: dict[str, Any]) -> str:
     return f"{versions}; commit {result['commit']}, {result['date']}"
 
 
-def main() -> None:
+if __name__ == "__main__":
     PAGE.write_text(page(), encoding="utf-8")
     print(f"wrote {PAGE.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -141,8 +141,7 @@ def statistics_row(place: Place) -> Work:
     tokens, count, dim = place.tokens(XL), place.heads * place.group, place.head_dim
 
     def want(inputs: Inputs) -> tuple[np.ndarray, np.ndarray]:
-        plain = rotate(inputs[0][:1, :1].double(), -inputs[1])
-        return expected_attention.query_statistics(*exact(plain))
+        return expected_attention.query_statistics(*exact(rotate(inputs[0][:1, :1].double(), -inputs[1])))
 
     def apart(got: Any, wanted: tuple[np.ndarray, np.ndarray]) -> float:
         mean, covariance = first_head(*got)
@@ -191,8 +190,7 @@ def select_row(place: Place, rows: int, length: int, kind: str = "normal") -> Wo
     half = tokens // 2
 
     def kept_sums(inputs: Inputs, kept: torch.Tensor) -> torch.Tensor:
-        sums = (inputs[0].double() * kept).sum(dim=-1)
-        return sums.where(kept.sum(dim=-1) == half, math.nan)
+        return (inputs[0].double() * kept).sum(dim=-1).where(kept.sum(dim=-1) == half, math.nan)
 
     def of_indices(inputs: Inputs, got: Any) -> torch.Tensor:
         return kept_sums(inputs, torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True))
@@ -212,8 +210,7 @@ def select_row(place: Place, rows: int, length: int, kind: str = "normal") -> Wo
 
 def random_mask(place: Place, tokens: int, kept: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """A mask [1, H_kv, T] that keeps `kept` random tokens of each head, and their positions [1, H_kv, kept]."""
-    order = place.states(1, place.heads, tokens, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1)
-    mask = order < kept
+    mask = place.states(1, place.heads, tokens, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1) < kept
     return mask, mask.nonzero()[:, 2].view(1, place.heads, kept)
 
 

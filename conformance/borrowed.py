@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from evictionary.errors import require
 from evictionary.reference import selection
 from evictionary.spec_tests.judge.domain import OutsideDomain
 
@@ -32,8 +33,12 @@ def take(source: str, path: str, *names: str, **given: Any) -> SimpleNamespace:
     file = folder_of(source) / path
     tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
-    if missing := set(names) - {node.name for node in found}:
-        raise ImportError(f"{file}: got no definition of {', '.join(sorted(missing))}, wanted all of {', '.join(names)}")
+    missing = sorted(set(names) - {node.name for node in found})
+    require(
+        not missing,
+        f"{file}: got no definition of {', '.join(missing)}, wanted all of {', '.join(names)}",
+        ImportError,
+    )
     tree.body = list(found)
     scope: dict[str, Any] = {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math, **given}
     # Annotations are not read: they name types of other packages.
@@ -78,8 +83,7 @@ def positions_as_values(keys: torch.Tensor) -> torch.Tensor:
 
 def mask(values: torch.Tensor, length: int) -> torch.Tensor:
     """The kept tokens [B, H, T], read from the `positions_as_values` that came back."""
-    kept = torch.zeros(*values.shape[:2], length, dtype=torch.bool)
-    return kept.scatter(2, values[..., 0].long(), True)
+    return torch.zeros(*values.shape[:2], length, dtype=torch.bool).scatter(2, values[..., 0].long(), True)
 
 
 def scores_by_budget(kept_at: Callable[[int], torch.Tensor], budgets: range) -> torch.Tensor:
@@ -92,10 +96,14 @@ def with_window(before: torch.Tensor, window: int) -> torch.Tensor:
     return torch.nn.functional.pad(before, (0, window), value=math.inf)
 
 
-def refuse_within_window(length: int, window: int) -> None:
+def leave_out(where: bool, what: str) -> None:
+    """Raise OutsideDomain where the code is not asked, for it does not take that."""
+    require(not where, what, OutsideDomain)
+
+
+def leave_out_window(length: int, window: int) -> None:
     """Raise OutsideDomain for a prompt within the window, which such code leaves whole or refuses."""
-    if length <= window:
-        raise OutsideDomain("a prompt within the window, which this code leaves whole or refuses")
+    leave_out(length <= window, "a prompt within the window, which this code leaves whole or refuses")
 
 
 def for_all_queries(queries: torch.Tensor, length: int) -> torch.Tensor:

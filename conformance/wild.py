@@ -19,13 +19,13 @@ import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Option
 
+from evictionary.errors import require
 from evictionary.evaluation.pages import markdown
 from evictionary.store import put
 
@@ -89,11 +89,10 @@ class Source:
         """Raise NotReached unless the files in this folder are those that are pinned."""
         for name, wanted in self.files.items():
             path = folder / name
-            if not path.is_file():
-                raise NotReached(f"{name}: no such file in {folder}")
+            require(path.is_file(), f"{name}: no such file in {folder}", NotReached)
             got = hashlib.sha256(path.read_bytes()).hexdigest()
-            if wanted and got != wanted:
-                raise NotReached(f"{name}: got SHA-256 {got}, wanted {wanted}: it is another version of the file")
+            told = f"{name}: got SHA-256 {got}, wanted {wanted}: it is another version of the file"
+            require(wanted in ("", got), told, NotReached)
 
 
 def sources(path: Path = SOURCES) -> list[Source]:
@@ -145,8 +144,7 @@ def _run(what: str, command: list[str], environment: dict[str, str], seconds: fl
         done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotReached(f"{what}: {error}") from error
-    if done.returncode:
-        raise NotReached(f"{what} ended with {done.returncode}: {_why(done.stderr)}")
+    require(not done.returncode, f"{what} ended with {done.returncode}: {_why(done.stderr)}", NotReached)
     return done.stdout
 
 
@@ -296,9 +294,9 @@ def main(
     given = {name: Path(os.environ[key]) for name in names if os.environ.get(key := f"WILD_{name.upper()}")}
     for text in folders or ():
         name, _, folder = text.partition("=")
-        if name not in names or not folder or not Path(folder).is_dir():
-            wanted = f"NAME=FOLDER with one of {', '.join(names)} and a folder that is there"
-            raise typer.BadParameter(f"--from: got {text!r}, wanted {wanted}")
+        wanted = f"NAME=FOLDER with one of {', '.join(names)} and a folder that is there"
+        is_there = name in names and folder and Path(folder).is_dir()
+        require(is_there, f"--from: got {text!r}, wanted {wanted}", typer.BadParameter)
         given[name] = Path(folder).resolve()
     if unknown := sorted(set(only or ()) - set(names)):
         raise typer.BadParameter(f"--only: got {unknown[0]!r}, wanted some of {', '.join(names)}")
@@ -313,7 +311,7 @@ def main(
         put(RESULTS, json.dumps(stored, indent=1) + "\n")
 
     chosen = [source for source in found if not only_page and source.name in (only or names)]
-    rows = survey(chosen, given, profile=profile, say=partial(print, file=sys.stderr, flush=True), keep=keep)
+    rows = survey(chosen, given, profile=profile, say=functools.partial(print, file=sys.stderr, flush=True), keep=keep)
     if as_json and not only_page:
         print(json.dumps(rows, indent=1))
     put(PAGE, page(found, stored))

@@ -49,8 +49,7 @@ class Definition:
 
     @property
     def source(self) -> str:
-        lines = (ROOT / self.path).read_text(encoding="utf-8").splitlines()
-        return "\n".join(lines[self.first - 1 : self.last])
+        return "\n".join((ROOT / self.path).read_text(encoding="utf-8").splitlines()[self.first - 1 : self.last])
 
 
 @dataclass(frozen=True)
@@ -88,12 +87,17 @@ class Entry:
 @functools.cache
 def definitions(path: str) -> dict[str, Definition]:
     """The functions and classes at the top of a Python file, decorators included."""
-    found = {}
-    for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-            found[node.name] = Definition(path, node.name, first, node.end_lineno or first, ast.get_docstring(node) or "")
-    return found
+    return {
+        node.name: Definition(
+            path,
+            node.name,
+            min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]),
+            node.end_lineno or node.lineno,
+            ast.get_docstring(node) or "",
+        )
+        for node in ast.parse((ROOT / path).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    }
 
 
 @functools.cache
@@ -122,25 +126,23 @@ def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -
     names = {(Path(definition.path).name, definition.name) for definition in reference}
     for path in sorted((ROOT / folder).glob("*.py")):
         for definition in definitions(f"{folder}/{path.name}").values():
-            if definition.name.startswith("_"):
-                continue
-            if (path.name, definition.name) in names or identifier in ids_of(definition.docstring):
+            is_named = (path.name, definition.name) in names or identifier in ids_of(definition.docstring)
+            if is_named and not definition.name.startswith("_"):
                 yield definition
 
 
 @functools.cache
 def entries() -> dict[str, Entry]:
     """Every requirement of spec_tests/, by id."""
-    written = functions()
+    written = {identifier: [path.partition(".") for path in paths] for identifier, paths in functions().items()}
+    references = {
+        identifier: tuple(definitions(f"reference/{stem}.py")[name] for stem, _, name in written.get(identifier, []))
+        for identifier in REQUIREMENTS
+    }
     laws, mutants = load_laws().values(), load_mutants().values()
-    found = {}
-    for identifier, requirement in REQUIREMENTS.items():
-        reference = tuple(
-            definitions(f"reference/{stem}.py")[name]
-            for stem, _, name in (path.partition(".") for path in written.get(identifier, []))
-        )
-        found[identifier] = Entry(
-            requirement,
+    return {
+        identifier: Entry(
+            REQUIREMENTS[identifier],
             PAGES[stem_of()[identifier]],
             reference,
             tuple(_in_layer("optimized", reference, identifier)),
@@ -151,7 +153,8 @@ def entries() -> dict[str, Entry]:
             tuple(mutant for mutant in mutants if mutant.killed_by == identifier),
             tuple(errata().get(identifier, [])),
         )
-    return found
+        for identifier, reference in references.items()
+    }
 
 
 def law_definition(law: Law) -> Definition:

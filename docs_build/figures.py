@@ -18,8 +18,7 @@ from transformers import PreTrainedModel
 
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
-from evictionary.evaluation.pictures import KEPT_COLOUR, NEEDLE_COLOUR
-from evictionary.evaluation.pictures import survivors as kept
+from evictionary.evaluation.pictures import KEPT_COLOUR, NEEDLE_COLOUR, survivors as kept
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.models.load import load as load_model

@@ -26,13 +26,14 @@ log = logging.getLogger("mkdocs.hooks.lessons")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the coverage page, the pictures of methods and results, and a page for each module (the API) and each lesson."""
-    files.append(File.generated(config, "coverage.md", content=coverage.page()))
-    for uri, content in pages.api_pages().items():
+    made = {
+        "coverage.md": coverage.page(),
+        **pages.api_pages(),
+        **{f"images/kept_{name}.png": picture for name, picture in figures.strips(figures.stored()).items()},
+        **{f"images/results_{name}.svg": chart.svg() for name, chart in charts.CHARTS.items()},
+    }
+    for uri, content in made.items():
         files.append(File.generated(config, uri, content=content))
-    for name, picture in figures.strips(figures.stored()).items():
-        files.append(File.generated(config, f"images/kept_{name}.png", content=picture))
-    for name, chart in charts.CHARTS.items():
-        files.append(File.generated(config, f"images/results_{name}.svg", content=chart.svg()))
     for folder in lesson_folders():
         for path in sorted(folder.rglob("*.*")):
             files.append(File.generated(config, f"lessons/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))

@@ -90,8 +90,7 @@ def _fence(code: str) -> str:
 
 
 def _of(stems: str) -> list[Entry]:
-    wanted = stems.split(", ")
-    return [entry for identifier, entry in entries().items() if stem_of()[identifier] in wanted]
+    return [entry for identifier, entry in entries().items() if stem_of()[identifier] in stems.split(", ")]
 
 
 def _is_equation(entry: Entry) -> bool:
@@ -136,7 +135,9 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "requirements": _of,
         "resolve": resolve,
         "entries": entries(),
-        "errata_links": _errata_links,
+        "errata_links": lambda page, entry: [
+            f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata
+        ],
         "fence": _fence,
         "heading": heading,
         "law_definition": law_definition,
@@ -155,10 +156,6 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 def _law_links(page: str, entry: Entry) -> list[str]:
     found = [(law, law_definition(law)) for law in entry.laws]
     return [f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})" for law, at in found]
-
-
-def _errata_links(page: str, entry: Entry) -> list[str]:
-    return [f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata]
 
 
 def _mistake(page: str, mutant: Mutant) -> str:
@@ -196,10 +193,6 @@ def stored(path: str) -> Any:
     return json.loads((ROOT / path).read_text(encoding="utf-8"))
 
 
-def _first_paragraph(docstring: str) -> str:
-    return inspect.cleandoc(docstring).partition("\n\n")[0].replace("\n", " ")
-
-
 def signature(page: str, path: str) -> str:
     """The first lines of a function of reference/, up to its docstring, and the first paragraph of that."""
     sentence, head = summary(path)
@@ -211,15 +204,15 @@ def summary(path: str) -> tuple[str, str]:
     """The first paragraph of what a function of reference/ says of itself, and its lines up to that."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
-    return _first_paragraph(found.docstring).replace("`", ""), re.split(r'\n\s+r?"""', found.source)[0]
+    told = inspect.cleandoc(found.docstring).partition("\n\n")[0].replace("\n", " ").replace("`", "")
+    return told, re.split(r'\n\s+r?"""', found.source)[0]
 
 
 def code(page: str, target: str) -> str:
     """A function (`path::name`) or a whole file, quoted, with a link to its page."""
     path, _, name = target.partition("::")
     if name:
-        found = definitions(path)[name]
-        return f"{_fence(found.source)}\n\n[{path}]({source_url(path, name)})" + "{ .from }"
+        return f"{_fence(definitions(path)[name].source)}\n\n[{path}]({source_url(path, name)})" + "{ .from }"
     language = {"py": "python"}.get(Path(path).suffix[1:], Path(path).suffix[1:])
     return f"~~~~ {language}\n{(ROOT / path).read_text(encoding='utf-8').rstrip()}\n~~~~"
 
@@ -296,9 +289,8 @@ def _linked_line(page: str, line: str) -> str:
 
 def api_pages() -> dict[str, str]:
     """A page for each module of the three layers, for mkdocstrings to fill."""
-    paths = [path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
-    found = {}
-    for path in (each.relative_to(ROOT).as_posix() for each in paths):
-        module = "evictionary." + path.removesuffix(".py").replace("/", ".")
-        found[f"reference/api/{path.removesuffix('.py')}.md"] = f"# {path}\n\n[Source]({source_url(path)})\n\n::: {module}\n"
-    return found
+    files = [path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
+    paths = [path.relative_to(ROOT).with_suffix("").as_posix() for path in files]
+    page = "# {0}.py\n\n[Source]({1})\n\n::: evictionary.{2}\n"
+    shown = {path: page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}
+    return {f"reference/api/{path}.md": text for path, text in shown.items()}

@@ -26,13 +26,8 @@ def summary() -> study.Summary:
     return found | {"pyramid": study.summarise(lines("pyramid.jsonl"))}
 
 
-def main() -> None:
-    """Write evictionary/evaluation/study.json and docs/images/study.svg."""
+if __name__ == "__main__":
     found = summary()
     put(study.STORED, json.dumps(found, indent=1) + "\n")
     put(PICTURE, drawn(study.picture(found), "svg"))
     print(f"Wrote {study.STORED} and {PICTURE}.")
-
-
-if __name__ == "__main__":
-    main()

@@ -46,9 +46,5 @@ def run(way: Sequence[tuple[str, str]] = WAY) -> str:
     return "\n".join(parts) + "\n"
 
 
-def main() -> None:
-    PAGE.write_text(run(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(run(), encoding="utf-8")

@@ -5,7 +5,6 @@ on. A submission is what the variants of a method are made of, `spec_tests/<meth
 wrong one has an edit of `tests/styles/wrong.toml`.
 """
 
-import argparse
 import copy
 import hashlib
 import itertools
@@ -23,14 +22,14 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from hypothesis.errors import UnsatisfiedAssumption
 
 from evictionary import store
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import checks, grading, worker
+from evictionary.classroom import assignment as assignments, checks, grading, worker
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Judgement, empty, named
 from evictionary.cli.console import measuring
@@ -181,11 +180,9 @@ def side_by_side(
     children = {each: Inside(each.source, one.stem) for each in found}
     results = {each: empty(one) for each in found}
     for place, step in enumerate(one.steps):
-        judged = {}
-        for each, child in children.items():
-            lines = {line.name: line.verdict for line in results[each].lines}
-            if all(lines[name] == "passed" for name in step.needs):
-                judged[each] = run.implementation(child, step)  # type: ignore[arg-type]
+        verdicts = {each: {line.name: line.verdict for line in result.lines} for each, result in results.items()}
+        ready = [each for each in found if all(verdicts[each][name] == "passed" for name in step.needs)]
+        judged = {each: run.implementation(children[each], step) for each in ready}  # type: ignore[arg-type]
         for each in judged:
             results[each].lines[place].verdict = "passed"
         # This process holds the matrix that a student's may not: what a prompt takes is not asked here.
@@ -274,11 +271,16 @@ def page(lines: list[Line]) -> str:
     by_mistake: dict[tuple[str, str], list[Line]] = defaultdict(list)
     for line in (line for line in lines if line["wrong"] and line["seed"] % LONG_EVERY == 0):
         by_mistake[line["assignment"], line["submission"]].append(line)
-    mistakes = []
-    for (name, mistake), own in sorted(by_mistake.items()):
-        counts = sorted(Counter(line["points"] for line in own).items())
-        told = ", ".join(f"{points}: {count}" for points, count in counts)
-        mistakes.append((name, mistake.replace("_", " "), told, ", ".join(by_luck(own)) or "-"))
+    counts = {key: sorted(Counter(line["points"] for line in own).items()) for key, own in by_mistake.items()}
+    mistakes = [
+        (
+            name,
+            mistake.replace("_", " "),
+            ", ".join(f"{points}: {count}" for points, count in counts[name, mistake]),
+            ", ".join(by_luck(own)) or "-",
+        )
+        for (name, mistake), own in sorted(by_mistake.items())
+    ]
     return f"""\
 # No luck
 
@@ -312,24 +314,24 @@ def by_luck(lines: list[Line]) -> list[str]:
     return [name for name in needs if len({name in line["failed"] for line in lines if name in judged(line)}) == 2]
 
 
-def main() -> None:
+def main(
+    seeds: int = 3,
+    jobs: int = 1,
+    examples: int = grading.GRADE_EXAMPLES,
+    assignments: Annotated[str, typer.Option(help="Some of them, comma-separated.")] = ",".join(names()),
+) -> None:
+    """Grade every submission at every seed that is not graded yet, and write the page."""
     os.environ["TRITON_INTERPRET"] = "1"  # of this process and of its helpers, before a kernel imports Triton
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--examples", type=int, default=grading.GRADE_EXAMPLES)
-    parser.add_argument("--assignments", default=",".join(names()), help="comma-separated")
-    arguments = parser.parse_args()
-    plan = Plan(tuple(arguments.assignments.split(",")), arguments.seeds, arguments.examples)
+    plan = Plan(tuple(assignments.split(",")), seeds, examples)
     with measuring() as advance:
-        lines = current(store.run(plan, STORE.parent, jobs=arguments.jobs, advance=advance, name=STORE.name))
+        lines = current(store.run(plan, STORE.parent, jobs=jobs, advance=advance, name=STORE.name))
     for line in lines:
         if not line["wrong"] and line["points"] < 100:
             print(f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: {line['message']}")
-    store.put(PAGE, page([line for line in lines if line["seed"] < arguments.seeds]))
+    store.put(PAGE, page([line for line in lines if line["seed"] < seeds]))
 
 
 if __name__ == "__main__":
     import classroom_styles  # by its name, so that other processes find the plan
 
-    classroom_styles.main()
+    typer.run(classroom_styles.main)

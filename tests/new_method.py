@@ -5,33 +5,23 @@ would have to change, or a command to be run that the page does not name. It pri
 another method ask nothing of this one, and are left out.
 """
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
+from tools import ROOT, python, run
+
 from evictionary.methods import catalogue
 
-ROOT = Path(__file__).parent.parent
 FILES = ROOT / "tests" / "a_new_method"
 STEM = "value_norm"
 
 
-def run(*command: str, cwd: Path) -> str:
-    """Run a command in the copy; its output on failure is the failure."""
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    if done.returncode:
-        sys.exit(f"{' '.join(command)}\n{done.stdout[-8000:]}{done.stderr[-4000:]}")
-    return done.stdout
-
-
 def main() -> None:
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True)
+    listed = run("git", "ls-files", "-z", "--cached", "--others", "--exclude-standard").stdout
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "evictionary"
-        for name in filter(None, listed.stdout.decode().split("\0")):
+        for name in filter(None, listed.split("\0")):
             if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # a link to a folder is copied as a link
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
@@ -43,15 +33,15 @@ def main() -> None:
             assert not target.exists(), f"{target}: a new method adds files and changes none"
             target.parent.mkdir(exist_ok=True)
             shutil.copy2(source, target)
-        python = sys.executable
-        run(python, "-m", "ruff", "check", ".", cwd=copy)
-        pytest = [python, "-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-k"]
-        run(*pytest, f"{STEM} or not ({' or '.join(catalogue.names())})", "spec_tests", "tests", "--profile", "quick", cwd=copy)
-        run(*pytest, STEM, "-m", "slow", "tests/judge/test_mutants.py", cwd=copy)
-        assert STEM in run(python, "-m", "evictionary", "methods", cwd=copy)
-        run(python, "-m", "evictionary", "judge", "reference", "--method", STEM, cwd=copy)
+        python("-m", "ruff", "check", ".", cwd=copy)
+        pytest = ["-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-k"]
+        others = f"{STEM} or not ({' or '.join(catalogue.names())})"
+        python(*pytest, others, "spec_tests", "tests", "--profile", "quick", cwd=copy, OMP_NUM_THREADS=1)
+        python(*pytest, STEM, "-m", "slow", "tests/judge/test_mutants.py", cwd=copy, OMP_NUM_THREADS=1)
+        assert STEM in python("-m", "evictionary", "methods", cwd=copy).stdout
+        python("-m", "evictionary", "judge", "reference", "--method", STEM, cwd=copy)
         run("git", "add", "--all", cwd=copy)
-        print(run("git", "diff", "--cached", "--stat", cwd=copy))
+        print(run("git", "diff", "--cached", "--stat", cwd=copy).stdout)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ from importlib.metadata import metadata
 
 import pytest
 from packaging.specifiers import SpecifierSet
-from tools import ROOT
-from tools.programs import python, run
+from tools import ROOT, python, run
 
 import evictionary
 from evictionary import optimized, reference

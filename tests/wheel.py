@@ -4,15 +4,14 @@ One folder holds the user's own file alone, the other is a project that has its 
 must stay out of the way and be left alone. `python tests/wheel.py`; it needs a package index.
 """
 
-import json
 import shutil
-import subprocess
 import sys
 import tempfile
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from tools import ROOT, json_in, laid, run
+
 SCORER = """import numpy as np
 
 
@@ -25,13 +24,9 @@ def score(keys):
 """
 
 
-def run(*command: str | Path, cwd: Path, code: int = 0) -> str:
-    """Run a command that must end with this exit code; what it prints is the result."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True)
-    if done.returncode != code:
-        sys.exit(
-            f"{' '.join(map(str, command))} in {cwd.name}: exit code {done.returncode}, wanted {code}\n{done.stdout}{done.stderr}"
-        )
+def printed(*command: object, cwd: Path, code: int = 0) -> str:
+    """What a command prints that ends with this exit code."""
+    done = run(*command, cwd=cwd, code=code)
     return done.stdout + done.stderr
 
 
@@ -44,39 +39,37 @@ def environment(folder: Path, wheel: Path, extra: str) -> Path:
 
 
 def folders(parent: Path) -> list[Path]:
-    alone, project = parent / "alone", parent / "project"
-    for folder in (alone, project):
-        (folder / "mine").mkdir(parents=True)
-        (folder / "mine" / "keydiff.py").write_text(SCORER)
-    for name in ("reference", "optimized", "benchmarks", "tests"):
-        (project / name).mkdir()
-        (project / name / "__init__.py").write_text("raise RuntimeError('this is the package of the project')\n")
-    (project / "pytest.ini").write_text("[pytest]\naddopts = --an-option-of-the-project\n")
-    (project / "conftest.py").write_text("raise RuntimeError('this is the conftest of the project')\n")
-    return [alone, project]
+    package = "raise RuntimeError('this is the package of the project')\n"
+    project = {f"{name}/__init__.py": package for name in ("reference", "optimized", "benchmarks", "tests")} | {
+        "pytest.ini": "[pytest]\naddopts = --an-option-of-the-project\n",
+        "conftest.py": "raise RuntimeError('this is the conftest of the project')\n",
+    }
+    files = {"alone": {}, "project": project}
+    return [laid(parent / name, {"mine/keydiff.py": SCORER, **more}) for name, more in files.items()]
 
 
 def try_the_base(programs: Path, folder: Path) -> None:
     """What needs NumPy and pytest alone."""
     evictionary = programs / "evictionary"
-    assert run(evictionary, "--version", cwd=folder) == run(programs / "python", "-m", "evictionary", "--version", cwd=folder)
-    assert "keydiff" in run(evictionary, "methods", cwd=folder)
-    assert "hold" in run(evictionary, "judge", "mine", "--profile", "quick", cwd=folder)
-    printed = run(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder)
-    judged = json.loads(printed[printed.index("{") : printed.rindex("}") + 1])
+    assert printed(evictionary, "--version", cwd=folder) == printed(
+        programs / "python", "-m", "evictionary", "--version", cwd=folder
+    )
+    assert "keydiff" in printed(evictionary, "methods", cwd=folder)
+    assert "hold" in printed(evictionary, "judge", "mine", "--profile", "quick", cwd=folder)
+    judged = json_in(printed(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder))
     assert judged["implementations"][0]["requirements"]["KD-8"]["kinds"]["mathematics"] == "pass"
     client = f"{programs / 'python'} {ROOT / 'conformance' / 'clients' / 'keydiff.py'}"
-    assert "hold" in run(evictionary, "judge", "--exec", client, "--profile", "quick", cwd=folder)
+    assert "hold" in printed(evictionary, "judge", "--exec", client, "--profile", "quick", cwd=folder)
     run(evictionary, "vectors", "--output", "vectors", "--method", "knorm", cwd=folder)
     run(evictionary, "vectors", "--check", "vectors", cwd=folder)
     run(evictionary, "start", "keydiff", cwd=folder)
     run(evictionary, "check", "keydiff", cwd=folder, code=1)
     (folder / "work" / "keydiff.py").write_text((ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text())
-    assert "100 of 100" in run(evictionary, "check", "keydiff", cwd=folder)
+    assert "100 of 100" in printed(evictionary, "check", "keydiff", cwd=folder)
     run(evictionary, "submit", "keydiff", cwd=folder)
     (folder / "secret").write_text("a secret")
     run(evictionary, "grade", "work", "--assignment", "keydiff", "--seed-file", "secret", "--jobs", "1", cwd=folder)
-    assert "pip install 'path/to/the/clone[model]'" in run(evictionary, "demo", cwd=folder, code=1)
+    assert "pip install 'path/to/the/clone[model]'" in printed(evictionary, "demo", cwd=folder, code=1)
 
 
 def try_the_model(programs: Path, folder: Path, model: Path) -> None:
@@ -84,7 +77,7 @@ def try_the_model(programs: Path, folder: Path, model: Path) -> None:
     run(programs / "python", "-c", "from evictionary import EvictingCache", cwd=folder)
     (folder / "text.txt").write_text("A text about nothing at all. " * 20)
     evictionary, given = programs / "evictionary", ("--model", model, "--prompt-file", "text.txt", "--question", "What?")
-    assert "tokens kept" in run(evictionary, "run", *given, "--max-new-tokens", "4", cwd=folder)
+    assert "tokens kept" in printed(evictionary, "run", *given, "--max-new-tokens", "4", cwd=folder)
     asked = ("--model", model, "--methods", "keydiff,mine/keydiff.py", "--ratios", "0.5", "--depths", "0.5", "--tokens", "600")
     run(evictionary, "demo", *asked, cwd=folder)
     assert (folder / "report.html").is_file()

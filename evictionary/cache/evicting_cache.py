@@ -134,8 +134,8 @@ class EvictingCache(WatchedCache):
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         for layer in self.layers:
-            select = getattr(layer, "batch_select_indices", layer.reorder_cache)  # a recurrent state has the other name alone
-            select(indices)
+            # a recurrent state has the other name alone
+            getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
         self.recorded = {
             index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
             for index, recorded in self.recorded.items()
@@ -214,14 +214,13 @@ class EvictingCache(WatchedCache):
     @property
     def nbytes_full(self) -> int:
         """The bytes that the same tokens would take if nothing had been removed."""
-        total = 0
-        for layer in self.layers:
-            for state in (getattr(layer, "keys", None), getattr(layer, "values", None)):
-                if state is not None:
-                    batch, heads, stored, width = state.shape
-                    length = layer.seen if isinstance(layer, EvictingLayer) else stored
-                    total += batch * heads * length * width * state.element_size()
-        return total
+        states = [(layer, getattr(layer, name, None)) for layer in self.layers for name in ("keys", "values")]
+        lengths = {layer: layer.seen for layer in self.layers if isinstance(layer, EvictingLayer)}
+        return sum(
+            state.shape[:2].numel() * lengths.get(layer, state.shape[2]) * state.shape[3] * state.element_size()
+            for layer, state in states
+            if state is not None
+        )
 
     @property
     def nbytes_beside(self) -> int:

@@ -282,7 +282,6 @@ class EvictingLayer(DynamicLayer):
             self.seen -= count
 
     def reset(self) -> None:
-        """Forget everything."""
         super().reset()
         self.seen = self.evicted_at = 0
         self.ragged = self.padding = self._kept_positions = self.waiting = self.recent = self.recent_hidden = None
@@ -345,7 +344,6 @@ class EvictingHybridLayer(LinearAttentionAndFullAttentionLayer, EvictingLayer):
             super().lazy_initialization(**named)
 
     def reset(self) -> None:
-        """Forget everything."""
         forget_recurrent(self)
         EvictingLayer.reset(self)
 
@@ -414,8 +412,7 @@ def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:
         return states
     batch, heads, _, channels = states.shape
     # the tokens of a first prompt take no room beyond them: they are compressed at once
-    room = needed + (needed // GROWTH if stored else 0)
-    grown = states.new_empty(batch, heads, room, channels)
+    grown = states.new_empty(batch, heads, needed + (needed // GROWTH if stored else 0), channels)
     grown[:, :, :stored] = states[:, :, :stored]
     return grown
 

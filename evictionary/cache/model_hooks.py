@@ -153,8 +153,7 @@ def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         cache, tokens = reference(), _tokens(arguments, named)
-        is_given = named.get("past_key_values") is cache
-        if cache is not None and tokens is not None and is_given:
+        if named.get("past_key_values") is cache and cache is not None and tokens is not None:
             cache.see_end(tokens)
 
     return hook
@@ -256,9 +255,8 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
     ) -> Any:
         def model_attention(mask: torch.Tensor | None) -> Any:
             is_the_caches = mask is not None and mask is not attention_mask
-            is_plain = softmax_of(module) == PLAIN
             # each modeling file has its own eager function, which alone knows a cap and a sink
-            if underlying == "eager" or (is_the_caches and not is_plain):
+            if underlying == "eager" or (is_the_caches and softmax_of(module) != PLAIN):
                 function = sys.modules[type(module).__module__].eager_attention_forward
             else:  # the flash kinds and flex_attention take other masks than the cache makes
                 function = ALL_ATTENTION_FUNCTIONS["sdpa" if is_the_caches else underlying]

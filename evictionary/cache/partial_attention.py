@@ -96,5 +96,4 @@ def mix(parts: list[Part]) -> torch.Tensor:
     if len(parts) == 1:
         return parts[0][0]
     weights = torch.stack([log_sum_exp.float() for _, log_sum_exp in parts]).softmax(dim=0)
-    outputs = torch.stack([output.float() for output, _ in parts])
-    return (weights[..., None] * outputs).sum(dim=0)
+    return (weights[..., None] * torch.stack([output.float() for output, _ in parts])).sum(dim=0)

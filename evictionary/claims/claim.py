@@ -101,12 +101,10 @@ class Condition:
 
     @property
     def number(self) -> str:
-        """The name of the number."""
         return self.text.split()[0]
 
     @property
     def bound(self) -> float:
-        """The bound."""
         return float(self.text.split()[2])
 
     def met_by(self, value: float) -> bool:
@@ -148,7 +146,6 @@ class Claim:
 
     @property
     def rule(self) -> str:
-        """The rule in words."""
         possible = f"{OTHER_MODEL} unless {_and(self.possible_if)}; " if self.possible_if else ""
         return f"{possible}{HOLDS} if {_and(self.holds_if)}"
 

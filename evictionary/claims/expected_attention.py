@@ -22,11 +22,19 @@ from evictionary.claims.recording import (
     spread_by_layer,
     stacked,
 )
-from evictionary.optimized import ada_kv, h2o, keydiff, knorm, lagkv, snapkv, streaming_llm, tova
-from evictionary.optimized import expected_attention as fast
+from evictionary.optimized import (
+    ada_kv,
+    expected_attention as fast,
+    h2o,
+    keydiff,
+    knorm,
+    lagkv,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from evictionary.optimized.selection import budget, top_k
-from evictionary.reference import expected_attention as paper
-from evictionary.reference import expected_attention_theory as theory
+from evictionary.reference import expected_attention as paper, expected_attention_theory as theory
 
 PAPER = read_paper("expected_attention")
 OURS = "expected_attention"

@@ -27,8 +27,7 @@ from evictionary.claims.recording import (
     stacked,
 )
 from evictionary.optimized import gvote as fast
-from evictionary.reference import gvote as paper
-from evictionary.reference import gvote_theory as theory
+from evictionary.reference import gvote as paper, gvote_theory as theory
 from evictionary.reference.expected_attention_theory import correlation, skewness_and_kurtosis
 
 PAPER = read_paper("gvote")

@@ -25,11 +25,9 @@ from evictionary.claims.recording import (
     stacked,
 )
 from evictionary.evaluation.questions import prefill
-from evictionary.optimized import keydiff as fast
-from evictionary.optimized import streaming_llm, tova
+from evictionary.optimized import keydiff as fast, streaming_llm, tova
 from evictionary.optimized.selection import budget, top_k
-from evictionary.reference import keydiff as paper
-from evictionary.reference import keydiff_variants as variants
+from evictionary.reference import keydiff as paper, keydiff_variants as variants
 from evictionary.reference.expected_attention_theory import correlation, reconstruction_error
 
 PAPER = read_paper("keydiff")
@@ -114,12 +112,9 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     scores = {"keydiff": fast.score(keys), "tova": tova.score(queries, keys), "streaming_llm": streaming_llm.score(keys)}
     amount = budget(split, RATIO)
     arrays = as_array(keys)[0]
-    volumes = {}
-    for name, score in scores.items():
-        kept: torch.Tensor = top_k(score, amount)
-        volumes[name] = log_volume(arrays, kept[0].cpu().numpy())
-        volumes[f"{name} unit"] = log_volume(paper.unit(arrays), kept[0].cpu().numpy())
-    return volumes
+    kept = {name: top_k(score, amount)[0].cpu().numpy() for name, score in scores.items()}
+    of_units = {f"{name} unit": log_volume(paper.unit(arrays), mask) for name, mask in kept.items()}
+    return {name: log_volume(arrays, mask) for name, mask in kept.items()} | of_units
 
 
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:

@@ -21,8 +21,7 @@ from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens,
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.models.queries import rotation, unrotated
 from evictionary.optimized import lagkv as fast
-from evictionary.reference import lagkv as paper
-from evictionary.reference import lagkv_variants as variants
+from evictionary.reference import lagkv as paper, lagkv_variants as variants
 from evictionary.reference.expected_attention_theory import correlation
 
 PAPER = read_paper("lagkv")
@@ -81,8 +80,7 @@ def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     likeness = stacked(near_are_alike(lab, *states, layer) for layer, states in enumerate(prompts.layers))
     found |= {name: each.swapaxes(0, 1) for name, each in likeness.items()}
     found["first_digit"] = np.array([first_digits(lab, kind) for kind in kinds])
-    for index in range(len(kinds)):
-        yield {name: of_prompts[index] for name, of_prompts in found.items()}
+    yield from ({name: of_prompts[index] for name, of_prompts in found.items()} for index in range(len(kinds)))
 
 
 @torch.no_grad()

@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import output_projection
 from evictionary.claims import texts
-from evictionary.errors import UsageError
+from evictionary.errors import require
 from evictionary.models.queries import rotation, unrotated
 from evictionary.reference.attention import by_group, causal_attention
 
@@ -120,8 +120,10 @@ def spread_by_layer(texts: Sequence[Observed], name: str, middle: Callable[..., 
 def rope_theta(model: PreTrainedModel) -> float:
     """The base of the model's RoPE. Raises UsageError for scaled RoPE: the reference averages only plain RoPE over positions."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    if parameters.get("rope_type", "default") != "default" or "rope_theta" not in parameters:
-        raise UsageError(f"model: got RoPE of type {parameters.get('rope_type')!r}, wanted plain RoPE with one base")
+    require(
+        parameters.get("rope_type", "default") == "default" and "rope_theta" in parameters,
+        f"model: got RoPE of type {parameters.get('rope_type')!r}, wanted plain RoPE with one base",
+    )
     return float(parameters["rope_theta"])
 
 
@@ -156,8 +158,10 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
 
 def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
     """W_Q as [H_q, C, D] and its bias as [H_q, D]."""
-    if not hasattr(attention, "q_proj") or hasattr(attention, "q_norm"):
-        raise UsageError(f"model: got {type(attention).__name__}, wanted queries that are a linear map of the hidden states")
+    require(
+        hasattr(attention, "q_proj") and not hasattr(attention, "q_norm"),
+        f"model: got {type(attention).__name__}, wanted queries that are a linear map of the hidden states",
+    )
     weight, bias = attention.q_proj.weight, attention.q_proj.bias
     heads = weight.reshape(num_query_heads, -1, weight.shape[1]).mT
     return heads, None if bias is None else bias.reshape(num_query_heads, -1)
@@ -207,24 +211,21 @@ def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: 
     Heads may keep different numbers of tokens, since a mask hides them.
     """
     base: Any = lab.model.base_model
-    handles: list[Any] = []
     split, cache = recording.split, DynamicCache()
     causal = torch.ones(count, count, dtype=torch.bool, device=recording.input_ids.device).tril()
-    for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
-        cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
-        rows = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)[:, :, None].expand(-1, -1, count, -1)
-        seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
-        hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
+    with ExitStack() as hooks:
+        for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
+            cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
+            before = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)
+            rows = before[:, :, None].expand(-1, -1, count, -1)
+            seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
+            hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
 
-        def hide(module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden) -> Any:
-            return arguments, named | {"attention_mask": hidden}
+            def hide(module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden) -> Any:
+                return arguments, named | {"attention_mask": hidden}
 
-        handles.append(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
-    try:
+            hooks.enter_context(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
         yield cache
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def residual_after(lab: Lab, recording: Recording, cache: Cache, count: int) -> np.ndarray:

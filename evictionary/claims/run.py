@@ -6,7 +6,7 @@ The model reads a text once for four of the papers; LagKV has prompts of its own
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -19,9 +19,8 @@ from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
 from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
-from evictionary.errors import UsageError
-from evictionary.evaluation import pages
-from evictionary.evaluation import run as evaluation
+from evictionary.errors import require
+from evictionary.evaluation import pages, run as evaluation
 from evictionary.store import Line
 
 SCHEMA_VERSION = 2
@@ -57,13 +56,12 @@ class Plan(store.Plan):
 
     def __post_init__(self) -> None:
         unknown = [name for name in self.texts if name not in texts.KINDS]
-        if unknown or not self.texts:
-            raise UsageError(f"texts: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(texts.KINDS)}")
-        if unknown := sorted(self.seeds_of.keys() - PAPERS.keys()):
-            raise UsageError(f"seeds_of: got {', '.join(sorted(unknown))}, wanted some of {', '.join(PAPERS)}")
+        require_some("texts", self.texts, unknown, texts.KINDS)
+        unknown = sorted(self.seeds_of.keys() - PAPERS.keys())
+        require(not unknown, f"seeds_of: got {', '.join(unknown)}, wanted some of {', '.join(PAPERS)}")
         for name, seeds in {"seeds": self.seeds, **self.seeds_of}.items():
-            if len(set(seeds)) < 2:
-                raise UsageError(f"{name}: got {len(set(seeds))}, wanted at least 2: one text of a kind gives no interval")
+            told = f"{name}: got {len(set(seeds))}, wanted at least 2: one text of a kind gives no interval"
+            require(len(set(seeds)) >= 2, told)
 
     def lines(self) -> list[tuple[str, str, int]]:
         """(paper, kind of text, seed) of every measurement, each once."""
@@ -98,10 +96,8 @@ class Plan(store.Plan):
             for name, value in here.items():
                 for key in value.keys() | line[name].keys():
                     got, wanted = line[name].get(key), value.get(key)
-                    if got != wanted:
-                        raise UsageError(
-                            f"output: {folder} holds measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
-                        )
+                    told = f"measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
+                    require(got == wanted, f"output: {folder} holds {told}")
 
     def measure(self, unit: Unit, parts: Sequence[tuple[str, str]]) -> Iterator[Line]:
         """Measure papers on one text, or LagKV on all kinds of text."""
@@ -118,22 +114,23 @@ class Plan(store.Plan):
         return f"{PAPERS[line['paper']].PAPER.title}, {line['text']}, seed {line['seed']}"
 
 
+def require_some(argument: str, given: Collection[str], unknown: Sequence[str], known: Iterable[str]) -> None:
+    """Raise UsageError for unknown names, and for none."""
+    require(given and not unknown, f"{argument}: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(known)}")
+
+
 def check_claims(papers: Sequence[str] | None = None, only: Sequence[str] | None = None) -> dict[str, list[Claim]]:
     """The claims of these papers, of all for None; `only` keeps those of these ids: 'KD-7', or 'KD-7 (diversity)' for one of them.
 
     Raises UsageError for an unknown name or none.
     """
     chosen = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
-    unknown = [name for name in chosen if name not in PAPERS]
-    if unknown or not chosen:
-        raise UsageError(f"papers: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(PAPERS)}")
+    require_some("papers", chosen, [name for name in chosen if name not in PAPERS], PAPERS)
     claims = {name: list(PAPERS[name].PAPER.claims) for name in chosen}
     if only is None:
         return claims
     known = [claim.id for each in claims.values() for claim in each]
-    missing = [name for name in only if not any(_is_named(id, name) for id in known)]
-    if missing or not only:
-        raise UsageError(f"only: got {', '.join(missing) or 'none'}, wanted some of {', '.join(known)}")
+    require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
     kept = {paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)] for paper, each in claims.items()}
     return {paper: each for paper, each in kept.items() if each}
 
@@ -153,8 +150,7 @@ def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str,
         yield from lagkv.observe(lab, [kind for _, kind in wanted])
         return
     recording = record(lab, kind)  # about 200 MB: one text at a time
-    for paper, _ in wanted:
-        yield PAPERS[paper].observe(lab, recording)
+    yield from (PAPERS[paper].observe(lab, recording) for paper, _ in wanted)
 
 
 def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims") -> dict[str, Any]:

@@ -80,11 +80,9 @@ class Assignment:
 
     def constants_of(self, student: str) -> dict[str, float]:
         """The constants of one student: drawn from the id, the same each time, from the values that assignment.toml lists."""
-        drawn = {}
-        for name, values in self.constants.items():
-            digest = hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest()
-            drawn[name] = values[int.from_bytes(digest[:8], "big") % len(values)]
-        return drawn
+        digests = {name: hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest() for name in self.constants}
+        places = {name: int.from_bytes(digest[:8], "big") for name, digest in digests.items()}
+        return {name: values[places[name] % len(values)] for name, values in self.constants.items()}
 
     def starter_for(self, student: str | None) -> str:
         """The starter file; with a student's id, the defaults of its functions are that student's constants."""
@@ -104,11 +102,10 @@ def load(name: str, folder: Path | None = None) -> Assignment:
         content: dict[str, Any] = tomllib.loads((folder / "assignment.toml").read_text(encoding="utf-8"))
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
-    steps = []
-    for given in content.pop("step"):
-        typed: dict[str, Any] = {key: tuple(each) if isinstance(each, list) else each for key, each in given.items()}
-        steps.append(Step(**typed))
-    one = Assignment(name=name, folder=folder, steps=tuple(steps), **content)
+    steps: list[dict[str, Any]] = [
+        {key: tuple(it) if isinstance(it, list) else it for key, it in one.items()} for one in content.pop("step")
+    ]
+    one = Assignment(name=name, folder=folder, steps=tuple(Step(**step) for step in steps), **content)
     _require_whole(one)
     return one
 

@@ -20,8 +20,7 @@ from typing import Any
 from jsonschema import ValidationError
 
 from evictionary import __version__
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import bundle, formats, grading, sandbox, submissions
+from evictionary.classroom import assignment as assignments, bundle, formats, grading, sandbox, submissions
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty

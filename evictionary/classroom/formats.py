@@ -122,11 +122,15 @@ def markdown(grade: dict[str, Any]) -> str:
     lines += [f"Student {cell(grade['student'])}, file {file or 'none'}, graded {grade['graded_at']}.", ""]
     if grade["error"]:
         lines += [f"Nothing could be judged: {cell(grade['error'])}", ""]
-    rows = []
-    for line in grade["lines"]:
-        verdict = f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]
-        cells = (line["title"], line["requirement"], f"{line['points']} of {line['max_points']}", verdict)
-        rows.append([cell(each) for each in cells])
+    rows = [
+        [
+            cell(line["title"]),
+            cell(line["requirement"]),
+            cell(f"{line['points']} of {line['max_points']}"),
+            cell(f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]),
+        ]
+        for line in grade["lines"]
+    ]
     lines.append(table(["step", "requirement", "points", "verdict"], rows))
     first = next((line for line in grade["lines"] if line["verdict"] == "failed" and line["message"]), None)
     if first:

@@ -281,10 +281,8 @@ class ByLaws(Run):
         return judged
 
     def laws(self, step: Step) -> list[Law]:
-        laws = [load_laws()[name] for name in step.laws]
-        if step.check:
-            laws.append(checks.law(step, self.assignment.stem, self.constants, self.seed(step.check)))
-        return laws
+        own = [checks.law(step, self.assignment.stem, self.constants, self.seed(step.check))] if step.check else []
+        return [*(load_laws()[name] for name in step.laws), *own]
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
         count = step.thoroughness * self.examples

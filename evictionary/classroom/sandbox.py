@@ -224,6 +224,5 @@ def drop_rights(readable: list[str]) -> bool:
         if not kept >> number & 1:
             libc.prctl(24, number, 0, 0, 0)  # out of the bounding set
     # Version 3 of the call, this process; effective, permitted and inheritable capabilities, the low words and the high ones.
-    sets = struct.pack("=6I", kept, kept, 0, 0, 0, 0)
-    done = libc.capset(struct.pack("=Ii", 0x20080522, 0), sets) == 0
+    done = libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", kept, kept, 0, 0, 0, 0)) == 0
     return libc.prctl(4, 0, 0, 0, 0) == 0 and done

@@ -132,12 +132,11 @@ def kernelbench(task: dict[str, Any]) -> str:
 
 def write(form: str, folder: Path) -> list[str]:
     """Write every task in a form, and return the names of the files."""
-    texts = {}
-    for number, task in enumerate(tasks(), 1):
-        if form == "kernelbench":
-            texts[f"{number}_{task['name']}.py"] = kernelbench(task)
-        else:
-            texts[f"definitions/{task['op_type']}/{task['name']}.json"] = json.dumps(task, indent=1) + "\n"
+    made = tasks()
+    if form == "kernelbench":
+        texts = {f"{number}_{task['name']}.py": kernelbench(task) for number, task in enumerate(made, 1)}
+    else:
+        texts = {f"definitions/{one['op_type']}/{one['name']}.json": json.dumps(one, indent=1) + "\n" for one in made}
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

@@ -46,8 +46,7 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
     # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried by the student.
     lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
     place = f"{os.path.basename(path)}:{lines[-1]}: {linecache.getline(path, lines[-1]).strip()}" if lines else ""
-    message = f"{type(error).__name__} {error}"
-    hint = next((hint for part, hint in HINTS if part in message), "")
+    hint = next((hint for part, hint in HINTS if part in f"{type(error).__name__} {error}"), "")
     return {
         "error": type(error).__name__,
         "message": ": ".join(each for each in (str(error)[:2000], hint) if each),
@@ -294,9 +293,8 @@ def main() -> None:
     """Keep the pipes, and give the student's code an empty input and an output that is discarded."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
-    os.dup2(nothing, 1)
-    os.dup2(nothing, 2)
+    for stream in range(3):
+        os.dup2(nothing, stream)
     serve(requests, replies)
 
 

@@ -67,8 +67,7 @@ def claims(
         asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
         kinds = given_names("--texts", texts)
         require_folder(output)
-        from evictionary.claims import run as experiment
-        from evictionary.claims import texts as known
+        from evictionary.claims import run as experiment, texts as known
 
         chosen = experiment.check_claims(*asked.values())
         apart = given_names("--seeds-of", seeds_of)

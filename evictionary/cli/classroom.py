@@ -284,8 +284,7 @@ def grade(
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
-        from evictionary.classroom import classes, submissions
-        from evictionary.classroom import formats as written
+        from evictionary.classroom import classes, formats as written, submissions
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import GRADE_EXAMPLES
 
@@ -416,8 +415,7 @@ def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
     yield table
     for name, counts in result["steps"].items():
         yield f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items())
-    for mistake, count in result["misconceptions"].items():
-        yield Text(f"{count} of the submissions: {mistake}", "dim")
+    yield from (Text(f"{count} of the submissions: {each}", "dim") for each, count in result["misconceptions"].items())
     notes = [f"{student}: {'; '.join(each)}" for student, each in result["notes"].items()]
     more, missing = len(notes) - MOST_SHOWN, ", ".join(result["walls_missing"])
     to_know = {
@@ -429,6 +427,5 @@ def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
         "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
         "Walls missing here: {}. The page on isolation says what is open then.": missing,
     }
-    for text, named in to_know.items():
-        yield named and Text(text.format(named), "yellow")
+    yield from (named and Text(text.format(named), "yellow") for text, named in to_know.items())
     yield f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]"

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import re
+import textwrap
 import types
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,7 +12,7 @@ import typer
 from rich.text import Text
 
 from evictionary.cli.console import AsJson, exit_codes, messages, show
-from evictionary.errors import UsageError, did_you_mean
+from evictionary.errors import UsageError, did_you_mean, require
 
 app = typer.Typer()
 AXES = {
@@ -35,8 +36,10 @@ def described(path: str) -> dict[str, Any]:
     from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
-    if path not in known:
-        raise UsageError(f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
+    require(
+        path in known,
+        f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}",
+    )
     function = oracle(path)
     laws = [law for law in load_laws().values() if path in law.functions]
     ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
@@ -106,10 +109,10 @@ def _file(found: list[dict[str, Any]], folder: Path) -> str:
     from evictionary.spec_tests.judge.implementation import oracle
 
     imports = sorted({line for each in found for line in _imports(each["signature"], oracle(each["function"]))})
-    bodies = []
-    for each in found:
-        says = each["says"].replace("\n", "\n    ").replace("\n    \n", "\n\n")
-        bodies.append(f'{each["signature"]}\n    r"""{says}\n    """\n    raise NotImplementedError\n')
+    bodies = [
+        f"{each['signature']}\n" + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
+        for each in found
+    ]
     head = f'"""`evictionary judge {folder}` says whether these functions are right."""\n\n'
     return head + "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
 

@@ -93,9 +93,7 @@ def evaluate(
         sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]
         asked = parse_methods(methods) if methods else None
         require_folder(output)
-        from evictionary.evaluation import demo
-        from evictionary.evaluation import report as eval_report
-        from evictionary.evaluation import run as evaluation
+        from evictionary.evaluation import demo, report as eval_report, run as evaluation
 
         plan = evaluation.Plan(
             model=model,
@@ -106,8 +104,7 @@ def evaluate(
             ratios=removed,
             budgets=kept,
         )
-        lines = carry_out(plan, output, jobs, dask)
-        found = eval_report.write(lines, output)
+        found = eval_report.write(carry_out(plan, output, jobs, dask), output)
     if format is Format.MARKDOWN and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
     else:
@@ -151,8 +148,7 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[Table | str]:
 
     for length in dict.fromkeys(row["length"] for row in rows):
         names, table = eval_report.pivot([row for row in rows if row["length"] == length])
-        room = out.width - 25 - max(len(row["label"]) for row in table)
-        columns = max(2, room // 13)
+        columns = max(2, (out.width - 25 - max(len(row["label"]) for row in table)) // 13)
         yield f"[italic]{length} tokens: partial score (share of exact answers, or perplexity)[/]"
         for start in range(0, len(names), columns):
             here = slice(start, start + columns)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from evictionary.cli.console import AsJson, exit_codes, given_names, messages, number, require_folder
-from evictionary.errors import UsageError, require
+from evictionary.errors import require
 
 app = typer.Typer()
 MEMORY = "memory"
@@ -118,8 +118,7 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
 
     known = [path.stem.removeprefix("test_") for path in judging_files(laws)]
     for method in methods:
-        if method not in known:
-            raise UsageError(f"--method: got {method!r}, wanted some of {', '.join(known)}")
+        require(method in known, f"--method: got {method!r}, wanted some of {', '.join(known)}")
     return judging_files(laws, [*methods, MEMORY] if methods else ())
 
 

@@ -69,8 +69,7 @@ def study(
             ratios=removed,
             length=length,
         )
-        lines = carry_out(plan, output, jobs, dask)
-        found = experiment.write(lines, output)
+        found = experiment.write(carry_out(plan, output, jobs, dask), output)
     best = [
         f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} nats a token "
         f"({entry['interval'][0]:.3f} to {entry['interval'][1]:.3f}); {len(entry['as_good'])} others cannot be told from it"

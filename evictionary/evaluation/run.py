@@ -31,8 +31,7 @@ from evictionary.methods.catalogue import BASELINES
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
-from evictionary.models.load import EMBEDDED
-from evictionary.models.load import load as load_model
+from evictionary.models.load import EMBEDDED, load as load_model
 from evictionary.store import Line
 
 FULL = "full"

@@ -3,8 +3,7 @@
 from typing import Any
 
 import numpy as np
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.judge.prelude import *

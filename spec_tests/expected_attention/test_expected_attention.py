@@ -4,8 +4,7 @@ import math
 from operator import mul
 
 import numpy as np
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 
 from evictionary.spec_tests.expected_attention.helpers import SCORE, STATISTICS, WEIGHTS, grouped, statistics
 from evictionary.spec_tests.judge.prelude import *

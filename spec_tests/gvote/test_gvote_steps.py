@@ -3,8 +3,7 @@
 import itertools
 
 import numpy as np
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 
 from evictionary.reference import gvote, rope
 from evictionary.spec_tests.gvote.helpers import (

@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import seed as with_seed
+from hypothesis import HealthCheck, Phase, seed as with_seed, settings
 
 from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.law import Law

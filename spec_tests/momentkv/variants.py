@@ -20,10 +20,10 @@ from evictionary.spec_tests.shared.variants import (
     softmax,
     streamed,
     through_float32,
+    token_by_token as shared_token_by_token,
     torch_layer_sort,
     torch_weights,
 )
-from evictionary.spec_tests.shared.variants import token_by_token as shared_token_by_token
 
 UPDATE, SCORE, ATTEND, RECOVER = (f"momentkv.{name}" for name in ("update", "score", "attend", "recover"))
 STEP, SCORE_PROMPT, SELECT_PROMPT = (f"momentkv.{name}" for name in ("decode_step", "score_prompt", "select_prompt"))

@@ -159,8 +159,7 @@ def test_methods_read_the_probabilities_of_the_model(name: str) -> None:
     with of_model(softmax):
         output, received = h2o.attend_and_score(QUERIES, KEYS, VALUES)
         torch.testing.assert_close(received, attention.mean(dim=2).sum(dim=2))
-        wanted = torch.einsum("bhgmt,bhtd->bhgmd", attention, VALUES).flatten(1, 2)
-        torch.testing.assert_close(output, wanted)
+        torch.testing.assert_close(output, torch.einsum("bhgmt,bhtd->bhgmd", attention, VALUES).flatten(1, 2))
         before = last.mean(dim=(2, 3))[..., :-4]
         scores = snapkv.score(QUERIES, KEYS, window_size=4)[..., :-4]
         torch.testing.assert_close(scores, snapkv.average_pool(before, 7))

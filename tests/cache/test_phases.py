@@ -39,8 +39,7 @@ from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
 from evictionary.optimized import lagkv, momentkv
 from evictionary.optimized.states import zero_moments
-from evictionary.policies import Source, expected_attention, gvote, with_moments
-from evictionary.policies import momentkv as policy
+from evictionary.policies import Source, expected_attention, gvote, momentkv as policy, with_moments
 
 
 @pytest.fixture(scope="module")
@@ -401,8 +400,7 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, budget=20, options=small(method))
     assert read_in(model, cache, [40, 1, 4]).isfinite().all()
     per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
-    assert sum(per_layer) == 80
-    assert (per_layer[0] > per_layer[1]) == ("pyramid" in method)
+    assert sum(per_layer) == 80 and (per_layer[0] > per_layer[1]) == ("pyramid" in method)
     for layer in cache.layers:
         assert (layer.moments is not None) == ("moments" in method)
         assert layer.moments is None or (layer.moments.count + layer.lengths == 45).all()

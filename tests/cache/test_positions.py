@@ -16,10 +16,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from hypothesis.stateful import invariant as always
+from hypothesis import HealthCheck, Phase, settings, strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant as always,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from tools.reading import masked_logits, read, refused, written
 from transformers import LlamaForCausalLM
 

@@ -14,15 +14,14 @@ from unittest.mock import Mock
 import classroom_styles
 import numpy as np
 import pytest
-from hypothesis import assume
-from hypothesis import strategies as st
+from hypothesis import assume, strategies as st
 from sampling import sampled
 from tools.commands import invoke
 from tools.grader import EVERY_FORMAT, KERNEL, NUMPY, SOLUTION, alone, bundled, child_of, judged, line_of, verdicts, written
+from tools.reading import refused
 
 from evictionary import store
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading
+from evictionary.classroom import assignment as assignments, classes, contest, formats, grading
 from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty
@@ -64,8 +63,7 @@ def test_an_assignment_is_whole(name: str) -> None:
 def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     result = judged(name, assignments.load(name).starter_for(None), examples=1, explain=False)
-    assert result.score == 0
-    assert "NotImplementedError" in result.lines[0].message
+    assert result.score == 0 and "NotImplementedError" in result.lines[0].message
 
 
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
@@ -115,12 +113,11 @@ MISTAKES = (
 def test_a_mistake_loses_its_points_and_is_named(name: str, mutant: str) -> None:
     planted = load_mutants()[mutant]
     result = judged(name, bundled(assignments.load(name).stem, planted), examples=15)
-    lost = [line for line in result.lines if line.requirement == planted.killed_by and line.verdict == "failed"]
-    assert lost
+    assert [line for line in result.lines if line.requirement == planted.killed_by and line.verdict == "failed"]
     assert planted.misconception in [each for line in result.lines for each in line.misconceptions]
     first = next(line for line in result.lines if line.verdict == "failed")
-    for word in ("the law", "smallest input", "expected", "got", "to see it again"):
-        assert word in first.message
+    words = ("the law", "smallest input", "expected", "got", "to see it again")
+    assert [word for word in words if word not in first.message] == []
     compile(first.repro, "repro", "exec")
 
 
@@ -157,8 +154,7 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
 
     monkeypatch.setattr(contest, "load_model", lambda: load_model(str(model_folder)))
     contest.texts.cache_clear()
-    source = "def score(keys, values):\n    return values.norm(dim=-1)\n"
-    result = judged("contest", source, secret=None)
+    result = judged("contest", "def score(keys, values):\n    return values.norm(dim=-1)\n", secret=None)
     contest.texts.cache_clear()
     assert verdicts(result)["scores"] == "passed"
     assert {"not judged yet"}.isdisjoint(verdicts(result).values())
@@ -262,11 +258,10 @@ def test_a_law_counts_the_inputs_that_it_accepts_and_fails_with_the_smallest() -
     asked = replace(law, check=judged, drawn={"number": st.integers(0, 2**16)})
     decided_by(1, asked, 20).check(True)
     assert len(accepted) == 20
-    with pytest.raises(AssertionError):
-        decided_by(1, asked, 20, shrinks=True).check(False)
+    refused(lambda: decided_by(1, asked, 20, shrinks=True).check(False), error=AssertionError)
     assert accepted[-1] == 1001
-    with pytest.raises(RuntimeError, match="got no input of 200"):
-        decided_by(1, replace(asked, drawn={"number": st.just(2)}), 20).check(True)
+    none = decided_by(1, replace(asked, drawn={"number": st.just(2)}), 20)
+    refused(lambda: none.check(True), "got no input of 200", RuntimeError)
 
 
 # Luck, and points for the work
@@ -374,8 +369,7 @@ def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     wrong = wrong_style("gvote", "samples_that_never_vote")
     result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[wrong]
-    assert verdicts(result)["votes"] == "failed"
-    assert verdicts(result)["logits"] == "not judged yet"
+    assert verdicts(result)["votes"] == "failed" and verdicts(result)["logits"] == "not judged yet"
     assert result.score == 55
 
 
@@ -401,8 +395,7 @@ def test_time_in_the_queue_of_the_processors_is_not_the_students(tmp_path: Path,
         monkeypatch.setattr(child.remote, "queued", lambda: queued + 60)
         assert (child.call("unit_keys", np.ones(3)) == 2).all()
         child.remote.allow(0)
-        with pytest.raises(Gone, match="did not answer within 0 s"):
-            child.call("unit_keys", np.ones(3))
+        refused(lambda: child.call("unit_keys", np.ones(3)), "did not answer within 0 s", Gone)
 
 
 def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> None:

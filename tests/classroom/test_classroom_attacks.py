@@ -4,11 +4,7 @@ import io
 import itertools
 import json
 import math
-import os
-import select
 import struct
-import subprocess
-import sys
 from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
@@ -17,11 +13,10 @@ from typing import Any, NoReturn
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
-from tools import attacks
+from tools import attacks, ends_with_its_parent, python
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -36,10 +31,19 @@ from tools.grader import (
     verdicts,
     written,
 )
+from tools.reading import refused
 
 from evictionary import reference
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, formats, grading, sandbox, seccomp, submissions, worker
+from evictionary.classroom import (
+    assignment as assignments,
+    classes,
+    formats,
+    grading,
+    sandbox,
+    seccomp,
+    submissions,
+    worker,
+)
 from evictionary.classroom.child import LARGEST_ANSWER, Child, StudentError, as_tuple, closed
 from evictionary.classroom.judgement import empty
 from evictionary.spec_tests.judge import wire
@@ -196,8 +200,7 @@ def test_the_filter_of_system_calls() -> None:
         assert len(set(numbers.values())) == len(numbers)
         assert set(allowed.values()).isdisjoint(numbers.values())
         assert len(seccomp.program(machine)) % 8 == 0
-    assert seccomp.refused("x86_64")["socket"] == 41
-    assert seccomp.refused("aarch64")["socket"] == 198
+    assert seccomp.refused("x86_64")["socket"] == 41 and seccomp.refused("aarch64")["socket"] == 198
     assert seccomp.program("riscv64") == b""
 
 
@@ -230,10 +233,7 @@ app(sys.argv[1:])
 def test_without_landlock_nothing_is_run_unless_told_to(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
     """The kernel answers as an older one does, or as a container that forbids Landlock."""
     path = written(tmp_path, "def anchor(keys):\n    return 1.0\n")
-    words = map(str, ("grade", path, *to_grade(tmp_path), *more))
-    command = (sys.executable, "-c", WITHOUT_LANDLOCK, *words)
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == code, done.stderr
+    done = python("-c", WITHOUT_LANDLOCK, "grade", path, *to_grade(tmp_path), *more, cwd=tmp_path, code=code)
     assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(done.stderr.split())
     assert (tmp_path / "grades").exists() == (code == 0)
     if code == 0:
@@ -248,12 +248,7 @@ def test_a_child_ends_with_its_grader(tmp_path: Path) -> None:
         "with Child(Path(sys.argv[1]), 'keydiff') as child:\n    print(child.remote.pid, flush=True)\n"
         "    child.call('score', 1)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", program, path], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]) as grader:
-        assert grader.stdout is not None
-        ended = select.poll()
-        ended.register(os.pidfd_open(int(grader.stdout.readline())), select.POLLIN)
-        grader.kill()
-        assert ended.poll(20_000)
+    assert ends_with_its_parent(program, path)
 
 
 def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
@@ -292,14 +287,13 @@ def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatc
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
     assert "secret" not in arguments
-    for name in ("reference", "optimized", "spec_tests", "hypothesis", "evictionary"):
-        assert f"'{name}'" not in modules
+    ours = ("reference", "optimized", "spec_tests", "hypothesis", "evictionary")
+    assert [name for name in ours if f"'{name}'" in modules] == []
 
 
 def test_what_may_not_cross() -> None:
     for value in ({"a": 1}, print, np.array([print], dtype=object), np.array(["text"])):
-        with pytest.raises(wire.BadMessage):
-            wire.frame({}, [value])
+        refused(lambda value=value: wire.frame({}, [value]), error=wire.BadMessage)
     # A description that claims more than there is, less, what lies under another array, or what no array has.
     for arrays, told in (
         ([{"shape": [10**12], "dtype": "float64"}], "16 bytes for an array of shape"),
@@ -320,8 +314,7 @@ def test_what_may_not_cross() -> None:
     timed = struct.pack(">QQ", 100, 4 * math.prod(grading.TIMED_SHAPE))
     assert wire.sizes(timed, worker.LARGEST_CALL)[0] == 100
     for header in (timed, b"\xff" * 16):
-        with pytest.raises(wire.BadMessage, match="bytes, more than"):
-            wire.sizes(header, LARGEST_ANSWER)
+        refused(lambda header=header: wire.sizes(header, LARGEST_ANSWER), "bytes, more than", wire.BadMessage)
 
 
 def test_what_crosses_arrives_as_it_was_sent() -> None:
@@ -338,8 +331,7 @@ def test_what_crosses_arrives_as_it_was_sent() -> None:
     frame = wire.frame({}, sent)
     text, body = wire.sizes(frame[:16], LARGEST_ANSWER)
     got = wire.read(frame[16 : 16 + text], frame[-body:], as_tuple)[1]
-    assert repr(got) == repr(sent)
-    assert got[0].flags.f_contiguous and got[0].flags.writeable
+    assert repr(got) == repr(sent) and got[0].flags.f_contiguous and got[0].flags.writeable
 
 
 def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
@@ -347,8 +339,7 @@ def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
     with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
         with pytest.raises(TimedOut), time_limit(1):
             child.call("score", 1)
-        with pytest.raises(Gone, match="interrupted"):
-            child.call("score", 1)
+        refused(lambda: child.call("score", 1), "interrupted", Gone)
 
 
 def test_a_child_that_does_not_read_does_not_hold_the_grader(tmp_path: Path) -> None:

@@ -1,11 +1,11 @@
 """A class: what is written for each submission, grading in one command, the commands of students and instructors."""
 
 import csv
+import functools
 import io
 import json
 import os
 import re
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable
@@ -19,16 +19,16 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
+from tools import run
 from tools.commands import as_json, failed, invoke, printed
 from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, bundled, graded, handed_in, json_of, order, text_of, to_grade, written
 from tools.pages import blocks, commands
+from tools.reading import refused
 
 from docs_build import transcript
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import classes, contest, formats, grading, submissions
+from evictionary.classroom import assignment as assignments, classes, contest, formats, grading, submissions
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Run, empty
-from evictionary.errors import UsageError
 from evictionary.spec_tests.proof.planted import load_mutants
 
 # What is written
@@ -47,8 +47,8 @@ def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
         assert result["score"] == sum(test["score"] for test in result["tests"]) == grade["score"] == 15
         assert all(type(test["score"]) is int for test in result["tests"])
     for changed in ({"extra": 1}, {"score": 1.5}):
-        with pytest.raises(ValidationError):
-            formats.validator("classroom50").validate(result | changed)
+        checked = functools.partial(formats.validator("classroom50").validate, result | changed)
+        refused(checked, error=ValidationError)
 
 
 def cells(page: str, dialect: str = "commonmark") -> tuple[int, int, set[str]]:
@@ -216,8 +216,7 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
     assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
     assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
     assert as_json("gradebook", tmp_path / "grades")["distribution"] == {"0": 1}
-    table = text_of(tmp_path / "grades" / "gradebook.csv")
-    assert table.startswith('id,points,of,comment\nada,0,100,"file: failed')
+    assert text_of(tmp_path / "grades" / "gradebook.csv").startswith('id,points,of,comment\nada,0,100,"file: failed')
     assert "wanted a folder that `evictionary grade` wrote" in failed("gradebook", tmp_path, code=2)
 
 
@@ -377,8 +376,7 @@ def test_a_mistake_in_an_assignment_is_a_sentence(right: str, wrong: str, told: 
     handed_in(tmp_path / "keydiff", {"starter.py": "", "assignment.toml": text})
     assert assignments.load("keydiff", tmp_path).steps == one.steps
     written(tmp_path / "keydiff", text.replace(right, wrong, -1 if right == "[[step]]" else 1), "assignment.toml")
-    with pytest.raises(UsageError, match=re.escape(told)):
-        assignments.load("keydiff", tmp_path)
+    refused(lambda: assignments.load("keydiff", tmp_path), re.escape(told))
 
 
 def of_the_page(folder: Path) -> None:
@@ -437,10 +435,8 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
 
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
-    one = assignments.load("keydiff")
-    run = Run(one, Path(), secret=b"a secret")
-    assert run.seed("a") != run.seed("b")
-    assert run.seed("a") == Run(one, Path(), secret=b"a secret", examples=9).seed("a")
+    few, many = (Run(assignments.load("keydiff"), Path(), secret=b"a secret", examples=count) for count in (1, 9))
+    assert few.seed("b") != few.seed("a") == many.seed("a")
     assert "secret" not in order().seed_id
     assert order().seed_id != order(secret=b"another").seed_id
 
@@ -450,8 +446,7 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 
 def test_the_help_names_every_assignment() -> None:
     for command in ("start", "check", "submit"):
-        told = " ".join(printed(command, "--help").split())
-        assert all(name in told for name in assignments.names())
+        assert set(assignments.names()) <= set(re.findall(r"\w+", printed(command, "--help")))
 
 
 def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
@@ -494,12 +489,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
-    def run(lines: str) -> str:
-        done = subprocess.run(["bash", "-e", "-c", lines], cwd=tmp_path, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
-
-    return run
+    return lambda lines: run("bash", "-e", "-c", lines, cwd=tmp_path).stdout
 
 
 DOCKER = """
@@ -603,8 +593,7 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"evictionary check lagkv --work {work}\n" in started and "results must be float64 too" in started
     assert text_of(work / "student.txt") == "ada\n"
     begun = as_json("start", "keydiff", "--work", work)
-    assert begun["file"] == str(work / "keydiff.py")
-    assert Path(begun["handout"]).exists()
+    assert begun["file"] == str(work / "keydiff.py") and Path(begun["handout"]).exists()
     checked, found = (invoke("check", "keydiff", "--work", work, *more) for more in ((), ("--json",)))
     assert (checked.exit_code, found.exit_code) == (1, 1)
     assert str(work / "see_keydiff.py") in checked.stdout
@@ -614,9 +603,8 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     # What a student's message holds is no markup.
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     written(work, "raise RuntimeError('[/bold] no')\n", "scorer.py")
-    refused = invoke("check", "contest", "--work", work)
-    assert refused.exit_code == 1
-    assert "[/bold] no" in " ".join(refused.stdout.split())
+    unloadable = invoke("check", "contest", "--work", work)
+    assert unloadable.exit_code == 1 and "[/bold] no" in " ".join(unloadable.stdout.split())
 
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import pytest
 from sampling import sampled
 from tools.grader import KERNEL, NUMPY, alone, judged, line_of, right, with_another
 
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import contest, grading
+from evictionary.classroom import assignment as assignments, contest, grading
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import reference
 from evictionary.spec_tests.judge.law import load_laws

@@ -3,12 +3,11 @@
 import json
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+from tools import python, saved
 from tools.commands import as_json, failed, invoke, printed
 
 from evictionary import __version__
@@ -20,9 +19,7 @@ from evictionary.models import embedded
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    path = tmp_path / "text.txt"
-    path.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
-    return path
+    return saved(tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday.")
 
 
 @pytest.fixture
@@ -34,17 +31,14 @@ def asks(model_folder: Path, text_file: Path) -> list[object]:
 
 def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -> Path:
     """A user's own file with a `score`."""
-    path = folder / "mine.py"
-    path.write_text(f"{before}def score({arguments}):\n    {body}\n")
-    return path
+    return saved(folder / "mine.py", f"{before}def score({arguments}):\n    {body}\n")
 
 
 def test_version_and_help_need_no_torch() -> None:
     program = (
         "import sys\nfrom evictionary.cli.app import app\napp(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert "demo" in done.stdout
+    assert "demo" in python("-c", program).stdout
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
 
 
@@ -88,8 +82,7 @@ def test_run_with_a_budget_an_option_and_a_file(asks: list[object], tmp_path: Pa
 )
 def test_run_says_why_more_is_kept_than_was_asked_for(asks: list[object], arguments: str, notes: list[str]) -> None:
     note = as_json(*asks, *arguments.split())["note"]
-    assert all(part in note for part in notes)
-    assert note in printed(*asks, *arguments.split())
+    assert all(part in note for part in notes) and note in printed(*asks, *arguments.split())
 
 
 def test_run_shows_the_full_cache_beside_the_compressed_one(asks: list[object]) -> None:
@@ -289,9 +282,7 @@ def test_a_model_that_cannot_be_installed_exits_with_1(asks: list[object], tmp_p
 
 
 def test_a_damaged_model_is_one_line(asks: list[object], model_folder: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "damaged"
-    shutil.copytree(model_folder, folder)
+    folder = shutil.copytree(model_folder, tmp_path / "damaged")
     (weights,) = folder.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
-    wanted = "wanted a hub name or a folder with a causal language model"
-    assert wanted in failed(*asks, "--model", folder, code=2)
+    assert "wanted a hub name or a folder with a causal language model" in failed(*asks, "--model", folder, code=2)

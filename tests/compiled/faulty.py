@@ -8,6 +8,12 @@ import triton
 import triton.language as tl
 
 
+def _launched(kernel, programs, *arguments):
+    """The last tensor of the arguments, after so many programs of a kernel."""
+    kernel[(programs,)](*arguments)
+    return [each for each in arguments if isinstance(each, torch.Tensor)][-1]
+
+
 @triton.jit
 def _norms(keys, scores, length, step, head_dim: tl.constexpr, block: tl.constexpr):
     tokens = tl.program_id(0) * block + tl.arange(0, block)
@@ -18,9 +24,7 @@ def _norms(keys, scores, length, step, head_dim: tl.constexpr, block: tl.constex
 
 def store_without_a_mask(device):
     """The last tile writes past the end of the scores."""
-    keys, scores = torch.ones(70, 16, device=device), torch.empty(70, device=device)
-    _norms[(2,)](keys, scores, 70, 16, 16, 64)
-    return scores
+    return _launched(_norms, 2, torch.ones(70, 16, device=device), torch.empty(70, device=device), 70, 16, 16, 64)
 
 
 @triton.jit
@@ -32,9 +36,7 @@ def _sums(keys, sums, length, block: tl.constexpr):
 
 def load_without_a_mask(device):
     """What lies behind the keys is read, and thrown away later."""
-    keys, sums = torch.ones(70, device=device), torch.empty(1, device=device)
-    _sums[(1,)](keys, sums, 70, 128)
-    return sums
+    return _launched(_sums, 1, torch.ones(70, device=device), torch.empty(1, device=device), 70, 128)
 
 
 @triton.jit
@@ -46,9 +48,7 @@ def _tail_sum(keys, sums, length, block: tl.constexpr):
 
 def load_without_other(device):
     """A masked load without `other` gives no number behind the end, and the sum takes it in."""
-    keys, sums = torch.ones(70, device=device), torch.empty(1, device=device)
-    _tail_sum[(1,)](keys, sums, 70, 128)
-    return sums
+    return _launched(_tail_sum, 1, torch.ones(70, device=device), torch.empty(1, device=device), 70, 128)
 
 
 @triton.jit
@@ -60,9 +60,7 @@ def _count(kept, total, block: tl.constexpr):
 
 def programs_that_share_a_sum(device):
     """Each program reads the sum, adds its own and writes it: two at once lose one."""
-    kept, total = torch.ones(256, device=device), torch.zeros(1, device=device)
-    _count[(4,)](kept, total, 64)
-    return total
+    return _launched(_count, 4, torch.ones(256, device=device), torch.zeros(1, device=device), 64)
 
 
 @triton.jit
@@ -74,9 +72,7 @@ def _running(lengths, ends, block: tl.constexpr):
 
 def a_program_that_waits_for_the_one_before(device):
     """The programs happen to run in order in the interpreter; no GPU promises it."""
-    lengths, ends = torch.ones(4, device=device), torch.zeros(5, device=device)
-    _running[(4,)](lengths, ends, 1)
-    return ends
+    return _launched(_running, 4, torch.ones(4, device=device), torch.zeros(5, device=device), 1)
 
 
 @triton.jit
@@ -89,9 +85,7 @@ def _some(keys, scores, length, block: tl.constexpr):
 def output_that_is_not_written(device):
     """Tokens with a negative key have no score: what memory held before shines through."""
     keys = torch.tensor([1.0, -1.0, 2.0, -2.0], device=device)
-    scores = torch.empty(4, device=device)
-    _some[(1,)](keys, scores, 4, 4)
-    return scores
+    return _launched(_some, 1, keys, torch.empty(4, device=device), 4, 4)
 
 
 @triton.jit
@@ -103,9 +97,7 @@ def _item(keys, firsts, step: tl.int32):
 def offsets_of_32_bits(device):
     """The third item lies 2^31 elements behind the first, and a 32-bit product of its place is negative."""
     keys = torch.empty(2**31 + 1, dtype=torch.int8, device=device)
-    firsts = torch.empty(3, dtype=torch.int8, device=device)
-    _item[(3,)](keys, firsts, 2**30)
-    return firsts
+    return _launched(_item, 3, keys, torch.empty(3, dtype=torch.int8, device=device), 2**30)
 
 
 @triton.jit
@@ -117,9 +109,8 @@ def _average(kept, out, length, block: tl.constexpr):
 
 def a_division_by_nothing(device):
     """A head that keeps no token divides by zero, which is undefined for whole numbers."""
-    kept, out = torch.zeros(4, dtype=torch.int32, device=device), torch.empty(1, dtype=torch.int32, device=device)
-    _average[(1,)](kept, out, 4, 4)
-    return out
+    kept, out = (torch.zeros(size, dtype=torch.int32, device=device) for size in (4, 1))
+    return _launched(_average, 1, kept, out, 4, 4)
 
 
 @triton.jit
@@ -131,9 +122,7 @@ def _scatter(places, values, out, block: tl.constexpr):
 def lanes_that_write_one_place(device):
     """Two tokens of one program go to the same slot: which of them stays is undefined."""
     places = torch.tensor([0, 1, 1, 2], device=device)
-    out = torch.zeros(3, device=device)
-    _scatter[(1,)](places, torch.arange(4.0, device=device), out, 4)
-    return out
+    return _launched(_scatter, 1, places, torch.arange(4.0, device=device), torch.zeros(3, device=device), 4)
 
 
 @triton.jit
@@ -150,5 +139,4 @@ def compaction_in_place(device):
     keys = torch.arange(32.0, device=device).reshape(8, 4)
     kept = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1], dtype=torch.int32, device=device)
     slots = torch.cumsum(kept, 0) - 1
-    _compact[(8,)](keys, kept, slots, keys, 8, 4)
-    return keys
+    return _launched(_compact, 8, keys, kept, slots, keys, 8, 4)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tools.programs import judge
+from tools import judge
 
 from evictionary.spec_tests.judge import compiled
 
@@ -80,8 +80,7 @@ def test_a_fault_is_named_with_its_line(kind, name, line):
 def test_memory_without_a_number_is_nan(name):
     compiled.UNFILLED.clear()
     assert faulty(name)("cuda").isnan().any()
-    marked = {f"{FAULTY}:{line}" for each, line in named("undefined") if each == name}
-    assert marked <= set(compiled.UNFILLED)
+    assert {f"{FAULTY}:{line}" for each, line in named("undefined") if each == name} <= set(compiled.UNFILLED)
 
 
 def test_every_fault_stands_on_the_page():

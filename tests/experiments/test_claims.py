@@ -30,8 +30,7 @@ from evictionary.claims.recording import (
     record,
     residual_after,
 )
-from evictionary.evaluation import pages
-from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import pages, run as evaluation
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
@@ -161,8 +160,7 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     of_texts = (values.var(axis=1, ddof=1) / 3).mean()
     deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
     got = numbers["it"]
-    assert got.value == pytest.approx(values.mean())
-    assert (got.texts, got.meaning) == (90, "what it is")
+    assert got.value == pytest.approx(values.mean()) and (got.texts, got.meaning) == (90, "what it is")
     assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
     assert got.low < got.value < got.high
     assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
@@ -208,11 +206,8 @@ def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(na
 def test_texts_are_drawn_from_the_seed_and_differ_in_kind(tokenizer: PreTrainedTokenizerFast) -> None:
     for kind in texts.KINDS:
         one, same, other = (texts.make(tokenizer, kind, seed=seed, tokens=300) for seed in (1, 1, 2))
-        assert one.shape == (1, 300)
-        assert torch.equal(one, same)
-        assert not torch.equal(one, other)
-    sentences = [texts.varied(random.Random(seed)) for seed in range(300)]
-    assert len(set(sentences)) == 300
+        assert one.shape == (1, 300) and torch.equal(one, same) and not torch.equal(one, other)
+    assert len({texts.varied(random.Random(seed)) for seed in range(300)}) == 300
     problem = texts.sums(random.Random(0))
     start, more, less = (int(part) for part in re.findall(r"has (\d+) .*buys (\d+) .*away (\d+)", problem)[0])
     assert problem.endswith(f"so {start + more - less} are left.")
@@ -340,8 +335,7 @@ def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
         arrays = [as_array(each) for each in (queries, keys, read)]
         left, moments = [each[:, :, :6] for each in arrays[1:]], reference.no_moments(*arrays[1:])
         for last in range(6, 24):
-            new = [each[:, :, last] for each in arrays]
-            _, *left, after = reference.decode_step(*new, *left, moments, 6)
+            _, *left, after = reference.decode_step(*[each[:, :, last] for each in arrays], *left, moments, 6)
             moments = after if weight == "residual" else moments
             if last == 8:
                 np.testing.assert_array_equal(arrays[1][:, :, :9][chosen[weight][0].numpy()].reshape(2, 2, 6, 8), left[0])
@@ -422,18 +416,15 @@ def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_partial_match() -> None:
-    assert lagkv.partial_match(" 12 34,56.", "123456") == 1
-    assert lagkv.partial_match("It is 99934", "123456") == pytest.approx(2 / 6)
-    assert lagkv.partial_match("", "123456") == 0
+    wanted = {" 12 34,56.": 1, "It is 99934": 2 / 6, "": 0}
+    assert {answer: lagkv.partial_match(answer, "123456") for answer in wanted} == pytest.approx(wanted)
 
 
 def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
     for kind in texts.KINDS:
         context_ids, question_ids, answer = lagkv.make_text(tokenizer, replace(SCALE, passkey_tokens=500), kind, 3)
-        assert context_ids.shape == (1, 500)
-        assert tokenizer.decode(context_ids[0]).count(answer) == 1
-        assert len(answer) == 16
-        assert answer not in tokenizer.decode(question_ids[0])
+        assert context_ids.shape == (1, 500) and tokenizer.decode(context_ids[0]).count(answer) == 1
+        assert len(answer) == 16 and answer not in tokenizer.decode(question_ids[0])
 
 
 def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
@@ -502,8 +493,7 @@ def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_fo
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    lines = store.run(plan_for(model_folder), tmp_path, jobs=2)
-    assert without_seconds(lines) == without_seconds(finished[1])
+    assert without_seconds(store.run(plan_for(model_folder), tmp_path, jobs=2)) == without_seconds(finished[1])
 
 
 def test_measurements_of_two_kinds_are_not_mixed(
@@ -532,8 +522,7 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
     assert not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert picture.stat().st_size < 150_000
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
         text = (folder / f"{paper['paper']}.md").read_text()
         for claim in paper["claims"]:
             assert f"## {claim['id']}: {claim['verdict']}\n" in text
@@ -584,5 +573,4 @@ def test_claims_are_chosen_by_paper_and_id() -> None:
 def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     help = " ".join(printed("claims", "--help").split())
-    assert f"Some of {', '.join(texts.KINDS)}" in help
-    assert all(name in help for name in run.PAPERS)
+    assert f"Some of {', '.join(texts.KINDS)}" in help and all(name in help for name in run.PAPERS)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from tools.pages import pictures_of
-from tools.reading import refused
+from tools.reading import refused, saved
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from evictionary.cache.evicting_cache import EvictingCache
@@ -28,8 +28,7 @@ def test_the_needle_is_where_it_is_said_to_be(tokenizer: PreTrainedTokenizerFast
     prompt = passkey.make(tokenizer, depth=depth, tokens=600)
     first, last = prompt.needle
     needle = tokenizer.decode(prompt.context_ids[0, first:last])
-    assert needle.strip().startswith("The secret number is")
-    assert needle.count(prompt.answer) == 2
+    assert needle.strip().startswith("The secret number is") and needle.count(prompt.answer) == 2
     assert tokenizer.decode(prompt.context_ids[0]).count(prompt.answer) == 2
     assert prompt.answer not in tokenizer.decode(prompt.question_ids[0])
     assert abs(first / prompt.context_ids.shape[1] - depth) < 0.35
@@ -37,17 +36,15 @@ def test_the_needle_is_where_it_is_said_to_be(tokenizer: PreTrainedTokenizerFast
 
 def test_texts_are_drawn_from_the_seed(tokenizer: PreTrainedTokenizerFast) -> None:
     one, same, other = (passkey.make(tokenizer, depth=0.5, seed=seed, tokens=300) for seed in (1, 1, 2))
-    assert torch.equal(one.context_ids, same.context_ids)
-    assert one.answer != other.answer
+    assert torch.equal(one.context_ids, same.context_ids) and one.answer != other.answer
     assert len(one.answer) == 7
 
 
 def test_an_answer_is_right_iff_the_digits_appear(tokenizer: PreTrainedTokenizerFast) -> None:
     prompt = passkey.make(tokenizer, depth=0.5, tokens=100)
     answer = prompt.answer
-    assert prompt.is_right(f"It is {answer}.")
-    assert prompt.is_right(f"{int(answer):,}")
-    assert not prompt.is_right(answer[:6])
+    given = {f"It is {answer}.": True, f"{int(answer):,}": True, answer[:6]: False}
+    assert {text: prompt.is_right(text) for text in given} == given
     refused(lambda: passkey.make(tokenizer, depth=1.5), "depth")
     refused(lambda: passkey.make(tokenizer, depth=0.5, tokens=5), "tokens")
 
@@ -109,8 +106,7 @@ def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
     assert full.measured["error"] == [0.0, 0.0]
     numbers = (keydiff.measured[name] for name in ("tokens_before", "tokens_after", "bytes_after"))
     for before, after, nbytes in zip(*numbers, strict=True):
-        assert after == before // 2
-        assert nbytes == after * 2 * 2 * 2 * 8 * 4
+        assert (after, nbytes) == (before // 2, after * 2 * 2 * 2 * 8 * 4)
     assert all(error > 0 for error in keydiff.measured["error"])
     assert [picture.label for picture in result.pictures] == [row.label for row in result.rows[1:]]
     for picture, row in zip(result.pictures, result.rows[1:], strict=True):
@@ -140,10 +136,10 @@ def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: 
 
 
 def test_a_method_that_fails_ends_the_demo(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(keys):\n    raise RuntimeError('not yet')\n")
+    mine = str(saved(tmp_path / "mine.py", "def score(keys):\n    raise RuntimeError('not yet')\n"))
+    model = tiny_llama(max_position_embeddings=2048)
     refused(
-        lambda: demo.run(tiny_llama(max_position_embeddings=2048), tokenizer, method_names=[str(mine)], depths=(0.5,), tokens=200),
+        lambda: demo.run(model, tokenizer, method_names=[mine], depths=(0.5,), tokens=200),
         r"score in mine\.py raised RuntimeError at mine\.py, line 2: not yet",
         MethodError,
     )

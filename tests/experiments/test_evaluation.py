@@ -11,13 +11,11 @@ import pytest
 import torch
 from tools.commands import as_json, invoke, printed
 from tools.pages import pictures_of
-from tools.reading import refused
+from tools.reading import refused, saved
 
 from evictionary import store
 from evictionary.cli import evaluate as cli_eval
-from evictionary.evaluation import pages, tasks
-from evictionary.evaluation import report as eval_report
-from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import pages, report as eval_report, run as evaluation, tasks
 from evictionary.evaluation.run import Plan
 from evictionary.models.load import load
 from evictionary.store import Line
@@ -93,8 +91,7 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
 
 
 def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp_path: Path) -> None:
-    mine = tmp_path / "mine.py"
-    mine.write_text("def score(keys):\n    raise RuntimeError('not [yet]')\n")
+    mine = saved(tmp_path / "mine.py", "def score(keys):\n    raise RuntimeError('not [yet]')\n")
     output = tmp_path / "out"
     arguments = ["--model", model_folder, "--methods", f"{mine},keydiff", "--ratios", "0.5", "--tasks", "passkey7"]
     common = ["eval", *arguments, "--lengths", 600, "--samples", 1, "--output", output]
@@ -130,12 +127,11 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
     model_folder: Path, tmp_path: Path, name: str, traits: str, fails: bool
 ) -> None:
     """A method that keeps everything, or a token too many, is refused, unless it says that it sets its own budget."""
-    mine = tmp_path / "mine.py"
     plan = plan_for(model_folder, methods=[(str(tmp_path / name), {})], tasks=["passkey7"], ratios=[], budgets=[40])
     for kept in ("length", "budget + 1", "budget"):
         chosen = f"np.broadcast_to(np.arange(length) < {kept}, keys.shape[:3])"
-        text = f"import numpy as np\n{traits}def select(keys, length, budget):\n    return {chosen}\n"
-        mine.write_text(text)
+        select = f"def select(keys, length, budget):\n    return {chosen}\n"
+        mine = saved(tmp_path / "mine.py", f"import numpy as np\n{traits}{select}")
         (line,) = (line for line in store.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
         if fails and kept != "budget":
             stored = line["tokens"] if kept == "length" else 41
@@ -198,8 +194,8 @@ def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Lin
     line = finished[1][1]
     Plan.identify(line)
     for name in evaluation.SCORED:
-        with pytest.raises(KeyError):
-            Plan.identify({key: value for key, value in line.items() if key != name})
+        without = {key: value for key, value in line.items() if key != name}
+        refused(lambda without=without: Plan.identify(without), name, KeyError)
         refused(lambda name=name: Plan.identify(line | {name: None}), "a score is missing", ValueError)
 
 
@@ -207,8 +203,7 @@ def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
     # two lengths, and one measurement that failed
     longer = [line | {"length": 900} for line in finished[1]]
     failed = {name: value for name, value in longer[1].items() if name not in ("exact", "partial", "bytes_after", "answer")}
-    lines = [*finished[1], longer[0], failed | {"error": "<no>"}, *longer[2:]]
-    found = eval_report.write(lines, tmp_path)
+    found = eval_report.write([*finished[1], longer[0], failed | {"error": "<no>"}, *longer[2:]], tmp_path)
     names = {"heatmap.png", "heatmap.svg", "report.html", "scores.png", "scores.svg", "summary.json", "table.md"}
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "summary.json").read_text()) == found
@@ -281,8 +276,7 @@ def test_the_help_names_every_task() -> None:
 def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The starter of tutorials/project: its decode loop has the perplexity of one forward over the whole text."""
     script = runpy.run_path(str(Path(__file__).parents[2] / "tutorials" / "project" / "starter" / "measure.py"))
-    text = tmp_path / "text.txt"
-    text.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday.", encoding="utf-8")
+    text = saved(tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday.")
     arguments = ["--model", str(model_folder), "--text", str(text), "--prompt", "40", "--tokens", "20"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["measure.py", *arguments, "--methods", "full", "keydiff"])
@@ -294,5 +288,4 @@ def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Pa
         logits = model(ids).logits[0, 39:-1]
     loss = torch.nn.functional.cross_entropy(logits, ids[0, 40:])
     assert float(full[1]) == pytest.approx(float(loss.exp()), rel=1e-3)
-    assert float(keydiff[4]) < float(full[4])
-    assert float(keydiff[5]) < float(full[5])
+    assert float(keydiff[4]) < float(full[4]) and float(keydiff[5]) < float(full[5])

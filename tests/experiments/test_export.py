@@ -52,8 +52,7 @@ def test_generate_evicts_with_the_exported_folder(
 
 def test_a_model_folder_with_the_export_evicts_by_itself(model_folder: Path, tmp_path: Path) -> None:
     """from_pretrained then puts the function in the place of model.generate."""
-    plain = AutoModelForCausalLM.from_pretrained(model_folder).eval()
-    plain.save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(model_folder).eval().save_pretrained(tmp_path / "model")
     export(tmp_path / "model", budget=20)
     evicting: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
     for ids in ({"inputs": IDS}, {"input_ids": IDS}):

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -108,19 +108,12 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     every = torch.cat(list(unbroken.gates.values()))
     assert 0 <= every.min() < every.max() <= 1
 
-    def kill(progress: Any) -> None:
-        raise KeyboardInterrupt
-
-    def kill_while_writing(*paths: Any) -> None:
-        raise KeyboardInterrupt
-
+    kill = Mock(side_effect=KeyboardInterrupt)
     for _ in range(2):
-        with pytest.raises(KeyboardInterrupt):
-            train(model, TOKENIZER, RECIPE, tmp_path / "killed", kill)
+        refused(lambda: train(model, TOKENIZER, RECIPE, tmp_path / "killed", kill), error=KeyboardInterrupt)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", kill_while_writing)
-        with pytest.raises(KeyboardInterrupt):
-            train(model, TOKENIZER, RECIPE, tmp_path / "killed")
+        patch.setattr(os, "replace", kill)
+        refused(lambda: train(model, TOKENIZER, RECIPE, tmp_path / "killed"), error=KeyboardInterrupt)
     seen: list[int] = []
     resumed = train(model, TOKENIZER, RECIPE, tmp_path / "killed", lambda progress: seen.append(progress.total))
     assert seen == [3, 3, 3], "the two steps before are not repeated"

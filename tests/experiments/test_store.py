@@ -3,10 +3,7 @@
 import json
 import lzma
 import os
-import select
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 
 import filelock
 import pytest
+from tools import ends_with_its_parent, python, saved
 from tools.reading import refused
 
 from evictionary import store
@@ -91,8 +89,7 @@ store.run(Powers(), Path(sys.argv[1]))
 
 def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     """It is killed in the middle of its fifth line. What it wrote has to be there as it is."""
-    done = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stderr
+    python("-c", PROGRAM, tmp_path, code=-signal.SIGKILL)
     *written, cut_off = (tmp_path / store.RESULTS).read_bytes().split(b"\n")
     assert len(written) == 4 and cut_off
     told: list[Progress] = []
@@ -126,12 +123,7 @@ def test_a_worker_ends_with_the_process_that_started_it() -> None:
         "import os, time\nfrom evictionary import store\nstore.end_with_parent()\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
     )
     starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
-    with subprocess.Popen([sys.executable, "-c", starter], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        ended = select.poll()
-        ended.register(os.pidfd_open(int(parent.stdout.readline())), select.POLLIN)
-        parent.kill()
-        assert ended.poll(20_000)
+    assert ends_with_its_parent(starter)
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
@@ -149,10 +141,8 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
-    path = tmp_path / store.RESULTS
-    path.write_text('{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"')
-    found = store.read(path, lambda line: line["a"])
-    assert [line["b"] for line in found.values()] == [3, 2]
+    path = saved(tmp_path / store.RESULTS, '{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"')
+    assert [line["b"] for line in store.read(path, lambda line: line["a"]).values()] == [3, 2]
     store.append(path, {"a": 5, "b": 5})
     assert path.read_text().endswith('"b": 3}\n{"a": 5, "b": 5}\n')
 

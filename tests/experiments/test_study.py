@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tools.commands import as_json, printed
-from tools.reading import refused
+from tools.reading import refused, saved
 
 import docs_build.study
 from evictionary import store
@@ -51,11 +51,13 @@ def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
 
 
 def test_every_composition_is_there_once() -> None:
-    names = ["keydiff", "keydiff+moments", "keydiff+ada_kv", "keydiff+ada_kv+moments", "keydiff+pyramid_kv"]
-    assert set(study.compositions("keydiff")) == {*names, "keydiff+pyramid_kv+moments"}
-    assert set(study.compositions("momentkv")) == {"momentkv", "momentkv+ada_kv", "momentkv+pyramid_kv"}  # corrected by itself
-    assert set(study.compositions("h2o")) == {"h2o", "h2o+moments", "h2o+pyramid_kv", "h2o+pyramid_kv+moments"}  # has no scores
-    assert set(study.compositions("gvote")) == {"gvote", "gvote+moments"}  # has its own budget
+    added = {
+        "keydiff": {"", "+moments", "+ada_kv", "+ada_kv+moments", "+pyramid_kv", "+pyramid_kv+moments"},
+        "momentkv": {"", "+ada_kv", "+pyramid_kv"},  # corrected by itself
+        "h2o": {"", "+moments", "+pyramid_kv", "+pyramid_kv+moments"},  # has no scores
+        "gvote": {"", "+moments"},  # has its own budget
+    }
+    assert {name: {each.removeprefix(name) for each in study.compositions(name)} for name in added} == added
 
 
 @pytest.mark.slow
@@ -76,12 +78,12 @@ def test_costs_are_means_over_tasks_of_means_over_prompts_and_comparisons_are_of
     difficulty = {("passkey7", 0): 0.0, ("passkey7", 1): 2.0, ("copy", 0): 5.0, ("perplexity", 0): 8.0}
     for (task, seed), hard in difficulty.items():
         # KeyDiff is worse than KNorm by 0.1 on every prompt; the prompts differ by far more.
-        lines.append(line_of(task, seed, {"knorm": [1 + hard, task != "perplexity", 45]}))
-        lines.append(line_of(task, seed, {"keydiff": [1.1 + hard, 0, 45], "keydiff+moments": [1.0 + hard, 1, 45]}))
-        lines.append(line_of(task, seed, {"gvote": [1, 1, 70]}))
-    lines.append(line_of("copy", 1, {"knorm": [99, 0, 45]}))  # the other selectors lack this prompt
-    lines.append(line_of("copy", 0, {"knorm": [99, 0, 45]}, ratio=0.75))  # and this ratio
-    found = study.summarise(lines)
+        knorm = {"knorm": [1 + hard, task != "perplexity", 45]}
+        keydiff = {"keydiff": [1.1 + hard, 0, 45], "keydiff+moments": [1.0 + hard, 1, 45]}
+        lines += [line_of(task, seed, cells) for cells in (knorm, keydiff, {"gvote": [1, 1, 70]})]
+    # The other selectors lack a prompt and a ratio.
+    alone = [line_of("copy", 1, {"knorm": [99, 0, 45]}), line_of("copy", 0, {"knorm": [99, 0, 45]}, ratio=0.75)]
+    found = study.summarise(lines + alone)
     assert {row["ratio"] for row in found["rows"]} == {0.5}
     rows = {row["method"]: row for row in found["rows"]}
     assert rows["knorm"]["cost"] == pytest.approx((1.0 + 5.0 + 8.0) / 3)
@@ -150,9 +152,7 @@ def test_auto_is_what_the_stored_study_recommends_at_the_nearest_ratio(model_fol
         assert study.recommended(entry["ratio"] + 0.01)[0] == entry["method"]
         rows = [row for row in stored["finals"]["rows"] if row["ratio"] == entry["ratio"]]
         assert entry["cost"] == min(row["cost"] for row in rows)
-    text = tmp_path / "text.txt"
-    text.write_text("The gate key is 12. " * 10, encoding="utf-8")
+    text = saved(tmp_path / "text.txt", "The gate key is 12. " * 10)
     asked = ["run", "--model", str(model_folder), "--prompt-file", str(text), "--question", "Which?", "--method", "auto"]
     found = as_json(*asked, "--compression-ratio", "0.75", "--max-new-tokens", "2")
-    assert found["method"] == study.recommended(0.75)[0]
-    assert "one small model" in found["note"]
+    assert found["method"] == study.recommended(0.75)[0] and "one small model" in found["note"]

@@ -32,8 +32,7 @@ def test_a_prompt_fits_and_holds_its_answer(tokenizer: PreTrainedTokenizerFast, 
 @pytest.mark.parametrize("name", ASKED)
 def test_the_right_answer_scores_one_and_no_answer_nothing(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, 1)
-    assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0)
-    assert prompt.score("") == (0.0, 0.0)
+    assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0) and prompt.score("") == (0.0, 0.0)
     assert prompt.score("The postman sat down beside the harbour.") == (0.0, 0.0)
 
 
@@ -53,9 +52,8 @@ def test_answers_are_the_same_in_every_process_and_at_every_length(tokenizer: Pr
         "common_words": ("wheat", "forest", "owl", "lemon", "cotton"),
         "frequent_words": ("lenodi", "livomo", "rikefo"),
     }
-    for name, answers in wanted.items():
-        for tokens in (TOKENS, 1300):
-            assert tasks.get(name).make(tokenizer, tokens, 0).answers == answers, name
+    for tokens in (TOKENS, 1300):
+        assert {name: tasks.get(name).make(tokenizer, tokens, 0).answers for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", tasks.GOES_ON)
@@ -66,8 +64,7 @@ def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
     read = [torch.cat([one.context_ids, one.question_ids], dim=1)[0].tolist() for one in (first, second)]
     assert first.continuation is not None and len(read[0]) + first.continuation.shape[1] == TOKENS
     start = int(tokenizer.bos_token_id is not None)
-    number = first.continuation.shape[1]
-    assert read[1][start:] == read[0][start + number :] + first.continuation[0].tolist()
+    assert read[1][start:] == read[0][start + first.continuation.shape[1] :] + first.continuation[0].tolist()
     assert tokenizer.decode(first.continuation[0]) == first.answers[0]
     refused(lambda: tasks.get(name).make(tokenizer, TOKENS, 100_000), "the text of this task ends")
 
@@ -75,8 +72,7 @@ def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
 def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [tasks.get("needle_single").make(tokenizer, 2000, seed) for seed in range(5)]
     places = [prompt.needles[0][0] / prompt.context_ids.shape[1] for prompt in prompts]
-    assert places == sorted(places)
-    assert places[0] < 0.25 and places[-1] > 0.75
+    assert places == sorted(places) and places[0] < 0.25 and places[-1] > 0.75
 
 
 @pytest.mark.parametrize(("name", "distinct"), [("common_words", 5), ("frequent_words", 3)])
@@ -84,8 +80,7 @@ def test_the_words_asked_for_are_the_most_frequent(tokenizer: PreTrainedTokenize
     for tokens in (TOKENS, 12_000):
         prompt = tasks.get(name).make(tokenizer, tokens, 0)
         text = tokenizer.decode(prompt.context_ids[0])
-        counts = Counter(text.partition("than others: ")[2].rstrip(".\n").split())
-        ranked = counts.most_common()
+        ranked = Counter(text.partition("than others: ")[2].rstrip(".\n").split()).most_common()
         assert {word for word, _ in ranked[:distinct]} == set(prompt.answers)
         assert ranked[distinct - 1][1] > ranked[distinct][1]
 

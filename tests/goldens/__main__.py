@@ -79,10 +79,10 @@ def stored() -> dict[str, dict[str, str]]:
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
     """One line for each name that is gone, new, or says something else."""
-    lines = [f"gone: {name}" for name in before if name not in after]
-    lines += [f"new: {name}" for name in after if name not in before]
-    return lines + [
-        f"{name}: was {before[name]}, is {after[name]}" for name in before if after.get(name, before[name]) != before[name]
+    return [
+        *(f"gone: {name}" for name in before if name not in after),
+        *(f"new: {name}" for name in after if name not in before),
+        *(f"{name}: was {each}, is {after[name]}" for name, each in before.items() if after.get(name, each) != each),
     ]
 
 

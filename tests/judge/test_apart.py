@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import ROOT
-from tools.programs import judge, pytest_of
+from tools import ROOT, judge, laid, pytest_of, saved
 from tools.reading import refused
 
 from evictionary.spec_tests.judge import apart
@@ -28,10 +27,7 @@ ONE_OF_EACH = ("cosine_to_the_anchor", "minus_the_norm", "budget_is_the_exact_fl
 @pytest.fixture
 def mine(tmp_path: Path) -> Path:
     """A folder of files that answer no law."""
-    (tmp_path / "mine").mkdir()
-    for stem, (text, *_) in DEADLY.items():
-        (tmp_path / "mine" / f"{stem}.py").write_text(text)
-    return tmp_path / "mine"
+    return laid(tmp_path / "mine", {f"{stem}.py": text for stem, (text, *_) in DEADLY.items()})
 
 
 @pytest.fixture
@@ -88,10 +84,10 @@ def score(keys):
 @pytest.mark.parametrize("processes", ["no:xdist", pytest.param("xdist", marks=pytest.mark.slow)])
 def test_a_run_that_stops_early_is_no_good_one(processes: str, tmp_path: Path, report: Path) -> None:
     """The first failure is a refusal, which does not count; the laws behind it were not asked."""
-    (tmp_path / "keydiff.py").write_text(RAISES_LATE)
+    file = saved(tmp_path / "keydiff.py", RAISES_LATE)
     behind = "test_score_is_minus_the_cosine_to_the_anchor"
     asked = [f"spec_tests/keydiff/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)]
-    asked += ["-x", "--impl", tmp_path / "keydiff.py", "-p", processes, "--report", report, "--profile", "quick"]
+    asked += ["-x", "--impl", file, "-p", processes, "--report", report, "--profile", "quick"]
     assert "FAIL: 1 law" in pytest_of(*asked, code=1).stdout.splitlines()[-1]
     outcome = {entry["law"].partition("::")[2]: entry for entry in laws(report)["KD-8"]}[behind]
     assert outcome["outcome"] == "fail"
@@ -109,6 +105,6 @@ def test_a_run_that_stops_early_is_no_good_one(processes: str, tmp_path: Path, r
 def test_what_ends_the_process_that_imports_it_is_a_sentence(
     text: str, wanted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "keydiff.py").write_text(text)
+    file = saved(tmp_path / "keydiff.py", text)
     monkeypatch.setattr(apart, "IMPORT_SECONDS", 1 if "while" in text else 60)
-    refused(lambda: apart.described(str(tmp_path / "keydiff.py"), [None], Domain()), wanted, UnusableImplementation)
+    refused(lambda: apart.described(str(file), [None], Domain()), wanted, UnusableImplementation)

@@ -9,8 +9,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from hypothesis import settings
-from tools.programs import json_in
-from tools.programs import judge as judged
+from tools import json_in, judge as judged, laid, saved
 from tools.reading import refused
 
 from evictionary.spec_tests.judge.cases import Case
@@ -86,10 +85,9 @@ def score(keys):
 
 
 def test_the_laws_of_memory_are_asked_of_the_method_that_is_named(tmp_path: Path) -> None:
-    (tmp_path / "knorm.py").write_text(IGNORES_STRIDES)
-    (tmp_path / "selection.py").write_text(POSITIONS.replace("import numpy", "import torch, numpy"))
+    files = {"knorm.py": IGNORES_STRIDES, "selection.py": POSITIONS.replace("import numpy", "import torch, numpy")}
     law = ("--law", "strides_do_not_matter or minus_the_norm or budget_beyond")
-    found = verdicts(tmp_path, "--method", "knorm", *law, code=1)
+    found = verdicts(laid(tmp_path, files), "--method", "knorm", *law, code=1)
     assert (found["MEM-4"]["verdict"], found["KN-1"]["verdict"]) == ("fail", "pass")
     assert "SEL-2" not in found
 
@@ -125,14 +123,13 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_a_right_kernel_that_checks_nothing_holds_inside_its_domain(file: Path) -> None:
-    file.write_text(UNCHECKED + DOMAIN)
-    output = judge(file, "--method", "keydiff")
+    output = judge(saved(file, UNCHECKED + DOMAIN), "--method", "keydiff")
     assert re.search(r"mathematics    \d+ hold$", output, flags=re.MULTILINE)
     assert re.fullmatch(
         r"PASS: \d+ laws hold(, \d+ laws? of (edge|refusal) fails? \(counted only with --strict\))*", last_line(output)
     )
-    file.write_text(UNCHECKED + 'CONVENTIONS = ("unchecked",)\n')
-    kinds = verdicts(file, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]
+    declared = saved(file, UNCHECKED + 'CONVENTIONS = ("unchecked",)\n')
+    kinds = verdicts(declared, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]
     assert kinds["mathematics"] == "pass" and "refusal" not in kinds
 
 
@@ -147,8 +144,7 @@ def test_degenerate_input_and_refusals_count_where_they_are_asked_for(file: Path
 
 @pytest.mark.slow
 def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
-    file.write_text(UNCHECKED.replace("return -(", "return (") + DOMAIN)
-    output = judge(file, "--method", "keydiff", code=1)
+    output = judge(saved(file, UNCHECKED.replace("return -(", "return (") + DOMAIN), "--method", "keydiff", code=1)
     assert "1 fail: KD-8" in output and last_line(output).startswith("FAIL: ")
     assert output.index("what is wrong") < output.index("an input")  # what is wrong is read first
     assert "your numbers match a known bug: the sign left out" in output
@@ -157,36 +153,31 @@ def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
 
 @pytest.mark.slow
 def test_what_needs_a_requirement_that_fails_is_not_judged(tmp_path: Path) -> None:
-    (tmp_path / "keydiff.py").write_text(RAW_MEAN)
-    (tmp_path / "selection.py").write_text(POSITIONS)
-    found = verdicts(tmp_path, "--method", "keydiff,selection", code=1)
+    folder = laid(tmp_path, {"keydiff.py": RAW_MEAN, "selection.py": POSITIONS})
+    found = verdicts(folder, "--method", "keydiff,selection", code=1)
     assert found["KD-8"]["verdict"] == "fail"
     assert (found["KD-O"]["verdict"], found["KD-O"]["reason"]) == ("not judged", "KD-8 fails")
 
 
 def test_a_declared_variant_is_judged_as_that_variant(file: Path) -> None:
-    file.write_text(RAW_MEAN + 'IMPLEMENTS = {"score": "keydiff.raw_mean_score"}\n')
-    found = verdicts(file)
+    found = verdicts(saved(file, RAW_MEAN + 'IMPLEMENTS = {"score": "keydiff.raw_mean_score"}\n'))
     assert (found["KD-8"]["verdict"], found["KD-T2"]["kinds"]["mathematics"]) == ("variant", "pass")
 
 
 def test_a_selection_may_be_positions(tmp_path: Path) -> None:
-    (tmp_path / "selection.py").write_text(POSITIONS)
-    found = verdicts(tmp_path)
+    found = verdicts(laid(tmp_path, {"selection.py": POSITIONS}))
     asked = {"SEL-2": "mathematics", "SEL-3": "edge", "SEL-4": "mathematics"}
     assert {name: found[name]["kinds"][kind] for name, kind in asked.items()} == dict.fromkeys(asked, "pass")
 
 
 def test_a_softmax_by_log_add_exp_is_right(tmp_path: Path) -> None:
-    (tmp_path / "lagkv.py").write_text(LOG_ADD_EXP)
-    assert "fail" not in judge(tmp_path / "lagkv.py", "--method", "lagkv").partition("edge")[0]
+    assert "fail" not in judge(saved(tmp_path / "lagkv.py", LOG_ADD_EXP), "--method", "lagkv").partition("edge")[0]
 
 
 @pytest.mark.slow
 def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_path: Path) -> None:
-    file.write_text(RAW_MEAN)
-    (tmp_path / "known.txt").write_text("KD-8 the raw mean is what we ship\nKN-1 long mended\n")
-    output = judge(file, "--method", "keydiff", "--expected-failures", tmp_path / "known.txt")
+    known = saved(tmp_path / "known.txt", "KD-8 the raw mean is what we ship\nKN-1 long mended\n")
+    output = judge(saved(file, RAW_MEAN), "--method", "keydiff", "--expected-failures", known)
     assert "1 expected failure: KD-8 (the raw mean is what we ship)" in output
     assert "KN-1 did not fail" in output
 
@@ -214,8 +205,7 @@ def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Pat
     ],
 )
 def test_what_cannot_be_understood_is_a_sentence(file: Path, text: str, wanted: str) -> None:
-    file.write_text(RAW_MEAN + text)
-    assert wanted in judge(file, code=2)
+    assert wanted in judge(saved(file, RAW_MEAN + text), code=2)
 
 
 def test_no_law_of_mathematics_asks_for_an_error() -> None:

@@ -1,9 +1,11 @@
 """A project names its functions in pyproject.toml: `pytest` asks their laws beside its tests, and `judge` asks the same."""
 
 import json
+import re
 
 import pytest
-from tools.programs import python
+from tools import laid, python, saved
+from tools.reading import refused
 
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions
@@ -28,12 +30,8 @@ def keydiff(keys):
 
 @pytest.fixture
 def folder(tmp_path):
-    (tmp_path / "pyproject.toml").write_text(PROJECT)
-    for name in ("my_kernels", "tests"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "my_kernels" / "scores.py").write_text(KEYDIFF)
-    (tmp_path / "tests" / "test_own.py").write_text("def test_own():\n    assert True\n")
-    return tmp_path
+    own = "def test_own():\n    assert True\n"
+    return laid(tmp_path, {"pyproject.toml": PROJECT, "my_kernels/scores.py": KEYDIFF, "tests/test_own.py": own})
 
 
 def run(folder, *command):
@@ -77,17 +75,15 @@ def test_judge_takes_the_pyproject_of_a_project(folder):
     ids=["function", "place", "attribute", "number"],
 )
 def test_a_table_that_cannot_be_used_names_its_key(folder, line, message):
-    (folder / "pyproject.toml").write_text(f"[tool.evictionary.functions]\n{line}\n")
-    with pytest.raises(project.BadProject, match=r"pyproject.toml: tool.evictionary.functions: ") as raised:
-        project.modules(folder / "pyproject.toml", frozenset(contract_functions()))
-    assert message in str(raised.value)
+    file = saved(folder / "pyproject.toml", f"[tool.evictionary.functions]\n{line}\n")
+    wanted = rf"pyproject.toml: tool.evictionary.functions: .*{re.escape(message)}"
+    refused(lambda: project.modules(file, frozenset(contract_functions())), wanted, project.BadProject)
     assert "ERROR" in (done := run(folder, "pytest", "-q")).stderr and done.returncode == 4
 
 
 def test_a_key_that_is_unknown_is_named(folder):
-    (folder / "pyproject.toml").write_text('[tool.evictionary]\ndtypes = ["float32"]\n')
-    with pytest.raises(project.BadProject, match=r"tool.evictionary.dtypes: got .* wanted one of functions"):
-        project.options(folder / "pyproject.toml")
+    file = saved(folder / "pyproject.toml", '[tool.evictionary]\ndtypes = ["float32"]\n')
+    refused(lambda: project.options(file), r"dtypes: got .* wanted one of functions", project.BadProject)
 
 
 def test_a_contract_and_a_folder_to_begin_with(tmp_path):

@@ -19,8 +19,7 @@ DTYPES = sorted(EPSILON)
 
 
 def scores(kind: str, dtype: str):
-    case = Case(kind=kind, seed=3, batch=2, num_kv_heads=2, length=33, head_dim=8)
-    keys = round_to(case.keys, dtype)
+    keys = round_to(Case(kind=kind, seed=3, batch=2, num_kv_heads=2, length=33, head_dim=8).keys, dtype)
     return keys, allowance(keydiff.score, keys, dtype=dtype)
 
 
@@ -82,8 +81,7 @@ def test_a_quotient_that_is_exact_by_luck_is_rounded() -> None:
 @pytest.mark.parametrize("dtype", ["float64", "float32"])  # half-precision numbers are summed in float32, these without error
 def test_a_cancelling_sum_scatters(dtype: str) -> None:
     numbers = round_to(np.array([1 / 3, 1 / 7, -1 / 3, -1 / 7]), dtype)
-    sums = {float(Rounded.of(numbers, dtype, np.random.default_rng(seed)).sum()) for seed in range(6)}
-    assert len(sums) > 1
+    assert len({float(Rounded.of(numbers, dtype, np.random.default_rng(seed)).sum()) for seed in range(6)}) > 1
 
 
 @pytest.mark.parametrize(

@@ -10,10 +10,8 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tools import ROOT
-from tools.clients import PLAIN_KEYDIFF
+from tools import PLAIN_KEYDIFF, ROOT, python
 from tools.commands import invoke
-from tools.programs import python
 from tools.reading import refused
 
 from evictionary.spec_tests.judge.implementation import oracle

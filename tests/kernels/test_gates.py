@@ -30,9 +30,8 @@ from evictionary.optimized.states import CompressedCache, PagedCache, zero_momen
 
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """The public functions of a module, also those it imports from a module beside it."""
-    folder = module.__name__.rpartition(".")[0]
-    found = {name: value for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")}
-    return {name: value for name, value in found.items() if value.__module__.startswith(folder)}
+    folder, found = module.__name__.rpartition(".")[0], inspect.getmembers(module, inspect.isfunction)
+    return {name: value for name, value in found if value.__module__.startswith(folder) and not name.startswith("_")}
 
 
 # The device of a launch -----------------------------------------------------------------------------------------------------------
@@ -309,9 +308,10 @@ def test_every_kernel_is_walked(launched: list[tuple[str, tuple[int, ...]]]) -> 
 
 
 def test_no_kernel_function_has_more_than_25_arguments() -> None:
-    counted = {}
-    for path in sorted((ROOT / "optimized").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list):
-                counted[f"{path.stem}.{node.name}"] = len(node.args.args)
+    counted = {
+        f"{path.stem}.{node.name}": len(node.args.args)
+        for path in sorted((ROOT / "optimized").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef) and any("jit" in ast.unparse(one) for one in node.decorator_list)
+    }
     assert counted and not {name: count for name, count in counted.items() if count > 25}

@@ -65,8 +65,7 @@ DRAWN = "document.fonts.ready.then(() => new Promise((done) => requestAnimationF
 def chromium(executable: str | None = None) -> Iterator[Browser]:
     """A headless Chromium: the given one, one of NAMES on the path, or playwright's own. Raises FileNotFoundError without one."""
     with sync_playwright() as playwright:
-        installed = filter(None, [executable, *map(shutil.which, NAMES)])
-        path = next(installed, playwright.chromium.executable_path)
+        path = next(filter(None, [executable, *map(shutil.which, NAMES)]), playwright.chromium.executable_path)
         if not Path(path).exists():
             raise FileNotFoundError("no Chromium: install the package chromium, or run `python -m playwright install chromium`")
         # Without the sandbox it starts in a container too; it opens nothing but this repository's own pages.

@@ -12,6 +12,7 @@ from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.verdict.coverage import GRADES, ids_of
 
 ROOT = Path(__file__).parents[2]
+ERRATA, UPSTREAM = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md"))
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Pages that are made when the site is built.
 MADE = {ROOT / "docs" / "coverage.md", *(ROOT / "docs" / "lessons" / path.name for path in ROOT.glob("tutorials/*.md"))}
@@ -56,8 +57,7 @@ def test_the_contract_holds_the_signatures_of_today() -> None:
 
 def errata() -> dict[str, str]:
     """The title of each entry of the errata to its text."""
-    text = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
-    sections = (section.partition("\n") for section in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:])
+    sections = (section.partition("\n") for section in re.split(r"^##+ ", ERRATA, flags=re.MULTILINE)[1:])
     return {title: body for title, _, body in sections if re.match(r"[A-Z]{2}-", title)}
 
 
@@ -70,14 +70,12 @@ def test_every_erratum_has_the_same_five_parts_a_grade_and_a_test() -> None:
 
 
 def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
-    text = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.*\| \*(.+?)\* \|", text, flags=re.MULTILINE)
+    rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.*\| \*(.+?)\* \|", ERRATA, flags=re.MULTILINE)
     graded = [
         (title.partition(": ")[0], slugify(title, "-"), re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0])
         for title, body in errata().items()
     ]
-    assert rows == graded
-    assert {grade for *_, grade in rows} == set(GRADES)
+    assert rows == graded and {grade for *_, grade in rows} == set(GRADES)
 
 
 def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None:
@@ -88,13 +86,13 @@ def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None
             graded[identifier].add(body.partition("- **Grade** *")[2].partition("*")[0])
     assert graded == {one.id: set(one.verdict.split(", ")) & set(GRADES) for one in REQUIREMENTS.values()}
     # What was taken back is no erratum any more, and keeps its requirement.
-    taken_back = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8").partition("## Entries that were taken back")[2]
+    taken_back = ERRATA.partition("## Entries that were taken back")[2]
     dropped = re.findall(r"^\| ([A-Z]{2}-\S+) \|", taken_back, flags=re.MULTILINE)
     assert dropped and all(REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped)
 
 
 def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
-    texts = [(ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md")]
+    texts = [ERRATA, UPSTREAM]
     methods = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "methods").glob("*.md"))
     read = {(one.paper.rpartition(" ")[2], one.version) for one in REQUIREMENTS.values() if one.version}
     assert len(read) == 5
@@ -104,8 +102,7 @@ def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
 
 
 def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:
-    upstream = (ROOT / "docs" / "upstream.md").read_text(encoding="utf-8")
-    notes = re.split(r"^### ", upstream, flags=re.MULTILINE)[1:]
+    notes = re.split(r"^### ", UPSTREAM, flags=re.MULTILINE)[1:]
     anchors = [re.findall(r"\(errata\.md#(.+?)\)", note) for note in notes]
     assert len(notes) == 10 and all(len(found) == 1 for found in anchors)
     assert {found for (found,) in anchors} <= {slugify(title, "-") for title in errata()}

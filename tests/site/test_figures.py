@@ -53,8 +53,7 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
     budgets = [64, 100, 150]
     names = [*catalogue.names(), catalogue.RANDOM]
     data = figures.survivors(model, prompt, ["x"] * length, names, budgets)
-    assert json.loads(json.dumps(data)) == data
-    assert [each["name"] for each in data["methods"]] == names
+    assert json.loads(json.dumps(data)) == data and [each["name"] for each in data["methods"]] == names
     masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
 
     with EvictingCache(model, method=None, record=CAPTURED) as full:
@@ -124,8 +123,7 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     for layer in range(data["layers"]):
         wanted = random.kept(keys, MethodRequest(budget=data["budgets"][0], layer_index=layer, seed=figures.SEED))
         np.testing.assert_array_equal(masks["random"][0, layer], wanted[0].numpy())
-    for mask, protected in ((masks["snapkv"], slice(-32, None)), (masks["momentkv"], slice(0, 1))):
-        assert mask[..., protected].all()
+    assert masks["snapkv"][..., -32:].all() and masks["momentkv"][..., :1].all()
 
 
 def test_everything_together_is_small() -> None:
@@ -192,12 +190,15 @@ def test_the_scores_in_the_browser_are_those_of_reference(mathematics: Callable[
         following[:, 0] = 1  # a channel that is constant in the next partition
     if seed % 3 == 1:
         keys = np.round(keys)  # ties
-    close(mathematics("unit", keys[0]), keydiff.unit(keys[0]), "unit")
-    close(mathematics("anchor", keys), keydiff.anchor(keys), "anchor")
-    close(mathematics("keydiffScore", keys), keydiff.score(keys), "keydiff.score")
-    close(mathematics("normalise", keys, following), lagkv.normalise(keys, following), "lagkv.normalise")
     normalised = lagkv.normalise(keys, following)
-    close(mathematics("variationScore", normalised), lagkv.variation_score(normalised), "lagkv.variation_score")
+    for name, function, *given in (
+        ("unit", keydiff.unit, keys[0]),
+        ("anchor", keydiff.anchor, keys),
+        ("keydiffScore", keydiff.score, keys),
+        ("normalise", lagkv.normalise, keys, following),
+        ("variationScore", lagkv.variation_score, normalised),
+    ):
+        close(mathematics(name, *given), function(*given), name)
     scores = np.round(draw.normal(size=length))
     budget = int(draw.integers(0, length + 2))
     assert mathematics("topK", scores, budget) == selection.top_k(scores, budget).tolist()

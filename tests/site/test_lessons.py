@@ -3,9 +3,10 @@
 import itertools
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
-from tools.reading import refused
+from tools.reading import refused, saved
 
 from docs_build import hooks, pages
 from evictionary.errors import InstallError
@@ -44,12 +45,14 @@ def test_a_lesson_asks_predicts_and_breaks_something(lesson: Path) -> None:
 def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_question(lesson: Path) -> None:
     text, page = lesson.read_text(encoding="utf-8"), page_of(lesson)
     assert page.startswith(f"# {int(lesson.stem[:2])}. ")
-    questions = text.count("**Predict**")
-    assert page.count("\n{ .predict }\n") == questions
-    assert page.count("<summary>What it gives</summary>") == questions
-    assert page.count("<summary>What is imported</summary>") == 1
-    assert page.count("<summary>How it is drawn</summary>") == text.count('tags=["drawing"')
-    assert page.count("<summary>A solution</summary>") == text.count("def check_")
+    wanted = {
+        "\n{ .predict }\n": text.count("**Predict**"),
+        "<summary>What it gives</summary>": text.count("**Predict**"),
+        "<summary>What is imported</summary>": 1,
+        "<summary>How it is drawn</summary>": text.count('tags=["drawing"'),
+        "<summary>A solution</summary>": text.count("def check_"),
+    }
+    assert {part: page.count(part) for part in wanted} == wanted
 
 
 @every_lesson
@@ -93,9 +96,7 @@ def lesson(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(build, "BUILT", tmp_path / "built")
     monkeypatch.setattr(build, "SOURCES", ())
     monkeypatch.setattr(embedded, "install", lambda: None)
-    path = tmp_path / "01_made_up.md"
-    path.write_text(RIGHT, encoding="utf-8")
-    return path
+    return saved(tmp_path / "01_made_up.md", RIGHT)
 
 
 def test_a_lesson_is_run_again_only_after_a_change(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,17 +122,14 @@ def test_a_lesson_is_run_again_only_after_a_change(lesson: Path, monkeypatch: py
     ],
 )
 def test_a_lesson_that_is_not_right_is_not_built(lesson: Path, was: str, now: str, said: str) -> None:
-    lesson.write_text(RIGHT.replace(was, now, 1), encoding="utf-8")
+    saved(lesson, RIGHT.replace(was, now, 1))
     refused(lambda: build.built(lesson), f"01_made_up.md cannot be run: .*{said}", build.LessonError)
     assert not build.is_built(lesson)
 
 
 def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise InstallError("the embedded model could not be downloaded\nno network")
-
-    monkeypatch.setattr(embedded, "install", fail)
+    error = InstallError("the embedded model could not be downloaded\nno network")
+    monkeypatch.setattr(embedded, "install", Mock(side_effect=error))
     monkeypatch.setattr(hooks, "lessons", lambda: [lesson])
-    with pytest.raises(hooks.PluginError) as refused:
-        hooks.lesson_folders()
-    assert str(refused.value) == "01_made_up.md cannot be run: the embedded model could not be downloaded no network"
+    message = r"\A01_made_up\.md cannot be run: the embedded model could not be downloaded no network\Z"
+    refused(hooks.lesson_folders, message, hooks.PluginError)

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from tools import saved
 
-from docs_build import charts, figures, hooks, judging, kills, pages
-from docs_build import entries as site
+from docs_build import charts, entries as site, figures, hooks, judging, kills, pages
 from docs_build.running import said
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
@@ -44,9 +44,8 @@ def test_code_in_a_sentence_is_shown_as_code(page: Path) -> None:
 
 
 def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> None:
-    text = pages.equations("methods/keydiff.md", "keydiff")
-    card = text.partition("### KD-8 ")[2].partition("### ")[0]
-    for wanted in (
+    card = pages.equations("methods/keydiff.md", "keydiff").partition("### KD-8 ")[2].partition("### ")[0]
+    wanted = (
         r"\mathrm{score}_i = -\cos(\mu, k_i)",
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
         "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
@@ -54,8 +53,8 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         f"{pages.REPOSITORY}/blob/main/spec_tests/keydiff/test_keydiff.py#L",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",
-    ):
-        assert wanted in card
+    )
+    assert [part for part in wanted if part not in card] == []
 
 
 def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they_differ() -> None:
@@ -106,8 +105,7 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
     assert re.findall(r"^## (.+)$", long, re.MULTILINE) == [*behind, "The equations"]
     for text, markers in ((short, ("kept", "retrieved", "run", "ids")), (long, ("overview", "measured", "errata", "equations"))):
         assert all(f"<!-- {marker}: {stem} -->" in text for marker in markers)
-    for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/"):
-        assert f"]({link}" in short
+    assert all(f"]({link}" in short for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/"))
     assert f"](../decisions.md#{stem.replace('_', '-')}" in long
     anchors = {entry.anchor for entry in site.entries().values() if entry.page == f"methods/{stem}_equations.md"}
     anchors |= {title.lower().replace(" ", "-") for title in (*behind, "The equations") if "claims" not in title}
@@ -170,8 +168,7 @@ def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: P
     )
     assert shown
     program = re.findall(r"^```python\n(.*?)^```$", REPORTS[: shown.start()], re.DOTALL | re.MULTILINE)[-1]
-    (tmp_path / name).mkdir()
-    (tmp_path / name / "keydiff.py").write_text(program, encoding="utf-8")
+    saved(tmp_path / name / "keydiff.py", program)
     law = "spec_tests/keydiff/test_keydiff.py::test_score_is_minus_the_cosine_to_the_anchor"
     options = "--profile student -p no:cacheprovider --color=no"
     printed = said(f"pytest {law} --impl {tmp_path / name} {options}", site.ROOT).replace(f"{tmp_path}/", "")
@@ -253,13 +250,12 @@ def test_the_navigation_names_what_exists() -> None:
 
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "font: false" in settings
-    assert f"repo_url: {pages.REPOSITORY}\n" in settings
+    assert "font: false" in settings and f"repo_url: {pages.REPOSITORY}\n" in settings
     # the theme would ask the host of the repository for its stars
     html = hooks.on_post_page('<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>')
     assert html == "<a >\na\n</a><article> data-md-component\n </article>"
-    for path in re.findall(r"- (assets/\S+|stylesheets/\S+)", settings):
-        assert (DOCS / path).exists(), path
+    named = re.findall(r"- (assets/\S+|stylesheets/\S+)", settings)
+    assert [path for path in named if not (DOCS / path).exists()] == []
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
     assert all((DOCS / "assets/vendor/katex" / Path(font)).exists() for font in re.findall(r"url\((fonts/\S+?\.woff2)\)", style))
 
@@ -270,8 +266,7 @@ def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: st
     told = pages.filled("results.md", page)
     assert f"(images/results_{name}.svg)" in told and f"/{chart.stored})" in told and f"`{chart.command}`" in told
     svg = chart.svg().decode()
-    assert svg == chart.svg().decode()
-    assert "keydiff" in svg
+    assert svg == chart.svg().decode() and "keydiff" in svg
 
 
 def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
@@ -305,8 +300,7 @@ def test_a_page_of_the_repository_is_included_with_links_that_lead_somewhere() -
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     paper = {"paper": "keydiff", "picture": "keydiff.png", "claims": [{"statement": "|a| < 1", "verdict": "not seen"}]}
-    (tmp_path / "docs" / "claims").mkdir(parents=True)
-    (tmp_path / "docs" / "claims" / "results.json").write_text(json.dumps({"date": "2026-01-01", "papers": [paper]}))
+    saved(tmp_path / "docs" / "claims" / "results.json", json.dumps({"date": "2026-01-01", "papers": [paper]}))
     text = pages.filled("methods/keydiff.md", "<!-- measured: keydiff -->")
     assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text
     assert r"| \|a\| &lt; 1 | not seen |" in text

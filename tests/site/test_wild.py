@@ -3,12 +3,12 @@
 import hashlib
 import json
 import re
-import subprocess
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import typer
+from tools import run, saved
 from tools.reading import refused
 
 from benchmarks.cpu import KVPRESS
@@ -77,10 +77,9 @@ def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.Monk
 
 def test_the_digest_is_of_code_and_not_of_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wild, "ROOT", tmp_path)
-    (tmp_path / "reference").mkdir()
 
     def digest(text: str) -> str:
-        (tmp_path / "reference" / "knorm.py").write_text(text, encoding="utf-8")
+        saved(tmp_path / "reference" / "knorm.py", text)
         wild.digest.cache_clear()
         return wild.digest("knorm")
 
@@ -113,13 +112,10 @@ def test_the_ledger_names_laws_and_mistakes_that_exist() -> None:
 
 def repository(folder: Path, text: str) -> str:
     """A git repository with one file; returns its commit."""
-    folder.mkdir()
-    (folder / "norms.py").write_text(text, encoding="utf-8")
-    git = ["git", "-C", str(folder), "-c", "user.name=n", "-c", "user.email=e@x"]
-    subprocess.run([*git, "init", "--quiet"], check=True)
-    subprocess.run([*git, "add", "."], check=True)
-    subprocess.run([*git, "commit", "--quiet", "-m", "norms"], check=True)
-    return subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    saved(folder / "norms.py", text)
+    for asked in ("init --quiet", "add .", "commit --quiet -m norms", "rev-parse HEAD"):
+        done = run("git", "-C", folder, "-c", "user.name=n", "-c", "user.email=e@x", *asked.split())
+    return done.stdout.strip()
 
 
 @pytest.fixture
@@ -128,13 +124,10 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, wild.Sour
     monkeypatch.setattr(wild, "FETCHED", tmp_path / "fetched")
     found = {}
     for name, text in (("right", RIGHT), ("wrong", WRONG)):
+        files, methods = {"norms.py": hashlib.sha256(text.encode()).hexdigest()}, {"knorm": wild.Method("`norms`")}
         commit = repository(tmp_path / name, text)
-        digest = hashlib.sha256(text.encode()).hexdigest()
-        methods = {"knorm": wild.Method("`norms`")}
-        url = (tmp_path / name).as_uri()
-        found[name] = wild.Source(name, name, url, "MIT", {"norms.py": digest}, methods, commit)
-        (tmp_path / "adapters" / name).mkdir(parents=True)
-        (tmp_path / "adapters" / name / "knorm.py").write_text(ADAPTER.format(name=name), encoding="utf-8")
+        found[name] = wild.Source(name, name, (tmp_path / name).as_uri(), "MIT", files, methods, commit)
+        saved(tmp_path / "adapters" / name / "knorm.py", ADAPTER.format(name=name))
     return found
 
 

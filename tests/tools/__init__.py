@@ -1,5 +1,84 @@
-"""What the tests share: no test, and no part of what is installed."""
+"""What the tests share: no test, and no part of what is installed. Here they start programs."""
 
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
+# KeyDiff as somebody writes it who has the paper and no NumPy.
+PLAIN_KEYDIFF = """
+import math
+
+
+def unit(vector):
+    length = math.hypot(*vector)
+    return [x / length if length else 0.0 for x in vector]
+
+
+def score(keys):
+    if isinstance(keys, list) and keys and isinstance(keys[0], list) and keys[0] and isinstance(keys[0][0], list):
+        return [score(each) for each in keys]
+    if not keys or not isinstance(keys[0], list) or not all(keys) or not all(map(math.isfinite, sum(keys, []))):
+        raise ValueError("keys: empty or not finite")
+    directions = [unit(key) for key in keys]
+    anchor = unit([sum(channel) / len(keys) for channel in zip(*directions)])
+    return [-sum(x * y for x, y in zip(direction, anchor)) for direction in directions]
+"""
+
+
+def saved(path: Path, content: str | bytes) -> Path:
+    """The path of a file that has this content from now on; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def laid(folder: Path, files: Mapping[str, str]) -> Path:
+    """A folder that has these files from now on, by their paths in it."""
+    for name, content in files.items():
+        saved(folder / name, content)
+    return folder
+
+
+def run(*command: object, code: int | None = 0, cwd: Path = ROOT, **environment: object) -> subprocess.CompletedProcess[str]:
+    """What a program leaves that ends with this exit code, or with any for None."""
+    words, named = map(str, command), {name: str(value) for name, value in environment.items()}
+    done = subprocess.run(list(words), cwd=cwd, env=os.environ | named, capture_output=True, text=True)
+    assert code in (None, done.returncode), done.stdout + done.stderr
+    return done
+
+
+def python(*arguments: object, **named: object) -> subprocess.CompletedProcess[str]:
+    """The same of this Python."""
+    return run(sys.executable, *arguments, **named)  # type: ignore[arg-type]
+
+
+def pytest_of(*arguments: object, **named: object) -> subprocess.CompletedProcess[str]:
+    """The same of pytest, in a process that keeps no cache."""
+    return python("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, **named)
+
+
+def judge(*arguments: object, **named: object) -> subprocess.CompletedProcess[str]:
+    """The same of `evictionary judge` with few inputs for each law."""
+    return python("-m", "evictionary", "judge", *arguments, "--profile", "quick", **named)
+
+
+def ends_with_its_parent(program: str, *arguments: object) -> bool:
+    """Whether the process whose number a Python program prints first ends when the program is killed."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+        assert parent.stdout is not None
+        ended = select.poll()
+        ended.register(os.pidfd_open(int(parent.stdout.readline())), select.POLLIN)
+        parent.kill()
+        return bool(ended.poll(20_000))
+
+
+def json_in(output: str) -> Any:
+    """The JSON object that an output holds beside other lines."""
+    return json.loads(output[output.index("{") : output.rindex("}") + 1])

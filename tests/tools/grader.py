@@ -11,12 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import bundle, classes, formats, grading
+from evictionary.classroom import assignment as assignments, bundle, classes, formats, grading
 from evictionary.classroom.child import Child, Limits
 from evictionary.classroom.judgement import Judgement, Line
 from evictionary.spec_tests.judge.implementation import oracle
 from evictionary.spec_tests.proof.planted import Mutant, edited_source
+
+from . import saved
 
 NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
 PAGES = Path(__file__).parents[2] / "docs" / "classroom"
@@ -118,9 +119,7 @@ def verdicts(judged: Judgement) -> dict[str, str]:
 
 def written(folder: Path, source: str | bytes = "", name: str = "ada.py") -> Path:
     """A student's file; its folder is made."""
-    (folder / name).parent.mkdir(parents=True, exist_ok=True)
-    (folder / name).write_bytes(source if isinstance(source, bytes) else source.encode())
-    return folder / name
+    return saved(folder / name, source)
 
 
 def handed_in(folder: Path, files: Mapping[str, str | bytes | Mapping[Any, str | bytes]]) -> Path:
@@ -153,8 +152,7 @@ def order(examples: int = 1, handed_out: tuple[str, ...] = (), secret: bytes = b
 
 def graded(source: str | bytes, tmp_path: Path, examples: int = 1, handed_out: tuple[str, ...] = ()) -> dict[str, Any]:
     """What becomes of one student's file in a class of one."""
-    found = {"ada": written(tmp_path, source)}
-    (grade,) = classes.run(order(examples, handed_out), found, tmp_path / "grades", 1)
+    (grade,) = classes.run(order(examples, handed_out), {"ada": written(tmp_path, source)}, tmp_path / "grades", 1)
     return grade
 
 

@@ -9,8 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from evictionary.optimized.kernels import compiling
 
-from . import ROOT
-from .programs import python
+from . import ROOT, python
 
 KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for stem in compiling.stems()}
 
@@ -24,8 +23,7 @@ def launched_by_a_grid() -> set[str]:
 def compiled(*arguments: object, fused: bool = False, code: int | None = 0) -> list[dict[str, Any]]:
     """The JSON lines of a program without Triton's interpreter, which would take the place of the compiler."""
     environment = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": int(fused), "PYTHONPATH": ROOT}
-    done = python(*arguments, code=code, **environment)
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    return [json.loads(line) for line in python(*arguments, code=code, **environment).stdout.splitlines()]
 
 
 def assert_close(got: Any, wanted: Any, bound: float) -> None:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import DynamicCache
-from transformers import __version__ as transformers_version
+from transformers import DynamicCache, __version__ as transformers_version
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from evictionary import EvictingCache  # noqa: E402

@@ -13,10 +13,16 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.errors import UsageError
 
+from . import saved
+
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
 
 
-def refused(call: Callable[[], Any], message: str, error: type[Exception] | tuple[type[Exception], ...] = UsageError) -> None:
+def refused(
+    call: Callable[[], Any],
+    message: str | None = None,
+    error: type[BaseException] | tuple[type[BaseException], ...] = UsageError,
+) -> None:
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):
         call()
@@ -24,8 +30,7 @@ def refused(call: Callable[[], Any], message: str, error: type[Exception] | tupl
 
 def written(folder: Path, text: str) -> str:
     """The path of a file of a method."""
-    (folder / "mine.py").write_text(text)
-    return str(folder / "mine.py")
+    return str(saved(folder / "mine.py", text))
 
 
 @torch.no_grad()
@@ -144,5 +149,4 @@ def near(got: Sequence[Any], wanted: Sequence[Any], rtol: float = 1e-4, atol: fl
 def same(got: EvictingCache, wanted: EvictingCache) -> None:
     """Fail unless two caches hold the same states of the same tokens."""
     for ours, theirs in zip(got.layers, wanted.layers, strict=True):
-        for one, other in zip(ours.contents(), theirs.contents(), strict=True):
-            assert torch.equal(one, other)
+        assert all(map(torch.equal, ours.contents(), theirs.contents()))

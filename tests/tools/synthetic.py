@@ -15,8 +15,7 @@ from typing import Annotated
 import typer
 
 from evictionary import reference
-from evictionary.classroom import assignment as assignments
-from evictionary.classroom import formats, grading
+from evictionary.classroom import assignment as assignments, formats, grading
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants

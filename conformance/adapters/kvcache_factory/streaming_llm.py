@@ -1,8 +1,7 @@
 """KVCache-Factory's `StreamingLLMKVCluster`: the capacity less the window are the sinks, so the window is what the sinks leave."""
 
 from conformance.adapters.kvcache_factory.clusters import StreamingLLMKVCluster
-from conformance.borrowed import mask, positions_as_values, scores_by_budget
-from evictionary.spec_tests.judge.domain import OutsideDomain
+from conformance.borrowed import leave_out, mask, positions_as_values, scores_by_budget
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
@@ -10,8 +9,7 @@ DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 def score(keys, *, sink_size=4):
     length = keys.shape[2]
-    if not 1 <= sink_size < length:
-        raise OutsideDomain("no sinks, or no more tokens than sinks, which the class does not take")
+    leave_out(not 1 <= sink_size < length, "no sinks, or no more tokens than sinks, which the class does not take")
 
     def kept_at(budget):
         cluster = StreamingLLMKVCluster(window_size=budget - sink_size, max_capacity_prompt=budget)

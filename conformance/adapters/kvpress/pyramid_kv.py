@@ -4,15 +4,17 @@ from types import SimpleNamespace
 
 from kvpress import PyramidKVPress
 
-from evictionary.spec_tests.judge.domain import OutsideDomain
+from conformance.borrowed import leave_out
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 
 def budgets(budget, num_layers, *, beta=20):
-    if num_layers < 2 or budget < beta:
-        raise OutsideDomain("one layer, or a last layer of less than the window, for which the press has no pyramid")
+    leave_out(
+        num_layers < 2 or budget < beta,
+        "one layer, or a last layer of less than the window, for which the press has no pyramid",
+    )
     press = PyramidKVPress(compression_ratio=0.75, window_size=1, beta=beta)
     config = SimpleNamespace(num_hidden_layers=num_layers)
     modules = [SimpleNamespace(config=config, layer_idx=layer) for layer in range(num_layers)]

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import torch
 from kvpress import SnapKVPress
 
-from conformance.borrowed import causal_attention, for_all_queries, refuse_within_window
+from conformance.borrowed import causal_attention, for_all_queries, leave_out_window
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
@@ -14,7 +14,7 @@ DOMAIN = {"dtype": ("float32",)}
 
 def score(queries, keys, *, window_size=32, kernel_size=7):
     length = keys.shape[2]
-    refuse_within_window(length, window_size)
+    leave_out_window(length, window_size)
     module = SimpleNamespace(config=SimpleNamespace(num_attention_heads=queries.shape[1]))
     attention = causal_attention(for_all_queries(queries, length), keys)
     press = SnapKVPress(window_size=window_size, kernel_size=kernel_size)

@@ -2,8 +2,7 @@
 
 import torch
 
-from conformance.borrowed import OldDynamicCache, Watching, take
-from evictionary.spec_tests.judge.domain import OutsideDomain
+from conformance.borrowed import OldDynamicCache, Watching, leave_out, take
 
 LagKV = take("lagkv", "lag_kv.py", "LagKV", DynamicCache=OldDynamicCache).LagKV
 L2KV = take("lagkv", "l2_kv.py", "L2KV", DynamicCache=OldDynamicCache).L2KV
@@ -11,8 +10,7 @@ L2KV = take("lagkv", "l2_kv.py", "L2KV", DynamicCache=OldDynamicCache).L2KV
 
 def kept(cache, keys, values, sinks, layer=0):
     """The kept tokens [B, H, T]: sinks, what was gathered, and the tail; the rows of the cache are looked at, too."""
-    if keys.shape[3] != values.shape[3]:
-        raise OutsideDomain("values of other channels than the keys")
+    leave_out(keys.shape[3] != values.shape[3], "values of other channels than the keys")
     length = keys.shape[2]
     with Watching() as watching:
         cache.update(keys.clone(), values.clone(), layer)

@@ -3,16 +3,17 @@
 import torch
 
 from conformance.adapters.lagkv.caches import LagKV, kept
-from conformance.borrowed import ranked_by
-from evictionary.spec_tests.judge.domain import OutsideDomain
+from conformance.borrowed import leave_out, ranked_by
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 
 def score(keys, values, next_keys, next_values):
-    if keys.shape[2] != next_keys.shape[2] or keys.shape[3] != values.shape[3]:
-        raise OutsideDomain("partitions of two lengths, or values of other channels than the keys")
+    leave_out(
+        keys.shape[2] != next_keys.shape[2] or keys.shape[3] != values.shape[3],
+        "partitions of two lengths, or values of other channels than the keys",
+    )
     pairs = (torch.cat(pair, dim=2) for pair in ((keys, next_keys), (values, next_values)))
     return ranked_by(LagKV(sink_size=0, lag_size=keys.shape[2]).update, *pairs, 0)[:, :, 0]
 

@@ -1,6 +1,6 @@
 """R-KV's baseline `SnapKV`."""
 
-from conformance.borrowed import for_all_queries, ranked_by, refuse_within_window, take, with_window
+from conformance.borrowed import for_all_queries, leave_out_window, ranked_by, take, with_window
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
@@ -11,6 +11,6 @@ SnapKV = take("r_kv", "rkv/compression/snapkv.py", "SnapKV", compute_attention_s
 
 def score(queries, keys, *, window_size=32, kernel_size=7):
     length = keys.shape[2]
-    refuse_within_window(length, window_size)
+    leave_out_window(length, window_size)
     cluster = SnapKV(budget=length, window_size=window_size, kernel_size=kernel_size)
     return with_window(ranked_by(cluster.update_kv, keys, for_all_queries(queries, length), keys), window_size)

@@ -1,7 +1,6 @@
 """R-KV's baseline `StreamingLLM`."""
 
-from conformance.borrowed import mask, positions_as_values, scores_by_budget, take
-from evictionary.spec_tests.judge.domain import OutsideDomain
+from conformance.borrowed import leave_out, mask, positions_as_values, scores_by_budget, take
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
@@ -11,8 +10,7 @@ StreamingLLM = take("r_kv", "rkv/compression/streamingllm.py", "StreamingLLM").S
 
 def score(keys, *, sink_size=4):
     length = keys.shape[2]
-    if sink_size >= length:
-        raise OutsideDomain("no more tokens than sinks, which the class does not take")
+    leave_out(sink_size >= length, "no more tokens than sinks, which the class does not take")
 
     def kept_at(budget):
         cluster = StreamingLLM(budget=budget, first_tokens=sink_size)

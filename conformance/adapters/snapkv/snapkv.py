@@ -1,6 +1,6 @@
 """SnapKV's authors: `SnapKVCluster` gets keys and queries of every query head and keeps one set for each."""
 
-from conformance.borrowed import for_all_queries, ranked_by, refuse_within_window, take, with_window
+from conformance.borrowed import for_all_queries, leave_out_window, ranked_by, take, with_window
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "group": (1,)}
@@ -10,7 +10,7 @@ SnapKVCluster = take("snapkv", "snapkv/monkeypatch/snapkv_utils.py", "SnapKVClus
 
 def score(queries, keys, *, window_size=32, kernel_size=7):
     length = keys.shape[2]
-    refuse_within_window(length, window_size)
+    leave_out_window(length, window_size)
     # The capacity is the whole prompt: all tokens before the window are ranked.
     cluster = SnapKVCluster(window_size, length, kernel_size, "avgpool")
     summed = ranked_by(cluster.update_kv, keys, for_all_queries(queries, length), keys, None, 1)

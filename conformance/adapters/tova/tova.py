@@ -11,5 +11,4 @@ TOVACache = take("tova", "src/tova_cache.py", "TOVACache", DynamicCache=OldDynam
 def score(queries, keys):
     cache = TOVACache(keys.shape[2] - 1)
     cache.key_cache, cache.value_cache = [keys], [keys]
-    layer = ranked_by(cache.reduce, 0, causal_attention(queries, keys))
-    return layer[:, None].expand(keys.shape[:3])
+    return ranked_by(cache.reduce, 0, causal_attention(queries, keys))[:, None].expand(keys.shape[:3])

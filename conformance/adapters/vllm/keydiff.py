@@ -3,9 +3,8 @@
 import numpy as np
 import torch
 
-from conformance.borrowed import take
+from conformance.borrowed import leave_out, take
 from evictionary.reference.keydiff import Cache
-from evictionary.spec_tests.judge.domain import OutsideDomain
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
@@ -20,8 +19,10 @@ def score(keys):
 
 
 def process_block(cache, keys, values, *, budget):
-    if keys.ndim != 4 or keys.shape[-1] != values.shape[-1]:
-        raise OutsideDomain("leading axes other than [B, H], or values of other channels than the keys")
+    leave_out(
+        keys.ndim != 4 or keys.shape[-1] != values.shape[-1],
+        "leading axes other than [B, H], or values of other channels than the keys",
+    )
     seen = cache.seen if cache else 0
     positions = torch.arange(seen, seen + keys.shape[2]).expand(keys.shape[:3])
     if cache:
