@@ -1,17 +1,27 @@
 """The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they say."""
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+from tools import real_texts
 from tools.reading import refused
 from transformers import PreTrainedTokenizerFast
 
 from evictionary.evaluation import tasks
 
 TOKENS = 1100  # of one byte each
+PROSE = ["perplexity", "perplexity_decoding"]
 ASKED = [name for name in tasks.TASKS if name not in tasks.GOES_ON]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        real_texts.install(tmp_path_factory.mktemp("data"), patch)
+        yield
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -58,7 +68,7 @@ def test_answers_are_the_same_in_every_process_and_at_every_length(tokenizer: Pr
             assert tasks.get(name).make(tokenizer, tokens, 0).answers == answers, name
 
 
-@pytest.mark.parametrize("name", tasks.GOES_ON)
+@pytest.mark.parametrize("name", PROSE)
 def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
     tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
@@ -79,10 +89,13 @@ def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     assert places[0] < 0.25 and places[-1] > 0.75
 
 
+@pytest.mark.parametrize("essays", ["", "essay_"])
 @pytest.mark.parametrize(("name", "distinct"), [("common_words", 5), ("frequent_words", 3)])
-def test_the_words_asked_for_are_the_most_frequent(tokenizer: PreTrainedTokenizerFast, name: str, distinct: int) -> None:
+def test_the_words_asked_for_are_the_most_frequent(
+    tokenizer: PreTrainedTokenizerFast, name: str, distinct: int, essays: str
+) -> None:
     for tokens in (TOKENS, 12_000):
-        prompt = tasks.get(name).make(tokenizer, tokens, 0)
+        prompt = tasks.get(essays + name).make(tokenizer, tokens, 0)
         text = tokenizer.decode(prompt.context_ids[0])
         counts = Counter(text.partition("than others: ")[2].rstrip(".\n").split())
         ranked = counts.most_common()
@@ -90,8 +103,9 @@ def test_the_words_asked_for_are_the_most_frequent(tokenizer: PreTrainedTokenize
         assert ranked[distinct - 1][1] > ranked[distinct][1]
 
 
-def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = tasks.get("variables").make(tokenizer, TOKENS, 0)
+@pytest.mark.parametrize("name", ["variables", "essay_variables"])
+def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    prompt = tasks.get(name).make(tokenizer, TOKENS, 0)
     lines = [tokenizer.decode(prompt.context_ids[0, first:last]).strip() for first, last in prompt.needles]
     pairs = [line.removeprefix("Set ").removesuffix(".").split(" = ") for line in lines]
     assert [name for name, _ in pairs][1:] == list(prompt.answers)
@@ -108,6 +122,8 @@ def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast) -> None:
         (tasks.score_all, ["apple", "pear"], "Apple and pearl", (0.0, 0.5)),
         (tasks.score_all, ["apple", "pear"], "pear, apple", (1.0, 1.0)),
         (tasks.score_all, ["1234567", "7654321"], "1. 1,234,567\n2. 7654321", (1.0, 1.0)),
+        (tasks.score_any, ["Paris", "the city"], "In paris.", (1.0, 1.0)),
+        (tasks.score_any, ["Paris", "the city"], "In Rome.", (0.0, 0.0)),
         (tasks.score_copy, "a b c d", 'A b c d". And more', (1.0, 1.0)),
         (tasks.score_copy, "a b c d", "a b x c d", (0.0, 1.0)),
         (tasks.score_copy, "a b c d", "b a", (0.0, 0.25)),
