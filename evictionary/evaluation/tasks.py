@@ -1,8 +1,8 @@
 """Tasks made offline from a seed: passkeys, needles, variables, word counts, copying, questions, and texts that go on.
 
 The kinds of tasks come from RULER (arXiv 2404.06654) and LagKV's 64-digit passkey (arXiv 2504.04704). Most texts are our own; the
-tasks of REAL hide and ask in texts that people wrote. The question always follows the context, so a cache can be compressed
-before the question is known.
+tasks with questions, essays or code take texts that people wrote. The question always follows the context, so a cache can be
+compressed before the question is known.
 """
 
 import difflib
@@ -13,15 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import ceil
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
 from evictionary.errors import UsageError, did_you_mean
 from evictionary.evaluation import passkey, real_texts
 from evictionary.evaluation.questions import tokenize
-
-T = TypeVar("T")
 
 _NOUNS = """
 acorn anchor apple arrow autumn bakery balloon banana barrel basket beach beaver bench berry bicycle blanket boat bottle bridge
@@ -42,8 +40,7 @@ WORDS = _NOUNS.split()
 CONTINUED, AGAIN = 64, 16
 """The tokens of a text that the model is to foretell, and those after which a cache that decodes them compresses again."""
 
-SENTENCE = 32
-"""The tokens for the answer of a question, which may come as a sentence."""
+SENTENCE = 32  # tokens, for the answer of a question: it may come as a sentence
 
 
 class Score(NamedTuple):
@@ -153,14 +150,11 @@ def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int, 
     hidden = {said[number]: depth for number, depth in zip(order, depths, strict=True)}
     answers = tuple(number for number, thing in numbers.items() if thing in things[:queries])
     introduction = "Some ticket numbers are hidden in the following text. Remember them."
-    asked = ", the ".join(things[:queries])
-    if len(answers) == 1:
-        question = f"What is the ticket number of the {asked} mentioned in the text? Answer with the number only."
-        ask = (question, f"The ticket number of the {asked} mentioned in the text is")
-    else:
-        count = "" if queries > 1 else f"{values} "
-        question = f"What are all {count}ticket numbers of the {asked} mentioned in the text? Answer with the numbers only."
-        ask = (question, f"The {count}ticket numbers of the {asked} mentioned in the text are")
+    many = "s" if len(answers) > 1 else ""
+    count = f"{values} " if values > 1 else ""
+    asked = f"{count}ticket number{many} of the {', the '.join(things[:queries])} mentioned in the text"
+    question = f"What {'are all' if many else 'is the'} {asked}? Answer with the number{many} only."
+    ask = (question, f"The {asked} {'are' if many else 'is'}")
     score = partial(score_all, answers) if essays or len(answers) > 1 else partial(score_number, answers[0])
     others = _sentences(draw, tokens, essays)
     return _among(tokenizer, tokens, others, introduction, hidden, ask, answers, score, [said[answer] for answer in answers])
@@ -222,40 +216,44 @@ def _frequent_words(tokenizer: Any, tokens: int, seed: int, *, essays: bool = Fa
 def _question(tokenizer: Any, tokens: int, seed: int, *, name: str) -> Prompt:
     """A question about one or two paragraphs, which stand among others about near things, then among those of other questions."""
     every: Sequence[real_texts.Question] = getattr(real_texts.read(), name)
-    asked, draw = _turn(name, every, seed), random.Random(f"{name}/{seed}")
+    asked = random.Random(name).sample(every, len(every))[seed % len(every)]  # each has its turn
+    draw = random.Random(f"{name}/{seed}")
     far = (paragraph for other in draw.sample(every, min(len(every), tokens // 20)) for paragraph in other.gold)
     others = [each for each in dict.fromkeys([*draw.sample(asked.near, len(asked.near)), *far]) if each not in asked.gold]
     depths = [_depth(seed)] if len(asked.gold) == 1 else _spread(draw, len(asked.gold))
     hidden = dict(zip(draw.sample(asked.gold, len(asked.gold)), depths, strict=True))
     introduction = "Read the following paragraphs. A question about them comes afterwards."
     ask = (f"Question: {asked.text}\nAnswer with a few words copied from the text.", "The answer is")
-    score = partial(score_any, asked.answers)
-    made = _among(tokenizer, tokens, others, introduction, hidden, ask, asked.answers[:1], score, between="\n\n")
+    made = _among(
+        tokenizer,
+        tokens,
+        others,
+        introduction,
+        hidden,
+        ask,
+        asked.answers[:1],
+        partial(score_any, asked.answers),
+        between="\n\n",
+    )
     return replace(made, max_new_tokens=max(SENTENCE, made.max_new_tokens))
 
 
 def _code(tokenizer: Any, tokens: int, seed: int) -> Prompt:
     """The body of a function as the continuation: its docstring stands among other functions, its first line at the end again."""
-    every = real_texts.read().functions
-    asked, draw = _turn("code", every, seed), random.Random(f"code/{seed}")
-    others = [each.head + each.body for each in draw.sample(every, len(every)) if each != asked]
+    every, draw = real_texts.read().functions, random.Random(f"code/{seed}")
+    name, head, body = random.Random("code").sample(every, len(every))[seed % len(every)]
+    first_line = head[head.rindex(f"def {name}(") :].partition("\n")[0]
+    others = [each[1] + each[2] for each in draw.sample(every, len(every)) if each[0] != name]
     start = tokenizer.bos_token or ""
 
     def parts(size: int) -> Sequence[torch.Tensor]:
-        file = _with(others[:size], {f"{asked.head}    ...\n": _depth(seed)})
-        texts = (start + "\n\n".join(file), f"\n\n{asked.first_line}\n", asked.body)
-        return [_ids(tokenizer, text) for text in texts]
+        file = _with(others[:size], {f"{head}    ...\n": _depth(seed)})
+        return [_ids(tokenizer, text) for text in (start + "\n\n".join(file), f"\n\n{first_line}\n", body)]
 
     context_ids, question_ids, continuation = _longest(tokens, parts, range(len(others) + 1))
-    needles = (passkey.locate(tokenizer, context_ids, asked.head),)
-    alone = _ids(tokenizer, f"{start}{asked.first_line}\n")
-    score = partial(score_copy, asked.body)
-    return Prompt(context_ids, question_ids, (asked.body,), needles, continuation.shape[1], score, continuation, alone=alone)
-
-
-def _turn(name: str, every: Sequence[T], seed: int) -> T:
-    """The one whose turn it is, in an order that is always the same."""
-    return random.Random(name).sample(every, len(every))[seed % len(every)]
+    needles = (passkey.locate(tokenizer, context_ids, head),)
+    score, alone = partial(score_copy, body), _ids(tokenizer, f"{start}{first_line}\n")
+    return Prompt(context_ids, question_ids, (body,), needles, continuation.shape[1], score, continuation, alone=alone)
 
 
 def _prose(tokenizer: Any, tokens: int, seed: int, *, every: int) -> Prompt:
@@ -329,9 +327,6 @@ TASKS = {
     )
 }
 """Every task by its name, in the order of the tables."""
-
-REAL = tuple(TASKS)[-10:]
-"""The tasks of texts that people wrote: `evictionary data` fetches them."""
 
 GOES_ON = ("perplexity", "perplexity_decoding", "code")
 """The tasks without a question: the text goes on."""

