@@ -112,6 +112,6 @@ def _hotpot(data: Any) -> list[Question]:
         needed = {title for title, _ in asked["supporting_facts"]}
         texts = {title: f"{title}: {''.join(sentences)}" for title, sentences in asked["context"]}
         gold, near = (tuple(text for title, text in texts.items() if (title in needed) == wanted) for wanted in (True, False))
-        if any(asked["answer"] in text for text in gold) and sum(map(len, gold)) <= MOST:
+        if asked["answer"] not in ("yes", "no") and any(asked["answer"] in text for text in gold) and sum(map(len, gold)) <= MOST:
             found.append(Question(asked["question"], (asked["answer"],), gold, near))
     return found

@@ -63,10 +63,10 @@ def _ruler() -> list[bytes]:
     hotpot = [
         {
             "question": f"Which river is in the land of {town}?",
-            "answer": "yes" if town == "Townb" else f"{town} Wéser",
+            "answer": "no" if town == "Townb" else f"{town} Wéser",
             "supporting_facts": [[town, 0], [f"Land of {town}", 0]],
             "context": [
-                [town, ["It lies in a small land.", " It is old."]],
+                [town, ["It lies in a small land.", " It is now old."]],
                 ["Elsewhere", [f"{town} is far away from here."]],
                 [f"Land of {town}", [f"Its river is the {town} Wéser."]],
             ],
@@ -282,11 +282,11 @@ def test_a_question_stands_after_its_paragraph_and_its_neighbours(tokenizer: Pre
 
 
 def test_a_question_of_two_paragraphs_marks_both(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert len(real_texts.read().hotpot) == 24  # one is answered with yes
+    assert len(real_texts.read().hotpot) == 24  # one is answered with no, which stands in another word
     prompt, _, question = made("hotpot", tokenizer)
     held = [tokenizer.decode(prompt.context_ids[0, first:last]) for first, last in prompt.needles]
     town = question.partition("land of ")[2].partition("?")[0]
-    assert sorted(held) == [f"Land of {town}: Its river is the {town} Wéser.", f"{town}: It lies in a small land. It is old."]
+    assert sorted(held) == [f"Land of {town}: Its river is the {town} Wéser.", f"{town}: It lies in a small land. It is now old."]
 
 
 def test_code_goes_on_with_the_body_whose_docstring_stands_before(tokenizer: PreTrainedTokenizerFast) -> None:
