@@ -22,8 +22,9 @@ def lines(name: str) -> list[Line]:
 
 def summary() -> study.Summary:
     """The whole study, with its final, and with what PyramidKV changes in the final."""
-    found = study.with_finals(study.summarise(lines("results.jsonl")), study.summarise(lines("finals.jsonl")))
-    return found | {"pyramid": study.summarise(lines("pyramid.jsonl"))}
+    found, finals, pyramid = (study.summarise(lines(f"{name}.jsonl")) for name in ("results", "finals", "pyramid"))
+    # The final recommends: it is of a few compositions, on prompts that had no part in choosing these.
+    return found | {"finals": finals, "recommended": finals["recommended"], "pyramid": pyramid}
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from evictionary.cli import (
     claims,
     classroom,
     contract,
+    data,
     demo,
     evaluate,
     export,
@@ -50,6 +51,6 @@ def main(
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
-_judging, _running = (methods, judge, verify, tasks, contract, vectors), (demo, run, export, calibrate, evaluate, study, claims)
-for _commands in (*_judging, *_running, classroom):
+_judging = (methods, judge, verify, tasks, contract, vectors)
+for _commands in (*_judging, demo, run, export, calibrate, evaluate, data, study, claims, classroom):
     app.add_typer(_commands.app)

@@ -34,6 +34,10 @@ TASKS = (
     "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy,"
     "perplexity,perplexity_decoding"
 )
+REAL = (
+    "squad,hotpot,essay_single,essay_multikey,essay_multivalue,essay_multiquery,essay_variables,essay_common_words,"
+    "essay_frequent_words,code"
+)
 
 
 class Format(StrEnum):
@@ -67,7 +71,13 @@ def evaluate(
         typer.Option(help="Fractions to remove, comma-separated or repeated.", show_default="0.25,0.5,0.75 without --budgets"),
     ] = None,
     budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, comma-separated or repeated.")] = None,
-    tasks: Annotated[list[str], typer.Option(help=f"Some of {TASKS.replace(',', ', ')}.")] = [TASKS],  # noqa: B006
+    tasks: Annotated[
+        list[str],
+        typer.Option(
+            help=f"Some of {TASKS.replace(',', ', ')}; or, of texts that people wrote and `evictionary data` fetches, of "
+            f"{REAL.replace(',', ', ')}."
+        ),
+    ] = [TASKS],  # noqa: B006
     lengths: Annotated[
         list[str],
         typer.Option(

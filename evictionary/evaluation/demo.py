@@ -150,7 +150,13 @@ def run(
     wanted, left_out = default_methods() if method_names is None else (method_names, {})
     rows = [Row("full cache", {}, 0.0), *(row for name in dict.fromkeys(wanted) for row in _rows(name, ratios))]
     settings = [Setting(FULL), *(_setting(row, max(ratios)) for row in rows[1:])]
-    prompts = [_prompt(passkey.make(tokenizer, depth=depth, seed=seed, tokens=tokens)) for depth in depths]
+    made = (passkey.make(tokenizer, depth=depth, seed=seed, tokens=tokens) for depth in depths)
+    prompts = [
+        Prompt(
+            each.context_ids, each.question_ids, (each.answer,), (each.needle,), MAX_NEW_TOKENS, partial(score_number, each.answer)
+        )
+        for each in made
+    ]
     plan(len(prompts) * len(rows))
     pictures = []
     for index, (depth, prompt) in enumerate(zip(depths, prompts, strict=True)):
@@ -176,8 +182,3 @@ def _rows(name: str, ratios: Sequence[float]) -> Iterator[Row]:
 
 def _setting(row: Row, largest: float) -> Setting:
     return Setting(row.method, row.options, largest if row.compression_ratio is None else row.compression_ratio)
-
-
-def _prompt(made: passkey.Passkey) -> Prompt:
-    score = partial(score_number, made.answer)
-    return Prompt(made.context_ids, made.question_ids, (made.answer,), (made.needle,), MAX_NEW_TOKENS, score)

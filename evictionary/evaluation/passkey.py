@@ -1,6 +1,7 @@
 """A retrieval task that a 135M model can do: a seven-digit number in a long text of everyday sentences."""
 
 import random
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -83,12 +84,11 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
     """The needle's range of token positions (first, last + 1) in context ids [1, T], found in the decoded text."""
-    pieces = [tokenizer.decode([token]) for token in context_ids[0].tolist()]
-    start = "".join(pieces).index(needle)
-    ends, total = [], 0
-    for piece in pieces:
-        total += len(piece)
-        ends.append(total)
-    first = next(index for index, end in enumerate(ends) if end > start)
-    last = next(index for index, end in enumerate(ends) if end >= start + len(needle))
-    return first, last + 1
+    ids = context_ids[0].tolist()
+    start = tokenizer.decode(ids).index(needle)
+
+    def end(index: int) -> int:  # of one token alone, a part of a letter may be all that can be decoded
+        return len(tokenizer.decode(ids[: index + 1]))
+
+    first = bisect_right(range(len(ids)), start, key=end)
+    return first, bisect_left(range(len(ids)), start + len(needle), key=end) + 1

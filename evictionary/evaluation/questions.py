@@ -66,8 +66,7 @@ def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, blo
 
     A cache that compresses while it reads has compressed the last block too, then, whatever its length.
     """
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    require_prompt(context_ids.shape[1], longest)
+    _require_room(model, cache, context_ids.shape[1])
     for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
         model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
     if isinstance(cache, EvictingCache) and cache.every:

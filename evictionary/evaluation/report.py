@@ -44,7 +44,9 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
                 "exact": _mean(line["exact"] for line in good),
                 "exact_interval": wilson(sum(line["exact"] == 1 for line in good), len(good)) if good else None,
                 "partial": _mean(line["partial"] for line in good),
-                "perplexity": _geometric_mean([line["perplexity"] for line in good if "perplexity" in line]),
+                "perplexity": _geometric_mean(good, "perplexity"),
+                "needing_perplexity": _geometric_mean(good, "needing_perplexity", "needing"),
+                "needing": sum(line.get("needing", 0) for line in good),
                 "removed": _mean(1 - line["bytes_after"] / line["bytes_before"] for line in good),
                 "tokens_kept": _mean(line["tokens_kept"] for line in good),
                 "seconds": _mean(line["seconds"] for line in good),
@@ -293,9 +295,11 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["method"] in BASELINES, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
 
 
-def _geometric_mean(values: Sequence[float]) -> float | None:
-    """The perplexity of texts of one length together; None without a text."""
-    return float(np.exp(np.mean(np.log(values)))) if values else None
+def _geometric_mean(lines: Sequence[Line], name: str, weight: str = "") -> float | None:
+    """The perplexity of texts of one length together, each with the same weight or as many as it says; None without a text."""
+    found = [line for line in lines if line.get(name) is not None]
+    weights = [line.get(weight, 1) for line in found]
+    return float(np.exp(np.average([np.log(line[name]) for line in found], weights=weights))) if found else None
 
 
 def _mean(values: Any) -> float | None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer, DynamicCache
 
 from evictionary import __version__, store
 from evictionary.cache.arguments import checked
@@ -39,6 +39,8 @@ FULL = "full"
 
 SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "versions")
 """The fields of a successful measurement that are never None."""
+
+GAIN = 1.0  # nats: a token needs the context if its loss is so much smaller with the full cache than without the context
 
 
 @dataclass(frozen=True)
@@ -72,8 +74,9 @@ class Plan(store.Plan):
 
     `methods` are pairs of a name and options; lengths are in tokens, of context and question together. The fields of a line,
     beside those that identify it: exact, partial, answer, expected, perplexity (of a text that goes on; then answer is None),
-    tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error (None, or why
-    the method failed; then there are no scores), source (a digest of a user's own file), versions.
+    needing and needing_perplexity (how many of its tokens need the context, and theirs; for code), tokens (of the context),
+    tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error (None, or why the method failed; then
+    there are no scores), source (a digest of a user's own file), versions.
     Raises UsageError for an unknown name, a value out of range or an empty list.
     """
 
@@ -182,6 +185,7 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
     record = frozenset().union(*(method.captured for method in chosen.values()))
     full = EvictingCache(model, method=None, record=record)
     prefill(model, prompt.context_ids, full)
+    needing = _needing(model, full, prompt)
     for setting in settings:
         line: Line = {
             "method": setting.method,
@@ -205,7 +209,7 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
                     answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
                     scores = {**prompt.score(answer.text)._asdict(), "answer": answer.text}
                 else:
-                    scores = _foretold(model, cache, prompt, prompt.continuation)
+                    scores = _foretold(model, cache, prompt, prompt.continuation, needing)
             line |= {**found, **scores, "error": None}
         except MethodError as error:
             line["error"] = str(error)
@@ -224,11 +228,27 @@ def _compressed(model: Any, full: EvictingCache, arguments: Any, every: int, see
         return EvictingCache.from_prefilled(model, full, *arguments, every=0, seed=seed)
 
 
-def _foretold(model: Any, cache: EvictingCache, prompt: tasks.Prompt, continuation: torch.Tensor) -> dict[str, Any]:
+def _needing(model: Any, full: EvictingCache, prompt: tasks.Prompt) -> list[bool]:
+    """Which tokens of the continuation need the context, by GAIN; empty where the task does not ask."""
+    if prompt.alone is None or prompt.continuation is None:
+        return []
+    with full:
+        read = likelihood(model, full, prompt.question_ids, prompt.continuation)
+    alone = likelihood(model, DynamicCache(config=model.config), prompt.alone, prompt.continuation)
+    return [with_it - without >= GAIN for with_it, without in zip(read.log_probabilities, alone.log_probabilities, strict=True)]
+
+
+def _foretold(
+    model: Any, cache: EvictingCache, prompt: tasks.Prompt, continuation: torch.Tensor, needing: Sequence[bool]
+) -> dict[str, Any]:
     """exact: whether each token of the continuation is the likeliest one; partial: the share of those that are; the perplexity."""
     found = likelihood(model, cache, prompt.question_ids, continuation, block_size=1 if prompt.every else None)
     right = sum(found.is_likeliest) / len(found.is_likeliest)
-    return {"exact": float(right == 1), "partial": right, "perplexity": math.exp(found.loss), "answer": None}
+    line = {"exact": float(right == 1), "partial": right, "perplexity": math.exp(found.loss), "answer": None}
+    if not needing:
+        return line
+    losses = [-log for log, needs in zip(found.log_probabilities, needing, strict=True) if needs]
+    return line | {"needing": len(losses), "needing_perplexity": math.exp(sum(losses) / len(losses)) if losses else None}
 
 
 def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> None:

@@ -188,11 +188,6 @@ def summarise(lines: Sequence[Line]) -> Summary:
     return found
 
 
-def with_finals(found: Summary, finals: Summary) -> Summary:
-    """A study whose recommendation is that of a final: of a few compositions, on prompts that had no part in choosing these."""
-    return found | {"finals": finals, "recommended": finals["recommended"]}
-
-
 def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
@@ -233,7 +228,11 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
     place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
     for addition in (*catalogue.allocators(), MOMENTS):
-        pairs = [(index, place.get(_without(name, addition), index)) for name, index in place.items() if not rows[index]["own"]]
+        pairs = [
+            (index, place.get("+".join(part for part in name.split("+") if part != addition), index))
+            for name, index in place.items()
+            if not rows[index]["own"]
+        ]
         pairs = [(one, other) for one, other in pairs if one != other]
         if not pairs:
             continue
@@ -250,10 +249,6 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
             }
         )
     return found
-
-
-def _without(name: str, addition: str) -> str:
-    return "+".join(part for part in name.split("+") if part != addition)
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[str, Any]:

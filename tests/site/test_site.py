@@ -274,6 +274,8 @@ def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
     assert "| keydiff+moments | - | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
     assert "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told  # a budget of its own: the same at every size
     assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
+    of_real = [pages.filled("real_texts.md", f"<!-- real_texts: {part} -->") for part in ("full", "1000")]
+    assert "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |" in of_real[0] and "| 0 | 8 | 3.87 | 25.9 |" in of_real[1]
 
 
 def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
