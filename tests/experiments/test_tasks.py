@@ -22,8 +22,7 @@ from tools.reading import refused
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
-from evictionary.evaluation import passkey, real_texts, tasks
-from evictionary.evaluation import run as evaluation
+from evictionary.evaluation import passkey, real_texts, run as evaluation, tasks
 from evictionary.evaluation.report import summarise
 from evictionary.models import embedded
 
