@@ -145,9 +145,9 @@ class Remote:
     def busy(self) -> float:
         """The seconds of processor time that it has taken, as the kernel counts them; 0 where the system does not say.
 
-        The kernel adds them up when the process begins to wait, which is a moment after it has answered.
+        The kernel adds them up when the process begins to wait: a moment after it has answered, up to a second on a full machine.
         """
-        for _ in range(200):
+        for _ in range(1000):
             time.sleep(0.001)
             with suppress(OSError):
                 if " R " not in Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2]:

@@ -2,7 +2,10 @@
 
 import json
 import re
+import subprocess
+import sys
 import tomllib
+from contextlib import ExitStack
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
@@ -76,6 +79,15 @@ def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
     assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (0, True, 1, {}, 3), found
     assert found["seconds"]["keydiff.score"] > 0
     assert re.search(r"PASS: \d+ laws hold \(seed 3\)", done.stderr)
+
+
+@pytest.mark.slow
+def test_a_full_machine_accuses_nobody(tmp_path: Path) -> None:
+    """Six programs beside it that compute: a process that waits for its turn has not remembered its answers."""
+    with ExitStack() as beside:
+        for _ in range(6):
+            beside.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
+        test_right_code_is_correct("numpy", tmp_path)
 
 
 def test_states_fractions_and_texts_are_answers() -> None:
