@@ -64,7 +64,7 @@ def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
     own = [law for law in laws if law.requirement.id == mutant.killed_by]
     crash = False
     # A mistake that few inputs show gets a longer look before it counts as alive.
-    for law, more in [*((law, 1) for law in laws), *((law, 8) for law in own)]:
+    for law, more in [*((law, 1) for law in laws), *((law, 4) for law in own)]:
         word, message = outcome(law, implementation, max_examples=more * max_examples)
         if word == "killed":
             return "own" if law in own else "another"
@@ -112,7 +112,7 @@ def _power() -> list[str]:
     return [
         "",
         "The same at dtypes and channels of real kernels. Each mistake is judged as a kernel that takes so many channels",
-        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own drew eight times the inputs.",
+        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own drew four times the inputs.",
         "A crash fails an implementation too, and is counted apart.",
         "",
         table(["dtype", "channels", "die by their own law", "by another", "by a crash", "die", "alive", "laws of the run"], cells),
