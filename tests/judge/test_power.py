@@ -1,5 +1,7 @@
 """What the laws still see in half precision, and inside a domain of 64 channels, where real kernels run."""
 
+import json
+import tomllib
 from statistics import median
 
 import numpy as np
@@ -13,6 +15,7 @@ from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.judge.widen import widened
+from evictionary.spec_tests.proof import matrix
 from evictionary.spec_tests.proof.planted import load_mutants, replaced
 
 LAWS = load_laws()
@@ -89,3 +92,11 @@ def test_a_law_by_hand_is_asked_of_a_kernel_for_64_channels() -> None:
     wrong.domain |= CHANNELS
     assert outcome(asked, wrong)[0] == "killed"
     assert outcome(apart, reference_at("float64")) == ("crashed", "NothingToAsk: head_dim 2 lies outside its domain (64)")
+
+
+def test_at_most_three_of_a_hundred_mistakes_live_and_each_for_a_reason() -> None:
+    """What docs/power.json stores of each dtype and number of channels, and the reasons that the kill matrix gives."""
+    reasons = {name for names in tomllib.loads(matrix.ALIVE.read_text(encoding="utf-8")).values() for name in names}
+    alive = [cell["alive"] for cell in json.loads(matrix.POWER.read_text(encoding="utf-8")).values()]
+    assert max(map(len, alive)) <= 0.03 * len(load_mutants())
+    assert set().union(*alive) <= reasons <= set(load_mutants())
