@@ -153,9 +153,11 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     means["amplification"] = np.median(found[f"{main}: gamma"], axis=(0, 2, 3))
     for budget in scale.budgets:
         means |= {f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3)) for name in ("mass", "none")}
-    middles = {quantity: np.median if quantity in SKEWED else np.mean for quantity in QUANTITIES}
-    over = {f"{name}: {quantity}": middles[quantity] for name in SELECTIONS for quantity in QUANTITIES}
-    return means | {name: middle(found[name], axis=(0, 2, 3)) for name, middle in over.items()} | last
+    for name in SELECTIONS:
+        for quantity in QUANTITIES:
+            middle = np.median if quantity in SKEWED else np.mean
+            means[f"{name}: {quantity}"] = middle(found[f"{name}: {quantity}"], axis=(0, 2, 3))
+    return means | last
 
 
 def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -254,15 +256,12 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         size_of_change_in_half=np.abs(_ratio(found["half"], found["whole"]) - 1),
     )
     numbers.medians(amplification=found["amplification"], partition_ratio=np.exp(residual["gap"]))
-    for name, statistic, *of in (
-        ("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass),
-        ("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine),
-        ("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none),
-        ("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none),
-        ("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction),
-        ("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt),
-    ):
-        numbers.add(name, statistic, *of)
+    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
+    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
+    numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
+    numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
+    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
+    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
     by_budget = {name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets] for name in ("mass", "none")}
     series = {
         **{name: spread_by_layer(texts, f"h2o: {name}", np.mean) for name in ("mass", "cosine")},

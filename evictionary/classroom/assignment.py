@@ -80,9 +80,11 @@ class Assignment:
 
     def constants_of(self, student: str) -> dict[str, float]:
         """The constants of one student: drawn from the id, the same each time, from the values that assignment.toml lists."""
-        digests = {name: hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest() for name in self.constants}
-        places = {name: int.from_bytes(digest[:8], "big") for name, digest in digests.items()}
-        return {name: values[places[name] % len(values)] for name, values in self.constants.items()}
+        drawn = {}
+        for name, values in self.constants.items():
+            digest = hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest()
+            drawn[name] = values[int.from_bytes(digest[:8], "big") % len(values)]
+        return drawn
 
     def starter_for(self, student: str | None) -> str:
         """The starter file; with a student's id, the defaults of its functions are that student's constants."""

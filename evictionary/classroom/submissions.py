@@ -86,8 +86,9 @@ def read(path: Handed, assignment: Assignment) -> bytes:
 
     Raises BadSubmission for links, paths that leave the archive, too large files, and where there is nothing to read.
     """
-    require(not isinstance(path, str), str(path))
-    return _content(Path(path), Path(assignment.file).name)
+    if isinstance(path, str):
+        raise BadSubmission(path)
+    return _content(path, Path(assignment.file).name)
 
 
 def _content(path: Path, name: str) -> bytes:

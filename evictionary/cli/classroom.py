@@ -427,5 +427,6 @@ def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
         "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
         "Walls missing here: {}. The page on isolation says what is open then.": missing,
     }
-    yield from (named and Text(text.format(named), "yellow") for text, named in to_know.items())
+    for text, named in to_know.items():
+        yield named and Text(text.format(named), "yellow")
     yield f"{result['seconds']:.0f} s. The grades: [bold]{escape(str(output))}[/]"

@@ -400,7 +400,8 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, budget=20, options=small(method))
     assert read_in(model, cache, [40, 1, 4]).isfinite().all()
     per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
-    assert sum(per_layer) == 80 and (per_layer[0] > per_layer[1]) == ("pyramid" in method)
+    assert sum(per_layer) == 80
+    assert (per_layer[0] > per_layer[1]) == ("pyramid" in method)
     for layer in cache.layers:
         assert (layer.moments is not None) == ("moments" in method)
         assert layer.moments is None or (layer.moments.count + layer.lengths == 45).all()

@@ -63,7 +63,8 @@ def test_an_assignment_is_whole(name: str) -> None:
 def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     result = judged(name, assignments.load(name).starter_for(None), examples=1, explain=False)
-    assert result.score == 0 and "NotImplementedError" in result.lines[0].message
+    assert result.score == 0
+    assert "NotImplementedError" in result.lines[0].message
 
 
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
@@ -369,7 +370,8 @@ def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     wrong = wrong_style("gvote", "samples_that_never_vote")
     result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[wrong]
-    assert verdicts(result)["votes"] == "failed" and verdicts(result)["logits"] == "not judged yet"
+    assert verdicts(result)["votes"] == "failed"
+    assert verdicts(result)["logits"] == "not judged yet"
     assert result.score == 55
 
 

@@ -593,7 +593,8 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
     assert f"evictionary check lagkv --work {work}\n" in started and "results must be float64 too" in started
     assert text_of(work / "student.txt") == "ada\n"
     begun = as_json("start", "keydiff", "--work", work)
-    assert begun["file"] == str(work / "keydiff.py") and Path(begun["handout"]).exists()
+    assert begun["file"] == str(work / "keydiff.py")
+    assert Path(begun["handout"]).exists()
     checked, found = (invoke("check", "keydiff", "--work", work, *more) for more in ((), ("--json",)))
     assert (checked.exit_code, found.exit_code) == (1, 1)
     assert str(work / "see_keydiff.py") in checked.stdout

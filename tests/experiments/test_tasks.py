@@ -118,7 +118,8 @@ def test_a_prompt_fits_and_holds_its_answer(tokenizer: PreTrainedTokenizerFast, 
 @pytest.mark.parametrize("name", ASKED)
 def test_the_right_answer_scores_one_and_no_answer_nothing(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, 1)
-    assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0) and prompt.score("") == (0.0, 0.0)
+    assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0)
+    assert prompt.score("") == (0.0, 0.0)
     assert prompt.score("The postman sat down beside the harbour.") == (0.0, 0.0)
 
 
@@ -158,7 +159,8 @@ def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
 def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [tasks.get("needle_single").make(tokenizer, 2000, seed) for seed in range(5)]
     places = [prompt.needles[0][0] / prompt.context_ids.shape[1] for prompt in prompts]
-    assert places == sorted(places) and places[0] < 0.25 and places[-1] > 0.75
+    assert places == sorted(places)
+    assert places[0] < 0.25 and places[-1] > 0.75
 
 
 @pytest.mark.parametrize("essays", ["", "essay_"])

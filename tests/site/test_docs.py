@@ -75,7 +75,8 @@ def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
         (title.partition(": ")[0], slugify(title, "-"), re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0])
         for title, body in errata().items()
     ]
-    assert rows == graded and {grade for *_, grade in rows} == set(GRADES)
+    assert rows == graded
+    assert {grade for *_, grade in rows} == set(GRADES)
 
 
 def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None:

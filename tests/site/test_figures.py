@@ -53,7 +53,8 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
     budgets = [64, 100, 150]
     names = [*catalogue.names(), catalogue.RANDOM]
     data = figures.survivors(model, prompt, ["x"] * length, names, budgets)
-    assert json.loads(json.dumps(data)) == data and [each["name"] for each in data["methods"]] == names
+    assert json.loads(json.dumps(data)) == data
+    assert [each["name"] for each in data["methods"]] == names
     masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
 
     with EvictingCache(model, method=None, record=CAPTURED) as full:

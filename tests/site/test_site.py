@@ -250,7 +250,8 @@ def test_the_navigation_names_what_exists() -> None:
 
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "font: false" in settings and f"repo_url: {pages.REPOSITORY}\n" in settings
+    assert "font: false" in settings
+    assert f"repo_url: {pages.REPOSITORY}\n" in settings
     # the theme would ask the host of the repository for its stars
     html = hooks.on_post_page('<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>')
     assert html == "<a >\na\n</a><article> data-md-component\n </article>"
@@ -266,7 +267,8 @@ def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: st
     told = pages.filled("results.md", page)
     assert f"(images/results_{name}.svg)" in told and f"/{chart.stored})" in told and f"`{chart.command}`" in told
     svg = chart.svg().decode()
-    assert svg == chart.svg().decode() and "keydiff" in svg
+    assert svg == chart.svg().decode()
+    assert "keydiff" in svg
 
 
 def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
