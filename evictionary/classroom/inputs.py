@@ -9,6 +9,7 @@ from hypothesis.database import InMemoryExampleDatabase
 from hypothesis.errors import Flaky
 
 from evictionary.errors import require
+from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.law import Law
 
@@ -20,7 +21,7 @@ def decided_by(seed: int, law: Law, count: int, *, shrinks: bool = False) -> Law
 
     Hypothesis's own search also draws numbers from the source of loaded modules, so the hundredth student would get other inputs
     than the first. With shrinks, the law fails with the smallest input that Hypothesis finds from the first failing one, or with
-    Flaky if that one passes the second time. Raises RuntimeError if the law accepts none of ten times as many inputs.
+    Flaky if that one passes the second time. Raises NothingToAsk if the law accepts none of ten times as many inputs.
     """
     if not law.drawn:
         return law
@@ -50,6 +51,6 @@ def decided_by(seed: int, law: Law, count: int, *, shrinks: bool = False) -> Law
                 raise
             if accepted == count:
                 return
-        require(accepted, f"{law.name}: got no input of {10 * count} that it accepts", RuntimeError)
+        require(accepted, f"{law.name}: got no input of {10 * count} that it accepts", NothingToAsk)
 
     return replace(law, check=check, drawn={})

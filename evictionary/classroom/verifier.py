@@ -20,7 +20,7 @@ from evictionary.classroom.child import Child, Limits, StudentError
 from evictionary.classroom.grading import TWO_ANSWERS, ByLaws, plain, put_down
 from evictionary.spec_tests.judge.cases import Case, seeds
 from evictionary.spec_tests.judge.degenerate import EDGE, REFUSAL
-from evictionary.spec_tests.judge.domain import Domain, NothingToAsk
+from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import ANY, Implementation, contract_functions, oracle
 from evictionary.spec_tests.judge.law import Law, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import TimedOut, outcome
@@ -132,8 +132,8 @@ class Untrusted(ByLaws):
         if judged.child.remote.gone:
             return ENDED
         word, message = outcome(self.drawn(law, step), judged)
-        if message.startswith(NothingToAsk.__name__) or (message.startswith("RuntimeError") and "got no input of" in message):
-            return message.partition(": ")[2]
+        if word == "not asked":
+            return message
         if word != "passed" and judged.child.remote.gone:
             self.reasons.setdefault("no answer", plain(message) if word != "timed out" else message)
         elif word != "passed":

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.reference import contract
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import LONG_LENGTHS, Case, Tiny
 
@@ -161,8 +162,11 @@ class Domain:
         arguments = {"keys": tiny.keys, "values": tiny.values, "next_keys": tiny.next_keys, "queries": tiny.queries}
         return not self.excludes(arguments)
 
-    def excludes(self, arguments: Mapping[str, Any]) -> str:
-        """Say which argument of a call lies outside the domain, or return an empty string."""
+    def excludes(self, arguments: Mapping[str, Any], path: str = "") -> str:
+        """Say which argument of a call lies outside the domain, or return an empty string.
+
+        Channels are found by the names of the arguments, and in a call of the function `path` by the axes of its contract.
+        """
         shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, np.ndarray)}
         rows = {name: shape for name, shape in shapes.items() if name in ("keys", "values", "next_keys", "next_values", "queries")}
         keys, query = shapes.get("keys", ()), shapes.get("queries", shapes.get("query", ()))
@@ -173,6 +177,8 @@ class Domain:
             "group": [query[1] // keys[1]] if len(keys) == 4 and len(query) >= 3 and keys[1] else [],
             "lag_size": [arguments["lag_size"]] if "lag_size" in arguments else [],
         }
+        for axis, size in channels(path, arguments):
+            asked["head_dim" if axis == "D" else "value_dim"].append(size)
         for name, values in asked.items():
             allowed = getattr(self, name)
             if name == "value_dim" and not allowed and self.head_dim:
@@ -185,6 +191,21 @@ class Domain:
             if length != self.length(length):
                 return f"a length of {length} lies outside its domain"
         return ""
+
+
+def channels(path: str, arguments: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """The axes of a call that are channels of keys (D) and of values (D_v), each with its size: those that its contract names."""
+    if path not in contract.CONTRACT:
+        return []
+    given = [(each, arguments[each.name]) for each in contract.arguments(path) if arguments.get(each.name) is not None]
+    return [pair for each, value in given for pair in _channels(each, value)]
+
+
+def _channels(argument: contract.Argument, value: Any) -> list[tuple[str, int]]:
+    if argument.kind in contract.STATES:
+        return [pair for name, each in argument.fields.items() for pair in _channels(each, getattr(value, name))]
+    own = zip(argument.own[::-1], np.shape(value)[::-1], strict=False)
+    return [(axis.split("%")[0], size) for axis, size in own if axis.split("%")[0] in ("D", "D_v")]
 
 
 def _whole(key: str, value: Any) -> int:

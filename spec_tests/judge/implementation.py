@@ -22,6 +22,7 @@ from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
+from evictionary.spec_tests.judge.libraries import LIBRARIES, from_numpy, library_used, missing_library, to_numpy
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
@@ -67,8 +68,8 @@ class Call:
 class Implementation:
     """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
 
-    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy",
-    "torch" or, for a program, "exec"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`);
+    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is one of
+    `LIBRARIES` or, for a program, "exec"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`);
     variants maps a function that it declares to be another one to that one; methods are those that laws of memory ask, all where
     none are named. asking is the class of the law at hand; strict where a
     refusal has to be in our words; compares_order while scores count as an order; outside says what was asked outside the domain,
@@ -156,9 +157,9 @@ class Implementation:
         name = path.split(".")[1]
         function = self.function(path)
         call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
-        if self.asking not in ("", REFUSAL) and (reason := self.domain.excludes(call.arguments)):
+        if self.asking not in ("", REFUSAL) and (reason := self.domain.excludes(call.arguments, path)):
             wide = widened(path, oracle(path), call.arguments, self.domain)
-            if wide is None or self.domain.excludes(wide[0]):
+            if wide is None or self.domain.excludes(wide[0], path):
                 raise OutsideDomain(reason)
             values = list(wide[0].items())
             return wide[1](self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :])))
@@ -265,13 +266,7 @@ class Implementation:
             return value
         if value.dtype.kind == "f":
             value = self.round(value)
-        if self.array_library != "torch":
-            return value.astype(self.dtype) if value.dtype.kind == "f" and self.dtype != "bfloat16" else value.copy()
-        import torch
-
-        tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
-        dtype = getattr(torch, self.dtype) if value.dtype.kind == "f" else tensor.dtype
-        return tensor.to(device=self.torch_device, dtype=dtype, copy=True)
+        return from_numpy(value, self.array_library, self.dtype, self.torch_device)
 
 
 @dataclass
@@ -319,8 +314,8 @@ def load(
     """Load an implementation: a package name, a folder with files named as in `reference/`, one such file, or `exec:COMMAND`.
 
     COMMAND starts a program that answers over its standard input and output (`process.py`), each call within `seconds`.
-    dtype None means float64, and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
-    `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It may say more, in the package or in a file:
+    dtype None means float64 for NumPy, and float32 for every other library. Which one it computes with (`LIBRARIES`) is read from
+    its attribute `ARRAY_LIBRARY` or, without one, from what a provided module imports. It may say more, in package or file:
     `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS = {"score": "keydiff.raw_mean_score"}`, as which variant it is
     to be judged, or None for a helper that is not judged; `CONVENTIONS = ("indices",)`, in which form it answers.
     Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
@@ -351,9 +346,11 @@ def load(
         modules, package = _load_package(target)
         name = target
     said = [package, *modules.values()] if package is not None else list(modules.values())
-    library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or _array_library(modules)
-    if library not in ("numpy", "torch") and program is None:
-        raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
+    library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or library_used(modules.values())
+    if library not in LIBRARIES and program is None:
+        raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted one of {', '.join(LIBRARIES)}")
+    if program is None and (reason := missing_library(library)):
+        raise UnusableImplementation(f"{target}: {reason}")
     accepted = Domain()
     for module in said:
         try:
@@ -378,8 +375,8 @@ def load(
             f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
             "with a function of the same name as there, such as keydiff.py with score(keys)"
         )
-    if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
-        raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
+    if library in ("numpy", "cupy") and implementation.dtype == "bfloat16":
+        raise UnusableImplementation(f"{target}: computes with {library}, which has no bfloat16")
     if program is not None:
         program.dtype = implementation.dtype
     if device != "cpu" and (reason := _no_device(library, device)):
@@ -411,8 +408,10 @@ CONVENTIONS = {
 
 def _no_device(library: str, device: str) -> str:
     """Why nothing can be computed on a device, or an empty string."""
-    if library == "exec":
-        return "a program chooses its device itself, wanted cpu"
+    if library == "numpy":
+        return "computes with NumPy, which runs on cpu alone"
+    if library != "torch":
+        return f"{'a program' if library == 'exec' else library} chooses its device itself, wanted cpu"
     if device == compiled.DEVICE:
         return ""
     import torch
@@ -507,34 +506,9 @@ def _import(name: str) -> types.ModuleType:
         raise UnusableImplementation(f"{name}: importing it raised {type(error).__name__}: {error}") from error
 
 
-def _array_library(modules: dict[str, types.ModuleType]) -> str:
-    for module in modules.values():
-        for value in list(vars(module).values()):
-            home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
-            if isinstance(home, str) and home.split(".")[0] == "torch":
-                return "torch"
-            scope = getattr(value, "__globals__", {})
-            if any(isinstance(used, types.ModuleType) and used.__name__ == "torch" for used in list(scope.values())):
-                return "torch"
-    return "numpy"
-
-
 def _dtype(answer: Any) -> str:
     """The floating-point dtype of an answer, or of the first entry that has one; empty where none has."""
     if isinstance(answer, tuple):
         return next(filter(None, map(_dtype, answer)), "")
-    name = str(getattr(answer, "dtype", "")).removeprefix("torch.")
+    name = str(getattr(answer, "dtype", "")).rpartition(".")[2]
     return name if name in EPSILON else ""
-
-
-def to_numpy(value: Any) -> Any:
-    """What an implementation returned, as NumPy: floating point as float64, tuples entry by entry."""
-    if isinstance(value, tuple):
-        converted = [to_numpy(entry) for entry in value]
-        return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
-    if isinstance(value, np.ndarray):
-        return value.astype(np.float64) if value.dtype.kind == "f" else value
-    if type(value).__module__.split(".")[0] == "torch":
-        value = value.detach().cpu()
-        return value.double().numpy() if value.is_floating_point() else value.numpy()
-    return value

@@ -1,4 +1,4 @@
-"""One law on one implementation: passed, failed by an assertion of the law, failed by anything else, or without an end."""
+"""One law on one implementation: passed, failed by an assertion of the law or by anything else, without an end, or not asked."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -6,7 +6,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, seed as with_seed, settings
+from hypothesis.errors import Unsatisfiable
 
+from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.law import Law
 
@@ -51,7 +53,10 @@ def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., 
 
 
 def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
-    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
+    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out" | "not asked", the message).
+
+    A law is not asked where it has no input that the implementation accepts.
+    """
     test = prepared(law, max_examples=max_examples, seed=seed)
     try:
         with time_limit(SECONDS):
@@ -60,6 +65,8 @@ def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100
         return "timed out", f"no verdict within {SECONDS} s"
     except AssertionError as error:
         return "killed", str(error)
+    except (NothingToAsk, Unsatisfiable) as error:
+        return "not asked", str(error)
     except BaseException as error:
         # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the same.
         if type(error).__name__ == "Failed":

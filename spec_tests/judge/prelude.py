@@ -60,8 +60,9 @@ from evictionary.spec_tests.judge.compare import (
     totals,
     within,
 )
-from evictionary.spec_tests.judge.implementation import ANY, Implementation, oracle, to_numpy
+from evictionary.spec_tests.judge.implementation import ANY, Implementation, oracle
 from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.libraries import WITH_STRIDES, to_numpy
 from evictionary.spec_tests.judge.misfits import Misfit, misfits
 from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance, require_mask, require_numbers
@@ -73,6 +74,7 @@ __all__ = [
     "EPSILON",
     "KINDS",
     "SPLIT_LENGTHS",
+    "WITH_STRIDES",
     "Allowance",
     "Case",
     "Implementation",

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.reference import contract
-from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.domain import Domain, channels
 
 
 def widened(
@@ -27,7 +27,7 @@ def widened(
     if path not in contract.CONTRACT or not domain.head_dim:
         return None
     said = [(each, arguments[each.name]) for each in contract.arguments(path) if arguments.get(each.name) is not None]
-    sizes = {axis: size for each, value in said for axis, size in _channels(each, value)}
+    sizes = dict(channels(path, arguments))
     larger = [size for size in domain.head_dim if size >= sizes.get("D", math.inf)]
     # A power of four keeps the queries exact, for their logits are divided by the root of the channels.
     wide = {"D": min([size for size in larger if math.log(size / sizes["D"], 4).is_integer()] or larger, default=0)}
@@ -60,14 +60,6 @@ def _places(size: int, wide: int, turned: bool) -> np.ndarray:
     """Where so many channels stand among `wide`: first of all, or first in each half."""
     places = np.arange(min(size, wide))
     return places + (places >= size // 2) * (wide - size) // 2 if turned and size % 2 == wide % 2 == 0 else places
-
-
-def _channels(argument: contract.Argument, value: Any) -> list[tuple[str, int]]:
-    """The axes of an argument, or of the fields of a state, that are channels of keys and of values, and their sizes."""
-    if argument.kind in contract.STATES:
-        return [pair for name, each in argument.fields.items() for pair in _channels(each, getattr(value, name))]
-    own = zip(argument.own[::-1], np.shape(value)[::-1], strict=False)
-    return [(axis.split("%")[0], size) for axis, size in own if axis.split("%")[0] in ("D", "D_v")]
 
 
 def _padded(argument: contract.Argument, value: Any, wide: Mapping[str, int], grown: float, turned: bool) -> Any:

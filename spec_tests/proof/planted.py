@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.judge.domain import Domain
-from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle, to_numpy
+from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
+from evictionary.spec_tests.judge.libraries import to_numpy
 
 
 @dataclass(frozen=True)
