@@ -12,7 +12,9 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary vectors --output vectors --method keydiff[/]   [bold]evictionary vectors --check vectors[/]"
+    epilog="Examples: [bold]evictionary vectors --output vectors --method keydiff[/]   "
+    "[bold]evictionary vectors --output half --dtype bfloat16 --domain head_dim=64[/]   "
+    "[bold]evictionary vectors --check vectors[/]"
 )
 def vectors(
     output: Annotated[Path | None, typer.Option(help="The folder for the cases, their schema and vectors.json, the index.")] = None,
@@ -22,14 +24,19 @@ def vectors(
     methods: Annotated[
         list[str] | None, typer.Option("--method", help="Of these methods only, such as keydiff; by default all.")
     ] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Every input is exact at this dtype, and its tolerance is written: float32, float16 or bfloat16.")
+    ] = "float32",
+    domain: Annotated[list[str] | None, typer.Option(help="Inputs that your port accepts, as in `judge`: head_dim=64,128.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the test cases as JSON, for implementations that cannot be called from Python.
 
-    A file for each requirement holds inputs, what the reference gives, the error that float32 and float64 allow, and which planted
-    mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
+    A file for each requirement holds inputs, what the reference gives, the error that each dtype allows, and which planted mistakes
+    each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
     """
     with exit_codes():
+        from evictionary.spec_tests.judge.domain import BadDomain, Domain
         from evictionary.spec_tests.verdict import vectors as made
 
         require((output is None) != (check is None), f"--output: got {output} and --check {check}, wanted one of the two")
@@ -42,6 +49,9 @@ def vectors(
                 f"--output: got {output}, which holds other things, wanted a new folder or one of vectors",
             )
             require_folder(output)
+            require(dtype in made.WRITTEN, f"--dtype: got {dtype!r}, wanted one of {', '.join(made.WRITTEN)}")
+            with usage("--domain", BadDomain):
+                accepted = Domain.parse(domain or [])
             names = given_names("--method", methods)
             laws = made.laws_of(names)
             known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
@@ -49,7 +59,7 @@ def vectors(
                 require(made.laws_of([name]), f"--method: got {name!r}, wanted some of {known}")
             with progress() as (plan, advance):
                 plan(len(laws) + len({law.requirement.id for law in laws}))
-                index = made.write(made.generate(laws, advance), output)
+                index = made.write(made.generate(laws, advance, dtype, accepted), output)
     if check is not None:
         told = "\n".join(problems) or f"{check}: every file is as {made.INDEX} says"
         show(as_json, {"folder": str(check), "problems": problems}, [told], soft_wrap=True)

@@ -20,7 +20,8 @@ PAPER = (
 
 def states(impl, seed, group, length, **sizes):
     """Keys, values and queries before RoPE of `length` tokens, as the dtype represents them: 2 batch items, 2 KV heads."""
-    shape = {"batch": 2, "num_kv_heads": 2, "head_dim": 4} | sizes
+    channels = {"head_dim": width(impl, sizes.pop("head_dim", 4)), "value_dim": width(impl, Case.value_dim)}
+    shape = {"batch": 2, "num_kv_heads": 2, **channels} | sizes
     case = Case(seed=seed, group=group, length=length, num_queries=length, **shape)
     return impl.round(case.keys), impl.round(case.values), impl.round(case.queries)
 
@@ -137,8 +138,7 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
 
 
 def check_start(impl, seed, length, buffer_size=None):
-    channels = width(impl, 4)
-    keys, values, queries = states(impl, seed, 2, length, head_dim=channels, value_dim=channels)
+    keys, values, queries = states(impl, seed, 2, length)
     expected = prompt(keys, values, queries, length, buffer_size or 128)
     asked = {} if buffer_size is None else {"buffer_size": buffer_size}
     got = impl.expected_attention.start_decoding(keys, values, queries, **asked)

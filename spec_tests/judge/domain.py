@@ -182,7 +182,7 @@ class Domain:
         for name, values in asked.items():
             allowed = getattr(self, name)
             if name == "value_dim" and not allowed and self.head_dim:
-                allowed = asked["head_dim"] or self.head_dim
+                allowed = tuple(dict.fromkeys(asked["head_dim"])) or self.head_dim
             if outside := [value for value in values if allowed and value not in allowed]:
                 return f"{name} {outside[0]} lies outside its domain ({', '.join(map(str, allowed))})"
         lengths = [shape[-2] for name, shape in rows.items() if len(shape) >= 2 and name != "queries"]

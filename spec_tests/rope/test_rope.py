@@ -72,11 +72,11 @@ def test_each_head_turns_by_its_own_positions(impl, case, seed, batch, shape):
 @law("ROPE-2", of=ROTATE)
 def test_a_quarter_turn_moves_the_first_half_to_the_second(impl):
     """At D = 4 and position 1, channel 0 turns by 1 radian into channel 2; channel 1 turns by 0.01 into channel 3."""
-    for channel, angle in ((0, 1.0), (1, 0.01)):
-        basis = np.zeros((1, 1, 1, 4))
+    channels = width(impl, 4)
+    for channel, angle in ((0, 1.0), (1, 1e4 ** (-2 / channels))):
+        basis, wanted = np.zeros((1, 1, 1, channels)), np.zeros(channels)
         basis[..., channel] = 1
-        wanted = np.zeros(4)
-        wanted[channel], wanted[channel + 2] = math.cos(angle), math.sin(angle)
+        wanted[channel], wanted[channel + channels // 2] = math.cos(angle), math.sin(angle)
         _, slack = turned(impl, basis, np.array([1]))
         near(impl.rope.rotate(basis, np.array([1])), wanted.reshape(basis.shape), slack, "a rotated basis vector")
 

@@ -2,7 +2,7 @@
 
 The cases of a requirement are calls that its laws make of the reference: for each planted mistake the smallest that shows it, a few
 plain ones of several sizes, the smallest degenerate and refused ones, and some that tell two mistakes apart. Each case names the
-mistakes that it tells from the right answer at float32. docs/any_language.md describes the files, `vectors.schema.json` is their
+mistakes that it tells from the right answer at its dtype. docs/any_language.md describes the files, `vectors.schema.json` is their
 schema.
 """
 
@@ -34,9 +34,12 @@ from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
 SCHEMA = "evictionary/vectors/1"
 INDEX, SCHEMA_FILE = "vectors.json", "vectors.schema.json"
 DTYPES = ("float64", "float32")
+WRITTEN = ("float32", "float16", "bfloat16")
 # Inputs that each law draws, that it draws again with the channels of trained models, and that it draws for a mistake which none of
-# them shows; calls with more numbers than that make no case.
-EXAMPLES, WIDE_EXAMPLES, LONGER_LOOK, WIDE, MOST_NUMBERS = 6, 2, 30, (64, 128), 1024
+# them shows.
+EXAMPLES, WIDE_EXAMPLES, LONGER_LOOK, WIDE = 6, 6, 30, (64, 128)
+# Calls with more numbers make no case; with the channels of trained models they may have more, and hold many tokens if they can.
+MOST_NUMBERS, MOST_WIDE_NUMBERS, MANY_TOKENS = 1024, 16_384, 17
 
 
 @dataclass(eq=False)
@@ -46,6 +49,7 @@ class Example:
     function: str
     arguments: dict[str, Any]
     written: dict[str, Any]
+    dtype: str = "float32"
     allowances: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by dtype
     asked_of: dict[str, bool] = field(default_factory=dict)  # the mistakes, and whether they show in it
 
@@ -60,10 +64,15 @@ class Example:
         return json.dumps(self.written)
 
     @property
-    def channels(self) -> int:
-        """The head_dim of its keys, 0 where there are none."""
+    def rows(self) -> tuple[int, int]:
+        """How many keys a head has, and their head_dim; 0 and 0 where there are none."""
         keys = self.arguments.get("keys")
-        return keys.shape[-1] if isinstance(keys, np.ndarray) and keys.ndim else 0
+        return keys.shape[-2:] if isinstance(keys, np.ndarray) and keys.ndim > 1 else (0, 0)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Those whose tolerances are written: numbers that half precision holds, float32 and float64 hold too."""
+        return tuple(dict.fromkeys((*DTYPES, self.dtype)))
 
     @cached_property
     def result(self) -> Any:
@@ -108,10 +117,10 @@ class Example:
     @cached_property
     def usable(self) -> bool:
         """Whether there is something to compare with that every right implementation gives."""
-        return self.kind == REFUSAL or bool(self.allowed("float32") and self.allowed("float64"))
+        return self.kind == REFUSAL or all(map(self.allowed, self.dtypes))
 
     def catches(self, mutant: Mutant) -> bool:
-        """Whether the numbers of a planted mistake lie outside what float32 allows, or it accepts what is to be refused."""
+        """Whether the numbers of a planted mistake lie outside what the dtype allows, or it accepts what is to be refused."""
         if mutant.name not in self.asked_of:
             self.asked_of[mutant.name] = self._differs(mutant)
         return self.asked_of[mutant.name]
@@ -129,7 +138,7 @@ class Example:
         if all(_agree(one, other, 1e-8 * size, 1e-8 * size) for one, other in zip(mine, theirs, strict=True)):
             return False  # most often so, and the allowance is dear
         return self.usable and any(
-            not _agree(one, other, *errors) for one, other, errors in zip(mine, theirs, self.allowed("float32"), strict=True)
+            not _agree(one, other, *errors) for one, other, errors in zip(mine, theirs, self.allowed(self.dtype), strict=True)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -137,7 +146,8 @@ class Example:
         if isinstance(self.result, ValueError):
             expected: Any = {"error": str(self.result)}
         else:
-            tolerances = iter([dict(zip(DTYPES, each, strict=True)) for each in zip(*map(self.allowed, DTYPES), strict=True)])
+            errors = zip(*map(self.allowed, self.dtypes), strict=True)
+            tolerances = iter([dict(zip(self.dtypes, each, strict=True)) for each in errors])
             expected = written(self.result, lambda: next(tolerances))
         return {
             "function": self.function,
@@ -201,15 +211,16 @@ def read(value: Any) -> Any:
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
-def _example(call: Call) -> Example | None:
+def _example(call: Call, dtype: str) -> Example | None:
     """The call as an example, or None where it cannot be one."""
     try:
         stored = {name: written(value) for name, value in call.arguments.items()}
     except OutsideDomain:
         return None
-    example = Example(call.function, {name: read(value) for name, value in stored.items()}, stored)
+    example = Example(call.function, {name: read(value) for name, value in stored.items()}, stored, dtype)
+    most = MOST_WIDE_NUMBERS if example.rows[1] in WIDE else MOST_NUMBERS
     right = isinstance(example.result, ValueError) or all(map(_is_numeric, leaves(example.result)))
-    return example if right and example.numbers <= MOST_NUMBERS else None
+    return example if right and example.numbers <= most else None
 
 
 def _is_numeric(value: Any) -> bool:
@@ -224,9 +235,14 @@ def laws_of(methods: list[str] | None = None) -> list[Law]:
     return [law for law in found if not stems or law.name.startswith(tuple(stems))]
 
 
-def generate(laws: list[Law], advance: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """The file of each requirement of these laws, by its name; `advance` is told of each law and each requirement."""
-    pool = _Pool()
+def generate(
+    laws: list[Law], advance: Callable[[str], None], dtype: str = "float32", domain: Domain | None = None
+) -> dict[str, dict[str, Any]]:
+    """The file of each requirement of these laws, by its name; `advance` is told of each law and each requirement.
+
+    Every number of an input is exact at dtype, and the inputs lie inside the domain.
+    """
+    pool = _Pool(dtype, domain or Domain())
     for law in laws:
         advance(law.sentence[:48])
         pool.draw(law)
@@ -279,9 +295,11 @@ def generate(laws: list[Law], advance: Callable[[str], None]) -> dict[str, dict[
 class _Pool:
     """The calls that laws make of the reference, by function, and by requirement and function."""
 
-    def __init__(self) -> None:
-        self.narrow = load("reference", dtype="float32")
-        self.wide = load("reference", dtype="float32", domain=Domain(head_dim=WIDE))
+    def __init__(self, dtype: str = "float32", domain: Domain | None = None) -> None:
+        domain = domain or Domain()
+        # NumPy has no bfloat16, and needs none: the reference computes in float64, on numbers that the dtype holds.
+        self.narrow, self.wide = load("reference", domain=domain), load("reference", domain=Domain(head_dim=WIDE) | domain)
+        self.narrow.dtype = self.wide.dtype = self.dtype = dtype
         self.examples: dict[str, dict[str, Example]] = defaultdict(dict)
         self.asked: dict[tuple[str, str], dict[str, Example]] = defaultdict(dict)
 
@@ -295,7 +313,7 @@ class _Pool:
         implementation.history = deque()
         outcome(law, implementation, max_examples=max_examples)
         for call in implementation.history:
-            if (example := _example(call)) is not None:
+            if (example := _example(call, self.dtype)) is not None:
                 example = self.examples[call.function].setdefault(example.key, example)
                 self.asked[law.requirement.id, call.function][example.key] = example
 
@@ -305,11 +323,11 @@ class _Pool:
             if example.catches(mutant):
                 return example
         implementation = mutant.implementation()
-        implementation.dtype = "float32"
+        implementation.dtype, implementation.domain = self.dtype, self.narrow.domain
         for law in laws_for(mutant, mutant.killed_by):
             if outcome(law, implementation, max_examples=LONGER_LOOK)[0] == "killed":
                 for call in implementation.calls:
-                    if call.function == mutant.of and (found := _example(call)) and found.catches(mutant):
+                    if call.function == mutant.of and (found := _example(call, self.dtype)) and found.catches(mutant):
                         return self.examples[mutant.of].setdefault(found.key, found)
         return None
 
@@ -331,9 +349,10 @@ class _Pool:
         """Generic calls from small to large and one for each wide head; the smallest degenerate and the smallest refused one."""
         own = sorted(self.asked[requirement, function].values(), key=_simplest_first)
         generic = [each for each in own if each.kind == MATHEMATICS]
-        narrow = [each for each in generic if each.channels not in WIDE]
+        narrow = [each for each in generic if each.rows[1] not in WIDE]
         rows = [narrow[len(narrow) // 4 :], narrow[len(narrow) // 2 :], narrow[::-1]]
-        rows += [[each for each in generic if each.channels == channels] for channels in WIDE]
+        wide = sorted(generic, key=lambda each: each.rows[0] < MANY_TOKENS)
+        rows += [[each for each in wide if each.rows[1] == channels] for channels in WIDE]
         rows += [[each for each in own if each.kind == kind] for kind in (EDGE, REFUSAL)]
         return [found for row in rows if (found := next((each for each in row if each.usable), None))]
 
