@@ -14,6 +14,8 @@ from tools import PLAIN_KEYDIFF, ROOT, python
 from tools.commands import invoke
 from tools.reading import refused
 
+from evictionary.spec_tests.judge.arithmetic import round_to
+from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import oracle
 from evictionary.spec_tests.proof.planted import load_mutants
 from evictionary.spec_tests.verdict import vectors
@@ -126,6 +128,20 @@ def test_mistakes_that_show_in_the_same_cases_get_one_that_tells_them_apart() ->
     assert [one.catches(each) for each in (square, sign)] == [False, True]
 
 
+def test_half_precision_and_a_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every input is exact in bfloat16 and has the channels of the domain; each case tells what bfloat16 allows."""
+    monkeypatch.setattr(vectors, "load_mutants", dict)
+    laws = [law for law in vectors.laws_of(["keydiff"]) if law.name.endswith(PART[0])]
+    found = vectors.generate(laws, lambda step: None, "bfloat16", Domain(head_dim=(64,)))
+    cases = [case for file in found.values() for case in file["cases"] if case["kind"] == "mathematics"]
+    for case in cases:
+        keys = vectors.read(case["arguments"]["keys"])
+        assert keys.shape[-1] == 64 and np.array_equal(keys, round_to(keys, "bfloat16"))
+        allowed = case["expected"]["tolerance"]
+        assert allowed["float64"]["largest"] < allowed["float32"]["largest"] < allowed["bfloat16"]["largest"] < 1
+    assert max(case["arguments"]["keys"]["shape"][-2] for case in cases) >= vectors.MANY_TOKENS
+
+
 def test_the_checker_is_short() -> None:
     assert CHECKER.read_text().count("\n") <= 60
 
@@ -172,6 +188,8 @@ def test_the_command_writes_the_same_bytes_again_and_checks_them(tmp_path: Path)
         (["--output", "."], "wanted a new folder or one of vectors"),
         (["--output", "thesis.tex"], "wanted a new folder or one of vectors"),
         (["--output", "new", "--method", "keydif"], "--method: got 'keydif', wanted some of"),
+        (["--output", "new", "--dtype", "float8"], "--dtype: got 'float8', wanted one of float32"),
+        (["--output", "new", "--domain", "head=64"], "--domain: head: got a key that no domain has"),
         (["--check", "."], "wanted a folder with a vectors.json"),
         ([], "wanted one of the two"),
         (["--check", "old"], "evictionary/vectors/0"),
