@@ -60,3 +60,53 @@ def batch_counted_from_storage(keys):
     scores = torch.zeros(keys.shape[:-1])
     scores[:stored] = -torch.linalg.vector_norm(keys[:stored], dim=-1)
     return scores
+
+
+# What a serving engine keeps between two calls.
+WORKSPACES: dict = {}
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-3",
+    misconception="squares summed into a workspace that is not cleared: a call adds to what the one before left",
+    array_library="torch",
+)
+def workspace_not_cleared(keys):
+    import torch
+
+    sums = WORKSPACES.setdefault(("sums", keys.shape), torch.zeros(keys.shape[:-1]))
+    sums += keys.square().sum(dim=-1)
+    return -sums.sqrt()
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-2",
+    misconception="one output buffer for all calls of a shape: the next call writes over an answer that is still read",
+    array_library="torch",
+)
+def output_written_over_by_the_next_call(keys):
+    import torch
+
+    scores = WORKSPACES.setdefault(("scores", keys.shape), torch.empty(keys.shape[:-1]))
+    return torch.neg(torch.linalg.vector_norm(keys, dim=-1), out=scores)
+
+
+@mutant("knorm.score", killed_by="KN-1", misconception="squares summed in float16 and not in float32", array_library="torch")
+def summed_in_half(keys):
+    return -keys.half().square().sum(dim=-1).sqrt().to(keys.dtype)
+
+
+@mutant(
+    "keydiff.score",
+    killed_by="KD-8",
+    misconception="the anchor of the first call of a shape is kept for the calls after it",
+    array_library="torch",
+)
+def anchor_kept_between_calls(keys):
+    import torch
+
+    units = torch.nn.functional.normalize(keys, dim=-1, eps=1e-30)
+    anchor = WORKSPACES.setdefault(("anchor", keys.shape), units.mean(dim=-2, keepdim=True))
+    return -torch.nn.functional.cosine_similarity(units, anchor, dim=-1, eps=1e-30)
