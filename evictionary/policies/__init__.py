@@ -1,33 +1,35 @@
-"""What a method does in a cache beside choosing tokens. A file has the stem of its method, and nothing else registers it.
+"""What a method does in a cache beside choosing tokens. A file has the stem of its method, and nothing
+else registers it.
 
-A cache calls most methods in one way: it hands over the states of a layer, and evicts what the method does not keep. A policy
-is for a method that keeps a state between compressions, has a pass that does more than choose, attends in its own way, or reads
-an input that the cache does not have. The file is optional, and so is each of its functions:
+A cache calls most methods in one way: it hands over the states of a layer, and evicts what the method does
+not keep. A policy is for a method that keeps a state between compressions, has a pass that does more than
+choose, attends in its own way, or reads an input that the cache does not have. The file is optional, and so
+is each of its functions:
 
 | function | what the cache wants of it |
 |---|---|
 | `serves(method)` | whether it serves a method; without it, the method of its own stem alone |
 | `opened(compression)` | the state of a layer before its first compression |
-| `keeps_all(method, options, state, stored)` | whether the numbers alone say that all stored tokens stay; None: the budget says |
-| `arguments(method, options, state, length, amount, removed, row)` | arguments of the method's function for a row of tokens |
+| `keeps_all(method, options, state, stored)` | whether all stored tokens stay by the numbers alone; or None |
+| `arguments(method, options, state, length, amount, removed, row)` | what its function gets for a row |
 | `fused(compression)` | a function that stands for the method's own in this compression, or None |
 | `skipped(state)` | what of a state no longer holds after a compression without the fused pass |
 | `evicted(compression, kept)` | what follows from the kept mask [B, H_kv, N]: it changes the compression |
-| `most(method, options, length, amount, removed)` | the tokens that may stay of a prompt where `amount` were asked for |
-| `attend_prompt(queries, keys, values)` | the attention of a prompt, and a note for its compression; or None |
-| `part(queries, moments)` | the output and the log-sum-exp of the evicted tokens, beside those of the stored ones |
-| `stepping(method)` | a function, or None: the attention of a token that takes the slot of another one in a full layer |
+| `most(method, options, length, amount, removed)` | the tokens that may stay where `amount` were asked for |
+| `attend_prompt(queries, keys, values)` | a prompt's attention and a note for its compression, or None |
+| `part(queries, moments)` | output and log-sum-exp of the evicted tokens, beside those of the stored |
+| `stepping(method)` | a function or None: attention of a token that takes another's slot in a full layer |
 | `supply(source, states, position)` | the `INPUTS` of the reference module, from the states of a layer |
 | `calibrated(source, calibration)` | the same from a text, without a position; a file holds them |
 | `at(source, state, position)` | what becomes of calibrated inputs at the position of the next token |
 
-`BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all keys of a prompt,
-`IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True` that its formula holds for logits
-without a cap alone.
+`BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all
+keys of a prompt, `IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True`
+that its formula holds for logits without a cap alone.
 
-A state is a dict. An entry is a tensor whose first axis is the batch, or a list with an item for each row. The cache saves,
-copies and reorders the entries without reading them. Entries that are named after a field of `Moments`, such as `moments.count`,
-join the attention.
+A state is a dict. An entry is a tensor whose first axis is the batch, or a list with an item for each row.
+The cache saves, copies and reorders the entries without reading them. Entries that are named after a field of
+`Moments`, such as `moments.count`, join the attention.
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ OF_MOMENTS = tuple(f"moments.{name}" for name in Moments._fields)
 class Compression:
     """One compression of a layer. A policy reads it, and changes `state` and `compressed`.
 
-    keys [B, H_kv, N, D] and values [B, H_kv, N, D_v] are those of the layer; filled [B, H_kv, N] is False where there is no token,
-    None for a token everywhere; options are the method's own, with their defaults; ratio is the fraction to remove, every the
-    tokens between compressions, new those since the last one; note is what `attend_prompt` returned.
+    keys [B, H_kv, N, D] and values [B, H_kv, N, D_v] are those of the layer; filled [B, H_kv, N] is False
+    where there is no token, None for a token everywhere; options are the method's own, with their defaults;
+    ratio is the fraction to remove, every the tokens between compressions, new those since the last one; note
+    is what `attend_prompt` returned.
     """
 
     method: Any
@@ -78,7 +81,8 @@ class Compression:
 
 
 class Calibration(NamedTuple):
-    """What calibrates: queries [B, H_q, N, D] after RoPE and before it, RoPE's cos and sin [N, R] at their places, and keys.
+    """What calibrates: queries [B, H_q, N, D] after RoPE and before it, RoPE's cos and sin [N, R] at their
+    places, and keys.
 
     keys [B, H_kv, T, D] are after RoPE; key_positions [T] is None where tokens have been evicted.
     """
@@ -115,7 +119,9 @@ def serving(method: Any) -> tuple[ModuleType, ...]:
     """The policies that serve a method."""
     package, _, stem = method.module.__name__.rpartition(".")
     is_ours = package in ("evictionary.optimized", "evictionary.reference")
-    found = {each: getattr(load(each), "serves", lambda _, each=each: is_ours and stem == each) for each in stems()}
+    found = {
+        each: getattr(load(each), "serves", lambda _, each=each: is_ours and stem == each) for each in stems()
+    }
     return tuple(load(each) for each, serves in found.items() if serves(method))
 
 

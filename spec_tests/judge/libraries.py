@@ -1,4 +1,6 @@
-"""The array libraries that an implementation may compute with. Laws think in NumPy: arrays go in, and come back, through here."""
+"""The array libraries that an implementation may compute with. Laws think in NumPy: arrays go in, and come
+back, through here.
+"""
 
 import importlib
 import types
@@ -15,15 +17,28 @@ _HOMES = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx", "cupy":
 
 def library_of(value: Any) -> str:
     """The library that an array, a function or a module comes from; NumPy where it is no other one."""
-    home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None) or type(value).__module__
+    home = (
+        value.__name__
+        if isinstance(value, types.ModuleType)
+        else getattr(value, "__module__", None) or type(value).__module__
+    )
     return _HOMES.get(str(home).split(".")[0], "numpy")
 
 
 def library_used(modules: Iterable[types.ModuleType]) -> str:
-    """The library that modules compute with: the first one but NumPy that they import, or that a function of theirs uses."""
+    """The library that modules compute with: the first one but NumPy that they import, or that a function
+    of theirs uses.
+    """
     for module in modules:
         for value in list(vars(module).values()):
-            used = [value, *(each for each in getattr(value, "__globals__", {}).values() if isinstance(each, types.ModuleType))]
+            used = [
+                value,
+                *(
+                    each
+                    for each in getattr(value, "__globals__", {}).values()
+                    if isinstance(each, types.ModuleType)
+                ),
+            ]
             if found := [library for library in map(library_of, used) if library != "numpy"]:
                 return found[0]
     return "numpy"

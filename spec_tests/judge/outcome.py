@@ -1,4 +1,6 @@
-"""One law on one implementation: passed, failed by an assertion of the law or by anything else, without an end, or not asked."""
+"""One law on one implementation: passed, failed by an assertion of the law or by anything else, without an
+end, or not asked.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -52,8 +54,11 @@ def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., 
     return test if seed is None or not law.drawn else with_seed(seed)(test)
 
 
-def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
-    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out" | "not asked", the message).
+def outcome(
+    law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None
+) -> tuple[str, str]:
+    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out" | "not asked", the
+    message).
 
     A law is not asked where it has no input that the implementation accepts.
     """
@@ -68,7 +73,8 @@ def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100
     except (NothingToAsk, Unsatisfiable) as error:
         return "not asked", str(error)
     except BaseException as error:
-        # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the same.
+        # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the
+        # same.
         if type(error).__name__ == "Failed":
             return "killed", str(error)
         if isinstance(error, KeyboardInterrupt | SystemExit):

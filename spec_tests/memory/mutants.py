@@ -50,7 +50,8 @@ def offsets_in_32_bits(keys):
 @mutant(
     "knorm.score",
     killed_by="MEM-4",
-    misconception="batch items counted from the storage: an expanded batch is scored once, the rest stays zero",
+    misconception="batch items counted from the storage: an expanded batch is scored once, the rest stays "
+    "zero",
     array_library="torch",
 )
 def batch_counted_from_storage(keys):
@@ -69,7 +70,8 @@ WORKSPACES: dict = {}
 @mutant(
     "knorm.score",
     killed_by="MEM-3",
-    misconception="squares summed into a workspace that is not cleared: a call adds to what the one before left",
+    misconception="squares summed into a workspace that is not cleared: a call adds to what the one before "
+    "left",
     array_library="torch",
 )
 def workspace_not_cleared(keys):
@@ -83,7 +85,8 @@ def workspace_not_cleared(keys):
 @mutant(
     "knorm.score",
     killed_by="MEM-2",
-    misconception="one output buffer for all calls of a shape: the next call writes over an answer that is still read",
+    misconception="one output buffer for all calls of a shape: the next call writes over an answer that is "
+    "still read",
     array_library="torch",
 )
 def output_written_over_by_the_next_call(keys):
@@ -93,7 +96,12 @@ def output_written_over_by_the_next_call(keys):
     return torch.neg(torch.linalg.vector_norm(keys, dim=-1), out=scores)
 
 
-@mutant("knorm.score", killed_by="KN-1", misconception="squares summed in float16 and not in float32", array_library="torch")
+@mutant(
+    "knorm.score",
+    killed_by="KN-1",
+    misconception="squares summed in float16 and not in float32",
+    array_library="torch",
+)
 def summed_in_half(keys):
     return -keys.half().square().sum(dim=-1).sqrt().to(keys.dtype)
 

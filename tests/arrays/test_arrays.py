@@ -12,7 +12,9 @@ RIGHT = ROOT / "conformance" / "clients"
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("library", ["jax", "mlx"])
 def test_right_code_passes(library, dtype):
-    done = judge(RIGHT / library, "--json", "--dtype", dtype, "--domain", "head_dim=64", "--domain", "max_length=4096")
+    done = judge(
+        RIGHT / library, "--json", "--dtype", dtype, "--domain", "head_dim=64", "--domain", "max_length=4096"
+    )
     (judged,) = json.loads(done.stdout)["implementations"]
     assert (judged["array_library"], judged["dtype"]) == (library, dtype)
 
@@ -23,5 +25,7 @@ def test_the_mean_of_keys_that_are_no_directions_is_named(library, tmp_path):
     text = (RIGHT / library / "keydiff.py").read_text(encoding="utf-8")
     wrong = text.replace("anchor = unit(directions.mean", "anchor = unit(keys.mean")
     assert wrong != text
-    done = judge(laid(tmp_path, {"keydiff.py": wrong}), "--law", "test_score_is_minus_the_cosine_to_the_anchor", code=1)
+    done = judge(
+        laid(tmp_path, {"keydiff.py": wrong}), "--law", "test_score_is_minus_the_cosine_to_the_anchor", code=1
+    )
     assert "mean taken before normalising" in done.stdout

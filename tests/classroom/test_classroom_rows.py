@@ -43,8 +43,9 @@ def protected_blocks():
 
 def rows(seed):
     some = np.random.default_rng(seed).normal(size=40)
-    large = [lost_ties(), crowded_bin(), padded_lanes(), wrapped_positions(), counted_ties(), clamped_scores(), protected_blocks()]
-    return [(some, 20), (np.round(some), 20), (some, 20, some < np.sort(some)[10]), *large]
+    small = [(some, 20), (np.round(some), 20), (some, 20, some < np.sort(some)[10])]
+    large = [lost_ties(), crowded_bin(), padded_lanes(), wrapped_positions(), counted_ties()]
+    return [*small, *large, clamped_scores(), protected_blocks()]
 """
 
 
@@ -63,13 +64,37 @@ def test_rows_that_show_one_mistake_each_have_full_marks() -> None:
         ("lost_ties", "return np.zeros(2049), 2049", "scores: got 2049, wanted 1 to 2048"),
         ("crowded_bin", "return np.ones(2049), 1", "what does not show: scores binned in half precision"),
         ("padded_lanes", "return np.ones(1025), 1", "what does not show: from the second tile"),
-        ("lost_candidates", "return np.eye(1, 32768, 32767)[0], 1", "what does not show: a list of 32,768 candidates"),
+        (
+            "lost_candidates",
+            "return np.eye(1, 32768, 32767)[0], 1",
+            "what does not show: a list of 32,768 candidates",
+        ),
         ("counted_ties", "return np.zeros(65537), 2000", "what shows too: a stash of 1,024 entries"),
-        ("clamped_scores", "return np.array([-1e5, np.nan]), 1", "wanted an array [T] of floats, none of them NaN"),
-        ("clamped_scores", "return np.array([-1e5, -7e4]), 3", "budget: got 3, wanted a whole number from 1 to 2"),
-        ("clamped_scores", "return np.array([-1e5, -7e4]), 'one'", "budget: got one, wanted a whole number from 1 to 2"),
-        ("clamped_scores", "return np.array([-1e5, -7e4])", "a row is (scores, budget) or (scores, budget, protected)"),
-        ("protected_blocks", "return np.zeros(4097), 1, np.arange(4097) > 9", "with at most as many True as the budget"),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, np.nan]), 1",
+            "wanted an array [T] of floats, none of them NaN",
+        ),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, -7e4]), 3",
+            "budget: got 3, wanted a whole number from 1 to 2",
+        ),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, -7e4]), 'one'",
+            "budget: got one, wanted a whole number from 1 to 2",
+        ),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, -7e4])",
+            "a row is (scores, budget) or (scores, budget, protected)",
+        ),
+        (
+            "protected_blocks",
+            "return np.zeros(4097), 1, np.arange(4097) > 9",
+            "with at most as many True as the budget",
+        ),
         ("rows", "return [lost_ties()]", "what does not show: a list of 32,768 candidates"),
         ("rows", "return rows_of(0)", "returned the same scores for two seeds"),
         ("rows", "return [*rows_of(0), (np.array([seed / 7]), 1)]", "those that are drawn do not show: "),

@@ -21,9 +21,10 @@ def unit(vector):
 
 
 def score(keys):
-    if isinstance(keys, list) and keys and isinstance(keys[0], list) and keys[0] and isinstance(keys[0][0], list):
+    inner = keys[0] if isinstance(keys, list) and keys else None
+    if isinstance(inner, list) and inner and isinstance(inner[0], list):
         return [score(each) for each in keys]
-    if not keys or not isinstance(keys[0], list) or not all(keys) or not all(map(math.isfinite, sum(keys, []))):
+    if not keys or not isinstance(inner, list) or not all(keys) or not all(map(math.isfinite, sum(keys, []))):
         raise ValueError("keys: empty or not finite")
     directions = [unit(key) for key in keys]
     anchor = unit([sum(channel) / len(keys) for channel in zip(*directions)])
@@ -45,7 +46,9 @@ def laid(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def run(*command: object, code: int | None = 0, cwd: Path = ROOT, **environment: object) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, code: int | None = 0, cwd: Path = ROOT, **environment: object
+) -> subprocess.CompletedProcess[str]:
     """What a program leaves that ends with this exit code, or with any for None."""
     words, named = map(str, command), {name: str(value) for name, value in environment.items()}
     done = subprocess.run(list(words), cwd=cwd, env=os.environ | named, capture_output=True, text=True)
