@@ -54,6 +54,7 @@ def test_later_tokens_of_a_long_prompt_score_more(impl, case, sink_size):
     """Of thousands of tokens each scores more than the one before it: none of them tie. None scores more
     than a sink.
     """
+    sink_size = min(sink_size, case.length // 2)  # a domain may know no longer prompts
     scores = impl.streaming_llm.score(case.keys, sink_size=sink_size)
     require_numbers(scores, case.keys.shape[:3], "the score")
     others = scores[..., sink_size:]
