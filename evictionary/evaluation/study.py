@@ -12,6 +12,7 @@ looks better than it is, so a final of a few of them on other prompts decides wh
 import functools
 import itertools
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -207,12 +208,12 @@ def summarise(lines: Sequence[Line]) -> Summary:
         }
         if any(len(prompts) < LEAST for prompts in by_task.values()):
             continue
-        rows, draws = _rows(ratio, by_task)
+        rows, draws, of_prompts = _rows(ratio, by_task)
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
         if not all(row["own"] for row in rows):
             prompts = {task: len(each) for task, each in by_task.items()}
-            found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
+            found["recommended"].append(_recommended(rows, draws, of_prompts) | {"prompts": prompts})
     if not found["rows"]:
         raise UsageError(
             f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same "
@@ -223,14 +224,17 @@ def summarise(lines: Sequence[Line]) -> Summary:
 
 def _rows(
     ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]
-) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
+) -> tuple[list[dict[str, Any]], np.ndarray, np.ndarray]:
+    """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS], and of the
+    prompts, [compositions, prompts].
+    """
     first = next(iter(by_task.values()))[0]
     keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
     asked = [task for task in by_task if task not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
-    costs, draws, exact, kept, length = (
+    costs, of_prompts, draws, exact, kept, length = (
         {},
+        np.zeros((len(keys), 0)),
         np.zeros((len(keys), DRAWS)),
         np.zeros(len(keys)),
         np.zeros(len(keys)),
@@ -243,6 +247,7 @@ def _rows(
         cost = cells[:, :, 0] - full[:, 0]
         counts = generator.multinomial(len(prompts), [1 / len(prompts)] * len(prompts), size=DRAWS)
         costs[task] = cost.mean(axis=1)
+        of_prompts = np.append(of_prompts, cost, axis=1)
         draws += cost @ counts.T / len(prompts) / len(by_task)
         exact += 0 if task in tasks.GOES_ON else cells[:, :, 1].mean(axis=1) / len(asked)
         kept += cells[:, :, 2].mean(axis=1) / len(by_task)
@@ -262,7 +267,7 @@ def _rows(
         }
         for index, (_, name) in enumerate(keys)
     ]
-    return rows, draws
+    return rows, draws, of_prompts
 
 
 def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
@@ -297,9 +302,27 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
     return found
 
 
-def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[str, Any]:
-    """The composition of the least cost at a ratio, and those whose difference to it has an interval that
-    holds 0.
+def bound(costs: Sequence[float], share: float = 0.9, confidence: float = 0.9) -> float | None:
+    """A cost that a `share` of all prompts like these stay below, with this confidence; None for too few.
+
+    It is the k-th smallest of the n costs, k the least number for which n independent prompts, each below
+    the share's quantile with that probability, are fewer than k below it with at least the confidence: an
+    upper confidence bound of a quantile, whatever the distribution. As many prompts of each task as of
+    another vary less than that.
+    """
+    n, fewer = len(costs), 0.0
+    for k, cost in enumerate(sorted(costs), start=1):
+        fewer += math.comb(n, k - 1) * share ** (k - 1) * (1 - share) ** (n - k + 1)
+        if fewer >= confidence:
+            return float(cost)
+    return None
+
+
+def _recommended(
+    rows: Sequence[Mapping[str, Any]], draws: np.ndarray, of_prompts: np.ndarray
+) -> dict[str, Any]:
+    """The composition of the least cost at a ratio, what 9 of 10 prompts cost with it at most, and those
+    whose difference to it has an interval that holds 0.
     """
     indices = [index for index, row in enumerate(rows) if not row["own"]]
     best = min(indices, key=lambda index: rows[index]["cost"])
@@ -308,7 +331,8 @@ def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[s
         rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best
     ]
     return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {
-        "as_good": equals
+        "as_good": equals,
+        "nine_of_ten": bound(of_prompts[best]),
     }
 
 
@@ -319,12 +343,14 @@ def recommended(ratio: float) -> tuple[str, str]:
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
     prompts = sum(entry["prompts"].values())
+    most = entry["nine_of_ten"]
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
         "prompts of "
-        f"{stored['length']} tokens with one small model, {stored['model']}{others}: your model and text may "
-        "want another one"
+        f"{stored['length']} tokens with one small model, {stored['model']}{others}. 9 of 10 prompts like "
+        f"these lose at most {most:.2g} nats for each token of the answer (90% confidence); your model and "
+        "text may want another one"
     )
 
 

@@ -141,6 +141,26 @@ def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
     assert low < values.mean() < high
 
 
+def test_nine_of_ten_prompts_stay_below_the_bound_in_nine_of_ten_samples() -> None:
+    """Of uniform numbers the bound is the share below it. 22 numbers are the least: 1 - 0.9^22 > 0.9."""
+    samples = np.random.default_rng(5).random((2000, 60))
+    covered = np.mean([study.bound(sample) >= 0.9 for sample in samples])
+    one_lower = np.mean([np.sort(sample)[56] >= 0.9 for sample in samples])
+    assert one_lower < 0.9 <= covered
+    assert study.bound(samples[0, :21]) is None
+    assert study.bound(samples[0, :22]) == samples[0, :22].max()
+
+
+def test_what_auto_promises_is_of_prompts_that_had_no_part_in_choosing() -> None:
+    """The study alone, on other prompts than the final, chooses the same composition."""
+    stored = json.loads(study.STORED.read_text(encoding="utf-8"))
+    for entry in stored["recommended"]:
+        rows = [row for row in stored["rows"] if row["ratio"] == entry["ratio"] and not row["own"]]
+        assert min(rows, key=lambda row: row["cost"])["method"] == entry["method"]
+        assert entry["cost"] < entry["nine_of_ten"]
+        assert f"at most {entry['nine_of_ten']:.2g} nats" in study.recommended(entry["ratio"])[1]
+
+
 def test_too_few_prompts_are_refused() -> None:
     lines = [line_of("copy", seed, {"knorm": [1, 1, 45]}) for seed in range(12)]
     study.summarise(lines)
