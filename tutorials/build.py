@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,13 @@ ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "lessons"
 LIMIT_IN_SECONDS = 600  # for one cell, which hangs then; a lesson takes less than a minute on two cores that do nothing else
 SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # the code that a lesson may run or show
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
+INSTALL = """# A hosted notebook begins with nothing installed.
+import importlib.util
+
+if importlib.util.find_spec("evictionary") is None:
+    %pip install -q "evictionary[docs] @ git+{}"
+"""
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
 
@@ -47,6 +55,11 @@ def heading(lesson: Path) -> str:
 def question(lesson: Path) -> str:
     """The question that a lesson begins with: its first line in bold."""
     return _line(lesson, r"^\*\*(.+)\*\*$", "a question, **...**")
+
+
+def minutes(lesson: Path) -> str:
+    """How long a lesson takes a reader, its exercises included: '40 minutes'."""
+    return _line(lesson, r"^> \*\*Time\*\* (\d+ minutes),", "a time, > **Time** 40 minutes, ...")
 
 
 def is_built(lesson: Path) -> bool:
@@ -78,7 +91,7 @@ def _made_from(lesson: Path) -> str:
     paths = [path for path in Path(__file__).parent.iterdir() if path.is_file() and path not in lessons()]
     for folder in SOURCES:
         paths += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".toml")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [lesson, *sorted(paths)])).hexdigest()
+    return hashlib.sha256(REPOSITORY.encode() + b"".join(path.read_bytes() for path in [lesson, *sorted(paths)])).hexdigest()
 
 
 def _build(lesson: Path, folder: Path) -> None:
@@ -95,7 +108,9 @@ def _build(lesson: Path, folder: Path) -> None:
     notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"{name}-{number}"  # a fixed id instead of a random one: the same lesson gives the same file
+    notebook.cells.insert(1, nbformat.v4.new_code_cell(INSTALL.format(REPOSITORY), id=f"{name}-install"))
     (folder / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    notebook.cells.pop(1)
     notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
     _run(notebook, lesson)
     notebook.cells.pop()
@@ -105,7 +120,11 @@ def _build(lesson: Path, folder: Path) -> None:
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
     body, resources = exporter.from_notebook_node(notebook, {"output_files_dir": name, "unique_key": "picture"})
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
-    download = f"[Download it as a notebook]({name}.ipynb), or read on: the output stands below the code."
+    # Colab reads notebooks from a branch on GitHub; pages.yml puts them on this one.
+    github = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", REPOSITORY)
+    colab = f"https://colab.research.google.com/github/{github[1]}/blob/notebooks/{name}.ipynb" if github else ""
+    offer = f"[Open it in Colab]({colab}), [download" if colab else "[Download"
+    download = f"{offer} it as a notebook]({name}.ipynb), or read on: the output stands below the code."
     rest = re.sub(r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE)
     (folder / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n", encoding="utf-8")
     for path, content in resources["outputs"].items():

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -34,8 +35,9 @@ def test_a_lesson_runs_and_its_pictures_have_alternative_texts(lesson: Path) -> 
 
 
 @every_lesson
-def test_a_lesson_asks_predicts_and_breaks_something(lesson: Path) -> None:
+def test_a_lesson_says_what_it_takes_asks_predicts_and_breaks_something(lesson: Path) -> None:
     text = lesson.read_text(encoding="utf-8")
+    assert re.findall(r"^> \*\*(.+?)\*\* ", text, flags=re.MULTILINE) == ["You will learn", "Time", "You need"]
     assert text.count("**Predict**") >= 3
     assert "goes wrong" in text
     assert text.count("def check_") >= 2
@@ -74,10 +76,12 @@ def test_a_lesson_leads_to_the_next_one() -> None:
         assert f"]({following.stem}.md)" in ending, lesson.stem
 
 
-def test_the_list_of_lessons_has_each_with_its_question() -> None:
-    rows = pages.filled("lessons/index.md", "<!-- lessons -->").splitlines()[2:]
-    assert [row.partition("](")[2].partition(")")[0] for row in rows] == [f"{lesson.stem}.md" for lesson in LESSONS]
-    assert all(row.endswith("? |") for row in rows)
+def test_the_path_has_each_lesson_once_with_its_question_and_its_time() -> None:
+    index = (build.ROOT / "docs" / "lessons" / "index.md").read_text(encoding="utf-8")
+    rows = re.findall(
+        r"^\| \[\d+\. .+\]\((\S+)\) \| .+\? \| \d+ minutes \|$", pages.filled("lessons/index.md", index), re.MULTILINE
+    )
+    assert sorted(rows) == [f"{lesson.stem}.md" for lesson in LESSONS]
 
 
 RIGHT = """# A lesson
@@ -110,6 +114,17 @@ def test_a_lesson_is_run_again_only_after_a_change(lesson: Path, monkeypatch: py
     assert not build.is_built(lesson)
     build.built(lesson)
     assert len(ran) == 2
+
+
+def test_a_notebook_opens_in_colab_where_the_repository_is_on_github(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "_run", lambda notebook, lesson: None)
+    monkeypatch.setattr(build, "REPOSITORY", "https://github.com/someone/a.name")
+    page, notebook = ((build.built(lesson) / f"01_made_up.{ending}").read_text(encoding="utf-8") for ending in ("md", "ipynb"))
+    assert "[Open it in Colab](https://colab.research.google.com/github/someone/a.name/blob/notebooks/01_made_up.ipynb)" in page
+    assert '%pip install -q \\"evictionary[docs] @ git+https://github.com/someone/a.name\\"' in notebook
+    assert "HEAD:refs/heads/notebooks\n" in (build.ROOT / ".github" / "workflows" / "pages.yml").read_text(encoding="utf-8")
+    monkeypatch.setattr(build, "REPOSITORY", "https://example.org/someone/a.name")
+    assert "Colab" not in (build.built(lesson) / "01_made_up.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(
