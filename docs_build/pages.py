@@ -29,7 +29,7 @@ from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
-from tutorials.build import REPOSITORY, heading, lessons, minutes, question
+from tutorials.build import REPOSITORY, heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
 METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
@@ -142,7 +142,6 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "law_links": _law_links,
         "lessons": lessons(),
         "link_to": link_to,
-        "minutes": minutes,
         "mistake": _mistake,
         "named": _named,
         "relative": relative,

@@ -57,11 +57,6 @@ def question(lesson: Path) -> str:
     return _line(lesson, r"^\*\*(.+)\*\*$", "a question, **...**")
 
 
-def minutes(lesson: Path) -> str:
-    """How long a lesson takes a reader, its exercises included: '40 minutes'."""
-    return _line(lesson, r"^> \*\*Time\*\* (\d+ minutes),", "a time, > **Time** 40 minutes, ...")
-
-
 def is_built(lesson: Path) -> bool:
     """Whether `built` would find the lesson's pages without running it."""
     stamp = BUILT / lesson.stem / "made_from"
