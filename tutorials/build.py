@@ -7,6 +7,7 @@ of the code that it may run or show.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
@@ -96,6 +97,7 @@ def _build(lesson: Path, folder: Path) -> None:
     from jinja2 import FileSystemLoader
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+    from PIL import Image
 
     name = lesson.stem
     notebook = jupytext.read(lesson)
@@ -103,9 +105,11 @@ def _build(lesson: Path, folder: Path) -> None:
     notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
         cell["id"] = f"{name}-{number}"  # a fixed id instead of a random one: the same lesson gives the same file
-    notebook.cells.insert(1, nbformat.v4.new_code_cell(INSTALL.format(REPOSITORY), id=f"{name}-install"))
-    (folder / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
-    notebook.cells.pop(1)
+    install = nbformat.v4.new_code_cell(INSTALL.format(REPOSITORY), id=f"{name}-install")
+    (folder / f"{name}.ipynb").write_text(
+        nbformat.writes(nbformat.from_dict(notebook | {"cells": [*notebook.cells[:1], install, *notebook.cells[1:]]})) + "\n",
+        encoding="utf-8",
+    )
     notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
     _run(notebook, lesson)
     notebook.cells.pop()
@@ -117,14 +121,18 @@ def _build(lesson: Path, folder: Path) -> None:
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
     # Colab reads notebooks from a branch on GitHub; pages.yml puts them on this one.
     github = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", REPOSITORY)
-    colab = f"https://colab.research.google.com/github/{github[1]}/blob/notebooks/{name}.ipynb" if github else ""
-    offer = f"[Open it in Colab]({colab}), [download" if colab else "[Download"
+    offer = (
+        f"[Open it in Colab](https://colab.research.google.com/github/{github[1]}/blob/notebooks/{name}.ipynb), [download"
+        if github
+        else "[Download"
+    )
     download = f"{offer} it as a notebook]({name}.ipynb), or read on: the output stands below the code."
     rest = re.sub(r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE)
     (folder / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n", encoding="utf-8")
     for path, content in resources["outputs"].items():
         (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_bytes(content)
+        # Lines and areas of a few colours: a palette looks the same and takes a third of the bytes.
+        Image.open(io.BytesIO(content)).convert("RGB").quantize(64).save(folder / path, optimize=True)
 
 
 def _run(notebook: Any, lesson: Path) -> None:
