@@ -1,4 +1,6 @@
-"""Every lesson runs, every exercise can be solved and not by leaving it as it is, every page has what belongs on it."""
+"""Every lesson runs, every exercise can be solved and not by leaving it as it is, every page has what
+belongs on it.
+"""
 
 import itertools
 import json
@@ -16,12 +18,16 @@ from tutorials import build
 
 LESSONS = build.lessons()
 every_lesson = pytest.mark.parametrize(
-    "lesson", [pytest.param(lesson, marks=pytest.mark.slow) for lesson in LESSONS], ids=lambda lesson: lesson.stem
+    "lesson",
+    [pytest.param(lesson, marks=pytest.mark.slow) for lesson in LESSONS],
+    ids=lambda lesson: lesson.stem,
 )
 
 
 def page_of(lesson: Path) -> str:
-    """The lesson's page; the lesson runs, and every exercise is put to its check, where no build of this code has run it yet."""
+    """The lesson's page; the lesson runs, and every exercise is put to its check, where no build of this
+    code has run it yet.
+    """
     return (build.built(lesson) / f"{lesson.stem}.md").read_text(encoding="utf-8")
 
 
@@ -37,7 +43,11 @@ def test_a_lesson_runs_and_its_pictures_have_alternative_texts(lesson: Path) -> 
 @every_lesson
 def test_a_lesson_says_what_it_takes_asks_predicts_and_breaks_something(lesson: Path) -> None:
     text = lesson.read_text(encoding="utf-8")
-    assert re.findall(r"^> \*\*(.+?)\*\* ", text, flags=re.MULTILINE) == ["You will learn", "Time", "You need"]
+    assert re.findall(r"^> \*\*(.+?)\*\* ", text, flags=re.MULTILINE) == [
+        "You will learn",
+        "Time",
+        "You need",
+    ]
     assert text.count("**Predict**") >= 3
     assert "goes wrong" in text
     assert text.count("def check_") >= 2
@@ -67,7 +77,9 @@ def test_a_downloaded_lesson_imports_what_is_installed() -> None:
     """Outside a clone there is no `tutorials`, only `evictionary.tutorials`."""
     for lesson in LESSONS:
         text = lesson.read_text(encoding="utf-8")
-        assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text, lesson.stem
+        assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text, (
+            lesson.stem
+        )
 
 
 def test_a_lesson_leads_to_the_next_one() -> None:
@@ -77,7 +89,9 @@ def test_a_lesson_leads_to_the_next_one() -> None:
 
 
 def test_the_path_has_each_lesson_once_with_its_question_and_its_time() -> None:
-    index = pages.filled("lessons/index.md", (build.ROOT / "docs" / "lessons" / "index.md").read_text(encoding="utf-8"))
+    index = pages.filled(
+        "lessons/index.md", (build.ROOT / "docs" / "lessons" / "index.md").read_text(encoding="utf-8")
+    )
     assert sorted(re.findall(r"\]\((\d\S+)\) \| .+\? \| \d+ minutes \|$", index, flags=re.M)) == [
         f"{lesson.stem}.md" for lesson in LESSONS
     ]
@@ -115,16 +129,21 @@ def test_a_lesson_is_run_again_only_after_a_change(lesson: Path, monkeypatch: py
     assert len(ran) == 2
 
 
-def test_a_notebook_opens_in_colab_where_the_repository_is_on_github(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_notebook_opens_in_colab_where_the_repository_is_on_github(
+    lesson: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(build, "_run", lambda notebook, lesson: None)
     monkeypatch.setattr(build, "REPOSITORY", "https://github.com/someone/a.name")
     wanted = {
-        build.built(lesson)
-        / "01_made_up.md": "[Open it in Colab](https://colab.research.google.com/github/someone/a.name/blob/notebooks/",
-        build.built(lesson) / "01_made_up.ipynb": '%pip install -q \\"evictionary[docs] @ git+https://github.com/someone/a.name\\"',
+        build.built(lesson) / "01_made_up.md": "[Open it in "
+        "Colab](https://colab.research.google.com/github/someone/a.name/blob/notebooks/",
+        build.built(lesson) / "01_made_up.ipynb": '%pip install -q \\"evictionary[docs] @ '
+        'git+https://github.com/someone/a.name\\"',
         build.ROOT / ".github" / "workflows" / "pages.yml": "HEAD:refs/heads/notebooks\n",
     }
-    assert [path.name for path, words in wanted.items() if words not in path.read_text(encoding="utf-8")] == []
+    assert [
+        path.name for path, words in wanted.items() if words not in path.read_text(encoding="utf-8")
+    ] == []
     monkeypatch.setattr(build, "REPOSITORY", "https://example.org/someone/a.name")
     assert "Colab" not in (build.built(lesson) / "01_made_up.md").read_text(encoding="utf-8")
 
@@ -144,7 +163,9 @@ def test_a_lesson_that_is_not_right_is_not_built(lesson: Path, was: str, now: st
     assert not build.is_built(lesson)
 
 
-def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(
+    lesson: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = InstallError("the embedded model could not be downloaded\nno network")
     monkeypatch.setattr(embedded, "install", Mock(side_effect=error))
     monkeypatch.setattr(hooks, "lessons", lambda: [lesson])
