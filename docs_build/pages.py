@@ -7,7 +7,6 @@ import json
 import posixpath
 import re
 import textwrap
-import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,13 @@ from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
-from tutorials.build import heading, lessons, question
+from tutorials.build import REPOSITORY, heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
 METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
 PROGRAM: Any = typer.main.get_command(app)
 TEMPLATES = Path(__file__).parent / "templates"
 LAYERS = ("reference", "optimized", "optimized/kernels")
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"][
-    "Homepage"
-]
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 

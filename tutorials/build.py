@@ -8,10 +8,12 @@ change of its file or of the code that it may run or show.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import re
 import shutil
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,15 @@ BUILT = ROOT / "build" / "lessons"
 # for one cell, which hangs then; a lesson takes less than a minute on two cores that do nothing else
 LIMIT_IN_SECONDS = 600
 SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # the code that a lesson may run or show
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"][
+    "Homepage"
+]
+INSTALL = """# A hosted notebook begins with nothing installed.
+import importlib.util
+
+if importlib.util.find_spec("evictionary") is None:
+    %pip install -q "evictionary[docs] @ git+{}"
+"""
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
 
@@ -82,7 +93,9 @@ def _made_from(lesson: Path) -> str:
     paths = [path for path in Path(__file__).parent.iterdir() if path.is_file() and path not in lessons()]
     for folder in SOURCES:
         paths += [path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".py", ".toml")]
-    return hashlib.sha256(b"".join(path.read_bytes() for path in [lesson, *sorted(paths)])).hexdigest()
+    return hashlib.sha256(
+        REPOSITORY.encode() + b"".join(path.read_bytes() for path in [lesson, *sorted(paths)])
+    ).hexdigest()
 
 
 def _build(lesson: Path, folder: Path) -> None:
@@ -94,6 +107,7 @@ def _build(lesson: Path, folder: Path) -> None:
     from jinja2 import FileSystemLoader
     from nbconvert import MarkdownExporter
     from nbconvert.preprocessors import CoalesceStreamsPreprocessor
+    from PIL import Image
 
     name = lesson.stem
     notebook = jupytext.read(lesson)
@@ -102,7 +116,14 @@ def _build(lesson: Path, folder: Path) -> None:
     for number, cell in enumerate(notebook.cells):
         # a fixed id instead of a random one: the same lesson gives the same file
         cell["id"] = f"{name}-{number}"
-    (folder / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
+    install = nbformat.v4.new_code_cell(INSTALL.format(REPOSITORY), id=f"{name}-install")
+    (folder / f"{name}.ipynb").write_text(
+        nbformat.writes(
+            nbformat.from_dict(notebook | {"cells": [*notebook.cells[:1], install, *notebook.cells[1:]]})
+        )
+        + "\n",
+        encoding="utf-8",
+    )
     notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
     _run(notebook, lesson)
     notebook.cells.pop()
@@ -116,14 +137,23 @@ def _build(lesson: Path, folder: Path) -> None:
         notebook, {"output_files_dir": name, "unique_key": "picture"}
     )
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
-    download = f"[Download it as a notebook]({name}.ipynb), or read on: the output stands below the code."
+    # Colab reads notebooks from a branch on GitHub; pages.yml puts them on this one.
+    github = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", REPOSITORY)
+    offer = (
+        "[Open it in "
+        f"Colab](https://colab.research.google.com/github/{github[1]}/blob/notebooks/{name}.ipynb), [download"
+        if github
+        else "[Download"
+    )
+    download = f"{offer} it as a notebook]({name}.ipynb), or read on: the output stands below the code."
     rest = re.sub(
         r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE
     )
     (folder / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n", encoding="utf-8")
     for path, content in resources["outputs"].items():
         (folder / path).parent.mkdir(exist_ok=True)
-        (folder / path).write_bytes(content)
+        # Lines and areas of a few colours: a palette looks the same and takes a third of the bytes.
+        Image.open(io.BytesIO(content)).convert("RGB").quantize(64).save(folder / path, optimize=True)
 
 
 def _run(notebook: Any, lesson: Path) -> None:

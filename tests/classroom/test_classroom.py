@@ -1,5 +1,6 @@
 """The classroom: the assignments, what a student is told, the grader's files, and that the grader grades."""
 
+import doctest
 import pickle
 import re
 import runpy
@@ -36,7 +37,7 @@ from evictionary import store
 from evictionary.classroom import assignment as assignments, classes, contest, formats, grading
 from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.judgement import empty
+from evictionary.classroom.judgement import empty, reference
 from evictionary.errors import InstallError
 from evictionary.spec_tests.judge import outcome
 from evictionary.spec_tests.judge.cases import Case
@@ -55,7 +56,7 @@ def test_the_assignments_are_those_of_this_list() -> None:
 
 
 @every_assignment
-def test_an_assignment_is_whole(name: str) -> None:
+def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, laws = assignments.load(name), load_laws()
     assert one.max_score == 100
     handout, note = (
@@ -69,6 +70,12 @@ def test_an_assignment_is_whole(name: str) -> None:
         assert f"| {step.name} | {step.requirement} | {step.title} | {step.points} |" in handout
         earlier.add(step.name)
     assert "**AI assistants.**" in handout
+    titles = "Letters and equations|Numbers by hand|In the real model|Two questions in words|Points"
+    assert re.findall(f"^## ({titles})$", handout, flags=re.MULTILINE) == titles.split("|")
+    # The numbers of a handout are those of the reference, which stands here where the student's file stands.
+    monkeypatch.setitem(sys.modules, one.stem, reference(one.stem))
+    failed, attempted = doctest.testfile(str(one.folder / "README.md"), module_relative=False)
+    assert attempted > failed == 0
     assert "Expected time" in note
     bank = {mutant.misconception for mutant in load_mutants().values()}
     assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= bank

@@ -4,6 +4,7 @@ belongs on it.
 
 import itertools
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -40,8 +41,13 @@ def test_a_lesson_runs_and_its_pictures_have_alternative_texts(lesson: Path) -> 
 
 
 @every_lesson
-def test_a_lesson_asks_predicts_and_breaks_something(lesson: Path) -> None:
+def test_a_lesson_says_what_it_takes_asks_predicts_and_breaks_something(lesson: Path) -> None:
     text = lesson.read_text(encoding="utf-8")
+    assert re.findall(r"^> \*\*(.+?)\*\* ", text, flags=re.MULTILINE) == [
+        "You will learn",
+        "Time",
+        "You need",
+    ]
     assert text.count("**Predict**") >= 3
     assert "goes wrong" in text
     assert text.count("def check_") >= 2
@@ -82,12 +88,13 @@ def test_a_lesson_leads_to_the_next_one() -> None:
         assert f"]({following.stem}.md)" in ending, lesson.stem
 
 
-def test_the_list_of_lessons_has_each_with_its_question() -> None:
-    rows = pages.filled("lessons/index.md", "<!-- lessons -->").splitlines()[2:]
-    assert [row.partition("](")[2].partition(")")[0] for row in rows] == [
+def test_the_path_has_each_lesson_once_with_its_question_and_its_time() -> None:
+    index = pages.filled(
+        "lessons/index.md", (build.ROOT / "docs" / "lessons" / "index.md").read_text(encoding="utf-8")
+    )
+    assert sorted(re.findall(r"\]\((\d\S+)\) \| .+\? \| \d+ minutes \|$", index, flags=re.M)) == [
         f"{lesson.stem}.md" for lesson in LESSONS
     ]
-    assert all(row.endswith("? |") for row in rows)
 
 
 RIGHT = """# A lesson
@@ -120,6 +127,25 @@ def test_a_lesson_is_run_again_only_after_a_change(lesson: Path, monkeypatch: py
     assert not build.is_built(lesson)
     build.built(lesson)
     assert len(ran) == 2
+
+
+def test_a_notebook_opens_in_colab_where_the_repository_is_on_github(
+    lesson: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_run", lambda notebook, lesson: None)
+    monkeypatch.setattr(build, "REPOSITORY", "https://github.com/someone/a.name")
+    wanted = {
+        build.built(lesson) / "01_made_up.md": "[Open it in "
+        "Colab](https://colab.research.google.com/github/someone/a.name/blob/notebooks/",
+        build.built(lesson) / "01_made_up.ipynb": '%pip install -q \\"evictionary[docs] @ '
+        'git+https://github.com/someone/a.name\\"',
+        build.ROOT / ".github" / "workflows" / "pages.yml": "HEAD:refs/heads/notebooks\n",
+    }
+    assert [
+        path.name for path, words in wanted.items() if words not in path.read_text(encoding="utf-8")
+    ] == []
+    monkeypatch.setattr(build, "REPOSITORY", "https://example.org/someone/a.name")
+    assert "Colab" not in (build.built(lesson) / "01_made_up.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

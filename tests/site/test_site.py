@@ -304,7 +304,11 @@ def test_the_navigation_names_what_exists() -> None:
             found += named(value) if isinstance(value, list) else [str(value)]
         return found
 
-    generated = [*pages.api_pages(), "coverage.md"]
+    generated = [
+        *pages.api_pages(),
+        "coverage.md",
+        *(f"lessons/{lesson.stem}.md" for lesson in pages.lessons()),
+    ]
     for target in named(yaml.safe_load((DOCS / ".nav.yml").read_text(encoding="utf-8"))["nav"]):
         assert (DOCS / target).exists() or any(
             page == target or page.startswith(f"{target}/") for page in generated
