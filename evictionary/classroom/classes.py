@@ -25,7 +25,7 @@ from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty
 from evictionary.classroom.submissions import Handed
-from evictionary.errors import UsageError, require, usage
+from evictionary.errors import UsageError, did_you_mean, require, usage
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
             line = _judge(order, replace(one, steps=(judged,)), _readable(path, one), constants).lines[0]
             return replace(line, message=_within_walls(line.message, order))
     known = sorted({each.rpartition("::")[2] for step in one.steps for each in (*step.laws, step.check) if each})
-    raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
+    raise UsageError(f"--law: got {law!r}{did_you_mean(law, known)}, wanted one of {', '.join(known)}")
 
 
 def _readable(path: Handed, assignment: Assignment) -> bytes:

@@ -171,7 +171,7 @@ def test_the_command_writes_the_same_bytes_again_and_checks_them(tmp_path: Path)
     [
         (["--output", "."], "wanted a new folder or one of vectors"),
         (["--output", "thesis.tex"], "wanted a new folder or one of vectors"),
-        (["--output", "new", "--method", "keydif"], "--method: got 'keydif', wanted some of"),
+        (["--output", "new", "--method", "keydif"], "--method: got 'keydif' (did you mean keydiff?), wanted one of"),
         (["--check", "."], "wanted a folder with a vectors.json"),
         ([], "wanted one of the two"),
         (["--check", "old"], "evictionary/vectors/0"),
