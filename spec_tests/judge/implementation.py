@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from evictionary import reference
+from evictionary.errors import require
 from evictionary.source import import_file
 from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
@@ -352,8 +353,11 @@ def load(
         name = target
     said = [package, *modules.values()] if package is not None else list(modules.values())
     library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or _array_library(modules)
-    if library not in ("numpy", "torch") and program is None:
-        raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
+    require(
+        library in ("numpy", "torch") or program is not None,
+        f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'",
+        UnusableImplementation,
+    )
     accepted = Domain()
     for module in said:
         try:
@@ -373,11 +377,12 @@ def load(
         _conventions(target, said),
         variants,
     )
-    if not implementation.functions():
-        raise UnusableImplementation(
-            f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
-            "with a function of the same name as there, such as keydiff.py with score(keys)"
-        )
+    require(
+        implementation.functions(),
+        f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
+        "with a function of the same name as there, such as keydiff.py with score(keys)",
+        UnusableImplementation,
+    )
     if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
         raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
     if program is not None:
@@ -394,8 +399,11 @@ def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: 
         return [first, *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:])]
     found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
     for each in found:
-        if each.domain.dtype and each.dtype not in each.domain.dtype:
-            raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
+        require(
+            not each.domain.dtype or each.dtype in each.domain.dtype,
+            f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})",
+            UnusableImplementation,
+        )
     return found
 
 
@@ -450,8 +458,11 @@ def _as_declared(target: str, modules: dict[str, types.ModuleType]) -> tuple[dic
                     f"{target}: IMPLEMENTS: got {variant!r} for {name}, wanted a function of the reference, "
                     "such as keydiff.raw_mean_score"
                 )
-            if not callable(getattr(module, name, None)):
-                raise UnusableImplementation(f"{target}: IMPLEMENTS: {stem}.py has no function {name}")
+            require(
+                callable(getattr(module, name, None)),
+                f"{target}: IMPLEMENTS: {stem}.py has no function {name}",
+                UnusableImplementation,
+            )
             delattr(found[stem], name)
             setattr(found.setdefault(home, types.ModuleType(home)), function, getattr(module, name))
             declared[f"{stem}.{name}"] = f"{home}.{function}"
@@ -469,15 +480,17 @@ def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.Modul
         package = importlib.import_module(target)
     except ImportError as error:
         raise UnusableImplementation(f"{target}: neither a folder, a .py file nor an importable package ({error})") from error
-    if not hasattr(package, "__path__"):
-        raise UnusableImplementation(f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead")
+    require(
+        hasattr(package, "__path__"),
+        f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead",
+        UnusableImplementation,
+    )
     provided = {module.name for module in pkgutil.iter_modules(package.__path__)}
     return {stem: _import(f"{target}.{stem}") for stem in STEMS if stem in provided}, package
 
 
 def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleType | None]:
-    if not path.exists():
-        raise UnusableImplementation(f"{path}: no such file or folder")
+    require(path.exists(), f"{path}: no such file or folder", UnusableImplementation)
     path = path.resolve()
     if path.is_dir() and (path / "__init__.py").exists():
         sys.path.insert(0, str(path.parent))
