@@ -17,7 +17,7 @@ class InstallError(RuntimeError):
     """The embedded model could not be downloaded, checked or converted."""
 
 
-def require(holds: object, message: str, error: Callable[[str], Exception] = UsageError) -> None:
+def require(holds: object, message: str, error: Callable[[str], BaseException] = UsageError) -> None:
     """Raise the error with this message unless something holds."""
     if not holds:
         raise error(message)

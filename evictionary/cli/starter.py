@@ -31,11 +31,11 @@ def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> lis
         own = [path for path in known if path.startswith(f"{name}.")]
         for path in [path for path in own if path.rpartition(".")[2] in CALLED] or own or [name]:
             texts.setdefault(folder / f"{name.partition('.')[0]}.py", []).append(described(path))
-    for path in texts:
-        require(not path.exists(), f"{path} exists already; it is not written over")
+    for file in texts:
+        require(not file.exists(), f"{file} exists already; it is not written over")
     folder.mkdir(parents=True, exist_ok=True)
-    for path, found in texts.items():
-        path.write_text(_file(found, judged or path), encoding="utf-8")
+    for file, found in texts.items():
+        file.write_text(_file(found, judged or file), encoding="utf-8")
     return [*texts]
 
 
