@@ -1,4 +1,6 @@
-"""The commands `evictionary contract` and `evictionary new`: what a function takes and gives, and a file to begin with."""
+"""The commands `evictionary contract` and `evictionary new`: what a function takes and gives, and a file
+to begin with.
+"""
 
 from pathlib import Path
 from typing import Annotated
@@ -22,12 +24,18 @@ AXES = {
 }
 
 
-@app.command(epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]")
+@app.command(
+    epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]"
+)
 def contract(
-    function: Annotated[str | None, typer.Argument(show_default=False, help="Such as keydiff.score; without it, a list.")] = None,
+    function: Annotated[
+        str | None, typer.Argument(show_default=False, help="Such as keydiff.score; without it, a list.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a function takes and gives: signature, axes, dtypes, equations, number of laws (property tests)."""
+    """Print what a function takes and gives: signature, axes, dtypes, equations, number of laws (property
+    tests).
+    """
     with exit_codes():
         from evictionary.spec_tests.judge.implementation import contract_functions
 
@@ -49,10 +57,14 @@ def contract(
 
 @app.command(epilog="Example: [bold]evictionary new keydiff.score lagkv.score --folder my_kernels[/]")
 def new(
-    functions: Annotated[list[str], typer.Argument(help="The functions that you want to write, such as keydiff.score.")],
+    functions: Annotated[
+        list[str], typer.Argument(help="The functions that you want to write, such as keydiff.score.")
+    ],
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = Path("my_kernels"),
 ) -> None:
     """Write a folder with a file for each method: the signatures are right, and you write the bodies."""
     with exit_codes():
         for path in starter.write(functions, folder, folder):
-            messages.print(f"wrote {path}: write the body, then run evictionary judge {folder}", highlight=False)
+            messages.print(
+                f"wrote {path}: write the body, then run evictionary judge {folder}", highlight=False
+            )

@@ -34,7 +34,8 @@ FULL, AUTO = "full cache", "auto"
 
 
 @app.command(
-    epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 --prompt-file book.txt "
+    epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 "
+    "--prompt-file book.txt "
     '--question "Who wrote it?" --question "When?"[/]'
 )
 def run(
@@ -44,7 +45,8 @@ def run(
     method: Annotated[
         str,
         typer.Option(
-            help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments; or auto: "
+            help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, "
+            "keydiff+moments; or auto: "
             "what cost least in our study of one small model at the nearest ratio."
         ),
     ] = AUTO,
@@ -54,7 +56,8 @@ def run(
     every: Annotated[
         int | None,
         whole_number(
-            "Compress again after this many new tokens, such as 64, and read the text in blocks of that size; by default only the "
+            "Compress again after this many new tokens, such as 64, and read the text in blocks of that "
+            "size; by default only the "
             "prompt is compressed, with momentkv each token."
         ),
     ] = None,
@@ -81,7 +84,8 @@ def run(
         if method == AUTO:
             require(
                 not every,
-                f"--every: got {every}, wanted none: the method that the study recommends reads the whole text at once; name "
+                f"--every: got {every}, wanted none: the method that the study recommends reads the whole "
+                "text at once; name "
                 "another --method, such as keydiff",
             )
             removed = compression_ratio
@@ -95,7 +99,11 @@ def run(
         loaded, tokenizer = opened or load_model(model)
         asked = [tokenize(tokenizer, text, each) for each in question]
         context_ids = asked[0][0]
-        caches = {chosen.name: EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)}
+        caches = {
+            chosen.name: EvictingCache(
+                loaded, chosen, compression_ratio, options, budget, every=every, seed=seed
+            )
+        }
         if full:
             caches[FULL] = EvictingCache(loaded, method=None)
         answers: dict[str, list[str]] = {name: [] for name in caches}
@@ -137,10 +145,15 @@ def run(
     }
     kept = f"{cache.tokens_kept:.5g} of {cache.get_seq_length()} tokens kept in each head"
     took = [
-        f"{name}: {each['reading']:.1f} s to read the text{' and compress' * (name != FULL)}, {each['answering']:.1f} s to answer"
+        f"{name}: {each['reading']:.1f} s to read the text{' and compress' * (name != FULL)}, "
+        f"{each['answering']:.1f} s to answer"
         for name, each in seconds.items()
     ]
-    told = [f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB", *took, Text(note or "", "yellow")]
+    told = [
+        f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB",
+        *took,
+        Text(note or "", "yellow"),
+    ]
     for one in both:
         full_answer = Text(f"full cache: {one['full_answer']}" if full else "", "dim")
         told += [
@@ -152,7 +165,9 @@ def run(
 
 
 def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
-    """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise None."""
+    """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise
+    None.
+    """
     from evictionary.methods.method import tokens_to_keep
 
     length = cache.get_seq_length()
@@ -161,7 +176,11 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
         return None
     if cache.tokens_kept < length:
         own = "own_budget" in chosen.traits
-        why = "it sets its own budget" if own else "no partition is shared, and the sinks and the last partition stay whole"
+        why = (
+            "it sets its own budget"
+            if own
+            else "no partition is shared, and the sinks and the last partition stay whole"
+        )
         if not own and "recursive" not in chosen.traits:
             why = "what it protects, or reads in one block, is more than that"
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"

@@ -16,10 +16,11 @@ CALLED = ("score", "select", "compress", "attend", "budgets")
 
 
 def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> list[Path]:
-    """Write a file for each method into a folder: signatures and what the functions return, with bodies to be written.
+    """Write a file for each method into a folder: signatures and what the functions return, with bodies to
+    be written.
 
-    Args: names, of functions (keydiff.score) or methods (keydiff); judged, what the files say to judge, by default each itself.
-    Raises UsageError for an unknown name, and before anything is written over.
+    Args: names, of functions (keydiff.score) or methods (keydiff); judged, what the files say to judge, by
+    default each itself. Raises UsageError for an unknown name, and before anything is written over.
     """
     from evictionary.spec_tests.judge.implementation import contract_functions
 
@@ -48,7 +49,10 @@ def described(path: str) -> dict[str, Any]:
     from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
-    require(path in known, f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}")
+    require(
+        path in known,
+        f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}",
+    )
     function = oracle(path)
     laws = [law for law in load_laws().values() if path in law.functions]
     ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
@@ -74,9 +78,12 @@ def _signature(function: Any) -> str:
 def _file(found: list[dict[str, Any]], judged: Path) -> str:
     from evictionary.spec_tests.judge.implementation import oracle
 
-    imports = sorted({line for each in found for line in _imports(each["signature"], oracle(each["function"]))})
+    imports = sorted(
+        {line for each in found for line in _imports(each["signature"], oracle(each["function"]))}
+    )
     bodies = [
-        f"{each['signature']}\n" + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
+        f"{each['signature']}\n"
+        + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
         for each in found
     ]
     head = f'"""`evictionary judge {judged}` says whether these functions are right."""\n\n'
@@ -84,7 +91,9 @@ def _file(found: list[dict[str, Any]], judged: Path) -> str:
 
 
 def _imports(signature: str, function: Any) -> list[str]:
-    """The imports that a signature needs: NumPy, typing, and classes and constants of the reference, but no function of it."""
+    """The imports that a signature needs: NumPy, typing, and classes and constants of the reference, but
+    no function of it.
+    """
     found = []
     for name in set(re.findall(r"\b[A-Za-z_]\w*", signature)):
         value = function.__globals__.get(name)

@@ -1,10 +1,12 @@
-"""Which selection, which allocator, which correction: every composition of the dictionary on the same prompts.
+"""Which selection, which allocator, which correction: every composition of the dictionary on the same
+prompts.
 
-The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each size, and the model then
-reads the question and the right answer. The loss is the mean of -log p over the tokens of the answer; a composition's *cost* is its
-loss minus that of the full cache, in nats for each token. An answer is exact where each of its tokens is the likeliest one, which
-is where greedy decoding gives it. A run that was stopped goes on; a line is one selector on one prompt at one ratio.
-The best of many compositions looks better than it is, so a final of a few of them on other prompts decides what is recommended.
+The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each
+size, and the model then reads the question and the right answer. The loss is the mean of -log p over the
+tokens of the answer; a composition's *cost* is its loss minus that of the full cache, in nats for each token.
+An answer is exact where each of its tokens is the likeliest one, which is where greedy decoding gives it. A
+run that was stopped goes on; a line is one selector on one prompt at one ratio. The best of many compositions
+looks better than it is, so a final of a few of them on other prompts decides what is recommended.
 """
 
 import functools
@@ -36,7 +38,9 @@ OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 32}}
 """The options of a method that its defaults would not let evict from prompts of some hundred tokens."""
 
 STORED = Path(__file__).with_name("study.json")
-"""The summary of the study of the embedded model, on which `evictionary run` relies where no method is named."""
+"""The summary of the study of the embedded model, on which `evictionary run` relies where no method is
+named.
+"""
 
 DRAWS = 2000
 """Bootstrap draws."""
@@ -45,14 +49,16 @@ LEAST = 12
 """Prompts of each task, at least: a bootstrap of fewer says nothing of others."""
 
 Summary = dict[str, Any]
-"""model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at each ratio, on how many
-prompts; `finals`, the summary of the final, if one was held. A row's `own` says that the composition keeps more than was asked for:
-it is in no comparison at that ratio."""
+"""model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at
+each ratio, on how many prompts; `finals`, the summary of the final, if one was held. A row's `own` says
+that the composition keeps more than was asked for: it is in no comparison at that ratio.
+"""
 
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length` tokens.
+    """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length`
+    tokens.
 
     Raises UsageError for an unknown name, a value out of range or an empty list.
     """
@@ -87,9 +93,15 @@ class Plan(store.Plan):
         """The cells of a line are [loss, whether exact, tokens kept]."""
         model, tokenizer = loaded(self.model)
         prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-        answer = tasks.answer_ids(tokenizer, prompt.answers) if prompt.continuation is None else prompt.continuation
+        answer = (
+            tasks.answer_ids(tokenizer, prompt.answers)
+            if prompt.continuation is None
+            else prompt.continuation
+        )
         composed = {selector: compositions(selector) for selector, _ in parts}
-        record = frozenset().union(*(method.captured for methods in composed.values() for method in methods.values()))
+        record = frozenset().union(
+            *(method.captured for methods in composed.values() for method in methods.values())
+        )
         full = EvictingCache(model, method=None, record=record)
         prefill(model, prompt.context_ids, full)
 
@@ -103,7 +115,11 @@ class Plan(store.Plan):
             cells, error = {}, None
             try:
                 for name, method in composed[selector].items():
-                    arguments = _remembering(method, scores[selector], len(full.layers)), ratio, OPTIONS.get(selector)
+                    arguments = (
+                        _remembering(method, scores[selector], len(full.layers)),
+                        ratio,
+                        OPTIONS.get(selector),
+                    )
                     with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
                         cells[name] = cell(cache)
             except MethodError as failed:
@@ -120,7 +136,9 @@ def selectors() -> list[str]:
 
 
 def compositions(selector: str) -> dict[str, Method]:
-    """The selector alone, with each allocator, and each of these with MomentKV's correction, as far as they can be composed."""
+    """The selector alone, with each allocator, and each of these with MomentKV's correction, as far as
+    they can be composed.
+    """
     found: dict[str, Method] = {}
     for allocator, correction in itertools.product(("", *catalogue.allocators()), ("", MOMENTS)):
         name = "+".join(part for part in (selector, allocator, correction) if part)
@@ -136,8 +154,14 @@ def compositions(selector: str) -> dict[str, Method]:
 
 
 def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
-    """The method with the scores of each layer computed only once, where they do not depend on the size asked for."""
-    if method.is_select or method.prompt_function or {"budget", "compression_ratio", "keep_ratio"} & set(method.inputs):
+    """The method with the scores of each layer computed only once, where they do not depend on the size
+    asked for.
+    """
+    if (
+        method.is_select
+        or method.prompt_function
+        or {"budget", "compression_ratio", "keep_ratio"} & set(method.inputs)
+    ):
         return method
     if len(scores) == layers:
         return replace(method, function=lambda layer_index: scores[layer_index], inputs=("layer_index",))
@@ -149,15 +173,21 @@ def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
         scores[layer_index] = method.function(**arguments)
         return scores[layer_index]
 
-    return replace(method, function=score, inputs=(*(name for name in method.inputs if name != "layer_index"), "layer_index"))
+    return replace(
+        method,
+        function=score,
+        inputs=(*(name for name in method.inputs if name != "layer_index"), "layer_index"),
+    )
 
 
 def summarise(lines: Sequence[Line]) -> Summary:
-    """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with intervals.
+    """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with
+    intervals.
 
-    A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over the tasks with a
-    question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all compositions share the draws, so
-    differences are of the same prompts. A ratio with fewer than LEAST prompts of a task is left out; UsageError where all are.
+    A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over
+    the tasks with a question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all
+    compositions share the draws, so differences are of the same prompts. A ratio with fewer than LEAST
+    prompts of a task is left out; UsageError where all are.
     """
     names = {line["selector"] for line in lines}
     by_prompt: dict[tuple[float, str, int], dict[str, Line]] = {}
@@ -165,7 +195,11 @@ def summarise(lines: Sequence[Line]) -> Summary:
         if line["error"] is None:
             by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})[line["selector"]] = line
     whole = {key: found for key, found in by_prompt.items() if set(found) == names}
-    found: Summary = {"model": lines[0]["model"], "length": lines[0]["length"], "versions": lines[0]["versions"]}
+    found: Summary = {
+        "model": lines[0]["model"],
+        "length": lines[0]["length"],
+        "versions": lines[0]["versions"],
+    }
     found |= {"rows": [], "effects": [], "recommended": []}
     for ratio in sorted({key[0] for key in whole}):
         by_task = {
@@ -182,20 +216,31 @@ def summarise(lines: Sequence[Line]) -> Summary:
             prompts = {task: len(each) for task, each in by_task.items()}
             found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
     require(
-        found["rows"], f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command goes on"
+        found["rows"],
+        f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command "
+        "goes on",
     )
     return found
 
 
-def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> tuple[list[dict[str, Any]], np.ndarray]:
+def _rows(
+    ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]
+) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
     keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
     asked = [task for task in by_task if task not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
-    costs, draws, exact, kept, length = {}, np.zeros((len(keys), DRAWS)), np.zeros(len(keys)), np.zeros(len(keys)), 0.0
+    costs, draws, exact, kept, length = (
+        {},
+        np.zeros((len(keys), DRAWS)),
+        np.zeros(len(keys)),
+        np.zeros(len(keys)),
+        0.0,
+    )
     for task, prompts in by_task.items():
-        cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])  # [keys, prompts, 3]
+        # [keys, prompts, 3]
+        cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])
         full = np.array([next(iter(each.values()))["full"] for each in prompts])
         cost = cells[:, :, 0] - full[:, 0]
         counts = generator.multinomial(len(prompts), [1 / len(prompts)] * len(prompts), size=DRAWS)
@@ -223,7 +268,9 @@ def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> 
 
 
 def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
-    """What each addition changes in the cost at a ratio, on average over the compositions that lack it and can have it."""
+    """What each addition changes in the cost at a ratio, on average over the compositions that lack it and
+    can have it.
+    """
     place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
     for addition in (*catalogue.allocators(), MOMENTS):
@@ -236,7 +283,9 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
         if not pairs:
             continue
         changes = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]
-        low, high = np.percentile(np.mean([draws[one] - draws[other] for one, other in pairs], axis=0), [2.5, 97.5])
+        low, high = np.percentile(
+            np.mean([draws[one] - draws[other] for one, other in pairs], axis=0), [2.5, 97.5]
+        )
         found.append(
             {
                 "addition": addition,
@@ -251,23 +300,33 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[str, Any]:
-    """The composition of the least cost at a ratio, and those whose difference to it has an interval that holds 0."""
+    """The composition of the least cost at a ratio, and those whose difference to it has an interval that
+    holds 0.
+    """
     indices = [index for index, row in enumerate(rows) if not row["own"]]
     best = min(indices, key=lambda index: rows[index]["cost"])
     lows = np.percentile(draws[indices] - draws[best], 2.5, axis=1)
-    equals = [rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best]
-    return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {"as_good": equals}
+    equals = [
+        rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best
+    ]
+    return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {
+        "as_good": equals
+    }
 
 
 def recommended(ratio: float) -> tuple[str, str]:
-    """The composition that the stored study recommends for removing a fraction, and a sentence that says how far to trust it."""
+    """The composition that the stored study recommends for removing a fraction, and a sentence that says
+    how far to trust it.
+    """
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
     prompts = sum(entry["prompts"].values())
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
-        f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} prompts of "
-        f"{stored['length']} tokens with one small model, {stored['model']}{others}: your model and text may want another one"
+        f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
+        "prompts of "
+        f"{stored['length']} tokens with one small model, {stored['model']}{others}: your model and text may "
+        "want another one"
     )
 
 
@@ -281,11 +340,15 @@ def write(lines: Sequence[Line], folder: Path) -> Summary:
 
 
 def markdown(found: Summary) -> str:
-    """A table for each ratio: the cost of each composition, its interval and the share of exact answers, from the least cost on."""
+    """A table for each ratio: the cost of each composition, its interval and the share of exact answers,
+    from the least cost on.
+    """
     head = ["composition", "protected", "cost", "low", "high", "exact", "tokens kept"]
     parts = []
     for ratio in sorted({row["ratio"] for row in found["rows"]}):
-        rows = sorted((row for row in found["rows"] if row["ratio"] == ratio), key=lambda row: (row["own"], row["cost"]))
+        rows = sorted(
+            (row for row in found["rows"] if row["ratio"] == ratio), key=lambda row: (row["own"], row["cost"])
+        )
         body = [
             [
                 f"`{row['method']}`",
@@ -304,7 +367,9 @@ COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}
 
 
 def picture(found: Summary) -> Figure:
-    """The cost of each composition: selectors down, a panel for each ratio, a colour for each allocator; hollow without moments."""
+    """The cost of each composition: selectors down, a panel for each ratio, a colour for each allocator;
+    hollow without moments.
+    """
     rows = [row for row in found["rows"] if not row["own"]]
     ratios = sorted({row["ratio"] for row in rows})
     best: dict[str, float] = {}
@@ -313,11 +378,18 @@ def picture(found: Summary) -> Figure:
         best[selector] = min(best.get(selector, np.inf), row["cost"])
     order = sorted(best, key=lambda name: best[name], reverse=True)
     figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
-    for axes, ratio in zip(figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True):
+    for axes, ratio in zip(
+        figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True
+    ):
         for row in (row for row in rows if row["ratio"] == ratio):
             selector, *additions = row["method"].split("+")
             allocator = next((name for name in additions if name != MOMENTS), "")
-            height = order.index(selector) + 0.2 * list(COLOURS).index(allocator) - 0.2 + 0.07 * (MOMENTS in additions)
+            height = (
+                order.index(selector)
+                + 0.2 * list(COLOURS).index(allocator)
+                - 0.2
+                + 0.07 * (MOMENTS in additions)
+            )
             axes.plot(row["interval"], [height] * 2, color=COLOURS[allocator], linewidth=1)
             face = COLOURS[allocator] if MOMENTS in additions else "white"
             axes.plot(row["cost"], height, "o", color=COLOURS[allocator], markerfacecolor=face, markersize=4)
@@ -328,8 +400,14 @@ def picture(found: Summary) -> Figure:
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
     figure.supxlabel("cost: nats for each token of the answer more than the full cache", fontsize=9)
-    marks = [("the same budget for each head", "", "white"), *((name, name, "white") for name in COLOURS if name)]
+    marks = [
+        ("the same budget for each head", "", "white"),
+        *((name, name, "white") for name in COLOURS if name),
+    ]
     marks += [("with MomentKV's correction", "", COLOURS[""])]
-    handles = [axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0] for label, name, face in marks]
+    handles = [
+        axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0]
+        for label, name, face in marks
+    ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
     return figure

@@ -1,34 +1,41 @@
-r"""GVote (arXiv 2509.03136): budgets from the nucleus of the current query, votes of the sampled ones, their union (GV-A1 to A11).
+r"""GVote (arXiv 2509.03136): budgets from the nucleus of the current query, votes of the sampled ones,
+their union (GV-A1 to A11).
 
 It equals, in torch, for one query head with the current query q and the samples x [S, D]:
 
-    weights, order = (keys.float() @ q.float() / math.sqrt(head_dim)).softmax(dim=0).sort(descending=True, stable=True)
+    weights, order = (keys.float() @ q.float() / math.sqrt(head_dim)).softmax(dim=0).sort(descending=True,
+    stable=True)
     budget = (weights.flip(0).cumsum(0).flip(0) > 1 - p).sum()
     votes = (x.float() @ keys.float().T).argsort(dim=-1, descending=True, stable=True)[:, :budget]
     kept[votes.flatten()] = True                       # one mask for the query heads of a group
 
-The kernels sort nothing. The votes of a row are the tokens above a threshold, and of the tokens equal to it those up to some
-position. So two numbers describe the votes of T logits, and the union tests for each token whether any row of its KV head has it.
+The kernels sort nothing. The votes of a row are the tokens above a threshold, and of the tokens equal to it
+those up to some position. So two numbers describe the votes of T logits, and the union tests for each token
+whether any row of its KV head has it.
 
-The nucleus by thresholds. The float32 weights are not negative, so that they are ordered as their bits. The mass of all weights
-below a threshold grows with the threshold; the smallest weight of the nucleus is the largest threshold whose mass below is not
-more than 1 - p of the whole, and it is found bit by bit. This is true in rounded arithmetic too: a sum taken in a fixed order over
-the same places, some of them 0, cannot fall when one of them becomes positive. So no digit found ever contradicts an earlier one.
-Weights equal to the smallest leave the nucleus as long as the mass outside stays within 1 - p. The weights are those of the
+The nucleus by thresholds. The float32 weights are not negative, so that they are ordered as their bits. The
+mass of all weights below a threshold grows with the threshold; the smallest weight of the nucleus is the
+largest threshold whose mass below is not more than 1 - p of the whole, and it is found bit by bit. This is
+true in rounded arithmetic too: a sum taken in a fixed order over the same places, some of them 0, cannot fall
+when one of them becomes positive. So no digit found ever contradicts an earlier one. Weights equal to the
+smallest leave the nucleus as long as the mass outside stays within 1 - p. The weights are those of the
 softmax before its division, since mass is relative to the row. NaN ranks below every number and has no mass.
 
-Waves. In a long prompt, the S * T logits of each query head take the most memory. So the samples are processed in waves of as many
-sequences as WORKSPACE holds, or KV heads of one sequence, or samples of one KV head; only the last kind reads K again for each
-wave. The logits never take more memory than WORKSPACE, or one logit for each token and query head of a group.
+Waves. In a long prompt, the S * T logits of each query head take the most memory. So the samples are
+processed in waves of as many sequences as WORKSPACE holds, or KV heads of one sequence, or samples of one KV
+head; only the last kind reads K again for each wave. The logits never take more memory than WORKSPACE, or one
+logit for each token and query head of a group.
 
-Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128 keys. Rows of up to
-8,192 logits are settled in registers, without a second read: `settle_short_rows` for the budgets, `rank_short_rows` for the
-votes. A longer row is cut into at most 64 chunks, by its length alone. `find_peaks` and eight times `weigh_chunks` find a
-nucleus, four bits at a time, by the mass below fifteen thresholds in one read; what lies below the bits that are known is carried
-along, and behind the fourth digit most tiles have no weight with these bits and are passed over. `settle_long_rows` counts the
-nucleus. `count_chunks`, four times, and `rank_chunks` find the votes by the histograms of `selection`. `unite` writes or extends
-the mask. Nothing waits for the host. Masses of chunks are added in their order, and histograms are whole numbers: two runs agree in
-every bit, and so does a sequence in whatever batch it runs. float32 caches are multiplied in full float32, without tensor cores.
+Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128
+keys. Rows of up to 8,192 logits are settled in registers, without a second read: `settle_short_rows` for the
+budgets, `rank_short_rows` for the votes. A longer row is cut into at most 64 chunks, by its length alone.
+`find_peaks` and eight times `weigh_chunks` find a nucleus, four bits at a time, by the mass below fifteen
+thresholds in one read; what lies below the bits that are known is carried along, and behind the fourth digit
+most tiles have no weight with these bits and are passed over. `settle_long_rows` counts the nucleus.
+`count_chunks`, four times, and `rank_chunks` find the votes by the histograms of `selection`. `unite` writes
+or extends the mask. Nothing waits for the host. Masses of chunks are added in their order, and histograms are
+whole numbers: two runs agree in every bit, and so does a sequence in whatever batch it runs. float32 caches
+are multiplied in full float32, without tensor cores.
 """
 
 import itertools
@@ -51,7 +58,9 @@ LEAST_CHUNK = 2048
 MOST_CHUNKS = 64
 
 
-def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, beyond: float) -> torch.Tensor:
+def select(
+    query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, beyond: float
+) -> torch.Tensor:
     r"""GV-A1..3, GV-A9..11: the kept mask, as `optimized.gvote.select`; `beyond` is 1 - p."""
     batch, num_kv_heads, length, _ = keys.shape
     group, samples = query.shape[1] // num_kv_heads, sampled_queries.shape[2]
@@ -69,9 +78,11 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
 
 
 def _waves(batch: int, num_kv_heads: int, samples: int, *, bytes_each: int) -> tuple[int, int, int]:
-    """Return the sequences, KV heads and samples of a wave: whole sequences, or heads of one sequence, or samples of one head.
+    """Return the sequences, KV heads and samples of a wave: whole sequences, or heads of one sequence, or
+    samples of one head.
 
-    `bytes_each` is the memory of one sample for a KV head. A wave writes parts of the mask that are next to one another this way.
+    `bytes_each` is the memory of one sample for a KV head. A wave writes parts of the mask that are next to
+    one another this way.
     """
     fitting = WORKSPACE // bytes_each
     heads = fitting // samples
@@ -81,8 +92,12 @@ def _waves(batch: int, num_kv_heads: int, samples: int, *, bytes_each: int) -> t
 
 
 def nucleus(attention: torch.Tensor, beyond: float) -> torch.Tensor:
-    r"""GV-A2: the smallest set with mass >= p, as `optimized.gvote.nucleus`; `beyond` is 1 - p. Weights below 0 count as 0."""
-    return _top_each(attention, _nuclei(attention.reshape(-1, attention.shape[-1]), beyond, from_logits=False))
+    r"""GV-A2: the smallest set with mass >= p, as `optimized.gvote.nucleus`; `beyond` is 1 - p. Weights
+    below 0 count as 0.
+    """
+    return _top_each(
+        attention, _nuclei(attention.reshape(-1, attention.shape[-1]), beyond, from_logits=False)
+    )
 
 
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
@@ -98,7 +113,9 @@ def _top_each(scores: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 
 
 def _logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """GV-1, GV-A9: `q . k / sqrt(D)` for queries [B, H_q, M, D] as rows [B * H_q * M, T] of the heads, then of their queries."""
+    """GV-1, GV-A9: `q . k / sqrt(D)` for queries [B, H_q, M, D] as rows [B * H_q * M, T] of the heads,
+    then of their queries.
+    """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1], keys.shape[2]
     rows = num_query_heads // num_kv_heads * num_queries
@@ -125,7 +142,9 @@ def _tile(keys: torch.Tensor, rows: int) -> dict[str, Any]:
 
 
 def _short(length: int) -> dict[str, int]:
-    """Return the constants of the kernels that hold rows in registers: 4,096 numbers to a program, or one row."""
+    """Return the constants of the kernels that hold rows in registers: 4,096 numbers to a program, or one
+    row.
+    """
     block = padded(length, 64)
     return {"ROWS": max(1, 4096 // block), "BLOCK": block, "num_warps": max(8, block // 512)}
 
@@ -168,7 +187,8 @@ def _nuclei(rows: torch.Tensor, beyond: float, *, from_logits: bool) -> torch.Te
 
 
 def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, extend: bool) -> None:
-    """Write into `kept` [.., T] (or add to it) the union of the top tokens of the rows [R, T] that share a row of `kept`.
+    """Write into `kept` [.., T] (or add to it) the union of the top tokens of the rows [R, T] that share a
+    row of `kept`.
 
     R / len(budgets) rows in turn have the same budget, and R / rows of kept in turn the same row of it.
     """
@@ -187,14 +207,35 @@ def _vote(rows: torch.Tensor, budgets: torch.Tensor, kept: torch.Tensor, *, exte
         last_counts = torch.empty((count, chunks, 256), dtype=torch.int32, device=rows.device)
         arguments = (*rows.stride(), length, sharing, chunk, chunks)
         for byte in range(4):
-            launch(count_chunks, (count * chunks,))(rows, budgets, counts, last_counts, *arguments, byte, BLOCK=2048, num_warps=4)
+            launch(count_chunks, (count * chunks,))(
+                rows, budgets, counts, last_counts, *arguments, byte, BLOCK=2048, num_warps=4
+            )
         launch(rank_chunks, (count * chunks,))(
-            rows, budgets, counts, last_counts, thresholds, lasts, *arguments, BLOCK=2048, MOST_CHUNKS=MOST_CHUNKS, num_warps=4
+            rows,
+            budgets,
+            counts,
+            last_counts,
+            thresholds,
+            lasts,
+            *arguments,
+            BLOCK=2048,
+            MOST_CHUNKS=MOST_CHUNKS,
+            num_warps=4,
         )
     masks = kept.numel() // length
     blocks = triton.cdiv(length, 2048)
     launch(unite, (masks * blocks,))(
-        rows, thresholds, lasts, kept, *rows.stride(), length, count // masks, blocks, EXTEND=extend, BLOCK=2048, num_warps=4
+        rows,
+        thresholds,
+        lasts,
+        kept,
+        *rows.stride(),
+        length,
+        count // masks,
+        blocks,
+        EXTEND=extend,
+        BLOCK=2048,
+        num_warps=4,
     )
 
 
@@ -204,14 +245,20 @@ def multiply(
     num_kv_heads, num_queries, rows, length, columns, blocks, head_dim, scale,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """logits[head, row, t] = q_row . k_t * scale, row g * M + m of a KV head. Grid: heads * blocks of tokens, blocks of rows."""
+    """logits[head, row, t] = q_row . k_t * scale, row g * M + m of a KV head. Grid: heads * blocks of
+    tokens, blocks of rows.
+    """
     program = tl.program_id(0).to(tl.int64)
     head, block = program // blocks, program % blocks
     channels = tl.arange(0, BLOCK_D)
     row = (tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)).to(tl.int64)
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
-    query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(DOT_DTYPE)
-    key = load_tile(head_of(keys, head, num_kv_heads), token, channels, token < length, head_dim).to(DOT_DTYPE)
+    query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(
+        DOT_DTYPE
+    )
+    key = load_tile(head_of(keys, head, num_kv_heads), token, channels, token < length, head_dim).to(
+        DOT_DTYPE
+    )
     logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     # The columns from `length` on belong to the row too: they are written, and not read.
     offsets = (head * rows + row)[:, None] * columns + token[None, :]
@@ -230,15 +277,18 @@ def load_values(row, first, end, stride_t, BLOCK: tl.constexpr):
 def as_weights(values, inside, peak, FROM_LOGITS: tl.constexpr):
     """Return weights of at least 0: the values, or exp(value - peak); 0 for NaN and outside."""
     if FROM_LOGITS:
-        values = tl.exp(tl.where(inside, values - peak, 0.0))  # of what is outside the exponential could overflow
+        # of what is outside the exponential could overflow
+        values = tl.exp(tl.where(inside, values - peak, 0.0))
     return tl.where(inside & (values > 0), values, 0.0)
 
 
 @triton.jit
 def equals_needed(threshold, bound, below, equals):
-    """Return how many of the `equals` weights at the threshold are in the nucleus, with the mass `below` the threshold.
+    """Return how many of the `equals` weights at the threshold are in the nucleus, with the mass `below`
+    the threshold.
 
-    Starting at the last, they leave as long as the mass outside stays within the bound; one weight is always needed.
+    Starting at the last, they leave as long as the mass outside stays within the bound; one weight is always
+    needed.
     """
     weight = threshold.to(tl.float32, bitcast=True)
     fitting = tl.floor(tl.div_rn(bound - below, tl.where(weight > 0, weight, 1.0)))
@@ -265,7 +315,9 @@ def settle_short_rows(
 ):  # fmt: skip
     """sizes[row] = the size of the nucleus of a row. Grid: blocks of rows."""
     values, inside, row = load_rows(values_ptr, rows, length, stride_row, stride_t, ROWS, BLOCK)
-    weights = as_weights(values, inside, tl.max(tl.where(inside, values, float("-inf")), axis=1)[:, None], FROM_LOGITS)
+    weights = as_weights(
+        values, inside, tl.max(tl.where(inside, values, float("-inf")), axis=1)[:, None], FROM_LOGITS
+    )
     keys = weights.to(tl.uint32, bitcast=True)
     bound = beyond * tl.sum(weights, axis=1)
     threshold = tl.zeros([ROWS], dtype=tl.uint32)
@@ -305,7 +357,9 @@ def row_peak(peaks_ptr, row, chunks, MOST_CHUNKS: tl.constexpr):
 
 @triton.jit
 def next_digit(masses_ptr, totals_ptr, row, chunks, beyond, MOST_CHUNKS: tl.constexpr):
-    """Return the next digit of the threshold, from the masses of `weigh_chunks`, and the mass that may be left out."""
+    """Return the next digit of the threshold, from the masses of `weigh_chunks`, and the mass that may be
+    left out.
+    """
     slots = tl.arange(0, 16)
     parts = row * chunks + tl.arange(0, MOST_CHUNKS)
     inside = parts < (row + 1) * chunks
@@ -321,10 +375,11 @@ def weigh_chunks(
     stride_row, stride_t, length, chunk, chunks, digit, beyond,
     FROM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """masses[row, chunk, v] = the mass of a chunk below the threshold whose next digit is v = 0 .. 15. Grid: rows * chunks.
+    """masses[row, chunk, v] = the mass of a chunk below the threshold whose next digit is v = 0 .. 15.
+    Grid: rows * chunks.
 
-    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself. Digit 0 also writes
-    totals[row, chunk] = the whole mass.
+    Digit 0 is the highest. thresholds[row] = the known digits; every program of a row computes them itself.
+    Digit 0 also writes totals[row, chunk] = the whole mass.
     """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
@@ -344,7 +399,8 @@ def weigh_chunks(
     for first in range(part * chunk, end, BLOCK):
         values, inside = load_values(values_ptr + row * stride_row, first, end, stride_t, BLOCK)
         weights = as_weights(values, inside, peak, FROM_LOGITS)
-        # The next digit of a weight whose digits so far are the known ones. Another is 16 or more, above or in `base` already.
+        # The next digit of a weight whose digits so far are the known ones. Another is 16 or more, above or
+        # in `base` already.
         place = (weights.to(tl.uint32, bitcast=True) ^ prefix) >> (28 - 4 * digit)
         if tl.min(place, axis=0) < 15:
             masses += tl.where(place[None, :] < slots.to(tl.uint32)[:, None], weights[None, :], 0.0)
@@ -356,7 +412,8 @@ def weigh_chunks(
 
 @triton.jit(do_not_specialize=["chunks", "beyond"])
 def settle_long_rows(
-    values_ptr, peaks_ptr, masses_ptr, totals_ptr, thresholds_ptr, sizes_ptr, stride_row, stride_t, length, chunks, beyond,
+    values_ptr, peaks_ptr, masses_ptr, totals_ptr, thresholds_ptr, sizes_ptr, stride_row, stride_t, length,
+    chunks, beyond,
     FROM_LOGITS: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """sizes[row] = the size of the nucleus of a row, after eight `weigh_chunks`. Grid: rows."""
@@ -386,7 +443,9 @@ def rank_short_rows(
     scores_ptr, budgets_ptr, thresholds_ptr, lasts_ptr, stride_row, stride_t, rows, length, sharing,
     ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The top tokens of a row are those above thresholds[row], and the equal ones up to lasts[row]. Grid: blocks of rows."""
+    """The top tokens of a row are those above thresholds[row], and the equal ones up to lasts[row]. Grid:
+    blocks of rows.
+    """
     scores, inside, row = load_rows(scores_ptr, rows, length, stride_row, stride_t, ROWS, BLOCK)
     # The places beyond the end of a row have the key of NaN, and rank below NaN by their position.
     keys = tl.where(inside, ordered(scores), 0)
@@ -408,10 +467,13 @@ def rank_short_rows(
 
 @triton.jit(do_not_specialize=["sharing", "chunks", "byte"])
 def count_chunks(
-    scores_ptr, budgets_ptr, counts_ptr, last_counts_ptr, stride_row, stride_t, length, sharing, chunk, chunks, byte,
+    scores_ptr, budgets_ptr, counts_ptr, last_counts_ptr, stride_row, stride_t, length, sharing, chunk,
+    chunks, byte,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the histogram of one byte over one chunk of a row to that of the row; each row has its own count. Grid: rows * chunks."""
+    """Add the histogram of one byte over one chunk of a row to that of the row; each row has its own
+    count. Grid: rows * chunks.
+    """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
@@ -427,7 +489,9 @@ def rank_chunks(
     stride_row, stride_t, length, sharing, chunk, chunks,
     BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """thresholds[row] and lasts[row] as `rank_short_rows`: only the chunk where the equals run out is read. Grid: rows * chunks."""
+    """thresholds[row] and lasts[row] as `rank_short_rows`: only the chunk where the equals run out is
+    read. Grid: rows * chunks.
+    """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
@@ -457,7 +521,9 @@ def unite(
     scores_ptr, thresholds_ptr, lasts_ptr, kept_ptr, stride_row, stride_t, length, rows, blocks,
     EXTEND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """kept[mask, t] = whether any of its rows has token t among its top tokens. Grid: masks * blocks of tokens."""
+    """kept[mask, t] = whether any of its rows has token t among its top tokens. Grid: masks * blocks of
+    tokens.
+    """
     program = tl.program_id(0).to(tl.int64)
     mask, block = program // blocks, program % blocks
     first = block * BLOCK

@@ -1,25 +1,28 @@
-r"""KeyDiff (arXiv 2504.15364) in two launches: KD-8, `score_i = -cos(mu, k_i)` with mu the mean of the unit keys.
+r"""KeyDiff (arXiv 2504.15364) in two launches: KD-8, `score_i = -cos(mu, k_i)` with mu the mean of the
+unit keys.
 
 It equals, in torch:
 
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     score = -torch.cosine_similarity(unit.mean(dim=-2, keepdim=True), keys.float(), dim=-1)
 
-The anchor needs every key before the first score, so the keys are read twice. First launch, `sum_unit_keys`: one program sums the
-unit keys of one split of one head, each element of a tile to its own accumulator, and folds the tile along the tokens once, at the
-end. It stores 1 / |k| of every key. Second launch, `score_keys`: one program adds up the partial sums of its head, in the order of
-the splits, and scores one split. Its programs start with the last split of the last head: what the first launch read last is still
-in the L2 cache.
+The anchor needs every key before the first score, so the keys are read twice. First launch, `sum_unit_keys`:
+one program sums the unit keys of one split of one head, each element of a tile to its own accumulator, and
+folds the tile along the tokens once, at the end. It stores 1 / |k| of every key. Second launch, `score_keys`:
+one program adds up the partial sums of its head, in the order of the splits, and scores one split. Its
+programs start with the last split of the last head: what the first launch read last is still in the L2 cache.
 
-With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys gains those of the block
-and loses those of the evicted keys (KD-6); `update_sums` does that, one program for each head, and `score_keys` alone scores.
+With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys
+gains those of the block and loses those of the evicted keys (KD-6); `update_sums` does that, one program for
+each head, and `score_keys` alone scores.
 
-The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by the number of tokens
-only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below an eighth of its keys, and the scores of a
-sequence are the same bits in every batch.
+The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by
+the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below
+an eighth of its keys, and the scores of a sequence are the same bits in every batch.
 
-Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is exact, so that the
-squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such numbers and skips this step.
+Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is
+exact, so that the squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such
+numbers and skips this step.
 """
 
 from typing import Any
@@ -55,8 +58,12 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)
 
 
-def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
-    r"""KD-6: `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`, as `update_anchor`, with one of the two."""
+def update_anchor(
+    anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None
+) -> torch.Tensor:
+    r"""KD-6: `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`, as `update_anchor`, with one of the
+    two.
+    """
     some = as_heads(next(keys for keys in (new_keys, evicted_keys) if keys is not None))
     added, removed = (some[:, :, :0] if keys is None else as_heads(keys) for keys in (new_keys, evicted_keys))
     updated = floats(anchor, *anchor.shape)
@@ -81,20 +88,25 @@ def _splits(length: int, block_t: int) -> tuple[int, int]:
 
 
 def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32; write 1 / |k| to `inverses` [.., T]."""
+    """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32; write 1 / |k| to
+    `inverses` [.., T].
+    """
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
     sums = floats(keys, batch * num_heads, splits, head_dim)
     launch(sum_unit_keys, (batch * num_heads * splits,))(
-        strided(heads), sums, sums if inverses is None else inverses, num_heads, length, head_dim, split, splits,
+        strided(heads), sums, sums if inverses is None else inverses, num_heads, length, head_dim, split,
+        splits,
         STORED=inverses is not None, **tile,
     )  # fmt: skip
     return sums
 
 
 def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
-    """Score the keys, of which `inverses` may have 1 / |k|, against the sum of `sums` [B * H_kv, parts, D] over its parts."""
+    """Score the keys, of which `inverses` may have 1 / |k|, against the sum of `sums` [B * H_kv, parts, D]
+    over its parts.
+    """
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
@@ -107,12 +119,15 @@ def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None
 
 
 @triton.jit
-def load_keys(keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr):
+def load_keys(
+    keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr
+):
     """Load the `keys` [T, D] of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
     positions = first + tl.arange(0, BLOCK_T)
     tile = load_tile(keys, positions, tl.arange(0, BLOCK_D), positions < end, head_dim)
     if RESCALE:
-        # The exponent of the largest component, in place: 2**-exponent has the biased exponent 254 - exponent.
+        # The exponent of the largest component, in place: 2**-exponent has the biased exponent 254 -
+        # exponent.
         largest = tl.max(tl.abs(tile), axis=1)
         exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
         scale = tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23
@@ -126,7 +141,8 @@ def inverse_norms(keys):
     squares = tl.sum(keys * keys, axis=1)
     # A zero key has no direction: its cosine is 0.
     near = tl.rsqrt(tl.where(squares == 0, 1.0, squares))
-    # The hardware's root has 22 bits; a step of Newton's method gives the rest, and costs less than a rounded root and quotient.
+    # The hardware's root has 22 bits; a step of Newton's method gives the rest, and costs less than a rounded
+    # root and quotient.
     return tl.where(squares == 0, 0.0, near * (1.5 - 0.5 * squares * near * near))
 
 
@@ -135,7 +151,9 @@ def sum_units(
     keys, inverses, start, end, head_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """The sum of k / |k| over the keys of positions start .. end-1, [BLOCK_D]; STORED: 1 / |k| goes to `inverses`."""
+    """The sum of k / |k| over the keys of positions start .. end-1, [BLOCK_D]; STORED: 1 / |k| goes to
+    `inverses`.
+    """
     total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
     for first in tl.range(start, end, BLOCK_T, num_stages=STAGES):
         tile = load_keys(keys, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
@@ -152,7 +170,9 @@ def sum_unit_keys(
     keys, sums_ptr, inverses_ptr, num_heads, length, head_dim, split, splits,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits of a head together."""
+    """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits
+    of a head together.
+    """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
     own, inverses = head_of(keys, head, num_heads), inverses_ptr + head * length
@@ -167,7 +187,9 @@ def update_sums(
     sums_ptr, added, removed, updated_ptr, num_heads, added_length, removed_length, head_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr,
 ):  # fmt: skip
-    """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed. Grid: heads."""
+    """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed.
+    Grid: heads.
+    """
     head = tl.program_id(0).to(tl.int64)
     added, removed = head_of(added, head, num_heads), head_of(removed, head, num_heads)
     gained = sum_units(added, added.ptr, 0, added_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
@@ -182,7 +204,8 @@ def score_keys(
     keys, sums_ptr, inverses_ptr, scores_ptr, num_heads, length, head_dim, split, splits, parts,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED: `inverses` has 1 / |k|.
+    """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED:
+    `inverses` has 1 / |k|.
 
     Grid as in `sum_unit_keys`, in the opposite order.
     """
@@ -194,7 +217,9 @@ def score_keys(
     for first in range(0, parts, 16):
         rows = first + tl.arange(0, 16)
         offsets = (head * parts + rows)[:, None] * head_dim + channels[None, :]
-        folded += tl.load(sums_ptr + offsets, mask=(rows < parts)[:, None] & (channels < head_dim)[None, :], other=0.0)
+        folded += tl.load(
+            sums_ptr + offsets, mask=(rows < parts)[:, None] & (channels < head_dim)[None, :], other=0.0
+        )
     anchor = tl.sum(folded, axis=0)
     squares = tl.sum(anchor * anchor, axis=0)
     # The comparison with 0, not with more than 0, lets NaN through.
@@ -220,5 +245,7 @@ def _launch(dtype: torch.dtype, head_dim: int) -> None:
 
 
 CONFIGURATIONS = configurations(
-    _launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), resident={"sum_unit_keys": 2, "score_keys": 3}
+    _launch,
+    *({"head_dim": head_dim} for head_dim in HEAD_DIMS),
+    resident={"sum_unit_keys": 2, "score_keys": 3},
 )

@@ -1,4 +1,6 @@
-"""The pages point at what exists: tests that the errata name, files that a page links to. And their language is plain."""
+"""The pages point at what exists: tests that the errata name, files that a page links to. And their
+language is plain.
+"""
 
 import ast
 import re
@@ -13,20 +15,33 @@ from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.verdict.coverage import GRADES, ids_of
 
 ROOT = Path(__file__).parents[2]
-ERRATA, UPSTREAM = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md"))
+ERRATA, UPSTREAM = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md")
+)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Pages that are made when the site is built.
-MADE = {ROOT / "docs" / "coverage.md", *(ROOT / "docs" / "lessons" / path.name for path in ROOT.glob("tutorials/*.md"))}
+MADE = {
+    ROOT / "docs" / "coverage.md",
+    *(ROOT / "docs" / "lessons" / path.name for path in ROOT.glob("tutorials/*.md")),
+}
 
 
 def names_in(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
-    assert [(file, test) for file, test in named if not (ROOT / file).exists() or test not in names_in(ROOT / file)] == []
+    assert [
+        (file, test)
+        for file, test in named
+        if not (ROOT / file).exists() or test not in names_in(ROOT / file)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -37,15 +52,25 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
     found = [(page.parent / link).resolve() for link in links]
     # A picture of a lesson is made with the lesson; the strict build looks for it.
-    assert [each for each in found if not each.exists() and each not in MADE and each.parents[1] != ROOT / "docs/lessons"] == []
+    assert [
+        each
+        for each in found
+        if not each.exists() and each not in MADE and each.parents[1] != ROOT / "docs/lessons"
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
-    """A formatter once took the mark of a quotation for Python and put spaces into it, and the page showed the mark."""
+    """A formatter once took the mark of a quotation for Python and put spaces into it, and the page showed
+    the mark.
+    """
     marks = re.findall(r"^ *--8 *<.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     quoted = [re.fullmatch(r' *--8<-- "(\S+)"', mark) for mark in marks]
-    assert [mark for mark, match in zip(marks, quoted, strict=True) if not match or not (ROOT / match[1]).is_file()] == []
+    assert [
+        mark
+        for mark, match in zip(marks, quoted, strict=True)
+        if not match or not (ROOT / match[1]).is_file()
+    ] == []
 
 
 def test_the_contract_holds_the_signatures_of_today() -> None:
@@ -67,13 +92,19 @@ def test_every_erratum_has_the_same_five_parts_a_grade_and_a_test() -> None:
     for title, body in errata().items():
         assert re.findall(r"^- \*\*(.+?)\*\*", body, flags=re.MULTILINE) == parts, title
         # A wrong reference is seen by reading; everything else has a test.
-        assert re.search(r"^- \*\*Test\*\* (`spec_tests/[\w/]+\.py::\w+`|reading: )", body, flags=re.MULTILINE), title
+        assert re.search(
+            r"^- \*\*Test\*\* (`spec_tests/[\w/]+\.py::\w+`|reading: )", body, flags=re.MULTILINE
+        ), title
 
 
 def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
     rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.*\| \*(.+?)\* \|", ERRATA, flags=re.MULTILINE)
     graded = [
-        (title.partition(": ")[0], slugify(title, "-"), re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0])
+        (
+            title.partition(": ")[0],
+            slugify(title, "-"),
+            re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0],
+        )
         for title, body in errata().items()
     ]
     assert rows == graded
@@ -90,7 +121,9 @@ def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None
     # What was taken back is no erratum any more, and keeps its requirement.
     taken_back = ERRATA.partition("## Entries that were taken back")[2]
     dropped = re.findall(r"^\| ([A-Z]{2}-\S+) \|", taken_back, flags=re.MULTILINE)
-    assert dropped and all(REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped)
+    assert dropped and all(
+        REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped
+    )
 
 
 def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
@@ -99,7 +132,9 @@ def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
     read = {(one.paper.rpartition(" ")[2], one.version) for one in REQUIREMENTS.values() if one.version}
     assert len(read) == 5
     for paper, version in read:
-        assert all(re.search(rf"^## .+ \(arXiv {paper}, {version}\)$", text, flags=re.MULTILINE) for text in texts), paper
+        assert all(
+            re.search(rf"^## .+ \(arXiv {paper}, {version}\)$", text, flags=re.MULTILINE) for text in texts
+        ), paper
         assert f"(https://arxiv.org/abs/{paper}{version})" in methods, paper
 
 
@@ -123,38 +158,65 @@ NOT_PROSE = (
 
 
 def sentences(markdown: str) -> list[str]:
-    """The sentences of a page's prose: a code span or formula is one word of it, and an item of a list begins a sentence."""
+    """The sentences of a page's prose: a code span or formula is one word of it, and an item of a list
+    begins a sentence.
+    """
     for pattern in NOT_PROSE:
         markdown = re.sub(pattern, "\n\n", markdown, flags=re.MULTILINE)
     plain = re.sub(r"`[^`]+`|\$[^$\n]+\$", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown))
-    blocks = re.split(r"\n\s*\n|^ *(?:[-*]|\d+\.) +", re.sub(r"[*_]{1,2}(?=\S)|(?<=\S)[*_]{1,2}", "", plain), flags=re.MULTILINE)
+    blocks = re.split(
+        r"\n\s*\n|^ *(?:[-*]|\d+\.) +",
+        re.sub(r"[*_]{1,2}(?=\S)|(?<=\S)[*_]{1,2}", "", plain),
+        flags=re.MULTILINE,
+    )
     return [
-        one for block in blocks for one in re.split(r"(?<=[.!?]) +(?=[\W\d]*[A-Z]|code)", " ".join(block.split())) if " " in one
+        one
+        for block in blocks
+        for one in re.split(r"(?<=[.!?]) +(?=[\W\d]*[A-Z]|code)", " ".join(block.split()))
+        if " " in one
     ]
 
 
 def measured(markdown: str) -> tuple[float, float]:
-    """The mean number of words of a sentence, and the percentage of the sentences that have more words than RULES allow."""
+    """The mean number of words of a sentence, and the percentage of the sentences that have more words
+    than RULES allow.
+    """
     counts = [len(re.findall(r"[\w'-]+", one)) for one in sentences(markdown)] or [0]
     return sum(counts) / len(counts), 100 * sum(count > RULES["most_words"] for count in counts) / len(counts)
 
 
 def test_sentences_are_told_from_code_tables_and_headings() -> None:
-    page = "---\na: b\n---\n# A heading\n\nOne `a b c` two. Three\nfour [five](x.md).\n\n- six $x + y$ seven\n- *eight* nine\n\n"
+    page = (
+        "---\na: b\n---\n# A heading\n\nOne `a b c` two. Three\nfour [five](x.md).\n\n- six $x + y$ "
+        "seven\n- *eight* nine\n\n"
+    )
     page += "| a | b |\n|---|---|\n| in a table. | Not prose. |\n\n```text\nNo prose here. None.\n```\n\n"
     page += "<!-- marker: one -->\nTen eleven."
-    assert sentences(page) == ["One code two.", "Three four five.", "six code seven", "eight nine", "Ten eleven."]
+    assert sentences(page) == [
+        "One code two.",
+        "Three four five.",
+        "six code seven",
+        "eight nine",
+        "Ten eleven.",
+    ]
     assert measured(page) == (2.6, 0) and measured("word " * 23 + "end. A short one.")[1] == 50
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_a_page_is_no_harder_to_read_than_it_was(page: Path) -> None:
-    """Whoever rewrites a page lowers its limits, so that it does not go back; a new page has the common ones."""
+    """Whoever rewrites a page lowers its limits, so that it does not go back; a new page has the common
+    ones.
+    """
     text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
     limits, (mean, long) = RULES["pages"].get(name, RULES["new_page"]), measured(text)
     assert mean <= limits["mean"] and long <= limits["long"], (round(mean, 1), round(long), limits)
     assert (
         name in RULES["old_words_stay"]
-        or [(bad, one) for bad in RULES["words"] for one in sentences(text) if re.search(rf"\b(?:{bad})\b", one, re.IGNORECASE)]
+        or [
+            (bad, one)
+            for bad in RULES["words"]
+            for one in sentences(text)
+            if re.search(rf"\b(?:{bad})\b", one, re.IGNORECASE)
+        ]
         == []
     )
