@@ -189,10 +189,11 @@ def judge(
         except subprocess.TimeoutExpired as error:
             raise NotReached(f"{method}: the laws took longer than {error.timeout:.0f} s") from error
         file = Path(report) / "conformance.json"
-        if done.returncode not in (0, 1) or not file.is_file():
-            raise NotReached(
-                f"{method}: the judge ended with {done.returncode}: {_why(done.stdout + done.stderr)}"
-            )
+        require(
+            done.returncode in (0, 1) and file.is_file(),
+            f"{method}: the judge ended with {done.returncode}: {_why(done.stdout + done.stderr)}",
+            NotReached,
+        )
         verdict = json.loads(file.read_text(encoding="utf-8"))
     found = verdict["implementations"][0]["requirements"]
     return {

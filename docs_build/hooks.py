@@ -17,7 +17,13 @@ from evictionary.spec_tests.verdict import coverage
 from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
-WIDE = {"coverage.md": "coverage", "kill_matrix.md": "kills"}
+WIDE = {
+    "coverage.md": "coverage",
+    "kill_matrix.md": "kills",
+    **dict.fromkeys(
+        ("study.md", "claims/index.md", *(f"claims/{name}.md" for name in pages.PAPERS)), "measured"
+    ),
+}
 # Records for maintainers, and what another page says again: a reader's search should not find them.
 NOT_SEARCHED = re.compile(
     r"(coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"

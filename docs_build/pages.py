@@ -134,12 +134,7 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {
-        "escaped": escaped,
-        "interval": study.with_interval,
-        "sentence": _sentence,
-        "verdict": _verdict,
-    }
+    filters = {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
     helpers = {
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),

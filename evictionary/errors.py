@@ -38,3 +38,14 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
     """A known name like the one that was given, as ` (did you mean keydiff?)`; empty where none is close."""
     close = difflib.get_close_matches(got, list(known), n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def require_known(argument: str, got: str, known: Iterable[str]) -> None:
+    """Raise UsageError for a name that is not known: the message has the name most like it, then all that
+    are known.
+    """
+    names = list(known)
+    if got not in names:
+        raise UsageError(
+            f"{argument}: got {got!r}{did_you_mean(got, names)}, wanted one of {', '.join(names)}"
+        )

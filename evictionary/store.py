@@ -21,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from evictionary.errors import UsageError
+from evictionary.errors import UsageError, require
 
 RESULTS = "results.jsonl"
 LOCK = ".lock"
@@ -126,18 +126,17 @@ def run(
     processes store each unit at once. Raises UsageError for an unusable folder or cluster, and for a folder
     with the results of another model.
     """
-    if jobs < 1:
-        raise UsageError(f"jobs: got {jobs}, wanted at least 1")
+    require(jobs >= 1, f"jobs: got {jobs}, wanted at least 1")
     path = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         found = read(path, plan.identify)
         others = {line["model"] for line in found.values() if "model" in line} - {plan.model}
-        if others:
-            raise UsageError(
-                f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for "
-                f"{plan.model}"
-            )
+        require(
+            not others,
+            f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for "
+            f"{plan.model}",
+        )
         work = plan.missing(found)
         plan.check(folder, found, work)
         total = sum(len(parts) for _, parts in work)
@@ -191,8 +190,11 @@ def append(path: Path, line: Line) -> None:
     """Append one line in one write, and return when it is on the disk."""
     data = (json.dumps(line) + "\n").encode()
     with path.open("ab", buffering=0) as file:
-        if file.write(data) != len(data):
-            raise OSError(f"{path}: a line could not be written whole; is the disk full?")
+        require(
+            file.write(data) == len(data),
+            f"{path}: a line could not be written whole; is the disk full?",
+            OSError,
+        )
         os.fsync(file.fileno())
 
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 
+from evictionary.errors import did_you_mean
 from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.apart import described
 from evictionary.spec_tests.judge.arithmetic import EPSILON
@@ -212,7 +213,8 @@ def _dtypes(option: str | None) -> list[str | None]:
     for name in names:
         if name not in EPSILON:
             raise pytest.UsageError(
-                f"--dtype: got {name!r}, wanted some of {', '.join(EPSILON)}, separated by commas"
+                f"--dtype: got {name!r}{did_you_mean(name, EPSILON)}, wanted some of {', '.join(EPSILON)}, "
+                "separated by commas"
             )
     return list(names)
 

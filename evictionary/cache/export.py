@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from evictionary.cache.arguments import checked
-from evictionary.errors import UsageError, require
+from evictionary.errors import require, usage
 from evictionary.policies import DEFAULT
 
 FIRST_LINE = (
@@ -67,9 +67,7 @@ def export(
         not path.exists() or path.read_text(encoding="utf-8", errors="replace").startswith(FIRST_LINE),
         f"folder: got {folder}, which holds another custom_generate/generate.py, wanted a folder without one",
     )
-    try:
+    with usage(f"folder: got {folder}, wanted a folder that can be written", OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(FIRST_LINE + PROGRAM.replace("{settings!r}", repr(settings)), encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"folder: got {folder}, wanted a folder that can be written: {error}") from None
     return path

@@ -20,7 +20,7 @@ from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
 from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Findings
 from evictionary.claims.recording import Lab, Observed, Scale, record
-from evictionary.errors import require
+from evictionary.errors import did_you_mean, require
 from evictionary.evaluation import pages, run as evaluation
 from evictionary.store import Line
 
@@ -61,7 +61,7 @@ class Plan(store.Plan):
         unknown = [name for name in self.texts if name not in texts.KINDS]
         require_some("texts", self.texts, unknown, texts.KINDS)
         unknown = sorted(self.seeds_of.keys() - PAPERS.keys())
-        require(not unknown, f"seeds_of: got {', '.join(unknown)}, wanted some of {', '.join(PAPERS)}")
+        require_some("seeds_of", PAPERS, unknown, PAPERS)
         for name, seeds in {"seeds": self.seeds, **self.seeds_of}.items():
             told = f"{name}: got {len(set(seeds))}, wanted at least 2: one text of a kind gives no interval"
             require(len(set(seeds)) >= 2, told)
@@ -135,9 +135,10 @@ class Plan(store.Plan):
 
 def require_some(argument: str, given: Collection[str], unknown: Sequence[str], known: Iterable[str]) -> None:
     """Raise UsageError for unknown names, and for none."""
+    close = "".join(did_you_mean(name, known) for name in unknown[:1])
     require(
         given and not unknown,
-        f"{argument}: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(known)}",
+        f"{argument}: got {', '.join(unknown) or 'none'}{close}, wanted some of {', '.join(known)}",
     )
 
 

@@ -15,7 +15,7 @@ from jsonschema.exceptions import best_match
 
 from evictionary.classroom import ASSIGNMENTS, formats, names
 from evictionary.classroom.child import Limits
-from evictionary.errors import UsageError, require, usage
+from evictionary.errors import UsageError, require, require_known, usage
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,7 @@ def load(name: str, folder: Path | None = None) -> Assignment:
     """Read an assignment. Raises UsageError if no assignment of the folder has that name, and for a
     mistake in its file.
     """
-    known = ", ".join(names(folder)) or "a folder with an assignment.toml in it"
-    require(name in names(folder), f"assignment: got {name!r}, wanted one of {known}")
+    require_known("assignment", name, names(folder) or ["a folder with an assignment.toml in it"])
     folder = (folder or ASSIGNMENTS).resolve() / name
     where = f"{name}/assignment.toml"
     with usage(f"{where}: wanted a TOML file", ValueError, OSError):

@@ -27,7 +27,7 @@ from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty
 from evictionary.classroom.submissions import Handed
-from evictionary.errors import UsageError, require, usage
+from evictionary.errors import UsageError, did_you_mean, require, usage
 
 
 @dataclass(frozen=True)
@@ -222,7 +222,7 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
     known = sorted(
         {each.rpartition("::")[2] for step in one.steps for each in (*step.laws, step.check) if each}
     )
-    raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
+    raise UsageError(f"--law: got {law!r}{did_you_mean(law, known)}, wanted one of {', '.join(known)}")
 
 
 def _readable(path: Handed, assignment: Assignment) -> bytes:

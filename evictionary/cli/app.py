@@ -1,8 +1,8 @@
-"""The command `evictionary`: collects the subcommands; each stands in a file of its own that imports no
-other.
-"""
+"""The command `evictionary`: collects the subcommands; each is in a file of its own that imports no other."""
 
+import inspect
 import os
+import re
 from typing import Annotated
 
 import typer
@@ -58,6 +58,17 @@ def main(
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
-_judging = (methods, judge, verify, tasks, contract, vectors)
-for _commands in (*_judging, demo, run, export, calibrate, evaluate, data, study, claims, classroom):
-    app.add_typer(_commands.app)
+# The panels of the help, and the files of the commands in each.
+PANELS = {
+    "Validate": (judge, verify, contract, vectors, tasks),
+    "Run": (methods, demo, run, export, calibrate),
+    "Measure": (evaluate, data, study, claims),
+    "Teach": (classroom,),
+}
+for _panel, _files in PANELS.items():
+    for _file in _files:
+        for _command in _file.app.registered_commands:
+            _command.rich_help_panel = _panel
+            # A help text is written in lines of the file; the terminal breaks it into lines of its own.
+            _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
+        app.add_typer(_file.app)

@@ -28,7 +28,7 @@ from evictionary.cli.console import (
     show,
     whole_number,
 )
-from evictionary.errors import require, usage
+from evictionary.errors import require, require_known, usage
 
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
@@ -365,10 +365,7 @@ def grade(
         chosen = load(assignment, assignments)
         wanted = names_in(formats) or list(written.FORMATS)
         for name in wanted:
-            require(
-                name in written.FORMATS,
-                f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}",
-            )
+            require_known("--format", name, written.FORMATS)
         for argument, count in (("--jobs", jobs), ("--examples", examples)):
             require(count is None or count >= 1, f"{argument}: got {count}, wanted at least 1")
         require(seconds is None or 0 < seconds < math.inf, f"--seconds: got {seconds}, wanted more than 0")

@@ -18,7 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from evictionary.errors import InstallError, MethodError, UsageError, require, usage
+from evictionary.errors import InstallError, MethodError, UsageError, did_you_mean, require, usage
 
 if TYPE_CHECKING:
     from evictionary import store
@@ -26,16 +26,28 @@ if TYPE_CHECKING:
 messages, out = Console(stderr=True), Console(highlight=False)
 
 
-def reader(kind: type, wanted: str) -> Callable[[str], Any]:
-    """What reads an option's number; typer's own message would not have the form "got ..., wanted ..."."""
+def reader(kind: Callable[[str], Any], wanted: str, known: Iterable[str] = ()) -> Callable[[str], Any]:
+    """What reads an option's value, perhaps one of `known`; typer's message would not have the form "got
+    ..., wanted ...".
+    """
 
     def read(text: str) -> Any:
         try:
             return kind(text)
         except ValueError:
-            raise typer.BadParameter(f"got {text!r}, wanted {wanted}") from None
+            raise typer.BadParameter(f"got {text!r}{did_you_mean(text, known)}, wanted {wanted}") from None
 
     return read
+
+
+def one_of(names: tuple[str, ...], help: str, *flags: str) -> Any:
+    """An option that takes one of some names."""
+    return typer.Option(
+        *flags,
+        parser=reader(lambda text: names[names.index(text)], f"one of {', '.join(names)}", names),
+        metavar=f"[{'|'.join(names)}]",
+        help=help,
+    )
 
 
 whole, number = reader(int, "a whole number"), reader(float, "a number")
@@ -183,12 +195,10 @@ def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
 
 def numbers_in(argument: str, texts: list[str]) -> list[float]:
     text = ",".join(texts)
-    try:
+    with usage(
+        f"{argument}: got {text!r}, wanted numbers with commas between them, such as 0.25,0.5", ValueError
+    ):
         return [float(part) for part in text.split(",")]
-    except ValueError:
-        raise UsageError(
-            f"{argument}: got {text!r}, wanted numbers with commas between them, such as 0.25,0.5"
-        ) from None
 
 
 def require_writable(output: Path) -> None:

@@ -1,7 +1,6 @@
 """The command `evictionary eval`."""
 
 from collections.abc import Iterator, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +17,7 @@ from evictionary.cli.console import (
     messages,
     names_in,
     numbers_in,
+    one_of,
     out,
     plain_table,
     require_folder,
@@ -41,12 +41,7 @@ REAL = (
 )
 
 
-class Format(StrEnum):
-    """The form in which the results are printed."""
-
-    TABLE = "table"
-    MARKDOWN = "markdown"
-    JSON = "json"
+FORMATS = ("table", "markdown", "json")
 
 
 @app.command(
@@ -109,7 +104,7 @@ def evaluate(
     ] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: DaskCluster = None,
-    format: Annotated[Format, typer.Option(help="The form in which the results are printed.")] = Format.TABLE,
+    format: Annotated[str, one_of(FORMATS, "The form in which the results are printed.")] = "table",
     as_json: AsJson = False,
 ) -> None:
     """Measure methods on tasks. A run that was stopped goes on where it stopped if you repeat the command.
@@ -136,15 +131,11 @@ def evaluate(
             budgets=kept,
         )
         found = eval_report.write(carry_out(plan, output, jobs, dask), output)
-    if format is Format.MARKDOWN and not as_json:
+    if format == "markdown" and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
     else:
         written = f"Everything measured, plots and a report: [bold]{output}[/]"
-        show(
-            as_json or format is Format.JSON,
-            found | {"output": str(output)},
-            [*_tables(found["rows"]), written],
-        )
+        show(as_json or format == "json", found | {"output": str(output)}, [*_tables(found["rows"]), written])
     for failure in found["failures"]:
         text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
         messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)

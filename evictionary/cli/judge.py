@@ -9,17 +9,20 @@ from typing import Annotated
 
 import typer
 
+from evictionary.cli import starter
 from evictionary.cli.console import AsJson, exit_codes, given_names, messages, number, require_folder
-from evictionary.errors import require
+from evictionary.errors import require, require_known
 
 app = typer.Typer()
 MEMORY = "memory"
+WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws are asked", "What counts", "The result"
+PROFILES = ("quick", "student", "default", "thorough")
 
 
 @app.command(
     epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain "
     "head_dim=64,128 --json[/]"
-    "   [bold]evictionary judge --exec ./my_binary[/]"
+    "   [bold]evictionary judge --exec ./my_binary[/]   [bold]evictionary judge --starter keydiff[/]"
 )
 def judge(
     path: Annotated[
@@ -34,62 +37,95 @@ def judge(
         typer.Option(
             "--exec",
             metavar="COMMAND",
+            rich_help_panel=WHAT,
             help="Instead of a path: a program in any language, which answers over its standard input.",
         ),
     ] = None,
-    timeout: Annotated[
-        float,
+    new_file: Annotated[
+        str | None,
         typer.Option(
-            parser=number, metavar="SECONDS", help="How long a function or a program may take for one call."
+            "--starter",
+            metavar="METHOD",
+            rich_help_panel=WHAT,
+            help="Instead of a path: write a file for this method, such as keydiff, into the current folder, "
+            "to begin with.",
         ),
-    ] = 60.0,
+    ] = None,
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            "--method", help="Judge these methods only, such as keydiff; by default all that are there."
+            "--method",
+            rich_help_panel=WHAT,
+            help="Judge these methods only, such as keydiff; by default all that are there.",
         ),
     ] = None,
-    law: Annotated[str | None, typer.Option(help="Run only this law (copy its name from a report).")] = None,
+    law: Annotated[
+        str | None,
+        typer.Option(rich_help_panel=WHAT, help="Run only this law (copy its name from a report)."),
+    ] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
+            rich_help_panel=WHAT,
             help="The inputs that it accepts: head_dim=64,128, also value_dim, group, lag_size, batch, "
             "dtype, min_length, "
             "max_length, length_multiple_of; may be given several times. A DOMAIN in the file or package "
-            "says the same."
+            "says the same.",
         ),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
+            rich_help_panel=HOW,
             help="The device that torch implementations run on, or `compiled`: kernels run as Triton "
-            "compiles them, without a GPU."
+            "compiles them, without a GPU.",
         ),
     ] = "cpu",
     dtype: Annotated[
         str | None,
         typer.Option(
-            help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32."
+            rich_help_panel=HOW,
+            help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32.",
         ),
     ] = None,
     profile: Annotated[
-        str, typer.Option(help="How many inputs a law draws: quick 4, student 25, default 50, thorough 500.")
+        str,
+        typer.Option(
+            rich_help_panel=HOW,
+            help="How many inputs a law draws: quick 4, student 25, default 50, thorough 500.",
+        ),
     ] = "default",
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, help="How many processes; by default two where there are two processors, and one on a GPU."
+            min=1,
+            rich_help_panel=HOW,
+            help="How many processes; by default two where there are two processors, and one on a GPU.",
         ),
     ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            parser=number,
+            metavar="SECONDS",
+            rich_help_panel=HOW,
+            help="How long a function or a program may take for one call.",
+        ),
+    ] = 60.0,
     strict: Annotated[
-        bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")
+        bool,
+        typer.Option(rich_help_panel=COUNTS, help="Edges and refusals count too, not the mathematics alone."),
     ] = False,
     expected_failures: Annotated[
         Path | None,
-        typer.Option(help="File that lists the ids or laws that may fail, one a line, each with a reason."),
+        typer.Option(
+            rich_help_panel=COUNTS,
+            help="File that lists the ids or laws that may fail, one a line, each with a reason.",
+        ),
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="A folder for conformance.json, junit.xml and badge.json.")
+        Path | None,
+        typer.Option(rich_help_panel=RESULT, help="A folder for conformance.json, junit.xml and badge.json."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -100,19 +136,31 @@ def judge(
     where it does not, and 2 where there is nothing to judge.
     """
     with exit_codes(extra="torch"):
+        given = [
+            f"{name} {value}"
+            for name, value in (("path", path), ("--exec", command), ("--starter", new_file))
+            if value is not None
+        ]
         nothing = (
-            "nothing to judge: give a file, folder or package, or --exec COMMAND. Example: evictionary "
-            "judge my_kernels"
+            "nothing to judge: give a file, folder or package, or --exec COMMAND, or --starter METHOD "
+            "for a file to begin with."
         )
-        require(path is not None or command is not None, nothing)
+        require(given, f"{nothing} Example: evictionary judge my_kernels")
         require(
-            path is None or command is None, f"path: got {path} and --exec {command}, wanted one of the two"
+            len(given) == 1, f"path: got {' and '.join(given).removeprefix('path ')}, wanted one of the two"
         )
+        if new_file is not None:
+            (written,) = starter.write([new_file], Path())
+            messages.print(
+                f"wrote {written}: write the body, then run evictionary judge {written}", highlight=False
+            )
+            return
         require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
         require(
             path is None or not path.endswith((".py", "/")) or Path(path).exists(),
             f"{path}: no such file or folder",
         )
+        require_known("--profile", profile, PROFILES)
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
@@ -149,7 +197,15 @@ def judge(
                 messages.print(
                     f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False
                 )
-        require(code in (0, 1), f"path: nothing of {path or command} was judged; the lines above say why")
+        require(
+            code in (0, 1),
+            f"path: nothing of {path or command} was judged; "
+            + (
+                f"no law of what it provides has {law} in its name"
+                if law and code == 5
+                else "the lines above say why"
+            ),
+        )
     raise typer.Exit(code)
 
 
@@ -161,7 +217,7 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
 
     known = [path.stem.removeprefix("test_") for path in judging_files(laws)]
     for method in methods:
-        require(method in known, f"--method: got {method!r}, wanted some of {', '.join(known)}")
+        require_known("--method", method, known)
     return judging_files(laws, [*methods, MEMORY] if methods else ())
 
 

@@ -1,5 +1,6 @@
 """The command `evictionary run`."""
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -48,7 +49,7 @@ def run(
             "keydiff+moments; or auto: "
             "what cost least in our study of one small model at the nearest ratio."
         ),
-    ] = "keydiff",
+    ] = AUTO,
     compression_ratio: Ratio = 0.5,
     budget: Budget = None,
     option: Options = None,
@@ -79,18 +80,23 @@ def run(
         from evictionary.evaluation.study import recommended
         from evictionary.models.load import load as load_model
 
-        why = None
+        why, opened = None, None
         if method == AUTO:
             require(
-                budget is None,
-                f"--budget: got {budget} with --method auto, wanted a --compression-ratio: the study has "
-                "ratios",
+                not every,
+                f"--every: got {every}, wanted none: the method that the study recommends reads the whole "
+                "text at once; name "
+                "another --method, such as keydiff",
             )
-            method, why = recommended(compression_ratio)
+            removed = compression_ratio
+            if budget is not None:  # the study has ratios, and the text says which one this is
+                opened = load_model(model)
+                removed = 1 - budget / tokenize(opened[1], text, question[0])[0].shape[1]
+            method, why = recommended(removed)
 
         chosen, options, _ = checked(method, compression_ratio, options, budget, every)
         assert chosen is not None
-        loaded, tokenizer = load_model(model)
+        loaded, tokenizer = opened or load_model(model)
         asked = [tokenize(tokenizer, text, each) for each in question]
         context_ids = asked[0][0]
         caches = {
@@ -101,17 +107,21 @@ def run(
         if full:
             caches[FULL] = EvictingCache(loaded, method=None)
         answers: dict[str, list[str]] = {name: [] for name in caches}
+        seconds: dict[str, dict[str, float]] = {}
         with progress() as (plan, advance):
             plan(len(caches) * (1 + len(question)))
             for name, cache in caches.items():
                 advance(f"{name}: reading {context_ids.shape[1]} tokens")
+                began = time.perf_counter()
                 prefill(loaded, context_ids, cache, every if name != FULL else None)
+                read = time.perf_counter()
                 if name != FULL:
                     before, after = cache.nbytes_full, cache.nbytes
                     note = "; ".join(said for said in (why, _note(cache, chosen)) if said) or None
                 for index, (_, question_ids) in enumerate(asked):
                     advance(f"{name}: question {index + 1} of {len(question)}")
                     answers[name].append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens).text)
+                seconds[name] = {"reading": read - began, "answering": time.perf_counter() - read}
         cache = caches[chosen.name]
         both = [
             {"question": each} | ({"full_answer": answers[FULL][index]} if full else {}) | {"answer": own}
@@ -129,12 +139,19 @@ def run(
         "bytes_before": before,
         "bytes_after": after,
         "peak_tokens": cache.peak_tokens,
+        "seconds": seconds,
         "note": note,
         "answers": both,
     }
     kept = f"{cache.tokens_kept:.5g} of {cache.get_seq_length()} tokens kept in each head"
+    took = [
+        f"{name}: {each['reading']:.1f} s to read the text{' and compress' * (name != FULL)}, "
+        f"{each['answering']:.1f} s to answer"
+        for name, each in seconds.items()
+    ]
     told = [
         f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB",
+        *took,
         Text(note or "", "yellow"),
     ]
     for one in both:

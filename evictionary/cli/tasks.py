@@ -1,25 +1,20 @@
 """The command `evictionary tasks`."""
 
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import AsJson, exit_codes, require_folder, show
+from evictionary.cli.console import AsJson, exit_codes, one_of, require_folder, show
 
 app = typer.Typer()
-
-
-class Form(StrEnum):
-    FLASHINFER_BENCH = "flashinfer-bench"
-    KERNELBENCH = "kernelbench"
+FORMS = ("flashinfer-bench", "kernelbench")
 
 
 @app.command(epilog="Example: [bold]evictionary tasks my_tasks --format kernelbench[/]")
 def tasks(
     folder: Annotated[Path, typer.Argument(help="Where the files go.")],
-    form: Annotated[Form, typer.Option("--format", help="The benchmark that reads them.")],
+    form: Annotated[str, one_of(FORMS, "The benchmark that reads them.", "--format")],
     as_json: AsJson = False,
 ) -> None:
     """Write functions of the contract as tasks of a benchmark of generated kernels; `verify` judges what
@@ -29,5 +24,5 @@ def tasks(
         from evictionary.classroom import tasks as made
 
         require_folder(folder)
-        written = made.write(form.value, folder)
+        written = made.write(form, folder)
     show(as_json, written, [f"wrote {len(written)} tasks to {folder}"], soft_wrap=True)

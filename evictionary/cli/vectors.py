@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from evictionary.cli.console import AsJson, exit_codes, given_names, progress, require_folder, show
-from evictionary.errors import require, usage
+from evictionary.errors import require, require_known, usage
 
 app = typer.Typer()
 
@@ -72,11 +72,12 @@ def vectors(
                 accepted = Domain.parse(domain or [])
             names = given_names("--method", methods)
             laws = made.laws_of(names)
-            known = ", ".join(
-                dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of())
-            )
             for name in names or []:
-                require(made.laws_of([name]), f"--method: got {name!r}, wanted some of {known}")
+                require_known(
+                    "--method",
+                    name,
+                    dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()),
+                )
             with progress() as (plan, advance):
                 plan(len(laws) + len({law.requirement.id for law in laws}))
                 index = made.write(made.generate(laws, advance, dtype, accepted), output)

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from evictionary.cache import calibration
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import UsageError
+from evictionary.errors import require
 from evictionary.evaluation.questions import prefill
 
 LEAST, MOST = 256, 4096
@@ -25,8 +25,7 @@ def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.
     Raises UsageError for fewer than LEAST tokens.
     """
     longest = min(MOST, getattr(model.config.get_text_config(), "max_position_embeddings", MOST))
-    if ids.shape[1] < LEAST:
-        raise UsageError(f"text: got {ids.shape[1]} tokens, wanted at least {LEAST} to calibrate")
+    require(ids.shape[1] >= LEAST, f"text: got {ids.shape[1]} tokens, wanted at least {LEAST} to calibrate")
     ids = ids[:, :longest]
     with EvictingCache(model, None, record=("queries",)) as cache:
         prefill(model, ids, cache)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from evictionary.errors import MethodError, UsageError
+from evictionary.errors import MethodError, require
 from evictionary.evaluation import passkey
 from evictionary.evaluation.pages import render, short_name
 from evictionary.evaluation.pictures import Picture, panels, survivors
@@ -183,8 +183,7 @@ def run(
     method that fails.
     """
     for name, values in (("ratios", ratios), ("depths", depths)):
-        if not values:
-            raise UsageError(f"{name}: got none, wanted at least one")
+        require(values, f"{name}: got none, wanted at least one")
     for ratio in ratios:
         tokens_to_keep(1, ratio)
     wanted, left_out = default_methods() if method_names is None else (method_names, {})

@@ -22,7 +22,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from evictionary.cache import file
 from evictionary.cache.model_hooks import Attention, require_prompt, watch
-from evictionary.errors import UsageError
+from evictionary.errors import require, require_known, usage
 from evictionary.evaluation import tasks
 from evictionary.models.load import EVICTED
 from evictionary.store import Progress, replaced
@@ -63,14 +63,13 @@ class Recipe:
             "longest": self.shortest,
         }
         for name, low in least.items():
-            if not getattr(self, name) >= low:
-                raise UsageError(f"{name}: got {getattr(self, name)}, wanted at least {low}")
-        if self.shortest <= self.sink_size + self.recent_size:
-            raise UsageError(
-                f"shortest: got prompts of {self.shortest} tokens, wanted more than the "
-                f"{self.sink_size + self.recent_size} of a "
-                "streaming head, which would see everything"
-            )
+            require(getattr(self, name) >= low, f"{name}: got {getattr(self, name)}, wanted at least {low}")
+        require(
+            self.shortest > self.sink_size + self.recent_size,
+            f"shortest: got prompts of {self.shortest} tokens, wanted more than the "
+            f"{self.sink_size + self.recent_size} of a "
+            "streaming head, which would see everything",
+        )
 
     def rate(self, step: int) -> float:
         """The learning rate of a step: it rises for a fifth of the steps, and falls for the last fifth,
@@ -89,12 +88,9 @@ def recipe_of(steps: int, settings: Mapping[str, str]) -> Recipe:
     }
     typed: dict[str, Any] = {}
     for name, text in settings.items():
-        if name not in defaults:
-            raise UsageError(f"recipe: got {name!r}, wanted some of {', '.join(defaults)}")
-        try:
+        require_known("recipe", name, defaults)
+        with usage(f"{name}: got {text!r}, wanted a number such as {defaults[name]}", ValueError):
             typed[name] = type(defaults[name])(text)
-        except ValueError:
-            raise UsageError(f"{name}: got {text!r}, wanted a number such as {defaults[name]}") from None
     return Recipe(steps, **typed)
 
 
@@ -279,10 +275,10 @@ def summary(recipe: Recipe, trained: Trained) -> dict[str, Any]:
 def _read(wanted: Mapping[str, Any], device: str, path: Path) -> dict[str, torch.Tensor]:
     settings, tensors = file.read_tensors("output", path, device, SCHEMA, "of a training of gates, or none")
     for name in ("model", "recipe"):
-        if settings[name] != wanted[name]:
-            raise UsageError(
-                f"output: got {path} of a training with another {name}, {settings[name]}, wanted "
-                f"{wanted[name]}: go on with that "
-                "one, or delete the file to start again"
-            )
+        require(
+            settings[name] == wanted[name],
+            f"output: got {path} of a training with another {name}, {settings[name]}, wanted {wanted[name]}: "
+            "go on with that "
+            "one, or delete the file to start again",
+        )
     return tensors

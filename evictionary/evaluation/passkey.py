@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from evictionary.errors import UsageError
+from evictionary.errors import require
 from evictionary.evaluation.questions import tokenize
 
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
@@ -105,10 +105,8 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
 
     Raises UsageError for a depth outside [0, 1] or fewer than 100 tokens.
     """
-    if not 0 <= depth <= 1:
-        raise UsageError(f"depth: got {depth}, wanted a number in [0, 1]")
-    if tokens < 100:
-        raise UsageError(f"tokens: got {tokens}, wanted at least 100")
+    require(0 <= depth <= 1, f"depth: got {depth}, wanted a number in [0, 1]")
+    require(tokens >= 100, f"tokens: got {tokens}, wanted at least 100")
     draw = random.Random(f"{seed}/{depth}")
     answer = str(draw.randrange(10**6, 10**7))
     # the chat frame, the introduction and the needle take about 80 tokens

@@ -11,7 +11,7 @@ from transformers import Cache, PreTrainedModel
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import require_prompt
-from evictionary.errors import UsageError
+from evictionary.errors import require
 
 SPLIT = "<evictionary:question>"
 
@@ -51,8 +51,7 @@ def tokenize(
     from there. Raises UsageError for an empty context or question.
     """
     for name, text in (("prompt", context), ("question", question)):
-        if not text.strip():
-            raise UsageError(f"{name}: got no text, wanted a text")
+        require(text.strip(), f"{name}: got no text, wanted a text")
     if getattr(tokenizer, "chat_template", None):
         turn = [{"role": "user", "content": f"{context.strip()}\n\n{SPLIT}{question.strip()}"}]
         text = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)

@@ -24,7 +24,7 @@ from evictionary.cache.arguments import checked
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import require_prompt
-from evictionary.errors import MethodError, UsageError
+from evictionary.errors import MethodError, UsageError, require
 from evictionary.evaluation import tasks
 from evictionary.evaluation.questions import Answer, ask, likelihood, prefill
 from evictionary.methods.catalogue import BASELINES
@@ -95,13 +95,11 @@ class Plan(store.Plan):
 
     def __post_init__(self) -> None:
         require_some(self, "methods", "tasks", "lengths", "seeds")
-        if not self.ratios and not self.budgets:
-            raise UsageError("ratios: got none and no budgets, wanted at least one")
+        require(self.ratios or self.budgets, "ratios: got none and no budgets, wanted at least one")
         for name in self.tasks:
             tasks.get(name)
         for length in self.lengths:
-            if length < 1:
-                raise UsageError(f"lengths: got {length}, wanted at least 1")
+            require(length >= 1, f"lengths: got {length}, wanted at least 1")
         for ratio in self.ratios:
             tokens_to_keep(1, ratio)
         for budget in self.budgets:
@@ -167,8 +165,7 @@ class Plan(store.Plan):
 def require_some(plan: store.Plan, *names: str) -> None:
     """Raise UsageError for a list of the plan that is empty."""
     for name in names:
-        if not getattr(plan, name):
-            raise UsageError(f"{name}: got none, wanted at least one")
+        require(getattr(plan, name), f"{name}: got none, wanted at least one")
 
 
 class Measurement(NamedTuple):
@@ -300,12 +297,13 @@ def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> N
         for index in layers
     ]
     asked = sum(each) / len(each)
-    if cache.tokens_kept > asked + 1e-6:
-        raise MethodError(
-            f"{method.name}: the cache stores {cache.tokens_kept:.5g} of {length} tokens in each head, where "
-            f"{asked:.5g} were "
-            'asked for; a method that decides by itself how many stay says TRAITS = {"own_budget"}'
-        )
+    require(
+        cache.tokens_kept <= asked + 1e-6,
+        f"{method.name}: the cache stores {cache.tokens_kept:.5g} of {length} tokens in each head, where "
+        f"{asked:.5g} were "
+        'asked for; a method that decides by itself how many stay says TRAITS = {"own_budget"}',
+        MethodError,
+    )
 
 
 def versions() -> dict[str, str]:

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import MethodError, UsageError
+from evictionary.errors import MethodError, UsageError, require
 from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.questions import likelihood, prefill
@@ -39,7 +39,9 @@ OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 32}}
 """The options of a method that its defaults would not let evict from prompts of some hundred tokens."""
 
 STORED = Path(__file__).with_name("study.json")
-"""The summary of the study of the embedded model, on which `evictionary run --method auto` relies."""
+"""The summary of the study of the embedded model, on which `evictionary run` relies where no method is
+named.
+"""
 
 DRAWS = 2000
 """Bootstrap draws."""
@@ -214,11 +216,11 @@ def summarise(lines: Sequence[Line]) -> Summary:
         if not all(row["own"] for row in rows):
             prompts = {task: len(each) for task, each in by_task.items()}
             found["recommended"].append(_recommended(rows, draws, of_prompts) | {"prompts": prompts})
-    if not found["rows"]:
-        raise UsageError(
-            f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same "
-            "command goes on"
-        )
+    require(
+        found["rows"],
+        f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command "
+        "goes on",
+    )
     return found
 
 
@@ -364,30 +366,27 @@ def write(lines: Sequence[Line], folder: Path) -> Summary:
 
 
 def markdown(found: Summary) -> str:
-    """The table of the compositions: the cost, its interval and the share of exact answers, at each ratio."""
-    ratios = sorted({row["ratio"] for row in found["rows"]})
-    at = {(row["method"], row["ratio"]): row for row in found["rows"]}
-    own = {row["method"] for row in found["rows"] if row["own"]}
-    cost = {name: sum(at[name, ratio]["cost"] for ratio in ratios if (name, ratio) in at) for name, _ in at}
-    names = sorted(cost, key=lambda name: (name in own, cost[name]))
-    head = ["composition", "protected", *(f"{100 * ratio:g} % removed" for ratio in ratios)]
-    protected = {name: catalogue.protected(name, OPTIONS.get(name.partition("+")[0], {})) for name in names}
-    cells = {
-        name: [_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios] for name in names
-    }
-    body = [[f"`{name}`", protected[name], *cells[name]] for name in names]
-    return table(head, body, "llr") + "\n"
-
-
-def _cell(row: Mapping[str, Any]) -> str:
-    kept = f", keeps {row['tokens_kept']:.0f}" if row["own"] else ""
-    return f"{with_interval(row['cost'], row)}, {row['exact']:.0%}{kept}"
-
-
-def with_interval(value: float, found: Mapping[str, Any], sign: str = "") -> str:
-    """'0.123 (0.100 to 0.150)', a value with its interval; `sign` "+" shows the sign of each."""
-    low, high = found["interval"]
-    return f"{value:{sign}.3f} ({low:{sign}.3f} to {high:{sign}.3f})"
+    """A table for each ratio: the cost of each composition, its interval and the share of exact answers,
+    from the least cost on.
+    """
+    head = ["composition", "protected", "cost", "low", "high", "exact", "tokens kept"]
+    parts = []
+    for ratio in sorted({row["ratio"] for row in found["rows"]}):
+        rows = sorted(
+            (row for row in found["rows"] if row["ratio"] == ratio), key=lambda row: (row["own"], row["cost"])
+        )
+        body = [
+            [
+                f"`{row['method']}`",
+                catalogue.protected(row["method"], OPTIONS.get(row["method"].partition("+")[0], {})),
+                *(f"{number:.3f}" for number in (row["cost"], *row["interval"])),
+                f"{row['exact']:.0%}",
+                f"{row['tokens_kept']:.0f}",
+            ]
+            for row in rows
+        ]
+        parts.append(f"**{100 * ratio:g} % removed**\n\n{table(head, body, 'llr')}\n")
+    return "\n".join(parts)
 
 
 COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from evictionary.errors import UsageError, did_you_mean
+from evictionary.errors import UsageError, require, require_known
 from evictionary.evaluation import passkey, real_texts
 from evictionary.evaluation.questions import tokenize
 
@@ -94,8 +94,7 @@ class Task:
 
 def get(name: str) -> Task:
     """The task of that name. Raises UsageError for an unknown one."""
-    if name not in TASKS:
-        raise UsageError(f"tasks: got {name!r}{did_you_mean(name, TASKS)}, wanted some of {', '.join(TASKS)}")
+    require_known("tasks", name, TASKS)
     return TASKS[name]
 
 
@@ -320,18 +319,17 @@ def _prose(tokenizer: Any, tokens: int, seed: int, *, every: int) -> Prompt:
     many tokens later.
     """
     least = CONTINUED + 1 + 8
-    if tokens < least:
-        raise UsageError(f"tokens: got {tokens}, wanted at least {least} for this task")
+    require(tokens >= least, f"tokens: got {tokens}, wanted at least {least} for this task")
     first = seed * CONTINUED
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     last = first + tokens - len(start)
     # no tokenizer makes tokens of more than 16 characters on average, so this much of the text holds the
     # window
     ids = tokenizer(_documentation()[: 16 * last], add_special_tokens=False)["input_ids"][first:last]
-    if len(start) + len(ids) < tokens:
-        raise UsageError(
-            f"seed: got {seed}, wanted a smaller one: the text of this task ends before its window"
-        )
+    require(
+        len(start) + len(ids) >= tokens,
+        f"seed: got {seed}, wanted a smaller one: the text of this task ends before its window",
+    )
     window = torch.tensor([start + ids])
     context_ids, question_ids, continuation = window.split([tokens - CONTINUED - 1, 1, CONTINUED], dim=1)
     text = tokenizer.decode(continuation[0])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from evictionary import policies
-from evictionary.errors import UsageError, require
+from evictionary.errors import UsageError, did_you_mean, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import call, checked_kept, checked_scores, typed_option
 from evictionary.methods.ragged_batches import Piece, cut, pieces, put
@@ -124,7 +124,9 @@ class Method:
         for name in given or {}:
             if name not in known:
                 wanted = f"wanted one of {', '.join(known)}" if known else "it has none"
-                raise UsageError(f"option {name}: {self.name} has no such option; {wanted}")
+                raise UsageError(
+                    f"option {name}: {self.name} has no such option{did_you_mean(name, known)}; {wanted}"
+                )
         return {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
 
     def kept(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:

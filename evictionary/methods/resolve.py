@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evictionary.errors import UsageError, did_you_mean, require
+from evictionary.errors import UsageError, did_you_mean, require, require_known
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.catalogue import BASELINES, INPUTS
@@ -48,8 +48,9 @@ def _compose(method: Method, addition: str) -> Method:
     if addition == MOMENTS:
         return replace(method, corrected=True)
     if addition not in allocators:
-        wanted = ", ".join([*allocators, MOMENTS])
-        raise UsageError(f"method: got {addition!r} after the +, wanted one of {wanted}")
+        wanted = [*allocators, MOMENTS]
+        close = did_you_mean(addition, wanted)
+        raise UsageError(f"method: got {addition!r} after the +{close}, wanted one of {', '.join(wanted)}")
     module = importlib.import_module(f"evictionary.optimized.{addition}")
     if hasattr(module, "budgets"):
         return replace(method, layer_budgets=module.budgets)
@@ -71,10 +72,7 @@ def _resolve_one(method: str) -> Method:
         f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
     )
     if method not in known:
-        raise UsageError(
-            f"method: got {method!r}{did_you_mean(method, known)}, wanted one of {', '.join(known)}, or "
-            "path/to/file.py"
-        )
+        require_known("method", method, [*known, "path/to/file.py"])
     if method not in BASELINES and importlib.util.find_spec(f"evictionary.optimized.{method}"):
         optimized = importlib.import_module(f"evictionary.optimized.{method}")
         if catalogue.entry(optimized):

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.errors import did_you_mean, require
 from evictionary.reference import contract
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import LONG_LENGTHS, Case, Tiny
@@ -69,8 +70,12 @@ class Domain:
         known = [each.name for each in fields(cls)]
         found: dict[str, Any] = {}
         for key, value in content.items():
-            if key not in known:
-                raise BadDomain(f"{key}: got a key that no domain has, wanted some of {', '.join(known)}")
+            require(
+                key in known,
+                f"{key}: got a key that no domain has{did_you_mean(key, known)}, wanted some of "
+                f"{', '.join(known)}",
+                BadDomain,
+            )
             if key in ONE_NUMBER:
                 found[key] = _whole(key, value)
                 continue
@@ -81,22 +86,27 @@ class Domain:
                 if isinstance(value, Iterable)
                 else ()
             )
-            if not values:
-                raise BadDomain(
-                    f"{key}: got {value!r}, which leaves nothing to draw; wanted one value or several"
-                )
+            require(
+                values,
+                f"{key}: got {value!r}, which leaves nothing to draw; wanted one value or several",
+                BadDomain,
+            )
             if key == "dtype":
                 if unknown := [each for each in values if each not in EPSILON]:
-                    raise BadDomain(f"dtype: got {unknown[0]!r}, wanted some of {', '.join(EPSILON)}")
+                    raise BadDomain(
+                        f"dtype: got {unknown[0]!r}{did_you_mean(unknown[0], EPSILON)}, wanted some of "
+                        f"{', '.join(EPSILON)}"
+                    )
                 found[key] = values
             else:
                 found[key] = tuple(_whole(key, each) for each in values)
         domain = cls(**found)
-        if domain.length(domain.min_length) < domain.min_length:
-            raise BadDomain(
-                f"max_length: got {domain.max_length}, with which no length is left: wanted a multiple of "
-                f"{domain.length_multiple_of} from {domain.min_length} on"
-            )
+        require(
+            domain.length(domain.min_length) >= domain.min_length,
+            f"max_length: got {domain.max_length}, with which no length is left: wanted a multiple of "
+            f"{domain.length_multiple_of} from {domain.min_length} on",
+            BadDomain,
+        )
         return domain
 
     @classmethod

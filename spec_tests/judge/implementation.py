@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from evictionary import reference
+from evictionary.errors import require
 from evictionary.source import import_file
 from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
@@ -405,10 +406,11 @@ def load(
     library = next(
         (each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), ""
     ) or library_used(modules.values())
-    if library not in LIBRARIES and program is None:
-        raise UnusableImplementation(
-            f"{target}: ARRAY_LIBRARY is {library!r}, wanted one of {', '.join(LIBRARIES)}"
-        )
+    require(
+        library in LIBRARIES or program is not None,
+        f"{target}: ARRAY_LIBRARY is {library!r}, wanted one of {', '.join(LIBRARIES)}",
+        UnusableImplementation,
+    )
     if program is None and (reason := missing_library(library)):
         raise UnusableImplementation(f"{target}: {reason}")
     accepted = Domain()
@@ -430,14 +432,17 @@ def load(
         _conventions(target, said),
         variants,
     )
-    if not implementation.functions():
-        raise UnusableImplementation(
-            f"{target}: provides no function of the contract; wanted a file named like one of "
-            f"{', '.join(STEMS)} "
-            "with a function of the same name as there, such as keydiff.py with score(keys)"
-        )
-    if library in ("numpy", "cupy") and implementation.dtype == "bfloat16":
-        raise UnusableImplementation(f"{target}: computes with {library}, which has no bfloat16")
+    require(
+        implementation.functions(),
+        f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
+        "with a function of the same name as there, such as keydiff.py with score(keys)",
+        UnusableImplementation,
+    )
+    require(
+        library not in ("numpy", "cupy") or implementation.dtype != "bfloat16",
+        f"{target}: computes with {library}, which has no bfloat16",
+        UnusableImplementation,
+    )
     if program is not None:
         program.dtype = implementation.dtype
     if device != "cpu" and (reason := _no_device(library, device)):
@@ -455,10 +460,11 @@ def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: 
         ]
     found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
     for each in found:
-        if each.domain.dtype and each.dtype not in each.domain.dtype:
-            raise UnusableImplementation(
-                f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})"
-            )
+        require(
+            not each.domain.dtype or each.dtype in each.domain.dtype,
+            f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})",
+            UnusableImplementation,
+        )
     return found
 
 
@@ -521,8 +527,11 @@ def _as_declared(
                     f"{target}: IMPLEMENTS: got {variant!r} for {name}, wanted a function of the reference, "
                     "such as keydiff.raw_mean_score"
                 )
-            if not callable(getattr(module, name, None)):
-                raise UnusableImplementation(f"{target}: IMPLEMENTS: {stem}.py has no function {name}")
+            require(
+                callable(getattr(module, name, None)),
+                f"{target}: IMPLEMENTS: {stem}.py has no function {name}",
+                UnusableImplementation,
+            )
             delattr(found[stem], name)
             setattr(found.setdefault(home, types.ModuleType(home)), function, getattr(module, name))
             declared[f"{stem}.{name}"] = f"{home}.{function}"
@@ -542,17 +551,17 @@ def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.Modul
         raise UnusableImplementation(
             f"{target}: neither a folder, a .py file nor an importable package ({error})"
         ) from error
-    if not hasattr(package, "__path__"):
-        raise UnusableImplementation(
-            f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead"
-        )
+    require(
+        hasattr(package, "__path__"),
+        f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead",
+        UnusableImplementation,
+    )
     provided = {module.name for module in pkgutil.iter_modules(package.__path__)}
     return {stem: _import(f"{target}.{stem}") for stem in STEMS if stem in provided}, package
 
 
 def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleType | None]:
-    if not path.exists():
-        raise UnusableImplementation(f"{path}: no such file or folder")
+    require(path.exists(), f"{path}: no such file or folder", UnusableImplementation)
     path = path.resolve()
     if path.is_dir() and (path / "__init__.py").exists():
         sys.path.insert(0, str(path.parent))

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from evictionary.errors import require
 from evictionary.spec_tests.judge import wire
 from evictionary.spec_tests.judge.arithmetic import round_to
 from evictionary.spec_tests.judge.domain import OutsideDomain
@@ -209,8 +210,11 @@ class Program:
         return answer
 
     def _start(self) -> None:
-        if self._starts == STARTS:
-            raise ProgramFailed(f"the program {self.words[0]} failed {STARTS} times and is not started again")
+        require(
+            self._starts != STARTS,
+            f"the program {self.words[0]} failed {STARTS} times and is not started again",
+            ProgramFailed,
+        )
         self._starts += 1
         try:
             self._running.append(Remote(f"the program {self.words[0]}", self.words, self.seconds))
@@ -241,13 +245,11 @@ class Program:
 
     def _array(self, content: dict[str, Any]) -> np.ndarray:
         """The numbers of a file that the program has written."""
-        if "file" not in content:
-            raise BadMessage(f'{shown(content)}, wanted an object with "file" or "type"')
+        require("file" in content, f'{shown(content)}, wanted an object with "file" or "type"', BadMessage)
         path = Path(str(content["file"]))
         if path.parent != self._folder or not path.name.startswith(f"{self._asked}."):
             raise BadMessage(f'{path}, wanted a file whose path begins with "output"')
-        if not path.is_file():
-            raise BadMessage(f"the name of a file, {path.name}, which it did not write")
+        require(path.is_file(), f"the name of a file, {path.name}, which it did not write", BadMessage)
         return wire.numbers(content, path.read_bytes(), STORED)
 
 
@@ -289,8 +291,7 @@ def _words(command: str) -> list[str]:
         words = shlex.split(command)
     except ValueError as error:
         raise ProgramFailed(f"got {command!r}, wanted a command line: {error}") from None
-    if not words:
-        raise ProgramFailed("got an empty command line, wanted a program and its arguments")
+    require(words, "got an empty command line, wanted a program and its arguments", ProgramFailed)
     if shutil.which(words[0]) is None:
         there = Path(words[0])
         found = (

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.errors import require
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
@@ -78,10 +79,12 @@ def mutant(
 
 
 def _plant(mutant: Mutant) -> None:
-    if mutant.killed_by not in REQUIREMENTS:
-        raise KeyError(f"{mutant.name}: killed_by={mutant.killed_by!r} is no requirement")
-    if mutant.name in MUTANTS:
-        raise KeyError(f"{mutant.name}: planted twice")
+    require(
+        mutant.killed_by in REQUIREMENTS,
+        f"{mutant.name}: killed_by={mutant.killed_by!r} is no requirement",
+        KeyError,
+    )
+    require(mutant.name not in MUTANTS, f"{mutant.name}: planted twice", KeyError)
     MUTANTS[mutant.name] = mutant
 
 
@@ -121,8 +124,11 @@ def edited_text(path: str, source: str, edits: Iterable[tuple[str, str]]) -> str
     exactly once.
     """
     for was, now in edits:
-        if source.count(was) != 1:
-            raise ValueError(f"{path}: got {source.count(was)} places of {was!r}, wanted exactly one to edit")
+        require(
+            source.count(was) == 1,
+            f"{path}: got {source.count(was)} places of {was!r}, wanted exactly one to edit",
+            ValueError,
+        )
         source = source.replace(was, now)
     return source
 
@@ -259,8 +265,7 @@ def control(
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         path = f"{of.split('.')[0]}.{name or function.__name__}"
-        if path in CONTROLS:
-            raise KeyError(f"{path}: registered twice")
+        require(path not in CONTROLS, f"{path}: registered twice", KeyError)
         CONTROLS[path] = Control(path, of, array_library, dtypes, function, max_length, edges)
         return function
 

@@ -1,6 +1,7 @@
 """The command line: pure JSON, exit codes, and one line for each mistake."""
 
 import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -41,7 +42,9 @@ def test_version_and_help_need_no_torch() -> None:
         "import sys\nfrom evictionary.cli.app import app\napp(['--help'], "
         "standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
-    assert "demo" in python("-c", program).stdout
+    told = python("-c", program).stdout
+    assert "demo" in told
+    assert re.findall(r"─ (\w+) ─", told) == ["Options", "Validate", "Run", "Measure", "Teach"]
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
 
 
@@ -98,12 +101,21 @@ def test_run_says_why_more_is_kept_than_was_asked_for(
 
 
 def test_run_shows_the_full_cache_beside_the_compressed_one(asks: list[object]) -> None:
-    both, alone = (as_json(*asks, *more)["answers"][0] for more in ((), ("--no-full",)))
+    asks = [*asks, "--method", "keydiff"]
+    found, less = (as_json(*asks, *more) for more in ((), ("--no-full",)))
+    assert set(found["seconds"]) == {"full cache", "keydiff"} and set(less["seconds"]) == {"keydiff"}
+    assert all(each["reading"] > 0 and each["answering"] > 0 for each in found["seconds"].values())
+    both, alone = found["answers"][0], less["answers"][0]
     assert {"full_answer": both["full_answer"]} | alone == both
     nothing_removed = as_json(*asks, "--compression-ratio", 0)["answers"][0]
     assert nothing_removed["answer"] == nothing_removed["full_answer"] == both["full_answer"]
     told = printed(*asks)
     assert "full cache: " in told and "keydiff: " in told
+    assert re.search(
+        r"MiB became .* MiB\nkeydiff: [\d.]+ s to read the text and compress, [\d.]+ s to answer\nfull "
+        r"cache: [\d.]+ s",
+        told,
+    )
 
 
 def few(folder: Path, output: Path, methods: str = "keydiff") -> list[object]:
@@ -191,7 +203,12 @@ REFUSED = {
         ("--compression-ratio 1", "compression_ratio: got 1.0"),
         ("--budget 0", "budget: got 0"),
         ("--option sink", "--option: got 'sink', wanted name=value"),
-        ("--option sink=4", "keydiff has no such option"),
+        ("--method keydiff --option sink=4", "keydiff has no such option"),
+        ("--method lagkv --option lagsize=4", "lagkv has no such option (did you mean lag_size?)"),
+        (
+            f"{UNLOADED} --every 8",
+            "--every: got 8, wanted none: the method that the study recommends reads the whole text at once",
+        ),
         ("--max-new-tokens 0", "--max-new-tokens: got 0"),
         ("--prompt-file absent.txt", "--prompt-file: got absent.txt"),
         ("--question ' '", "question: got no text"),
@@ -205,12 +222,11 @@ REFUSED = {
         # These are refused before a model is loaded.
         (f"{UNLOADED} --method lagkv --option lag_size=0", "option lag_size: got 0"),
         (f"{UNLOADED} --method lagkv --option sink_size=-1", "option sink_size: got -1"),
-        (f"{UNLOADED} --every -1", "every: got -1"),
+        (f"{UNLOADED} --method keydiff --every -1", "every: got -1"),
         (f"{UNLOADED} --method h2o --every 8", "every: got 8, wanted 0"),
         (f"{UNLOADED} --method lagkv --budget 8 --every 8", "budget: got 8 with every=8"),
         (f"{UNLOADED} --seed 99999999999999999999", "--seed: got 99999999999999999999"),
         (f"{UNLOADED} --question ' '", "question: got no text"),
-        (f"{UNLOADED} --method auto --budget 20", "--budget: got 20 with --method auto"),
     ],
     "demo": [
         (
@@ -252,12 +268,13 @@ REFUSED = {
         ("--tasks passkey", "did you mean passkey7"),
     ],
     "claims": [
-        ("--papers keydif", "papers: got keydif, wanted some of expected_attention"),
+        ("--papers keydif", "papers: got keydif (did you mean keydiff?), wanted some of expected_attention"),
         ("--model ./no/such/model", "model: got './no/such/model'"),
         ("--output {text}", "--output: got"),
         ("--output /proc/none", "--output: got /proc/none, wanted a folder that can be written"),
         ("--papers ,", "--papers: got ',', wanted at least one name"),
         ("--only KD-99", "only: got KD-99, wanted some of EA-A (error)"),
+        ("--texts coed", "texts: got coed (did you mean code?), wanted some of repetitive"),
         ("--texts prose", "texts: got prose, wanted some of repetitive"),
         ("--seeds 1", "seeds: got 1, wanted at least 2"),
         ("--jobs 0", "jobs: got 0, wanted at least 1"),
@@ -297,7 +314,19 @@ def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(
         ("eval --samples 1.5", "Invalid value for '--samples': got '1.5', wanted a whole number"),
         ("calibrate --text-file x --output y --train-gates few", "got 'few', wanted a whole number"),
         ("run", "Missing option"),
-        ("runn", "No such command 'runn'"),
+        ("runn", "No such command 'runn'. Did you mean 'run'?"),
+        ("eval --format jsn", "got 'jsn' (did you mean json?), wanted"),
+        ("tasks x --format kernelbnch", "got 'kernelbnch' (did you mean kernelbench?)"),
+        ("start keydif", "assignment: got 'keydif' (did you mean keydiff?)"),
+        ("grade x --assignment keydiff --format junt", "--format: got 'junt' (did you mean junit?)"),
+        ("vectors --output absent/none --method keydif", "--method: got 'keydif' (did you mean keydiff?)"),
+        ("judge x --method keydif", "--method: got 'keydif' (did you mean keydiff?)"),
+        (
+            "judge x --profile studnt",
+            "--profile: got 'studnt' (did you mean student?), wanted one of quick, student, default, "
+            "thorough",
+        ),
+        ("judge --starter keydif", "method: got 'keydif' (did you mean keydiff?)"),
     ],
 )
 def test_what_typer_refuses_exits_with_2_and_says_what_was_got(arguments: str, message: str) -> None:

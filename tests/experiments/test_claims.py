@@ -616,7 +616,7 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
                 assert (number["texts"], number["low"], number["high"]) == (4, None, None)
                 assert set(number["by_text"]) in (set(KINDS), set())
             rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-            assert all(len(re.findall(r"(?<!\\)\|", row)) == 7 for row in rows)
+            assert all(len(re.findall(r"(?<!\\)\|", row)) == 11 for row in rows)
 
 
 def test_the_stored_results_follow_from_their_measurements() -> None:

@@ -151,7 +151,10 @@ def test_without_a_penalty_all_heads_stay_and_with_a_huge_one_all_stream(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"lenght": "9"}, "recipe: got 'lenght', wanted some of shortest, longest, sink_size"),
+        (
+            {"lenght": "9"},
+            r"recipe: got 'lenght' \(did you mean longest\?\), wanted one of shortest, longest, sink_size",
+        ),
         ({"penalty": "much"}, "penalty: got 'much', wanted a number such as 0.005"),
         ({"penalty": "nan"}, "penalty: got nan, wanted at least 0"),
         ({"recent_size": "0"}, "recent_size: got 0, wanted at least 1"),

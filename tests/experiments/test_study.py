@@ -3,6 +3,7 @@ loses nothing.
 """
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +203,14 @@ def test_the_command_writes_a_table_and_a_picture_and_recommends(
     }
     assert [entry["ratio"] for entry in found["recommended"]] == [0.5, 0.75]
     table = (tmp_path / "table.md").read_text()
-    assert all(f"| `{row['method']}` |" in table for row in found["rows"])
+    for row in found["rows"]:
+        cost, low, high = (f"{number:.3f}" for number in (row["cost"], *row["interval"]))
+        assert re.search(
+            rf"^\| `{re.escape(row['method'])}` \| .* \| {cost} \| {low} \| {high} \| {row['exact']:.0%} \| "
+            r"\d+ \|$",
+            table,
+            re.M,
+        )
     assert "keydiff" in (tmp_path / "study.svg").read_text()
     assert "costs least" in printed(*asked)
 
@@ -236,17 +244,8 @@ def test_auto_is_what_the_stored_study_recommends_at_the_nearest_ratio(
         rows = [row for row in stored["finals"]["rows"] if row["ratio"] == entry["ratio"]]
         assert entry["cost"] == min(row["cost"] for row in rows)
     text = saved(tmp_path / "text.txt", "The gate key is 12. " * 10)
-    asked = [
-        "run",
-        "--model",
-        str(model_folder),
-        "--prompt-file",
-        str(text),
-        "--question",
-        "Which?",
-        "--method",
-        "auto",
-    ]
+    asked = ["run", "--model", str(model_folder), "--prompt-file", str(text), "--question", "Which?"]
     found = as_json(*asked, "--compression-ratio", "0.75", "--max-new-tokens", "2")
     assert found["method"] == study.recommended(0.75)[0]
     assert "one small model" in found["note"]
+    assert "at 90% removed" in as_json(*asked, "--budget", "7", "--max-new-tokens", "2")["note"]

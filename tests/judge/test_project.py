@@ -109,10 +109,41 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
     assert "NotImplementedError" in done.stdout and done.returncode == 1
     again = run(tmp_path, "evictionary", "new", "keydiff.score")
     assert again.returncode == 2 and "is not written over" in again.stderr
+    # A starter is one file, with the functions of a method that a cache calls.
+    done = run(tmp_path, "evictionary", "judge", "--starter", "keydiff")
+    assert done.stderr.strip().endswith("then run evictionary judge keydiff.py") and done.returncode == 0
+    text = (tmp_path / "keydiff.py").read_text()
+    assert [line for line in text.splitlines() if re.match("def |from |import ", line)] == [
+        "import numpy as np",
+        "def score(keys: np.ndarray) -> np.ndarray:",
+    ]
+    again = run(tmp_path, "evictionary", "judge", "--starter", "keydiff")
+    assert (
+        again.returncode == 2
+        and "is not written over" in again.stderr
+        and (tmp_path / "keydiff.py").read_text() == text
+    )
+    assert (
+        "wanted one of the two"
+        in run(tmp_path, "evictionary", "judge", "keydiff.py", "--starter", "keydiff").stderr
+    )
+
+
+def test_a_message_has_no_flag_that_nobody_typed(tmp_path):
+    saved(tmp_path / "keydiff.py", "def score(keys):\n    return keys.sum(-1)\n")
+    asked = {
+        "absent.py": "",
+        "absent": "",
+        "keydiff.py --law test_no_such_law_at_all": "",
+        "keydiff.py --dtype float31": "--dtype",
+    }
+    for arguments, flag in asked.items():
+        done = run(tmp_path, "evictionary", "judge", *arguments.split())
+        assert done.returncode == 2 and set(re.findall(r"--[a-z]+", done.stderr)) == {flag} - {""}, arguments
 
 
 def test_a_function_without_a_docstring_gives_its_signature_and_no_body():
-    from evictionary.cli.contract import _signature
+    from evictionary.cli.starter import _signature
 
     assert _signature(keydiff) == "def keydiff(keys):"
 

@@ -1,7 +1,10 @@
-"""The pages point at what exists: every test that the errata name, every file that a page links to."""
+"""The pages point at what exists: tests that the errata name, files that a page links to. And their
+language is plain.
+"""
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -141,3 +144,79 @@ def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:
     assert len(notes) == 10 and all(len(found) == 1 for found in anchors)
     assert {found for (found,) in anchors} <= {slugify(title, "-") for title in errata()}
     assert all(re.search(r"`spec_tests/\w+/\w+\.py::\w+`", note) for note in notes)
+
+
+# Sentences do not get longer than language.toml has them, and private words have their common names.
+RULES = tomllib.loads(Path(__file__).with_name("language.toml").read_text(encoding="utf-8"))
+NOT_PROSE = (
+    r"\A---\n[\s\S]*?^---$",  # the head of a page
+    r"^ *(```+|~~~+).*\n[\s\S]*?^ *\1$",
+    r"^ *(?:\||!\[|#|\$ |:::|<!?|\?\?\?|!!!|=== ).*$",  # tables, pictures, headings, markers, names of boxes
+    r"\$\$[\s\S]*?\$\$",
+    r"\{ ?[.#:][^}]*\}",
+)
+
+
+def sentences(markdown: str) -> list[str]:
+    """The sentences of a page's prose: a code span or formula is one word of it, and an item of a list
+    begins a sentence.
+    """
+    for pattern in NOT_PROSE:
+        markdown = re.sub(pattern, "\n\n", markdown, flags=re.MULTILINE)
+    plain = re.sub(r"`[^`]+`|\$[^$\n]+\$", "code", re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", markdown))
+    blocks = re.split(
+        r"\n\s*\n|^ *(?:[-*]|\d+\.) +",
+        re.sub(r"[*_]{1,2}(?=\S)|(?<=\S)[*_]{1,2}", "", plain),
+        flags=re.MULTILINE,
+    )
+    return [
+        one
+        for block in blocks
+        for one in re.split(r"(?<=[.!?]) +(?=[\W\d]*[A-Z]|code)", " ".join(block.split()))
+        if " " in one
+    ]
+
+
+def measured(markdown: str) -> tuple[float, float]:
+    """The mean number of words of a sentence, and the percentage of the sentences that have more words
+    than RULES allow.
+    """
+    counts = [len(re.findall(r"[\w'-]+", one)) for one in sentences(markdown)] or [0]
+    return sum(counts) / len(counts), 100 * sum(count > RULES["most_words"] for count in counts) / len(counts)
+
+
+def test_sentences_are_told_from_code_tables_and_headings() -> None:
+    page = (
+        "---\na: b\n---\n# A heading\n\nOne `a b c` two. Three\nfour [five](x.md).\n\n- six $x + y$ "
+        "seven\n- *eight* nine\n\n"
+    )
+    page += "| a | b |\n|---|---|\n| in a table. | Not prose. |\n\n```text\nNo prose here. None.\n```\n\n"
+    page += "<!-- marker: one -->\nTen eleven."
+    assert sentences(page) == [
+        "One code two.",
+        "Three four five.",
+        "six code seven",
+        "eight nine",
+        "Ten eleven.",
+    ]
+    assert measured(page) == (2.6, 0) and measured("word " * 23 + "end. A short one.")[1] == 50
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_page_is_no_harder_to_read_than_it_was(page: Path) -> None:
+    """Whoever rewrites a page lowers its limits, so that it does not go back; a new page has the common
+    ones.
+    """
+    text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
+    limits, (mean, long) = RULES["pages"].get(name, RULES["new_page"]), measured(text)
+    assert mean <= limits["mean"] and long <= limits["long"], (round(mean, 1), round(long), limits)
+    assert (
+        name in RULES["old_words_stay"]
+        or [
+            (bad, one)
+            for bad in RULES["words"]
+            for one in sentences(text)
+            if re.search(rf"\b(?:{bad})\b", one, re.IGNORECASE)
+        ]
+        == []
+    )

@@ -118,7 +118,7 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
     # `make pages` adds a method that came later: without it the figure is right, and less complete.
     assert list(masks) == [name for name in [*catalogue.names(), catalogue.RANDOM] if name in masks]
-    assert len(masks) >= 11
+    assert len(masks) >= 18
     length, budgets = len(data["tokens"]), np.array(data["budgets"])
     assert data["needle"][1] <= length > budgets[-1]
     needle = "".join(data["tokens"][slice(*data["needle"])])
@@ -500,6 +500,64 @@ def test_a_key_moves(show: Callable[..., Page], width: int, scheme: str) -> None
     for key in ("Home", "ArrowRight", "End"):
         budget.press(key)
         check()
+
+
+def press(figure: Locator, name: str) -> str:
+    """Press one of a figure's buttons; the sentence that the figure says then, and that is read out."""
+    figure.get_by_role("button", name=name).click()
+    return figure.locator(".told[aria-live=polite]").inner_text()
+
+
+def test_buttons_show_where_the_methods_lose_the_needle(show: Callable[..., Page]) -> None:
+    figure, names = (
+        show("survivors", 1440).locator("#figure-survivors"),
+        [each["name"] for each in figures.stored()["methods"]],
+    )
+    start = figure.locator(".told").inner_text()
+    panels = figure.locator(".panel:visible .summary")
+    tops = figure.locator(".panel:visible").evaluate_all(
+        "all => all.map((one) => one.getBoundingClientRect().top)"
+    )
+    assert len(set(tops)) == 1 and len(tops) == 4  # side by side
+    for button, count, least, most in (
+        ("fail", 4, 0, 2),
+        ("work", 4, 65, 100),
+        ("own", 2, 50, 100),
+        ("All", len(names), 0, 100),
+    ):
+        told = press(figure, button)
+        shares = [numbers(text)[1] for text in panels.all_inner_texts()]
+        assert len(shares) == count and all(least <= share <= most for share in shares), button
+        assert [numbers(part)[-1] for part in told.split("; ")[:4]] == shares[:4]
+    assert press(figure, "Start again") == start
+
+
+def test_buttons_show_where_the_correction_hurts_misses_and_works(show: Callable[..., Page]) -> None:
+    figure = show("moments").locator("#figure-moments")
+    start = figure.locator(".told").inner_text()
+    assert press(figure, "hurts") == "Here the correction makes the error 2.1 times as large."
+    press(figure, "misses")
+    # the weight, and its estimate
+    assert [numbers(row[0])[0] > 0.5 for row in cells_of(figure)[-2:]] == [False, True]
+    assert press(figure, "works") == "The correction leaves 0 % of the error."
+    assert press(figure, "Start again") == start
+
+
+def test_buttons_show_where_each_score_fails(show: Callable[..., Page]) -> None:
+    figure = show("keys", 1440).locator("#figure-keys")
+    start, points = figure.locator(".told").inner_text(), figure.locator("svg").first.get_by_role("slider")
+    box = {part: figure.locator(part).bounding_box() or {} for part in (".planes", ".numbers")}
+    assert box[".numbers"]["x"] > box[".planes"]["x"] + box[".planes"]["width"]  # beside, where there is room
+    two = press(figure, "two opposite groups")
+    assert np.linalg.norm(keydiff.anchor(places(points))) < 0.1  # so that one key decides which of them stay
+    for key in ["Shift+ArrowRight"] * 6 + ["Shift+ArrowUp"] * 2:
+        points.nth(3).press(key)
+    assert not set(numbers(two.partition(";")[0])) & set(
+        numbers(figure.locator(".told").inner_text().partition(";")[0])
+    )
+    assert 1 in numbers(press(figure, "long key").partition("LagKV")[2])
+    assert np.linalg.norm(places(points), axis=-1).argmax() == 0
+    assert press(figure, "Start again") == start
 
 
 @pytest.mark.parametrize("name", FIGURES)

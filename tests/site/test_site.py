@@ -360,10 +360,22 @@ def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "page", ["study.md", "retrieval.md", *(f"claims/{name}.md" for name in ("index", *pages.PAPERS))]
+)
+def test_a_cell_of_a_table_of_results_holds_one_number(page: str) -> None:
+    told = pages.filled(page, (DOCS / page).read_text(encoding="utf-8"))
+    cells = [cell for line in told.splitlines() if line.lstrip().startswith("|") for cell in line.split("|")]
+    assert (
+        len(cells) > 100
+        and [cell for cell in cells if re.match(r" *[-+]?\d[\d.]*%?( to | \(|, |/).*\d", cell)] == []
+    )
+
+
 def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
     text = pages.filled("reference/cli.md", "<!-- cli -->")
     for name, command in pages.PROGRAM.commands.items():
-        section = text.partition(f"## {name}\n")[2].partition("\n## ")[0]
+        section = text.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
         assert (
             all(f"| `{one.opts[0]}`" in section for one in command.params)
             and command.help.split()[0] in section

@@ -118,9 +118,27 @@ evictionary.drawing = (() => {
     return self;
   }
 
+  // A row of buttons, each of which puts the figure into a state worth seeing; the first one brings back the start.
+  function presets(parent, states, apply) {
+    const row = add(parent, "div", { class: "presets", role: "group", "aria-label": "Examples" });
+    for (const [name, state] of Object.entries(states)) {
+      add(row, "button", { type: "button" }, name).addEventListener("click", () => apply(state));
+    }
+  }
+
+  // Moves a slider or ticks a box from outside, as a reader would.
+  function setTo(input, value) {
+    if (input.type === "checkbox") input.checked = value;
+    else input.value = value;
+    input.dispatchEvent(new Event(input.type === "range" ? "input" : "change"));
+  }
+
+  // A sentence with the result, which is also read out when it changes.
+  const said = (parent) => add(parent, "output", { class: "summary told", "aria-live": "polite" });
+
   // A minus sign instead of a hyphen, and no negative zero.
   const number = (value, digits = 2) => (Number(value.toFixed(digits)) + 0).toFixed(digits).replace("-", "−");
   const pair = (vector) => `(${number(vector[0])}, ${number(vector[1])})`;
 
-  return { add, mark, number, pair, plane, point, set, slider };
+  return { add, mark, number, pair, plane, point, presets, said, set, setTo, slider };
 })();

@@ -3,7 +3,7 @@
 
 (() => {
   const { anchor, keydiffScore, normalise, range, topK, unit, variationScore } = evictionary.mathematics;
-  const { add, number, plane, point, set, slider } = evictionary.drawing;
+  const { add, number, plane, point, presets, said, set, setTo, slider } = evictionary.drawing;
   const LIMIT = 3;
   const PARTITION = [[1.4, 1.1], [1.9, 0.3], [0.8, 1.7], [-1.2, 0.9], [1.1, -1.4], [0.5, 0.4]];
   const NEXT = [[2.1, 1.5], [0.6, 0.7], [1.5, 2], [1, -0.6], [-0.4, 1.2]];
@@ -20,6 +20,19 @@
     say: (tokens) => `${tokens} of ${COUNT} tokens`,
     onInput: draw,
   });
+
+  const GROUPS = [[1.5, 0.5], [1.6, 0.7], [1.4, 0.4], [-1.5, -0.5], [-1.6, -0.4], [-1.4, -0.6]];
+  const MIRRORED = [[1.5, 0.6], [1.3, 0.5], [-1.5, -0.5], [-1.7, -0.6], [-1.5, -0.4]];
+  const states = {
+    "Start again": [...PARTITION, ...NEXT],
+    "Where KeyDiff fails: two opposite groups": [...GROUPS, ...MIRRORED],
+    "Where LagKV fails: a long key on the diagonal": [[2.9, 3], ...PARTITION.slice(1), ...NEXT],
+  };
+  presets(figure, states, (state) => {
+    state.forEach((at, token) => twins.forEach((points) => points[token].place(at)));
+    setTo(budget, 8);
+  });
+  const summary = said(figure);
 
   const planes = add(figure, "div", { class: "planes" });
   const left = plane(planes, { title: "KeyDiff: against the mean direction", label: "The keys and KeyDiff's anchor", limit: LIMIT });
@@ -77,6 +90,8 @@
       [...topK(lagkv, budget.valueAsNumber - NEXT.length), ...next.map(() => true)],
     ];
     kept.forEach((mask, method) => mask.forEach((stays, token) => twins[method][token].group.classList.toggle("evicted", !stays)));
+    const evicted = kept.map((mask) => names.filter((_, token) => !mask[token]).join(", ") || "nothing");
+    summary.textContent = `KeyDiff evicts ${evicted[0]}; LagKV evicts ${evicted[1]}.`;
     rows.forEach(([score, stays, other, also], token) => {
       score.textContent = number(keydiff[token], 3);
       other.textContent = token < PARTITION.length ? number(lagkv[token], 3) : "–";

@@ -3,7 +3,7 @@
 
 (() => {
   const { distance, momentkv } = evictionary.mathematics;
-  const { add, mark, number, pair, plane, point } = evictionary.drawing;
+  const { add, mark, number, pair, plane, point, presets, said } = evictionary.drawing;
   const LIMIT = 3;
   const KEYS = [[1.6, 0.6], [0.9, -1.3], [-0.6, 1.7], [-1.6, 0.4], [-1.1, -1.2], [0.2, 1.1]];
   const VALUES = [[1.9, 1.2], [1.5, -1.1], [-0.8, 2], [-2, 0.9], [-1.4, -1.6], [0.4, 0.6]];
@@ -22,12 +22,31 @@
     return box;
   });
 
+  const START = { query: [1.5, -1], keys: KEYS, values: VALUES, evicted: EVICTED };
+  const ALIKE = {
+    keys: [[1.6, 0.6], [1.2, -1], [1.3, -1.1], [-1.6, 0.4], [1.2, -1.1], [1.3, -1]],
+    values: [[1.9, 1.2], [-1.5, -1.1], [-1.6, -1.2], [2, 0.9], [-1.5, -1.3], [-1.4, -1.2]],
+  };
+  const states = {
+    "Start again": START,
+    "Where it fails: the correction hurts": { ...START, query: [-0.5, 3], evicted: [false, false, true, false, true, true] },
+    "Where it misses: one evicted token takes all": { ...START, query: [3, -3] },
+    "Where it works: evicted keys are alike": { ...START, ...ALIKE },
+  };
+  presets(figure, states, (state) => {
+    query.place(state.query);
+    [[keys, state.keys], [values, state.values]].forEach(([points, places]) => points.forEach((one, token) => one.place(places[token])));
+    boxes.forEach((box, token) => (box.checked = state.evicted[token]));
+    draw();
+  });
+  const summary = said(figure);
+
   const planes = add(figure, "div", { class: "planes" });
   const left = plane(planes, { title: "The query and the keys", label: "Keys of six tokens, and the query", limit: LIMIT });
   const right = plane(planes, { title: "The values and the outputs", label: "Values and attention outputs", limit: LIMIT });
   const arrow = left.line("arrow");
   const keys = KEYS.map((at, token) => point(left, { label: `key of token ${token + 1}`, text: token + 1, at, onMove: draw }));
-  const query = point(left, { label: "query", text: "q", name: "query", at: [1.5, -1], onMove: draw });
+  const query = point(left, { label: "query", text: "q", name: "query", at: START.query, onMove: draw });
   const values = VALUES.map((at, token) => point(right, { label: `value of token ${token + 1}`, text: token + 1, at, onMove: draw }));
   const box = right.rectangle("enclosure");
   const errors = { retained: right.line("error retained"), corrected: right.line("error corrected") };
@@ -38,7 +57,6 @@
     full: mark(right, { name: "full", symbol: "f", offset: [-14, 4] }),
   };
 
-  const summary = add(figure, "output", { class: "summary", "aria-live": "polite" });
   const table = add(figure, "table", { class: "numbers" });
   const head = add(add(table, "thead"), "tr");
   for (const text of ["", "value", "error"]) add(head, "th", { scope: "col", class: "number" }, text);

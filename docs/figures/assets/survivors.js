@@ -3,9 +3,16 @@
 
 (() => {
   const data = globalThis.evictionarySurvivors;
-  const { add, slider } = evictionary.drawing;
+  const { add, presets, said, setTo, slider } = evictionary.drawing;
   const { budgets, heads, layers, needle, tokens } = data;
-  const SHOWN = ["keydiff", "lagkv", "expected_attention", "gvote"];
+  const START = { tokens: 100, names: ["keydiff", "lagkv", "expected_attention", "gvote"] };
+  const states = {
+    "Start again": START,
+    "Where they fail: 50 tokens, the needle is lost": { tokens: 50, names: ["streaming_llm", "lagkv", "snapkv", "criticalkv"] },
+    "Where they work: 200 tokens": { tokens: 200, names: ["tova", "knorm", "keydiff", "kvzip"] },
+    "Budgets of their own": { tokens: 100, names: ["gvote", "duo_attention"] },
+    "All methods": { tokens: 100, names: data.methods.map((method) => method.name) },
+  };
   const KEPT = [47, 127, 193]; // readable on a light page and on a dark one
   const rowsInAll = layers * heads;
 
@@ -36,7 +43,7 @@
     label: "Budget",
     min: 0,
     max: budgets.length - 1,
-    value: budgets.findIndex((each) => each >= tokens.length / 3),
+    value: budgets.indexOf(START.tokens),
     say: (index) => `${budgets[index]} of ${tokens.length} tokens`,
     onInput: draw,
   });
@@ -45,6 +52,12 @@
 
   const choices = add(add(figure, "fieldset"), "div", { class: "choices" });
   choices.before(Object.assign(document.createElement("legend"), { textContent: "Methods side by side" }));
+  presets(figure, states, ({ tokens, names }) => {
+    for (const select of [layer, head]) select.value = "";
+    for (const { box, frame, name } of shown) frame.hidden = !(box.checked = names.includes(name));
+    setTo(budget, budgets.indexOf(tokens));
+  });
+  const told = said(figure);
   const legend = add(figure, "p");
   legend.append("Kept in none of the chosen heads ");
   add(legend, "span", { class: "scale" });
@@ -53,7 +66,7 @@
   const shown = data.methods.map((method) => {
     const label = add(choices, "label");
     const box = add(label, "input", { type: "checkbox" });
-    box.checked = SHOWN.includes(method.name);
+    box.checked = START.names.includes(method.name);
     label.append(method.name);
     const panel = makePanel(method);
     panel.frame.hidden = !box.checked;
@@ -61,7 +74,7 @@
       panel.frame.hidden = !box.checked;
       draw();
     });
-    return panel;
+    return { ...panel, box, name: method.name };
   });
 
   function choice(label, all, count) {
@@ -98,7 +111,7 @@
     return isLayer && (wantedHead === "" || row % heads === Number(wantedHead));
   }
 
-  function drawPanel({ summary, canvas, spans, keeps, label }) {
+  function drawPanel({ summary, canvas, spans, keeps, label, name }, kept) {
     const context = canvas.getContext("2d");
     const image = context.createImageData(tokens.length, rowsInAll);
     const counts = new Array(tokens.length).fill(0);
@@ -120,11 +133,15 @@
     const mean = (numbers) => numbers.reduce((total, each) => total + each, 0) / chosen;
     const ofNeedle = (100 * mean(counts.slice(...needle))) / (needle[1] - needle[0]);
     summary.textContent = `${mean(counts).toFixed(1)} tokens kept in each head; ${ofNeedle.toFixed(0)} % of the needle`;
+    kept.push(`${name} keeps ${ofNeedle.toFixed(0)} % of the needle`);
     canvas.setAttribute("aria-label", `${label}: layers and heads downwards, positions to the right; ${summary.textContent}`);
   }
 
   function draw() {
-    for (const panel of shown) if (!panel.frame.hidden) drawPanel(panel);
+    const kept = [];
+    for (const panel of shown) if (!panel.frame.hidden) drawPanel(panel, kept);
+    const most = kept.length > 4 ? [...kept.slice(0, 4), `${kept.length - 4} more below`] : kept;
+    told.textContent = `With ${budgets[budget.valueAsNumber]} tokens a head: ${most.join("; ") || "choose a method"}.`;
   }
 
   draw();

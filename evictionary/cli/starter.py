@@ -1,0 +1,104 @@
+"""What the contract says of a function, and the files that a writer of kernels begins with."""
+
+import ast
+import inspect
+import re
+import textwrap
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from evictionary.errors import did_you_mean, require, require_known
+
+CALLED = ("score", "select", "compress", "attend", "budgets")
+"""The functions that a cache calls: a starter file of a method has those of them that the method has."""
+
+
+def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> list[Path]:
+    """Write a file for each method into a folder: signatures and what the functions return, with bodies to
+    be written.
+
+    Args: names, of functions (keydiff.score) or methods (keydiff); judged, what the files say to judge, by
+    default each itself. Raises UsageError for an unknown name, and before anything is written over.
+    """
+    from evictionary.spec_tests.judge.implementation import contract_functions
+
+    known = contract_functions()
+    texts: dict[Path, list[dict[str, Any]]] = {}
+    for name in names:
+        if "." not in name:
+            require_known("method", name, dict.fromkeys(path.partition(".")[0] for path in known))
+        own = [path for path in known if path.startswith(f"{name}.")]
+        for path in [path for path in own if path.rpartition(".")[2] in CALLED] or own or [name]:
+            texts.setdefault(folder / f"{name.partition('.')[0]}.py", []).append(described(path))
+    for file in texts:
+        require(not file.exists(), f"{file} exists already; it is not written over")
+    folder.mkdir(parents=True, exist_ok=True)
+    for file, found in texts.items():
+        file.write_text(_file(found, judged or file), encoding="utf-8")
+    return [*texts]
+
+
+def described(path: str) -> dict[str, Any]:
+    """What the contract says of a function. Raises UsageError for a function that it does not have."""
+    from evictionary.reference.contract import CONTRACT, arguments
+    from evictionary.spec_tests.judge.arithmetic import EPSILON
+    from evictionary.spec_tests.judge.implementation import contract_functions, oracle
+    from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+    from evictionary.spec_tests.verdict.coverage import ids_of
+
+    known = contract_functions()
+    require(
+        path in known,
+        f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}",
+    )
+    function = oracle(path)
+    laws = [law for law in load_laws().values() if path in law.functions]
+    ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
+    listed = arguments(path) if path in CONTRACT else ()
+    return {
+        "function": path,
+        "signature": _signature(function),
+        "says": inspect.getdoc(function) or "",
+        "axes": {each.name: [*each.axes] for each in listed if each.axes},
+        "dtypes": list(EPSILON),
+        "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
+        "laws": len(laws),
+    }
+
+
+def _signature(function: Any) -> str:
+    """The lines of a function from `def` to the colon, as its file has them."""
+    source = inspect.getsource(function)
+    (node,) = ast.parse(source).body
+    return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])  # type: ignore[attr-defined]
+
+
+def _file(found: list[dict[str, Any]], judged: Path) -> str:
+    from evictionary.spec_tests.judge.implementation import oracle
+
+    imports = sorted(
+        {line for each in found for line in _imports(each["signature"], oracle(each["function"]))}
+    )
+    bodies = [
+        f"{each['signature']}\n"
+        + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
+        for each in found
+    ]
+    head = f'"""`evictionary judge {judged}` says whether these functions are right."""\n\n'
+    return head + "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
+
+
+def _imports(signature: str, function: Any) -> list[str]:
+    """The imports that a signature needs: NumPy, typing, and classes and constants of the reference, but
+    no function of it.
+    """
+    found = []
+    for name in set(re.findall(r"\b[A-Za-z_]\w*", signature)):
+        value = function.__globals__.get(name)
+        if isinstance(value, types.ModuleType):
+            found.append(f"import {value.__name__}" + f" as {name}" * (value.__name__ != name))
+        elif value is not None and not isinstance(value, types.FunctionType):
+            found.append(f"from {function.__module__} import {name}")
+    return found
