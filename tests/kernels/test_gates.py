@@ -214,7 +214,7 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     # One partial sum of products for each of 1,024 query heads.
     "expected_attention.query_statistics": (lambda: (states(heads=32),), 0.1),
     "expected_attention.unrotated_statistics": (lambda: (states(heads=32), whole(TOKENS), 1e4), 0.1),
-    # A float32 logit of the last query for each query head and token. Those of the samples go in waves of 32 MiB.
+    # A float32 logit of the last query for each query head and token. Those of the samples go in waves of 64 MiB.
     "gvote.select": (lambda: (query(), states(), states(heads=32, tokens=8), 0.05), 0.6),
     "gvote.nucleus": (lambda: (numbers(256, TOKENS), 0.05), 0.02),
     "gvote.top_each": (lambda: (numbers(256, TOKENS), whole(256)), 0.02),
@@ -300,10 +300,8 @@ def test_the_memory_of_a_launcher_is_counted() -> None:
 
 
 def test_every_kernel_is_walked(launched: list[tuple[str, tuple[int, ...]]]) -> None:
-    """Also those for short rows, which the largest sizes do not need."""
     for name in LARGEST:
         walk(name)
-    KERNELS["gvote"].nucleus(numbers(256, 4096), 0.05)
     assert {kernel for kernel, _ in launched} == launched_by_a_grid()
 
 

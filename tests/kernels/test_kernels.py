@@ -157,9 +157,9 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "attention.attend, ragged": (ragged, "copy_rows attend_chunks merge_chunks"),
     "attention.attend, pages": (lambda s: paging.attend_pages(s.queries, in_pages(s)), "attend_chunks merge_chunks"),
     "paging.compact_in_place": (lambda s: paging.compact_in_place(in_pages(s), s.kept), "compact_heads"),
-    "gvote.select": (lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9), "multiply settle_short_rows rank_short_rows unite"),
-    "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "settle_short_rows rank_short_rows unite"),
-    "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "rank_short_rows unite"),
+    "gvote.select": (lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9), "multiply count_nuclei keep_rows"),
+    "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "count_nuclei keep_rows"),
+    "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "keep_rows"),
     "ea.query_statistics": (lambda s: ea.query_statistics(s.keys), "sum_products finish_statistics"),
     "ea.unrotated_statistics": (unrotated, "sum_products finish_statistics"),
     "ea.score": (lambda s: ea.score(s.keys, s.values, s.mean, s.covariance), "split_covariances expected_logits weigh_values"),
@@ -203,18 +203,11 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schedule of long rows, in small chunks."""
-    for module in (KERNELS["selection"], KERNELS["gvote"]):
-        monkeypatch.setattr(module, "LONGEST_SHORT_ROW", 0)
-    monkeypatch.setattr(KERNELS["gvote"], "LEAST_CHUNK", 64)
+    """The schedule of long rows."""
+    monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", 0)
 
 
-LONG = {
-    "selection.top_k": "count_byte keep_chunks",
-    "gvote.select": "multiply find_peaks weigh_chunks settle_long_rows count_chunks rank_chunks unite",
-    "gvote.nucleus": "find_peaks weigh_chunks settle_long_rows count_chunks rank_chunks unite",
-    "gvote.top_each": "count_chunks rank_chunks unite",
-}
+LONG = {"selection.top_k": "count_byte keep_chunks"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -305,9 +298,9 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
                 assert torch.equal(selection.top_k(scores, budget, shield), selection.top_k(scores.double(), budget, shield))
 
 
-def test_votes_of_all_kinds_are_counted_alike(rows_in_chunks: None) -> None:
-    """Weights in 64ths, of which every sum is exact: ties, zeros, a row without mass; then votes among few scores."""
-    for length in (1, 65, 300):
+def test_votes_of_all_kinds_are_counted_alike() -> None:
+    """Weights in 64ths, of which every sum is exact: ties, zeros, a row without mass, several tiles; then votes among few scores."""
+    for length in (1, 65, 5000):
         weights = torch.randint(0, 5, (3, length)) / 64
         weights[1], weights[2] = weights[1, 0], 0
         for p in (0, 1e-9, 0.25, 0.5, 1.0):
@@ -318,7 +311,7 @@ def test_votes_of_all_kinds_are_counted_alike(rows_in_chunks: None) -> None:
 
 
 def test_samples_go_in_waves_that_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes = {(32, 2**12): (8, 8, 8), (1, 2**17): (1, 2, 8), (1, 2**20): (1, 1, 2)}
+    sizes = {(32, 2**12): (16, 8, 8), (1, 2**17): (1, 4, 8), (1, 2**20): (1, 1, 4)}
     for (batch, length), wave in sizes.items():
         assert KERNELS["gvote"]._waves(batch, 8, 8, bytes_each=16 * length) == wave
     states = drawn((2, 2, 2, 3, 41, 16, 16))
