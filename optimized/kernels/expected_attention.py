@@ -34,7 +34,7 @@ from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
 from .launching import floats, launch, on_tensor_cores, padded, register_limit, warps
 from .strided import Rows, strided
-from .tiles import dot_dtype, head_of, load_tile
+from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
 
@@ -88,14 +88,6 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
             tile |= register_limit(keys, 128)
     tile["BLOCK_N"] = min(tile["BLOCK_N"], block_d // 2)
     return tile | {"BLOCK_H": block_d // 2, "BLOCK_DV": block_dv, "DOT_DTYPE": dot_dtype(keys), "num_stages": 2}
-
-
-@triton.jit
-def power_of_two(largest, above: tl.constexpr):
-    """Return 2^e with `largest` * 2^e in [2^above, 2^(above+1)), and 2^-e, by the exponent's bits. Any number for 0 and NaN."""
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    up = tl.minimum(tl.maximum(254 + above - exponent, 1), 253)
-    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
 from .strided import strided
-from .tiles import head_of, load_tile
+from .tiles import head_of, load_tile, power_of_two
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 256
@@ -53,18 +53,6 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
 def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     r"""KD-8 with a given anchor, as `optimized.keydiff.score_with_anchor`: the keys are read once."""
     return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)
-
-
-def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
-    r"""KD-6: `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`, as `update_anchor`, with one of the two."""
-    some = as_heads(next(keys for keys in (new_keys, evicted_keys) if keys is not None))
-    added, removed = (some[:, :, :0] if keys is None else as_heads(keys) for keys in (new_keys, evicted_keys))
-    updated = floats(anchor, *anchor.shape)
-    launch(update_sums, (some.shape[0] * some.shape[1],))(
-        anchor.contiguous(), strided(added), strided(removed), updated,
-        some.shape[1], added.shape[2], removed.shape[2], some.shape[3], **_tile(some),
-    )  # fmt: skip
-    return updated
 
 
 def _tile(keys: torch.Tensor) -> dict[str, Any]:
@@ -112,11 +100,8 @@ def load_keys(keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.con
     positions = first + tl.arange(0, BLOCK_T)
     tile = load_tile(keys, positions, tl.arange(0, BLOCK_D), positions < end, head_dim)
     if RESCALE:
-        # The exponent of the largest component, in place: 2**-exponent has the biased exponent 254 - exponent.
-        largest = tl.max(tl.abs(tile), axis=1)
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-        scale = tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23
-        tile = tile * scale.to(tl.float32, bitcast=True)[:, None]
+        scale, _ = power_of_two(tl.max(tl.abs(tile), axis=1), 0)
+        tile = tile * scale[:, None]
     return tile
 
 
@@ -130,51 +115,29 @@ def inverse_norms(keys):
     return tl.where(squares == 0, 0.0, near * (1.5 - 0.5 * squares * near * near))
 
 
-@triton.jit
-def sum_units(
-    keys, inverses, start, end, head_dim,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
-):  # fmt: skip
-    """The sum of k / |k| over the keys of positions start .. end-1, [BLOCK_D]; STORED: 1 / |k| goes to `inverses`."""
-    total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
-    for first in tl.range(start, end, BLOCK_T, num_stages=STAGES):
-        tile = load_keys(keys, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
-        inverse = inverse_norms(tile)
-        if STORED:
-            positions = first + tl.arange(0, BLOCK_T)
-            tl.store(inverses + positions, inverse, mask=positions < end)
-        total += tile * inverse[:, None]
-    return tl.sum(total, axis=0)
-
-
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_unit_keys(
     keys, sums_ptr, inverses_ptr, num_heads, length, head_dim, split, splits,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits of a head together."""
+    """sums[head, split] = the sum of k / |k| over the keys of one split; STORED: 1 / |k| goes to `inverses`.
+
+    Grid: heads * splits, the splits of a head together.
+    """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
-    own, inverses = head_of(keys, head, num_heads), inverses_ptr + head * length
+    own = head_of(keys, head, num_heads)
     end = tl.minimum((part + 1) * split, length)
-    total = sum_units(own, inverses, part * split, end, head_dim, BLOCK_T, BLOCK_D, RESCALE, STORED)
+    total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
+        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        inverse = inverse_norms(tile)
+        if STORED:
+            positions = first + tl.arange(0, BLOCK_T)
+            tl.store(inverses_ptr + head * length + positions, inverse, mask=positions < end)
+        total += tile * inverse[:, None]
     channels = tl.arange(0, BLOCK_D)
-    tl.store(sums_ptr + program * head_dim + channels, total, mask=channels < head_dim)
-
-
-@triton.jit(do_not_specialize=["added_length", "removed_length"])
-def update_sums(
-    sums_ptr, added, removed, updated_ptr, num_heads, added_length, removed_length, head_dim,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr,
-):  # fmt: skip
-    """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed. Grid: heads."""
-    head = tl.program_id(0).to(tl.int64)
-    added, removed = head_of(added, head, num_heads), head_of(removed, head, num_heads)
-    gained = sum_units(added, added.ptr, 0, added_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
-    lost = sum_units(removed, removed.ptr, 0, removed_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
-    channels = tl.arange(0, BLOCK_D)
-    sums = tl.load(sums_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-    tl.store(updated_ptr + head * head_dim + channels, sums + (gained - lost), mask=channels < head_dim)
+    tl.store(sums_ptr + program * head_dim + channels, tl.sum(total, axis=0), mask=channels < head_dim)
 
 
 @triton.jit(do_not_specialize=["length", "split", "splits", "parts"])
@@ -214,7 +177,6 @@ def score_keys(
 def _launch(dtype: torch.dtype, head_dim: int) -> None:
     keys = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
     anchor = torch.empty((2, 8, head_dim), dtype=torch.float32, device="meta")
-    update_anchor(anchor, keys[:, :, :128], keys[:, :, 128:256])
     score(keys)
     score_with_anchor(keys, anchor)
 

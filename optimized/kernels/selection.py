@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import is_amd, launch, padded
+from .launching import launch, padded, warps
 
 ROWS_THAT_FILL_A_GPU = 128
 LONGEST_SHORT_ROW = 16384
@@ -44,7 +44,7 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
         return _keep_rows(rows, shielded, count).view(scores.shape)
     kept = torch.empty(rows.shape, dtype=torch.bool, device=scores.device)
     arguments = (*rows.stride(), *shielded.stride(), length, count)
-    flags = {"PROTECTED": protected is not None, **_block(scores, min(2048, padded(length, 256)), 8)}
+    flags = {"PROTECTED": protected is not None, "BLOCK": 2048, "num_warps": warps(scores, 256)}
     chunk = padded(triton.cdiv(length, MOST_CHUNKS), flags["BLOCK"])
     chunks = triton.cdiv(length, chunk)
     counts = torch.zeros((rows.shape[0], 4, 256), dtype=torch.int32, device=scores.device)
@@ -67,19 +67,13 @@ def _keep_rows(rows: torch.Tensor, protected: torch.Tensor, count: int | torch.T
     """The mask [R, T] of the highest scores of each row, by one program; `protected` is a mask, or `rows` again for none."""
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     # A program walks its whole row: the more threads, the fewer steps.
-    block = _block(rows, 8192, 32) if rows.shape[1] > 2048 else _block(rows, padded(rows.shape[1], 256), 8)
+    block = 8192 if rows.shape[1] > 2048 else padded(rows.shape[1], 256)
+    threads = 1024 if block > 2048 else min(256, block // 4)
     launch(keep_rows, (rows.shape[0],))(
         rows, protected, kept, *rows.stride(), *protected.stride(), rows.shape[1], count, sharing,
-        PROTECTED=protected is not rows, EACH=isinstance(count, torch.Tensor), **block,
+        PROTECTED=protected is not rows, EACH=isinstance(count, torch.Tensor), BLOCK=block, num_warps=warps(rows, threads),
     )  # fmt: skip
     return kept
-
-
-def _block(scores: torch.Tensor, block: int, num_warps: int) -> dict[str, int]:
-    """Return the tokens of a tile and the warps for it."""
-    if is_amd(scores) and (num_warps == 32 or scores.element_size() == 2):
-        num_warps //= 2  # AMD's warps have twice the threads: 1,024 at most, and 16 bytes for each, as elsewhere
-    return {"BLOCK": block, "num_warps": num_warps}
 
 
 @triton.jit

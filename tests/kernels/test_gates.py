@@ -201,7 +201,6 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "keydiff.score": (lambda: (states(),), 0.14),
     "keydiff.anchor_sum": (lambda: (states(),), 0.01),
     "keydiff.score_with_anchor": (lambda: (states(), ANCHOR), 0),
-    "keydiff.update_anchor": (lambda: (ANCHOR, states(), states()), 0),
     "lagkv.score": (lambda: (states(tokens=4096),) * 4, 0),
     "lagkv.select": (lambda: (states(), states(), mask()), 0),
     "lagkv.compress": (lambda: (states(), states(), 16 + 1022 * 32 + 240), 0),

@@ -81,7 +81,7 @@ for head_dim, value_dim, lag in {shapes}:
         for kernel, compile_now in compiling._intercepted(launch, "sm_90"):
             print(json.dumps({{"kernel": kernel, "fused": compile_now().metadata.enable_fp_fusion}}))
 """
-EVERY = {"score_partitions", "select_partitions", "compress_partitions", "sum_rows", "sum_columns", "attend_rows"}
+EVERY = {"score_partitions", "keep_rows", "compress_partitions", "sum_rows", "sum_columns"}
 
 
 def test_one_channel_and_one_token_compile_with_fused_products() -> None:

@@ -147,9 +147,9 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "keydiff.score": (lambda s: keydiff.score(s.keys), "sum_unit_keys score_keys"),
     "keydiff.anchor_sum": (lambda s: keydiff.anchor_sum(s.keys), "sum_unit_keys"),
     "keydiff.score_with_anchor": (lambda s: keydiff.score_with_anchor(s.keys, s.moments.key_sum), "score_keys"),
-    "keydiff.update_anchor": (lambda s: keydiff.update_anchor(s.moments.key_sum, s.keys, s.keys[:, :, :5]), "update_sums"),
+    "keydiff.update_anchor": (lambda s: keydiff.update_anchor(s.moments.key_sum, s.keys, s.keys[:, :, :5]), "sum_unit_keys"),
     "lagkv.score": (lambda s: lagkv.score(s.keys, s.values, s.keys[:, :, -9:], s.values[:, :, -9:]), "score_partitions"),
-    "lagkv.select": (lambda s: lagkv.select(s.keys, s.values, **LAG), "select_partitions"),
+    "lagkv.select": (lambda s: lagkv.select(s.keys, s.values, **LAG), "score_partitions keep_rows"),
     "lagkv.compress": (lambda s: lagkv.compress(s.keys, s.values, **LAG), "compress_partitions"),
     "selection.top_k": (top_k, "keep_rows"),
     "cache.compress": (lambda s: cache.compress(s.keys, s.values, s.kept), "copy_rows"),
@@ -163,13 +163,13 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "ea.query_statistics": (lambda s: ea.query_statistics(s.keys), "sum_products finish_statistics"),
     "ea.unrotated_statistics": (unrotated, "sum_products finish_statistics"),
     "ea.score": (lambda s: ea.score(s.keys, s.values, s.mean, s.covariance), "split_covariances expected_logits weigh_values"),
-    "momentkv.update": (lambda s: mk.update(s.moments, s.keys, s.values, s.kept), "sum_evicted add_splits"),
-    "momentkv.compress_prompt": (lambda s: mk.compress_prompt(s.keys, s.values, s.kept), "sum_evicted add_splits"),
+    "momentkv.update": (lambda s: mk.update(s.moments, s.keys, s.values, s.kept), "sum_evicted"),
+    "momentkv.compress_prompt": (lambda s: mk.compress_prompt(s.keys, s.values, s.kept), "sum_evicted"),
     "momentkv.score": (lambda s: mk.score(s.query, s.keys, s.values, s.moments), "walk_cache finish_scores"),
-    "momentkv.attend": (lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments), "walk_cache mix_outputs"),
+    "momentkv.attend": (lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments), "attend_chunks merge_chunks"),
     "momentkv.step": (step, "walk_cache replace_lowest"),
     "h2o.score": (lambda s: h2o.score(last_queries(s), s.keys), "sum_rows sum_columns"),
-    "h2o.attend_and_score": (lambda s: h2o.attend_and_score(last_queries(s), s.keys, s.values), "attend_rows sum_columns"),
+    "h2o.attend_and_score": (lambda s: h2o.attend_and_score(last_queries(s), s.keys, s.values), "sum_rows sum_columns"),
     "snapkv.score": (lambda s: snapkv.score(last_queries(s), s.keys, window_size=2), "sum_rows sum_columns"),
     "tova.score": (lambda s: tova.score(s.queries, several_splits(s.keys)), "sum_rows merge_splits sum_columns"),
     "knorm.score": (lambda s: knorm.score(s.keys), "score_norms"),
@@ -299,7 +299,7 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_votes_of_all_kinds_are_counted_alike() -> None:
-    """Weights in 64ths, of which every sum is exact: ties, zeros, a row without mass, several tiles; then votes among few scores."""
+    """Weights in 64ths, of which every sum is exact: ties, zeros, no mass, several tiles; then votes among few scores."""
     for length in (1, 65, 5000):
         weights = torch.randint(0, 5, (3, length)) / 64
         weights[1], weights[2] = weights[1, 0], 0
@@ -420,11 +420,11 @@ def test_nan_stays_where_it_is_and_no_address_follows_from_it() -> None:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "momentkv": ("momentkv", {"budget": 16}, "sum_evicted add_splits walk_cache replace_lowest attend_chunks merge_chunks"),
+    "momentkv": ("momentkv", {"budget": 16}, "sum_evicted walk_cache replace_lowest attend_chunks merge_chunks"),
     "momentkv, growing": ("momentkv", {"compression_ratio": 0.5}, "walk_cache replace_lowest attend_chunks merge_chunks"),
     "ragged": ("knorm+ada_kv", {"compression_ratio": 0.5}, "copy_rows attend_chunks merge_chunks"),
-    "ragged, moments": ("knorm+ada_kv+moments", {"compression_ratio": 0.5}, "sum_evicted add_splits attend_chunks merge_chunks"),
-    "keydiff": ("keydiff", {"budget": 12, "every": 4}, "sum_unit_keys update_sums score_keys copy_rows"),
+    "ragged, moments": ("knorm+ada_kv+moments", {"compression_ratio": 0.5}, "sum_evicted attend_chunks merge_chunks"),
+    "keydiff": ("keydiff", {"budget": 12, "every": 4}, "sum_unit_keys score_keys copy_rows"),
     "lagkv": ("lagkv", {"compression_ratio": 0.5, "every": 1, "options": {"sink_size": 2, "lag_size": 4}}, "compress_partitions"),
 }
 
