@@ -81,8 +81,8 @@ def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | No
                 torch.bmm(rows, converted(piece, room).mT, out=part)
             capped(weights).view(-1, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
             if (sinks := current().sinks) is not None:
-                own = sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
-                shares = (weights.logsumexp(dim=2) - own).sigmoid()  # of the tokens, beside the sink
+                of_sinks = sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
+                shares = (weights.logsumexp(dim=2) - of_sinks).sigmoid()  # of the tokens, beside the sink
             torch.softmax(weights, dim=2, out=weights)
             if sinks is not None:
                 weights.mul_(shares[..., None])

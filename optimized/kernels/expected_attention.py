@@ -66,7 +66,7 @@ def score(
     launch(expected_logits, (heads * tiles,))(
         strided(keys), strided(values), means, parts, factors, logits, highest, mass, scores,
         num_kv_heads, group, length, tiles, head_dim, values.shape[-1],
-        GROUP=block_group, TERMS=terms, RESCALE=values.dtype != torch.float16, **tile,
+        GROUP=block_group, TERMS=terms, **tile,
     )  # fmt: skip
     launch(weigh_values, (heads * runs,))(
         logits, highest, mass, scores, group, length, tiles, runs, float(epsilon),
@@ -139,7 +139,7 @@ def times_sigma(keys, sigma_ptr, rows, columns, head_dim, product, TERMS: tl.con
 def expected_logits(
     keys, values, means_ptr, parts_ptr, factors_ptr, logits_ptr, highest_ptr, mass_ptr, norms_ptr,
     num_kv_heads, group, length, tiles, head_dim, value_dim,
-    GROUP: tl.constexpr, TERMS: tl.constexpr, RESCALE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, TERMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values. Grid: heads * tiles."""
@@ -180,12 +180,10 @@ def expected_logits(
     tl.store(mass_ptr + reader * tiles + tile, mass, mask=present)
     # value [BLOCK_T, BLOCK_DV]: the norms of its rows
     value = load_tile(head_of(values, head, num_kv_heads), tokens, tl.arange(0, BLOCK_DV), inside, value_dim)
-    if RESCALE:  # squares of values around 1e30 or 1e-30 would overflow or vanish in float32
-        scale, inverse = power_of_two(tl.max(tl.abs(value), axis=1), 0)
-        value = value * scale[:, None]
-        norms = tl.sqrt_rn(tl.sum(value * value, axis=1)) * inverse
-    else:
-        norms = tl.sqrt_rn(tl.sum(value * value, axis=1))
+    # Squares of values around 1e30 or 1e-30 would overflow or vanish in float32.
+    scale, inverse = power_of_two(tl.max(tl.abs(value), axis=1), 0)
+    value = value * scale[:, None]
+    norms = tl.sqrt_rn(tl.sum(value * value, axis=1)) * inverse
     tl.store(norms_ptr + head * length + tokens, norms, mask=inside)
 
 

@@ -12,14 +12,14 @@ the splits, and scores one split. Its programs start with the last split of the 
 in the L2 cache.
 
 With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys gains those of the block
-and loses those of the evicted keys (KD-6); `update_sums` does that, one program for each head, and `score_keys` alone scores.
+and loses those of the evicted keys (KD-6): `sum_unit_keys` sums either, and `score_keys` alone scores.
 
 The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by the number of tokens
 only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below an eighth of its keys, and the scores of a
 sequence are the same bits in every batch.
 
 Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is exact, so that the
-squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such numbers and skips this step.
+squares of keys around 1e-30 or 1e30 neither vanish nor overflow.
 """
 
 from typing import Any
@@ -58,8 +58,7 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 def _tile(keys: torch.Tensor) -> dict[str, Any]:
     """Return the constants of the tiling."""
     block_d = padded(keys.shape[-1])
-    tile = {"BLOCK_T": min(128, ELEMENTS_OF_A_TILE // block_d), "BLOCK_D": block_d}
-    return tile | {"RESCALE": keys.dtype != torch.float16, "num_warps": 8}
+    return {"BLOCK_T": min(128, ELEMENTS_OF_A_TILE // block_d), "BLOCK_D": block_d, "num_warps": 8}
 
 
 def _splits(length: int, block_t: int) -> tuple[int, int]:
@@ -95,14 +94,12 @@ def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None
 
 
 @triton.jit
-def load_keys(keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr):
+def load_keys(keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the `keys` [T, D] of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
     positions = first + tl.arange(0, BLOCK_T)
     tile = load_tile(keys, positions, tl.arange(0, BLOCK_D), positions < end, head_dim)
-    if RESCALE:
-        scale, _ = power_of_two(tl.max(tl.abs(tile), axis=1), 0)
-        tile = tile * scale[:, None]
-    return tile
+    scale, _ = power_of_two(tl.max(tl.abs(tile), axis=1), 0)
+    return tile * scale[:, None]
 
 
 @triton.jit
@@ -118,7 +115,7 @@ def inverse_norms(keys):
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_unit_keys(
     keys, sums_ptr, inverses_ptr, num_heads, length, head_dim, split, splits,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """sums[head, split] = the sum of k / |k| over the keys of one split; STORED: 1 / |k| goes to `inverses`.
 
@@ -130,7 +127,7 @@ def sum_unit_keys(
     end = tl.minimum((part + 1) * split, length)
     total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
     for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
-        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D)
         inverse = inverse_norms(tile)
         if STORED:
             positions = first + tl.arange(0, BLOCK_T)
@@ -143,7 +140,7 @@ def sum_unit_keys(
 @triton.jit(do_not_specialize=["length", "split", "splits", "parts"])
 def score_keys(
     keys, sums_ptr, inverses_ptr, scores_ptr, num_heads, length, head_dim, split, splits, parts,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED: `inverses` has 1 / |k|.
 
@@ -164,7 +161,7 @@ def score_keys(
     anchor = tl.where(squares == 0, 0.0, tl.div_rn(anchor, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
     end = tl.minimum((part + 1) * split, length)
     for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
-        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D)
         positions = first + tl.arange(0, BLOCK_T)
         if STORED:
             inverse = tl.load(inverses_ptr + head * length + positions, mask=positions < end, other=0.0)

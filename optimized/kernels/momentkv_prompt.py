@@ -8,7 +8,7 @@ It equals, in torch, for one KV head whose tokens are kept where `kept` [T] is T
 
 S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are those that compaction does not copy.
 `sum_evicted` therefore reads each tile once, the kept rows into the compressed cache and the evicted ones into the product. torch
-adds the float32 sums of the splits to the moments from before: once for a prompt, they are not worth a kernel.
+adds the float32 sums of the splits to the moments from before: once for a prompt, that is not worth a kernel.
 """
 
 from typing import Any
