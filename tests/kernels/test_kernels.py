@@ -201,13 +201,7 @@ def small_splits(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "LEAST_TOKENS_OF_A_SPLIT", 64, raising=False)
 
 
-@pytest.fixture
-def rows_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The schedule of long rows."""
-    monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", 0)
-
-
-LONG = {"selection.top_k": "count_byte keep_chunks"}
+CHUNKED = {"count_byte", "keep_chunks"}
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -220,17 +214,16 @@ def test_an_entry_launches_its_kernels(name: str, launched: list[str]) -> None:
     assert not launched
 
 
-@pytest.mark.usefixtures("rows_in_chunks")
-@pytest.mark.parametrize("name", LONG)
-def test_long_rows_go_in_chunks(name: str, launched: list[str]) -> None:
+def test_long_rows_go_in_chunks(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", 0)
     states = drawn((1, 1, 2, 2, 300, 16, 16))
-    assert_close(CALLS[name][0](states), CALLS[name][0](states.exact()), 0)
-    assert set(launched) == set(LONG[name].split())
+    assert_close(top_k(states), top_k(states.exact()), 0)
+    assert set(launched) == CHUNKED
 
 
 def test_every_kernel_is_launched_by_an_entry() -> None:
-    launched = " ".join([*(kernels for _, kernels in CALLS.values()), *LONG.values()])
-    assert set(launched.split()) == launched_by_a_grid()
+    launched = " ".join(kernels for _, kernels in CALLS.values())
+    assert {*launched.split(), *CHUNKED} == launched_by_a_grid()
 
 
 ONE, ODD, PADDED, LONG_ROW, WIDE = SHAPES = (
