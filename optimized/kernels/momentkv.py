@@ -48,7 +48,7 @@ import triton.language as tl
 from ..states import Moments, zero_moments
 from .attention import attend as attend_parts
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
+from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded, register_limit
 from .momentkv_prompt import compress_prompt, contiguous, update
 from .strided import Rows, copy_row, load_row, strided
 from .tiles import absorb, at_head, dot_dtype, head_of, load_tile, power_of_two
@@ -105,6 +105,7 @@ def step(
         GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
         BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
         num_warps=8 if keys.dtype == torch.float32 else 4,
+        **register_limit(keys, 192, 100),  # left alone, the compiler for sm_100 spills one to fit a third program
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -351,7 +352,7 @@ def mix(
         query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], all_queries, 0.0), axis=0)  # [BLOCK_D]
         log_evicted = tl.where(count > 0, tl.log2(divisor) + tl.sum(query * mean_key, axis=0) * (scale * LOG2E), float("-inf"))
         slope = tl.sum(covariance * query[None, :], axis=1) * scale
-        estimate = tl.div_rn(value_sum, divisor) + tl.div_rn(slope, divisor)
+        estimate = tl.div_rn(value_sum + slope, divisor)
         own_mass = tl.sum(tl.where(rows == member, mass, 0.0), axis=0)
         own_top = tl.where(own_mass > 0, tl.sum(tl.where(rows == member, top, 0.0), axis=0), float("-inf"))
         own = tl.sum(tl.where((rows == member)[:, None], retained, 0.0), axis=0)

@@ -150,7 +150,7 @@ def sum_rows(
     Grid: heads * blocks of rows * splits.
     """
     program = tl.program_id(0).to(tl.int64)
-    rows, splits = group * num_queries, tl.cdiv(length, split)
+    rows, splits = group * num_queries, 1 if ATTEND else tl.cdiv(length, split)
     blocks = tl.cdiv(rows, BLOCK_ROWS)
     head, part = program // (blocks * splits), (program % splits).to(tl.int32)
     block = (blocks - 1 - program // splits % blocks).to(tl.int32)  # the last rows see most
