@@ -352,7 +352,7 @@ def mix(
         query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], all_queries, 0.0), axis=0)  # [BLOCK_D]
         log_evicted = tl.where(count > 0, tl.log2(divisor) + tl.sum(query * mean_key, axis=0) * (scale * LOG2E), float("-inf"))
         slope = tl.sum(covariance * query[None, :], axis=1) * scale
-        estimate = tl.div_rn(value_sum + slope, divisor)
+        estimate = tl.div_rn(value_sum, divisor) + tl.div_rn(slope, divisor)
         own_mass = tl.sum(tl.where(rows == member, mass, 0.0), axis=0)
         own_top = tl.where(own_mass > 0, tl.sum(tl.where(rows == member, top, 0.0), axis=0), float("-inf"))
         own = tl.sum(tl.where((rows == member)[:, None], retained, 0.0), axis=0)

@@ -202,7 +202,8 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "keydiff.anchor_sum": (lambda: (states(),), 0.01),
     "keydiff.score_with_anchor": (lambda: (states(), ANCHOR), 0),
     "lagkv.score": (lambda: (states(tokens=4096),) * 4, 0),
-    "lagkv.select": (lambda: (states(), states(), mask()), 0),
+    # The score of each token, its row, and whether it is kept.
+    "lagkv.select": (lambda: (states(), states(), mask()), 0.16),
     "lagkv.compress": (lambda: (states(), states(), 16 + 1022 * 32 + 240), 0),
     "selection.top_k, many rows": (lambda: (numbers(256, TOKENS), TOKENS // 2, mask().view(256, TOKENS)), 0),
     # A histogram of 1 KiB for each of 256 chunks of a row; AdaKV has one row for all heads of a sequence.
