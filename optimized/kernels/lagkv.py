@@ -25,6 +25,8 @@ channel normalises to 0. The deviation is computed in two steps, mean and then s
 ranges counts as 1e18 ranges: its square is still a float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -45,7 +47,7 @@ STAGES = tl.constexpr(3)
 def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor) -> torch.Tensor:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next, as `optimized.lagkv.score`."""
     parts = [states.reshape(1, -1, *states.shape[-2:]) for states in (keys, values, next_keys, next_values)]
-    return _scores(*parts, keys.shape[-2], next_keys.shape[-2], 1).view(keys.shape[:-1])
+    return _scores(parts, keys.shape[-2], next_keys.shape[-2], 1).view(keys.shape[:-1])
 
 
 def select(
@@ -55,25 +57,21 @@ def select(
     scored = (keys.shape[2] - sink_size) // lag_size - 1
     after = sink_size + lag_size
     parts = keys[:, :, sink_size:], values[:, :, sink_size:], keys[:, :, after:], values[:, :, after:]
-    best = top_k(_scores(*parts, lag_size, lag_size, scored), kept_each)
+    best = top_k(_scores(parts, lag_size, lag_size, scored), kept_each)
     kept[:, :, sink_size : sink_size + scored * lag_size] = best.view(*kept.shape[:2], -1)
     return kept
 
 
-def _scores(
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    next_keys: torch.Tensor,
-    next_values: torch.Tensor,
-    lag: int,
-    following: int,
-    scored: int,
-) -> torch.Tensor:
-    """The scores of the first `scored` partitions of `lag` tokens of each head, against as many of `following`, [N, lag]."""
+def _scores(parts: Sequence[torch.Tensor], lag: int, following: int, scored: int) -> torch.Tensor:
+    """The scores of the first `scored` partitions of `lag` tokens of each head, against as many of `following`, [N, lag].
+
+    The parts are keys and values, and then those that follow them.
+    """
+    keys, values = parts[:2]
     heads = keys.shape[0] * keys.shape[1]
     scores = floats(keys, heads * scored, lag)
     launch(score_partitions, (heads * scored,))(
-        strided(keys), strided(values), strided(next_keys), strided(next_values), scores,
+        *map(strided, parts), scores,
         keys.shape[1], scored, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values),
     )  # fmt: skip
     return scores
