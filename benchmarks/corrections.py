@@ -1,7 +1,8 @@
-"""Measures the corrections of `reference/momentkv_bounded.py` on drawn decoding steps: `python -m benchmarks.corrections`.
+"""Measures the corrections of `reference/momentkv_bounded.py` on drawn decoding steps: `python -m
+benchmarks.corrections`.
 
-Prints the table of docs/methods/momentkv_bounded.md, in about fifteen seconds on one core. With `--model`: a row
-for each kind of text that the claims are measured on, read by the embedded model, in about forty seconds.
+Prints the table of docs/methods/momentkv_bounded.md, in about fifteen seconds on one core. With `--model`: a
+row for each kind of text that the claims are measured on, read by the embedded model, in about forty seconds.
 """
 
 import sys
@@ -26,13 +27,21 @@ ROUNDING = 1e-12
 def unrelated(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Query, keys and values independent of each other."""
     shape = AT_ONCE, 1, LENGTH, CHANNELS
-    return generator.normal(size=(AT_ONCE, 1, CHANNELS)), generator.normal(size=shape), generator.normal(size=shape)
+    return (
+        generator.normal(size=(AT_ONCE, 1, CHANNELS)),
+        generator.normal(size=shape),
+        generator.normal(size=shape),
+    )
 
 
 def linear(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Values that are a linear function of the keys, with noise: what MomentKV assumes."""
     query, keys, values = unrelated(generator)
-    return query, keys, keys @ generator.normal(size=(AT_ONCE, 1, CHANNELS, CHANNELS)) / CHANNELS**0.5 + 0.3 * values
+    return (
+        query,
+        keys,
+        keys @ generator.normal(size=(AT_ONCE, 1, CHANNELS, CHANNELS)) / CHANNELS**0.5 + 0.3 * values,
+    )
 
 
 def peaked(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -48,11 +57,18 @@ def moved(generator: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nd
     return query, np.where(first, 0.3, 1) * keys, np.where(first, values + 3, values)
 
 
-KINDS: tuple[Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray, np.ndarray]], ...] = (unrelated, linear, peaked, moved)
+KINDS: tuple[Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray, np.ndarray]], ...] = (
+    unrelated,
+    linear,
+    peaked,
+    moved,
+)
 
 
 def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> np.ndarray:
-    """The distance from full attention of each of NAMES, [4, B * H_q]; every token that is not evicted is kept."""
+    """The distance from full attention of each of NAMES, [4, B * H_q]; every token that is not evicted is
+    kept.
+    """
     empty, kept = momentkv.no_moments(keys, values), ~evicted
     moments = momentkv.update(empty, keys, values, evicted)
     bounds = momentkv_bounded.update(momentkv_bounded.no_bounds(keys, values), keys, values, evicted)
@@ -66,7 +82,11 @@ def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, evicted: np.
     return np.stack([np.linalg.norm(output - full, axis=-1).ravel() for output in outputs])
 
 
-COLUMNS = [f"error: {name}" for name in NAMES] + [f"worse than none: {name}" for name in NAMES[1:]] + ["MB-6 worse than MomentKV"]
+COLUMNS = (
+    [f"error: {name}" for name in NAMES]
+    + [f"worse than none: {name}" for name in NAMES[1:]]
+    + ["MB-6 worse than MomentKV"]
+)
 
 
 def rows(steps: int = STEPS) -> Iterator[list[str]]:
@@ -74,11 +94,16 @@ def rows(steps: int = STEPS) -> Iterator[list[str]]:
     evicted = np.broadcast_to(np.arange(LENGTH) < EVICTED, (AT_ONCE, 1, LENGTH))
     for kind in KINDS:
         generator = np.random.default_rng(0)
-        yield _row(kind.__name__, np.concatenate([errors(*kind(generator), evicted) for _ in range(steps // AT_ONCE)], axis=1))
+        yield _row(
+            kind.__name__,
+            np.concatenate([errors(*kind(generator), evicted) for _ in range(steps // AT_ONCE)], axis=1),
+        )
 
 
 def rows_of_model() -> Iterator[list[str]]:
-    """A row for each kind of text: every layer and query head at four later tokens; MomentKV keeps 128 of 384 tokens."""
+    """A row for each kind of text: every layer and query head at four later tokens; MomentKV keeps 128 of
+    384 tokens.
+    """
     lab = Lab(*load(), Scale(prompt_tokens=384, later_tokens=64))
     for kind in texts.KINDS:
         with torch.inference_mode():
@@ -93,14 +118,20 @@ def rows_of_model() -> Iterator[list[str]]:
             evicted[..., prompt] = ~kept
             for place in np.linspace(recording.split, keys.shape[2] - 1, 4).astype(int):
                 seen = slice(0, place + 1)
-                found.append(errors(queries[:, :, place], keys[:, :, seen], values[:, :, seen], evicted[..., seen]))
+                found.append(
+                    errors(queries[:, :, place], keys[:, :, seen], values[:, :, seen], evicted[..., seen])
+                )
         yield _row(kind, np.concatenate(found, axis=1))
 
 
 def _row(name: str, found: np.ndarray) -> list[str]:
     worse = found > found[0] + ROUNDING
     shares = (*worse[1:].mean(axis=1), (found[2] > found[1] + ROUNDING).mean())
-    return [name, *(f"{error:.4f}" for error in found.mean(axis=1)), *(f"{100 * share:.2f} %" for share in shares)]
+    return [
+        name,
+        *(f"{error:.4f}" for error in found.mean(axis=1)),
+        *(f"{100 * share:.2f} %" for share in shares),
+    ]
 
 
 if __name__ == "__main__":

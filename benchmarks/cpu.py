@@ -1,22 +1,26 @@
-"""The torch path of `optimized` against kvpress on a CPU: `python -m benchmarks.cpu [--out FOLDER] [--tokens 1024,4096]`.
+"""The torch path of `optimized` against kvpress on a CPU: `python -m benchmarks.cpu [--out FOLDER]
+[--tokens 1024,4096]`.
 
-Both score the same tensors in one process, one layer of Llama-3.1-8B: 8 KV heads and 32 query heads of 128 channels, batch 1, in
-float32 and bfloat16. kvpress needs another version of transformers than this project, so the command makes its own environment
-(torch of `constraints.txt`, kvpress and its requirements) in the user's cache folder, once, and runs there.
+Both score the same tensors in one process, one layer of Llama-3.1-8B: 8 KV heads and 32 query heads of 128
+channels, batch 1, in float32 and bfloat16. kvpress needs another version of transformers than this project,
+so the command makes its own environment (torch of `constraints.txt`, kvpress and its requirements) in the
+user's cache folder, once, and runs there.
 
-The benchmark compares whole scores, from the same input tensors to the input of top-k. A press of kvpress takes hidden states and
-an attention module; the module here projects with the identity, so the hidden states are the queries, and the projection costs
-nothing. Expected Attention includes the statistics of the queries and their averaging over RoPE on both sides. LagKV is
-`select` against ranks: both choose within partitions. In float32 the two results must agree; in bfloat16 kvpress computes in
-bfloat16 and `optimized` in float32, so there they may differ.
+The benchmark compares whole scores, from the same input tensors to the input of top-k. A press of kvpress
+takes hidden states and an attention module; the module here projects with the identity, so the hidden states
+are the queries, and the projection costs nothing. Expected Attention includes the statistics of the queries
+and their averaging over RoPE on both sides. LagKV is `select` against ranks: both choose within partitions.
+In float32 the two results must agree; in bfloat16 kvpress computes in bfloat16 and `optimized` in float32, so
+there they may differ.
 
-The floor of a method is the larger of two times, both measured in the same run: that of reading its inputs once, as many bytes in
-one tensor that is summed up, and that of its multiplications in a float32 product of matrices; of a symmetric matrix only one
-triangle counts. The share that we reach is the floor over our median.
+The floor of a method is the larger of two times, both measured in the same run: that of reading its inputs
+once, as many bytes in one tensor that is summed up, and that of its multiplications in a float32 product of
+matrices; of a symmetric matrix only one triangle counts. The share that we reach is the floor over our
+median.
 
-The arms alternate (ours, kvpress, kvpress, ours); one call of each comes first and is not timed. Time is processor time, which a
-busy machine disturbs less, or wall-clock time with more than one thread; memory is the rise of the resident set during the call,
-result included.
+The arms alternate (ours, kvpress, kvpress, ours); one call of each comes first and is not timed. Time is
+processor time, which a busy machine disturbs less, or wall-clock time with more than one thread; memory is
+the rise of the resident set during the call, result included.
 """
 
 import ctypes
@@ -42,7 +46,8 @@ DTYPES = ("float32", "bfloat16")
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 8, 32, 128
 WINDOW, KERNEL = 64, 5  # SnapKV's, as in kvpress
 SINKS, LAG = 4, 128  # LagKV's, as in kvpress
-# The goals: how many times faster than kvpress, and the largest exponent of the growth in the number of tokens.
+# The goals: how many times faster than kvpress, and the largest exponent of the growth in the number of
+# tokens.
 GOALS = {"keydiff": 3.0, "lagkv": 2.0, "expected_attention": 3.0, "snapkv": 1.0, "tova": 1.0, "knorm": 1.0}
 LARGEST_EXPONENT = 1.05
 SIDES = ("ours", "kvpress")
@@ -74,12 +79,19 @@ def pairs(
 
     generator = torch.Generator().manual_seed(0)
     kind = getattr(torch, dtype)
-    keys, values = (torch.randn(1, heads[1], tokens, head_dim, generator=generator).to(kind) for _ in range(2))
+    keys, values = (
+        torch.randn(1, heads[1], tokens, head_dim, generator=generator).to(kind) for _ in range(2)
+    )
     hidden_states = torch.randn(1, tokens, heads[0] * head_dim, generator=generator).to(kind)
     queries = hidden_states.view(1, tokens, heads[0], head_dim).transpose(1, 2)
     module = attention_module(heads, head_dim)
     # The queries count as already rotated: kvpress rotates them by an angle of 0.
-    still = {"position_embeddings": (torch.ones(1, tokens, head_dim, dtype=kind), torch.zeros(1, tokens, head_dim, dtype=kind))}
+    still = {
+        "position_embeddings": (
+            torch.ones(1, tokens, head_dim, dtype=kind),
+            torch.zeros(1, tokens, head_dim, dtype=kind),
+        )
+    }
 
     def press(one: Any) -> Callable[[], Any]:
         return lambda: one.score(module, hidden_states, keys, values, None, still)
@@ -96,7 +108,8 @@ def pairs(
         return lambda ours, theirs: apart(ours[..., :-protected], theirs[..., :-protected])
 
     def differing(kept: torch.Tensor, ranks: torch.Tensor) -> float:
-        return float(((ranks >= 0.5) != kept).float().mean())  # the upper half of every partition, and the protected ones
+        # the upper half of every partition, and the protected ones
+        return float(((ranks >= 0.5) != kept).float().mean())
 
     products = 2.0 * heads[0] * tokens * head_dim  # of every query head with every key, for one query
     return {
@@ -121,13 +134,21 @@ def pairs(
             keys.nbytes,
             WINDOW * products,
         ),
-        "tova": Pair(lambda: tova.score(queries[:, :, -1:], keys), press(TOVAPress()), apart_before(1), keys.nbytes, products),
+        "tova": Pair(
+            lambda: tova.score(queries[:, :, -1:], keys),
+            press(TOVAPress()),
+            apart_before(1),
+            keys.nbytes,
+            products,
+        ),
         "knorm": Pair(lambda: knorm.score(keys), press(KnormPress()), apart, keys.nbytes),
     }
 
 
 def floor(pair: Pair, clock: Callable[[], float]) -> float:
-    """Seconds that the bytes and the multiplications of a pair take on this machine, the larger of the two: the least of twenty."""
+    """Seconds that the bytes and the multiplications of a pair take on this machine, the larger of the
+    two: the least of twenty.
+    """
     import torch
 
     source, square = torch.ones(pair.bytes // 4), torch.ones(1024, 1024)
@@ -138,11 +159,15 @@ def floor(pair: Pair, clock: Callable[[], float]) -> float:
 
 
 def rise_of_memory(call: Callable[[], Any]) -> tuple[int, Any]:
-    """Bytes by which the resident set rose during a call, at most (Linux only, elsewhere 0), and the result of the call."""
+    """Bytes by which the resident set rose during a call, at most (Linux only, elsewhere 0), and the
+    result of the call.
+    """
     try:
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)  # give freed memory back, so that the call cannot use it unseen
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # reset the highest mark to the present one
+        # give freed memory back, so that the call cannot use it unseen
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        # reset the highest mark to the present one
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
         before = _status("VmRSS")
     except OSError:
         return 0, call()
@@ -151,15 +176,24 @@ def rise_of_memory(call: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def _status(name: str) -> int:
-    line = next(line for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines() if line.startswith(name))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        if line.startswith(name)
+    )
     return int(line.split()[1]) * 1024
 
 
-def measure(pair: Pair, *, rounds: int, budget: float, clock: Callable[[], float] = time.process_time) -> dict[str, Any]:
-    """Memory, distance and time of both sides of a pair: two rounds at least, and more until `budget` seconds are over."""
+def measure(
+    pair: Pair, *, rounds: int, budget: float, clock: Callable[[], float] = time.process_time
+) -> dict[str, Any]:
+    """Memory, distance and time of both sides of a pair: two rounds at least, and more until `budget`
+    seconds are over.
+    """
     end = time.monotonic() + budget
     calls = dict(zip(SIDES, (pair.ours, pair.kvpress), strict=True))
-    risen = {side: rise_of_memory(call) for side, call in calls.items()}  # also the call that warms up, and is not timed
+    # also the call that warms up, and is not timed
+    risen = {side: rise_of_memory(call) for side, call in calls.items()}
     distance = pair.distance(*(result for _, result in risen.values()))
     sizes = {f"{side}_bytes": risen.pop(side)[0] for side in SIDES}  # the results go before anything is timed
     arms = {side: lambda call=call: [seconds(call, clock)] for side, call in calls.items()}
@@ -175,7 +209,8 @@ def measure(pair: Pair, *, rounds: int, budget: float, clock: Callable[[], float
     }
 
 
-# The environment -----------------------------------------------------------------------------------------------------------------
+# The environment
+# -----------------------------------------------------------------------------------------------------------------
 
 # The pinned packages: the other constraints are for another version of transformers than kvpress needs.
 PINNED = ("torch", "numpy", "triton")
@@ -187,21 +222,34 @@ def constraints(text: str) -> str:
 
 
 def environment() -> Path:
-    """The Python of an environment with the torch of this project and with kvpress, made on the first call."""
+    """The Python of an environment with the torch of this project and with kvpress, made on the first
+    call.
+    """
     import platformdirs
 
     folder = Path(platformdirs.user_cache_dir("evictionary")) / f"kvpress-{KVPRESS}"
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     done = folder / "constraints.txt"
     packages = (f"kvpress=={KVPRESS}", "rich", "typer")
-    wanted = f"# for {', '.join(packages)}\n" + constraints((ROOT / "constraints.txt").read_text(encoding="utf-8"))
+    wanted = f"# for {', '.join(packages)}\n" + constraints(
+        (ROOT / "constraints.txt").read_text(encoding="utf-8")
+    )
     if done.exists() and done.read_text(encoding="utf-8") == wanted and python.exists():
         return python
     print(f"making an environment with kvpress {KVPRESS} in {folder} (once) ...", file=sys.stderr)
     venv.create(folder, with_pip=True, clear=True)
     pinned = folder / "pinned.txt"
     pinned.write_text(wanted, encoding="utf-8")
-    install = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--constraint", str(pinned)]
+    install = [
+        str(python),
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "--constraint",
+        str(pinned),
+    ]
     # torch is installed first and alone: the later packages find it and do not install a newer one.
     subprocess.run([*install, "torch", "numpy"], check=True)
     subprocess.run([*install, *packages], check=True)
@@ -210,16 +258,21 @@ def environment() -> Path:
 
 
 def in_kvpress(module: str, function: str, *arguments: Any, threads: int = 1) -> Any:
-    """What a function of this repository returns in the environment of kvpress; arguments and result travel as JSON."""
+    """What a function of this repository returns in the environment of kvpress; arguments and result
+    travel as JSON.
+    """
     call = "import importlib, json, sys; module, name, given = sys.argv[1:]"
     call += "; print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(given))))"
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [str(environment()), "-c", call, module, function, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, check=True, stdout=subprocess.PIPE, text=True
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
-# The command ---------------------------------------------------------------------------------------------------------------------
+# The command
+# ---------------------------------------------------------------------------------------------------------------------
 
 
 def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: float) -> dict[str, Any]:
@@ -239,13 +292,20 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
             for name, pair in pairs(count, dtype).items():
                 found[name] = measure(pair, rounds=ROUNDS, budget=seconds_each, clock=clock)
                 distance = found[name]["distance"]
-                # In bfloat16 kvpress rounds, and may choose other tokens: there the distance is stored and not judged.
+                # In bfloat16 kvpress rounds, and may choose other tokens: there the distance is stored and
+                # not judged.
                 if dtype == "float32" and not distance < 1e-3:
-                    raise RuntimeError(f"{name}, {count} tokens: ours and kvpress are {distance:.2g} apart, wanted less than 1e-3")
+                    raise RuntimeError(
+                        f"{name}, {count} tokens: ours and kvpress are {distance:.2g} apart, wanted less "
+                        "than 1e-3"
+                    )
                 print(line(dtype, count, name, found[name]), file=sys.stderr, flush=True)
     exponents = {
         dtype: {
-            name: {side: exponent(tokens, [by[str(count)][name][f"{side}_s"]["p50"] for count in tokens]) for side in SIDES}
+            name: {
+                side: exponent(tokens, [by[str(count)][name][f"{side}_s"]["p50"] for count in tokens])
+                for side in SIDES
+            }
             for name in by[str(tokens[0])]
         }
         for dtype, by in methods.items()
@@ -269,15 +329,22 @@ def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: 
 
 def line(dtype: str, count: int, name: str, one: dict[str, Any]) -> str:
     """One measurement in words."""
-    times = (f"{side} {one[f'{side}_s']['p50'] * 1e3:.4g} ms, {one[f'{side}_bytes'] / 2**20:.1f} MiB" for side in SIDES)
+    times = (
+        f"{side} {one[f'{side}_s']['p50'] * 1e3:.4g} ms, {one[f'{side}_bytes'] / 2**20:.1f} MiB"
+        for side in SIDES
+    )
     claimed = "" if one["ratio"]["claimed"] else " (intervals overlap)"
     reached = f"{one['share_of_floor']:.0%} of the floor"
-    return f"{dtype:9} {count:6} {name:18} {'; '.join(times)}; {one['ratio']['value']:.2f} x{claimed}; {reached}"
+    return (
+        f"{dtype:9} {count:6} {name:18} {'; '.join(times)}; {one['ratio']['value']:.2f} x{claimed}; {reached}"
+    )
 
 
 def main(
     out: Annotated[Path, Option(metavar="FOLDER", help="Where cpu.json goes.")] = RESULTS,
-    tokens: Annotated[str, Option(help="Sizes of the cache, separated by commas.")] = ",".join(map(str, TOKENS)),
+    tokens: Annotated[str, Option(help="Sizes of the cache, separated by commas.")] = ",".join(
+        map(str, TOKENS)
+    ),
     dtypes: Annotated[str, Option(help="float32, bfloat16 or both.")] = ",".join(DTYPES),
     threads: Annotated[int, Option(help="Threads of torch.")] = 1,
     seconds: Annotated[float, Option(help="Time for each method at each size.")] = 4.0,
@@ -287,12 +354,17 @@ def main(
     if min(counts) < SINKS + 2 * LAG:
         least = f"at least {SINKS + 2 * LAG}: LagKV has nothing to choose from below"
         raise typer.BadParameter(f"--tokens: got {min(counts)}, wanted {least}")
-    result = in_kvpress("benchmarks.cpu", "benchmark", counts, dtypes.split(","), threads, seconds, threads=threads)
+    result = in_kvpress(
+        "benchmarks.cpu", "benchmark", counts, dtypes.split(","), threads, seconds, threads=threads
+    )
     write_json(out / "cpu.json", result)
     for dtype, by in result["exponents"].items():
         for name, growth in by.items():
             goal = "" if growth["ours"] <= LARGEST_EXPONENT else f", goal {LARGEST_EXPONENT} missed"
-            print(f"{dtype:9} {name:18} grows as T^{growth['ours']:.2f} (kvpress T^{growth['kvpress']:.2f}){goal}")
+            print(
+                f"{dtype:9} {name:18} grows as T^{growth['ours']:.2f} (kvpress "
+                f"T^{growth['kvpress']:.2f}){goal}"
+            )
 
 
 if __name__ == "__main__":

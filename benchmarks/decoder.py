@@ -1,7 +1,8 @@
-"""A decoder of the shape of Llama-3.1-8B with random weights, and the rows of the GPU benchmark that need one.
+"""A decoder of the shape of Llama-3.1-8B with random weights, and the rows of the GPU benchmark that need
+one.
 
-Random weights give the right times, since all shapes are fixed. The decoder is plain torch; the rows compare different attention
-functions in it. Other rows check the kernels; here they are not checked again.
+Random weights give the right times, since all shapes are fixed. The decoder is plain torch; the rows compare
+different attention functions in it. Other rows check the kernels; here they are not checked again.
 """
 
 import functools
@@ -25,19 +26,28 @@ class Decoder:
         self.place, self.layers = place, layers
         width = place.heads * place.group * place.head_dim
         inner, narrow = 7 * width // 2, place.heads * place.head_dim
-        shapes = {"qkv": (width + 2 * narrow, width), "out": (width, width), "up": (2 * inner, width), "down": (width, inner)}
+        shapes = {
+            "qkv": (width + 2 * narrow, width),
+            "out": (width, width),
+            "up": (2 * inner, width),
+            "down": (width, inner),
+        }
         self.weights = [
-            {name: place.states(*shape, seed=layer).mul_(0.02) for name, shape in shapes.items()} for layer in range(layers)
+            {name: place.states(*shape, seed=layer).mul_(0.02) for name, shape in shapes.items()}
+            for layer in range(layers)
         ]
         self.head = place.states(place.tokens(VOCABULARY), width, seed=99).mul_(0.02)
         self.width, self.split = width, [width, narrow, narrow]
         angle = torch.linspace(0, 1, place.head_dim // 2, device=place.device).repeat(2)
         self.cos, self.sin = angle.cos().to(place.dtype), angle.sin().to(place.dtype)
-        # Norms, rotation and gate are fused, as in an inference engine; the products stay cuBLAS. A decoder starts without code of
-        # another one: torch stops compiling a function after some shapes, and would go on with the slow one without a warning.
+        # Norms, rotation and gate are fused, as in an inference engine; the products stay cuBLAS. A decoder
+        # starts without code of another one: torch stops compiling a function after some shapes, and would go
+        # on with the slow one without a warning.
         if place.is_gpu:
             torch.compiler.reset()
-        self.before, self.after = (torch.compile(f, dynamic=False) if place.is_gpu else f for f in (self._before, self._after))
+        self.before, self.after = (
+            torch.compile(f, dynamic=False) if place.is_gpu else f for f in (self._before, self._after)
+        )
 
     def bytes(self) -> int:
         """The bytes of the weights, which a decoding step reads once."""
@@ -55,14 +65,18 @@ class Decoder:
 
         return turned(query), turned(key), value
 
-    def _after(self, hidden: torch.Tensor, attended: torch.Tensor, out: Any, up: Any, down: Any) -> torch.Tensor:
+    def _after(
+        self, hidden: torch.Tensor, attended: torch.Tensor, out: Any, up: Any, down: Any
+    ) -> torch.Tensor:
         """The rest of a layer, from the output of its attention [..., heads, D]."""
         hidden = hidden + linear(attended.flatten(-2), out)
         gate, inner = linear(rms_norm(hidden, (self.width,)), up).chunk(2, dim=-1)
         return hidden + linear(silu(gate) * inner, down)
 
     def step(self, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One decoding step of hidden states [B, width]; `attend(layer, query, key, value)` gives [B, H_q, D]."""
+        """One decoding step of hidden states [B, width]; `attend(layer, query, key, value)` gives [B, H_q,
+        D].
+        """
         for layer, weights in enumerate(self.weights):
             query, key, value = self.before(hidden, weights["qkv"])
             attended = attend(layer, query, key, value)
@@ -75,10 +89,16 @@ class Decoder:
             hidden = self.over_prompt(hidden, weights)
         return hidden
 
-    def over_prompt(self, hidden: torch.Tensor, weights: dict[str, torch.Tensor], cache: Any = None) -> torch.Tensor:
-        """A layer over tokens [B, T, width]: causal attention to one another, or attention to the keys and values of `cache`."""
+    def over_prompt(
+        self, hidden: torch.Tensor, weights: dict[str, torch.Tensor], cache: Any = None
+    ) -> torch.Tensor:
+        """A layer over tokens [B, T, width]: causal attention to one another, or attention to the keys and
+        values of `cache`.
+        """
         query, *own = (x.transpose(1, 2) for x in self.before(hidden, weights["qkv"]))
-        attended = scaled_dot_product_attention(query, *(cache or own), is_causal=cache is None, enable_gqa=True)
+        attended = scaled_dot_product_attention(
+            query, *(cache or own), is_causal=cache is None, enable_gqa=True
+        )
         return self.after(hidden, attended.transpose(1, 2), weights["out"], weights["up"], weights["down"])
 
 
@@ -89,7 +109,9 @@ def decoder(place: Place) -> Decoder:
 
 
 def over(caches: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
-    """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot: ours, or SDPA for None."""
+    """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot:
+    ours, or SDPA for None.
+    """
     wholes = [whole_cache(*states) for states in caches]
 
     def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -118,9 +140,11 @@ def with_moments(place: Place, batch: int, tokens: int, model: Decoder) -> Atten
 
 
 def steps(place: Place, model: Decoder, batch: int, attends: dict[str, Attend], bytes: int) -> Work:
-    """Decoding steps of the model with several attentions; each reads the weights and `bytes` of all caches.
+    """Decoding steps of the model with several attentions; each reads the weights and `bytes` of all
+    caches.
 
-    Each step draws new hidden states: MomentKV writes what they give into its cache, and a cache of one token is unrealistic.
+    Each step draws new hidden states: MomentKV writes what they give into its cache, and a cache of one token
+    is unrealistic.
     """
 
     def step(attend: Attend) -> Callable[..., Any]:
@@ -160,7 +184,8 @@ def decode_model_row(place: Place) -> Work:
 
 
 def throughput_row(place: Place) -> Work:
-    """The same bytes of cache as whole sequences of 32,768 tokens, or as four times as many, compressed; time for one token.
+    """The same bytes of cache as whole sequences of 32,768 tokens, or as four times as many, compressed;
+    time for one token.
 
     There are as many sequences as fit into four fifths of the memory that the weights leave, 24 at most.
     """
@@ -172,7 +197,10 @@ def throughput_row(place: Place) -> Work:
     compressed = over([(keys.view(shape), values.view(shape)) for keys, values in caches], attend)
     ours, sdpa = over(caches, attend), over(caches, None)
     return Work(
-        make=lambda seed: (place.states(4 * few, model.width, seed=seed), place.states(few, model.width, seed=seed)),
+        make=lambda seed: (
+            place.states(4 * few, model.width, seed=seed),
+            place.states(few, model.width, seed=seed),
+        ),
         arms={
             "ours": lambda many, fewer: model.step(many, compressed),
             "full cache, SDPA": lambda many, fewer: model.step(fewer, sdpa),
@@ -186,9 +214,15 @@ def throughput_row(place: Place) -> Work:
 
 @sized
 def share_row(place: Place, length: int) -> Work:
-    """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs to."""
+    """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs
+    to.
+    """
     tokens, layer, lag = place.tokens(length), Decoder(place, 1), max(8, 128 // place.shrink)
-    lagkv, keydiff, top_k = place.ours("lagkv", "compress"), place.ours("keydiff", "score"), place.ours("selection", "top_k")
+    lagkv, keydiff, top_k = (
+        place.ours("lagkv", "compress"),
+        place.ours("keydiff", "score"),
+        place.ours("selection", "top_k"),
+    )
     gather = place.ours("cache", "compress")
     return Work(
         make=lambda seed: (place.states(1, tokens, layer.width, seed=seed), *place.cache(1, tokens, seed)),
@@ -204,7 +238,9 @@ def share_row(place: Place, length: int) -> Work:
 
 
 def block_row(place: Place) -> Work:
-    """KeyDiff in blocks of 128 tokens, budget 8,192: evicted slots are written again, against score, select and compact."""
+    """KeyDiff in blocks of 128 tokens, budget 8,192: evicted slots are written again, against score,
+    select and compact.
+    """
     names = ("score_with_anchor", "update_anchor", "anchor_sum", "score")
     with_anchor, update, anchor_sum, score = (place.ours("keydiff", name) for name in names)
     top_k, gather = place.ours("selection", "top_k"), place.ours("cache", "compress")
@@ -239,11 +275,60 @@ def block_row(place: Place) -> Work:
 BOTH = ("momentkv", "attention")
 
 MODEL_ROWS = [
-    Row("14", "compression beside prefill, one layer, n = 131072", ("lagkv", "keydiff"), share_row(XL), None, 100, "prefill"),
-    Row("14-4k", "compression beside prefill, one layer, n = 4096", ("lagkv", "keydiff"), share_row(4096), None, 100, "prefill"),
-    Row("14b", "KeyDiff: eviction in blocks of 128, budget 8192", ("keydiff",), block_row, None, 12.5, "block step", True),
+    Row(
+        "14",
+        "compression beside prefill, one layer, n = 131072",
+        ("lagkv", "keydiff"),
+        share_row(XL),
+        None,
+        100,
+        "prefill",
+    ),
+    Row(
+        "14-4k",
+        "compression beside prefill, one layer, n = 4096",
+        ("lagkv", "keydiff"),
+        share_row(4096),
+        None,
+        100,
+        "prefill",
+    ),
+    Row(
+        "14b",
+        "KeyDiff: eviction in blocks of 128, budget 8192",
+        ("keydiff",),
+        block_row,
+        None,
+        12.5,
+        "block step",
+        True,
+    ),
     Row("8c", "MomentKV: step of the model, B = 1, L = 1024", BOTH, overhead_row(1), None, 0.95, "fixed L"),
-    Row("8c-32", "MomentKV: step of the model, B = 32, L = 1024", BOTH, overhead_row(32), None, 0.95, "fixed L"),
-    Row("12", "the model, B = 1: L = 1024 against all 131072", BOTH, decode_model_row, 4.2e-3, 2, "full cache, SDPA"),
-    Row("13", "the model, one token, same bytes, compressed 4 x", ("attention",), throughput_row, None, 2.5, "full cache, SDPA"),
+    Row(
+        "8c-32",
+        "MomentKV: step of the model, B = 32, L = 1024",
+        BOTH,
+        overhead_row(32),
+        None,
+        0.95,
+        "fixed L",
+    ),
+    Row(
+        "12",
+        "the model, B = 1: L = 1024 against all 131072",
+        BOTH,
+        decode_model_row,
+        4.2e-3,
+        2,
+        "full cache, SDPA",
+    ),
+    Row(
+        "13",
+        "the model, one token, same bytes, compressed 4 x",
+        ("attention",),
+        throughput_row,
+        None,
+        2.5,
+        "full cache, SDPA",
+    ),
 ]

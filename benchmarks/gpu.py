@@ -1,21 +1,25 @@
-"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b] [--minutes 9]`; it limits itself to nine minutes.
+"""The kernels on a GPU: `python -m benchmarks.gpu --out FOLDER [--rows 1,2b] [--minutes 9]`; it limits
+itself to nine minutes.
 
-First the laws judge `optimized`, which hands its tensors to the kernels, on the GPU in bfloat16, float16 and float32: a method that
-breaks a law, or whose laws do not finish, is listed and not timed. There is no option to leave the laws out. Then the run measures
-the ceilings of this GPU, then every row of `rows` and `decoder`, side by side with its peers. A row that still runs a minute after
-its time is broken off; if this does not help, the run ends itself and prints where it stopped. A second call at the same commit,
-on the same GPU, goes on where the first one stopped: laws that held and rows that were measured are not run again.
+First the laws judge `optimized`, which hands its tensors to the kernels, on the GPU in bfloat16, float16 and
+float32: a method that breaks a law, or whose laws do not finish, is listed and not timed. There is no option
+to leave the laws out. Then the run measures the ceilings of this GPU, then every row of `rows` and `decoder`,
+side by side with its peers. A row that still runs a minute after its time is broken off; if this does not
+help, the run ends itself and prints where it stopped. A second call at the same commit, on the same GPU, goes
+on where the first one stopped: laws that held and rows that were measured are not run again.
 
-How a row is measured. Inputs are random, in several sets: two sets of large inputs; of small inputs at least twenty sets, which
-together are five times the L2 cache. Triton's `do_bench_cudagraph` captures many calls, which take the sets in turn, in one CUDA
-graph and times ten replays of it. An arm that waits for the GPU cannot be captured: `do_bench` times its calls one by one, and the
-result says so. The arms take turns, A B C C B A, three times at least. Before that every output is compared with the float64
-mathematics, and its memory is filled with NaN first.
+How a row is measured. Inputs are random, in several sets: two sets of large inputs; of small inputs at least
+twenty sets, which together are five times the L2 cache. Triton's `do_bench_cudagraph` captures many calls,
+which take the sets in turn, in one CUDA graph and times ten replays of it. An arm that waits for the GPU
+cannot be captured: `do_bench` times its calls one by one, and the result says so. The arms take turns, A B C
+C B A, three times at least. Before that every output is compared with the float64 mathematics, and its memory
+is filled with NaN first.
 
-A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the larger of two times: the
-least bytes over the best measured bandwidth, and the least multiplications over the measured rate of a matrix product; the reached
-share of the floor is `floor / median`. The goals in time are for an H200: on another GPU, rows that move much data keep the share
-of the floor that the goal is there. Results are written after every row, so a run that is killed keeps what it had.
+A ratio is claimed only if the intervals from the 20 % to the 80 % quantile do not overlap. `floor` is the
+larger of two times: the least bytes over the best measured bandwidth, and the least multiplications over the
+measured rate of a matrix product; the reached share of the floor is `floor / median`. The goals in time are
+for an H200: on another GPU, rows that move much data keep the share of the floor that the goal is there.
+Results are written after every row, so a run that is killed keeps what it had.
 """
 
 import contextlib
@@ -45,7 +49,17 @@ from typer import Option
 from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
-from benchmarks.timing import ROOT, interleaved, output_of, provenance, ratio, seconds, show, spread, write_json
+from benchmarks.timing import (
+    ROOT,
+    interleaved,
+    output_of,
+    provenance,
+    ratio,
+    seconds,
+    show,
+    spread,
+    write_json,
+)
 from evictionary import store
 from evictionary.errors import require
 
@@ -57,7 +71,8 @@ RESERVE = 30.0  # seconds of them, in which a row is broken off and the results 
 SHARE_OF_LAWS = 0.55  # of the rest, at most
 SECONDS_OF_A_ROW = 20.0  # at least, if the machine has that many: torch.compile takes about ten of them
 GRACE = 60.0  # seconds that a row may take longer
-H200 = {"copy_bytes_per_s": 4.3e12, "read_bytes_per_s": 4.3e12, "matmul_flops_per_s": 790e12}  # for which the goals are written
+# for which the goals are written
+H200 = {"copy_bytes_per_s": 4.3e12, "read_bytes_per_s": 4.3e12, "matmul_flops_per_s": 790e12}
 DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
 REPLAY = 5  # milliseconds of a graph: shorter replays would measure the launch of the graph
@@ -65,16 +80,22 @@ ROUNDS = (3, 10)
 GOOD = ("right", "not compared")
 PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
 NEEDED = ("pytest", "hypothesis", "filelock")  # for the laws and the store
-SAME = ("schema", "commit", "versions", "dtype", "gpu")  # what an earlier call must share, if this one is to go on with it
+# what an earlier call must share, if this one is to go on with it
+SAME = ("schema", "commit", "versions", "dtype", "gpu")
 
 
-# A row ---------------------------------------------------------------------------------------------------------------------------
+# A row
+# ---------------------------------------------------------------------------------------------------------------------------
 
 
-def run_row(row: Row, place: Place, found: dict[str, float], seconds: float, *, grace: float = GRACE) -> dict[str, Any]:
-    """Check and time one row. The result reports any failure under `status`; only "measured" means success.
+def run_row(
+    row: Row, place: Place, found: dict[str, float], seconds: float, *, grace: float = GRACE
+) -> dict[str, Any]:
+    """Check and time one row. The result reports any failure under `status`; only "measured" means
+    success.
 
-    After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is broken off.
+    After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is
+    broken off.
     """
     result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
@@ -94,7 +115,13 @@ def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, re
     floor = floor_of(work, found)
     # The goal of a small input is a number of launches, which take the same time on any GPU.
     goal = row.goal_s if row.latency or row.goal_s is None else row.goal_s * floor / floor_of(work, H200)
-    result |= {"bytes": work.bytes, "flops": work.flops, "floor_s": floor, "goal_s": goal, "missing": work.missing}
+    result |= {
+        "bytes": work.bytes,
+        "flops": work.flops,
+        "floor_s": floor,
+        "goal_s": goal,
+        "missing": work.missing,
+    }
     result["latency"] = row.latency
     want = work.want and work.want(work.make(0))
     for name in work.arms:
@@ -113,7 +140,9 @@ def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, re
     measures = {}
     for name in [name for name, arm in arms.items() if arm["status"] in GOOD]:
         try:
-            measure, how = prepare(work.arms[name], inputs, place, name in work.waits, work.units.get(name, 1))
+            measure, how = prepare(
+                work.arms[name], inputs, place, name in work.waits, work.units.get(name, 1)
+            )
             arms[name] |= cost(lambda name=name: work.arms[name](*inputs[0]), place) | {"how": how}
             measure()
             measures[name] = measure
@@ -130,7 +159,9 @@ def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, re
 
 
 def floor_of(work: Work, found: dict[str, float]) -> float:
-    """The least seconds: the larger of bytes at the better measured bandwidth and multiplications at the measured rate."""
+    """The least seconds: the larger of bytes at the better measured bandwidth and multiplications at the
+    measured rate.
+    """
     memory = max(found["copy_bytes_per_s"], found["read_bytes_per_s"])
     return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
 
@@ -151,16 +182,20 @@ def check_arm(work: Work, name: str, want: Any, place: Place) -> dict[str, Any]:
     # A peer with larger rounding is still a peer; its error stands beside its time.
     wrong = not distance <= (work.limit if name == "ours" else 0.2)
     shown = distance if math.isfinite(distance) else None
-    return {"status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right", "error": shown}
+    return {
+        "status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right",
+        "error": shown,
+    }
 
 
 def prepare(
     call: Callable[..., Any], inputs: list[tuple[Any, ...]], place: Place, waits: bool, units: int = 1
 ) -> tuple[Callable[[], list[float]], str]:
-    """Return a function that gives the seconds of some calls, which take the sets of inputs in turn, and how it measures them.
+    """Return a function that gives the seconds of some calls, which take the sets of inputs in turn, and
+    how it measures them.
 
-    A call makes so many `units`, and the seconds are those of one. On a CPU it times one call, to test the machinery without a
-    GPU; its figures are not for publication.
+    A call makes so many `units`, and the seconds are those of one. On a CPU it times one call, to test the
+    machinery without a GPU; its figures are not for publication.
     """
     turn = itertools.cycle(inputs)
 
@@ -175,16 +210,22 @@ def prepare(
     if not waits:
         try:
             do_bench_cudagraph(run, rep=1)
-            return lambda: [ms / 1e3 / units for ms in do_bench_cudagraph(run, rep=REPLAY, return_mode="all")], "graph"
+            return lambda: [
+                ms / 1e3 / units for ms in do_bench_cudagraph(run, rep=REPLAY, return_mode="all")
+            ], "graph"
         except TimeoutError:
             raise
         except Exception as error:  # a call that cannot be captured can still be timed
             how = f"events, not captured: {type(error).__name__}"
-    return lambda: [ms / 1e3 / units for ms in do_bench(run, warmup=1, rep=4 * REPLAY, return_mode="all")], how
+    return lambda: [
+        ms / 1e3 / units for ms in do_bench(run, warmup=1, rep=4 * REPLAY, return_mode="all")
+    ], how
 
 
 def cost(call: Callable[[], Any], place: Place) -> dict[str, int | None]:
-    """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its result included."""
+    """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its
+    result included.
+    """
     if not place.is_gpu:
         return {"launches": None, "memory_bytes": None}
     torch.cuda.reset_peak_memory_stats()
@@ -202,7 +243,9 @@ def failed(error: Exception) -> str:
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in code that takes longer, and again every half minute, as soon as Python or a called program can."""
+    """Raise TimeoutError in code that takes longer, and again every half minute, as soon as Python or a
+    called program can.
+    """
 
     def late(number: int, frame: Any) -> None:
         raise TimeoutError(f"not done after {seconds:.0f} s")
@@ -216,14 +259,27 @@ def at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# Laws and ceilings ---------------------------------------------------------------------------------------------------------------
+# Laws and ceilings
+# ---------------------------------------------------------------------------------------------------------------
 
 
 def broken_law(stem: str, dtype: str, device: str, seconds: float) -> str:
     """What is wrong with a method of `optimized` by its laws: nothing if all hold."""
     if seconds <= 0:
         return f"{dtype}: no time was left for its laws"
-    command = [sys.executable, "-m", "evictionary", "judge", "optimized", "--method", stem, "--dtype", dtype, "--device", device]
+    command = [
+        sys.executable,
+        "-m",
+        "evictionary",
+        "judge",
+        "optimized",
+        "--method",
+        stem,
+        "--dtype",
+        dtype,
+        "--device",
+        device,
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "200"}
     try:
         done = subprocess.run(
@@ -236,7 +292,9 @@ def broken_law(stem: str, dtype: str, device: str, seconds: float) -> str:
         return ""
     printed = (done.stdout + done.stderr).splitlines()
     telling = ("does not hold", "what is wrong", "raised in", "smallest input")
-    found = [" ".join(line.split()) for line in printed if any(words in line for words in telling)] or printed[-3:]
+    found = [
+        " ".join(line.split()) for line in printed if any(words in line for words in telling)
+    ] or printed[-3:]
     return f"{dtype}: {'; '.join(found)[:1000]}"
 
 
@@ -244,21 +302,27 @@ def ceilings(place: Place) -> dict[str, float]:
     """Bytes a second of a copy and of a read, and operations a second of a matrix product: the medians."""
     source = torch.randn(10**9 // 4, device=place.device)
     target = torch.empty_like(source)
-    left, right = (torch.randn(8192, 8192, device=place.device, dtype=torch.bfloat16) for _ in range(2))  # zeros would be faster
+    # zeros would be faster
+    left, right = (torch.randn(8192, 8192, device=place.device, dtype=torch.bfloat16) for _ in range(2))
     works: dict[str, tuple[Callable[[], Any], float]] = {
         "copy_bytes_per_s": (lambda: target.copy_(source), 2e9),
         "read_bytes_per_s": (source.sum, 1e9),
         "matmul_flops_per_s": (lambda: left @ right, 2.0 * 8192**3),
     }
-    return {name: size / spread(prepare(call, [()], place, waits=False)[0]()).p50 for name, (call, size) in works.items()}
+    return {
+        name: size / spread(prepare(call, [()], place, waits=False)[0]()).p50
+        for name, (call, size) in works.items()
+    }
 
 
-# The run -------------------------------------------------------------------------------------------------------------------------
+# The run
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """The laws of each stem in each dtype, then each row. `model` says the code and the GPU, and `path` is the file of the lines.
+    """The laws of each stem in each dtype, then each row. `model` says the code and the GPU, and `path` is
+    the file of the lines.
 
     laws is `broken_law`, and found gives the ceilings.
     """
@@ -282,14 +346,18 @@ class Plan(store.Plan):
         return {"id": part.id if isinstance(part, Row) else " ".join(part)}
 
     def measure(self, unit: str, parts: Sequence[Any]) -> Iterator[store.Line]:
-        for part, found in zip(parts, self.judged(parts) if unit == "laws" else self.timed(parts), strict=True):
+        for part, found in zip(
+            parts, self.judged(parts) if unit == "laws" else self.timed(parts), strict=True
+        ):
             yield {"model": self.model, **self.named(unit, part), **found}
 
     def left(self) -> float:
         return self.seconds - (time.monotonic() - self.start)
 
     def judged(self, parts: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-        """The verdict of each method in each dtype. A process of its own judges it: most of the time is compiling kernels."""
+        """The verdict of each method in each dtype. A process of its own judges it: most of the time is
+        compiling kernels.
+        """
 
         def one(part: tuple[str, str]) -> dict[str, Any]:
             why = self.laws(*part, self.place.device, self.left() - (1 - SHARE_OF_LAWS) * self.seconds)
@@ -310,16 +378,25 @@ class Plan(store.Plan):
             else:
                 share = max(left / (len(rows) - index), min(left, SECONDS_OF_A_ROW))
                 one = run_row(row, self.place, ceiling, share, grace=min(GRACE, max(left - share, 5)))
-            yield {"row": one, "ceilings": ceiling, "error": None if one["status"] == "measured" else one["status"]}
+            yield {
+                "row": one,
+                "ceilings": ceiling,
+                "error": None if one["status"] == "measured" else one["status"],
+            }
 
     def text(self, line: store.Line) -> str:
         if "law" in line:
             return f"{line['id']}: {line['error'] or 'every law holds'}"
-        return f"{line['id']:>7}  {line['error'] or '{:.4g} us'.format(1e6 * line['row']['arms']['ours']['seconds']['p50'])}"
+        return (
+            f"{line['id']:>7}  "
+            f"{line['error'] or '{:.4g} us'.format(1e6 * line['row']['arms']['ours']['seconds']['p50'])}"
+        )
 
 
 def stored(path: Path) -> dict[str, Any]:
-    """What the lines of a run say: the laws that each stem breaks, the ceilings, and the rows in the order of the table."""
+    """What the lines of a run say: the laws that each stem breaks, the ceilings, and the rows in the order
+    of the table.
+    """
     lines = list(store.read(path, Plan.identify).values())
     judged, rows = ([line for line in lines if kind in line] for kind in ("law", "row"))
     laws: dict[str, list[str]] = {line["law"]: [] for line in judged}
@@ -342,18 +419,34 @@ STATE = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
 
 
 def run(
-    rows: Sequence[Row], place: Place, folder: Path, *, seconds: float = 60 * MINUTES - RESERVE, again: bool = False, **given: Any
+    rows: Sequence[Row],
+    place: Place,
+    folder: Path,
+    *,
+    seconds: float = 60 * MINUTES - RESERVE,
+    again: bool = False,
+    **given: Any,
 ) -> dict[str, Any]:
-    """Laws, ceilings, rows: a line of gpu.jsonl each, and gpu.json with all after each. `given` are other fields of the Plan.
+    """Laws, ceilings, rows: a line of gpu.jsonl each, and gpu.json with all after each. `given` are other
+    fields of the Plan.
 
     `again` forgets what an earlier call measured; so does another commit, GPU or version.
     """
     console, path = Console(stderr=True), folder / LINES
-    made = {"schema": SCHEMA, **provenance(*PACKAGES), "gpu": told_by_gpu("name", "driver_version"), "dtype": str(place.dtype)}
+    made = {
+        "schema": SCHEMA,
+        **provenance(*PACKAGES),
+        "gpu": told_by_gpu("name", "driver_version"),
+        "dtype": str(place.dtype),
+    }
     plan = Plan(json.dumps([made[name] for name in SAME]), rows, place, path, seconds, **given)
     made["gpu_before"] = told_by_gpu(*STATE)
     changed = made["commit"] == "unknown" or made["commit"].endswith("+")
-    if again or changed or plan.model not in {line["model"] for line in store.read(path, Plan.identify).values()}:
+    if (
+        again
+        or changed
+        or plan.model not in {line["model"] for line in store.read(path, Plan.identify).values()}
+    ):
         path.unlink(missing_ok=True)
 
     def write(**more: Any) -> dict[str, Any]:
@@ -369,21 +462,44 @@ def run(
 
 
 def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The columns of a table of all rows: a line for each arm, the first one ours, and for each peer that is missing."""
+    """The columns of a table of all rows: a line for each arm, the first one ours, and for each peer that
+    is missing.
+    """
     for row in result["rows"]:
-        yield {"row": row["id"], "arm": row["title"], "status": row["status"], "floor us": 1e6 * row.get("floor_s", math.nan)}
+        yield {
+            "row": row["id"],
+            "arm": row["title"],
+            "status": row["status"],
+            "floor us": 1e6 * row.get("floor_s", math.nan),
+        }
         for name, arm in row["arms"].items():
-            times = {f"{part} us": 1e6 * arm["seconds"][part] for part in ("p20", "p50", "p80")} if "seconds" in arm else {}
+            times = (
+                {f"{part} us": 1e6 * arm["seconds"][part] for part in ("p20", "p50", "p80")}
+                if "seconds" in arm
+                else {}
+            )
             against = row.get("ratios", {}).get(name, {})
-            yield {"arm": name, **arm, **times, "ratio": against.get("value", ""), "claimed": against.get("claimed", "")}
-        yield from ({"arm": name, "status": f"missing: {why}"} for name, why in row.get("missing", {}).items())
+            yield {
+                "arm": name,
+                **arm,
+                **times,
+                "ratio": against.get("value", ""),
+                "claimed": against.get("claimed", ""),
+            }
+        yield from (
+            {"arm": name, "status": f"missing: {why}"} for name, why in row.get("missing", {}).items()
+        )
 
 
 def main(
-    out: Annotated[Path | None, Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list.")] = None,
+    out: Annotated[
+        Path | None, Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list.")
+    ] = None,
     rows: Annotated[str, Option(metavar="ID,ID", help="Only these rows, such as 1,2b.")] = "",
     minutes: Annotated[float, Option(help="The limit of the run, laws included.")] = MINUTES,
-    again: Annotated[bool, Option("--again", help="Measure again what an earlier call has measured.")] = False,
+    again: Annotated[
+        bool, Option("--again", help="Measure again what an earlier call has measured.")
+    ] = False,
     only_list: Annotated[bool, Option("--list", help="Print the rows and their goals, and stop.")] = False,
 ) -> None:
     """Time the kernels on a GPU. There is no --skip-laws: a method that breaks a law is not timed.
@@ -393,12 +509,14 @@ def main(
     wanted = rows.split(",") if rows else list(ROWS)
     absent = " and ".join(name for name in NEEDED if importlib.util.find_spec(name) is None)
     refusals = {
-        f"--rows: got {', '.join(set(wanted) - set(ROWS))}, wanted some of {', '.join(ROWS)}": not set(wanted) <= set(ROWS),
+        f"--rows: got {', '.join(set(wanted) - set(ROWS))}, wanted some of {', '.join(ROWS)}": not set(wanted)
+        <= set(ROWS),
         f"--minutes: got {minutes:g}, wanted more than 1": not minutes > 1,
     }
     if not only_list:
         refusals |= {
-            "torch sees no GPU here; run it on a machine with one. --list shows what it would do": not torch.cuda.is_available(),
+            "torch sees no GPU here; run it on a machine with one. --list shows what it would "
+            "do": not torch.cuda.is_available(),
             "--out FOLDER is needed, where gpu.json goes": out is None,
             f"the laws are judged first, and {absent} is not installed": bool(absent),
         }
@@ -407,14 +525,22 @@ def main(
     if only_list or out is None:
         for row in (ROWS[name] for name in wanted):
             ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""
-            print(f"{row.id:>7}  {row.title}; goal {f'{1e6 * row.goal_s:.4g} us' if row.goal_s else 'none in time'}{ratios}")
+            print(
+                f"{row.id:>7}  {row.title}; goal "
+                f"{f'{1e6 * row.goal_s:.4g} us' if row.goal_s else 'none in time'}{ratios}"
+            )
         return
-    faulthandler.dump_traceback_later(60 * minutes - 5, exit=True)  # a compiler or a driver that hangs reacts to nothing else
+    # a compiler or a driver that hangs reacts to nothing else
+    faulthandler.dump_traceback_later(60 * minutes - 5, exit=True)
     torch.set_grad_enabled(False)
     result = run([ROWS[name] for name in wanted], Place(), out, seconds=60 * minutes - RESERVE, again=again)
     faulthandler.cancel_dump_traceback_later()
     show(f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}", list(lines(result)))
-    bad = [row for row in result["rows"] if row["status"] != "measured" and not row["status"].startswith("no kernel yet")]
+    bad = [
+        row
+        for row in result["rows"]
+        if row["status"] != "measured" and not row["status"].startswith("no kernel yet")
+    ]
     raise typer.Exit(int(any(result["laws"].values()) or bool(bad)))
 
 

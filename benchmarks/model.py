@@ -1,8 +1,10 @@
-"""The cost and the saving of eviction in a real model: `python -m benchmarks.model`, on the embedded SmolLM2-135M or another.
+"""The cost and the saving of eviction in a real model: `python -m benchmarks.model`, on the embedded
+SmolLM2-135M or another.
 
-It measures three ratios within one run: the time to compress a prompt over the time to read it; the time of a token with three
-quarters of the cache removed (the same number of tokens in every head, and ragged heads) over the time with the full cache; and the
-peak memory of the cache when a prompt is read in blocks over the memory of the full cache.
+It measures three ratios within one run: the time to compress a prompt over the time to read it; the time of a
+token with three quarters of the cache removed (the same number of tokens in every head, and ragged heads)
+over the time with the full cache; and the peak memory of the cache when a prompt is read in blocks over the
+memory of the full cache.
 """
 
 import datetime
@@ -38,9 +40,11 @@ def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
 
 
 def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """Seconds to compress a prompt to half with each method, once it is read, and as a share of the seconds to read it.
+    """Seconds to compress a prompt to half with each method, once it is read, and as a share of the
+    seconds to read it.
 
-    One row more: what H2O adds to the reading of a cache that compresses as soon as it has read, which computes the attention once.
+    One row more: what H2O adds to the reading of a cache that compresses as soon as it has read, which
+    computes the attention once.
     """
     full = EvictingCache(model, None, record=CAPTURED)
     read(model, ids, full)
@@ -49,7 +53,9 @@ def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any
         prefill.append(seconds(lambda: read(model, ids, DynamicCache())))
         with_h2o.append(seconds(lambda: read(model, ids, EvictingCache(model, "h2o", 0.5))))
     added = min(with_h2o) - min(prefill)
-    rows: list[dict[str, Any]] = [{"method": "h2o, while it reads", "seconds": added, "share_of_prefill": added / min(prefill)}]
+    rows: list[dict[str, Any]] = [
+        {"method": "h2o, while it reads", "seconds": added, "share_of_prefill": added / min(prefill)}
+    ]
     names = [*catalogue.names(), "knorm+ada_kv", "keydiff+moments"]
     for name in track(names, description="compressing"):
 
@@ -62,7 +68,9 @@ def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any
 
 
 def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """Seconds for each token after a prompt with three quarters removed, against the full cache, taking turns."""
+    """Seconds for each token after a prompt with three quarters removed, against the full cache, taking
+    turns.
+    """
     full = DynamicCache()
     read(model, ids, full)
     whole = EvictingCache(model, None)
@@ -78,8 +86,11 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     times: dict[str, list[float]] = {name: [] for name in caches}
     for _ in track(range(ROUNDS), description="decoding"):
         for name, cache in caches.items():
-            read(model, token, cache)  # one call before the clock starts, since other caches have just used the processor
-            times[name].append(seconds(lambda cache=cache: [read(model, token, cache) for _ in range(DECODED)]) / DECODED)
+            # one call before the clock starts, since other caches have just used the processor
+            read(model, token, cache)
+            times[name].append(
+                seconds(lambda cache=cache: [read(model, token, cache) for _ in range(DECODED)]) / DECODED
+            )
     rows = []
     for name, cache in caches.items():
         ratios = [own / base for own, base in zip(times[name], times["full cache"], strict=True)]
@@ -104,7 +115,9 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """The peak memory of the cache while a prompt is read in blocks, as a share of the full cache of that prompt."""
+    """The peak memory of the cache while a prompt is read in blocks, as a share of the full cache of that
+    prompt.
+    """
     rows = []
     for name in ("keydiff", "knorm+ada_kv", "tova"):
         cache = EvictingCache(model, name, budget=BUDGET, every=BLOCK)
@@ -112,9 +125,14 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
         start = time.perf_counter()
         for block in track(ids.split(BLOCK, dim=1), description=f"{name} in blocks"):
             read(model, block, cache)
-            # Measured between two blocks; within a block, one layer at a time holds the block beside its budget.
+            # Measured between two blocks; within a block, one layer at a time holds the block beside its
+            # budget.
             largest = max(layer.longest for layer in cache.layers)
-            peak = max(peak, cache.nbytes + cache.nbytes * (cache.peak_tokens - largest) // max(1, largest * len(cache.layers)))
+            peak = max(
+                peak,
+                cache.nbytes
+                + cache.nbytes * (cache.peak_tokens - largest) // max(1, largest * len(cache.layers)),
+            )
         rows.append(
             {
                 "method": name,
@@ -136,7 +154,9 @@ PARTS = {"compression": compression, "decoding": decoding, "blocks": blocks}
 def main(
     name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
     tokens: Annotated[int, Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
-    only: Annotated[list[str] | None, Option(help="One of compression, decoding and blocks; may be repeated.")] = None,
+    only: Annotated[
+        list[str] | None, Option(help="One of compression, decoding and blocks; may be repeated.")
+    ] = None,
     out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
 ) -> None:
     """Measure compression, decoding and reading in blocks in a real model."""

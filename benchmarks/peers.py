@@ -1,8 +1,10 @@
-"""Compares the kept tokens of this project and kvpress on the same model and prompt: `python -m benchmarks.peers`.
+"""Compares the kept tokens of this project and kvpress on the same model and prompt: `python -m
+benchmarks.peers`.
 
-kvpress reads a passkey text with the embedded model in an environment of its own (`benchmarks.cpu` makes it) and writes down the
-scores of its presses. We read the same tokens and choose with our methods at the same options. If the two definitions agree, the
-kept sets must agree too, up to rounding; if not, the table gives the reason. `make peers` runs it; nothing else needs it.
+kvpress reads a passkey text with the embedded model in an environment of its own (`benchmarks.cpu` makes it)
+and writes down the scores of its presses. We read the same tokens and choose with our methods at the same
+options. If the two definitions agree, the kept sets must agree too, up to rounding; if not, the table gives
+the reason. `make peers` runs it; nothing else needs it.
 """
 
 import sys
@@ -34,11 +36,16 @@ class Peer:
     differs: str = ""
 
 
-PEERS = [Peer(**peer) for peer in tomllib.loads((Path(__file__).parent / "peers.toml").read_text(encoding="utf-8"))["peer"]]
+PEERS = [
+    Peer(**peer)
+    for peer in tomllib.loads((Path(__file__).parent / "peers.toml").read_text(encoding="utf-8"))["peer"]
+]
 
 
 def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
-    """Run in the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers, H_kv, T]."""
+    """Run in the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers,
+    H_kv, T].
+    """
     import kvpress
     import torch
     from transformers import AutoModelForCausalLM, DynamicCache
@@ -57,7 +64,9 @@ def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
             scores = []
             original = press.score
 
-            def record(*arguments: Any, original: Any = original, scores: list[Any] = scores, **named: Any) -> Any:
+            def record(
+                *arguments: Any, original: Any = original, scores: list[Any] = scores, **named: Any
+            ) -> Any:
                 scores.append(original(*arguments, **named))
                 return scores[-1]
 
@@ -69,7 +78,9 @@ def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
 
 
 def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst head."""
+    """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst
+    head.
+    """
     import torch
 
     from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
@@ -79,7 +90,10 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     full = EvictingCache(model, None, record=CAPTURED)
     with torch.no_grad():
         model(torch.from_numpy(ids), past_key_values=full, use_cache=True, logits_to_keep=1)
-    drift = max(float((layer.keys[0] - torch.from_numpy(keys)).abs().max()) for layer, keys in zip(full.layers, theirs["keys"]))  # noqa: B905
+    drift = max(
+        float((layer.keys[0] - torch.from_numpy(keys)).abs().max())
+        for layer, keys in zip(full.layers, theirs["keys"])
+    )  # noqa: B905
     rows: list[dict[str, Any]] = []
     for peer in PEERS:
         cache = EvictingCache.from_prefilled(model, full, peer.ours, RATIO, options=peer.options)
@@ -105,7 +119,9 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
 
 
 def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> None:
-    """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the definitions agree."""
+    """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the
+    definitions agree.
+    """
     from benchmarks.report import rendered  # with matplotlib, which the environment of kvpress need not have
     from evictionary.evaluation import passkey
     from evictionary.models import embedded
@@ -118,12 +134,26 @@ def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> N
         in_kvpress("benchmarks.peers", "their_scores", folder, ids.tolist(), output.name)
         theirs = dict(np.load(output.name))
     summary, *rows = compare(folder, ids, theirs)
-    stored = provenance("torch", "transformers") | summary | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
+    stored = (
+        provenance("torch", "transformers")
+        | summary
+        | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
+    )
     stored |= {"kvpress": KVPRESS, "compression_ratio": RATIO, "rows": rows}
     write_json(RESULTS / "peers.json", stored)
     PAGE.write_text(rendered("peers.md.j2", **stored), encoding="utf-8")
     names = ("in_common", "in_common_worst_head", "heads_alike")
-    show("", [{"method": row["method"], **{name: f"{row[name]:.1%}" for name in names}, "differs": row["differs"]} for row in rows])
+    show(
+        "",
+        [
+            {
+                "method": row["method"],
+                **{name: f"{row[name]:.1%}" for name in names},
+                "differs": row["differs"],
+            }
+            for row in rows
+        ],
+    )
     broken = [row["method"] for row in rows if not row["differs"] and row["in_common"] < 0.999]
     if broken:
         print(f"kept sets differ although the definitions agree: {', '.join(broken)}", file=sys.stderr)

@@ -1,7 +1,7 @@
 """Times the reference at a size that a lesson uses: `python -m benchmarks.reference`.
 
-Every method over 4,096 tokens, 8 KV heads of 128 dimensions, one query head each, in float64 on one core. The goal is one
-second; H2O reads all queries, so it is quadratic by definition.
+Every method over 4,096 tokens, 8 KV heads of 128 dimensions, one query head each, in float64 on one core. The
+goal is one second; H2O reads all queries, so it is quadratic by definition.
 """
 
 import os
@@ -38,7 +38,9 @@ def workloads() -> dict[str, Callable[[], Any]]:
     keys, values = generator.normal(size=(2, 1, HEADS, TOKENS, HEAD_DIM))
     queries = generator.normal(size=(1, HEADS, TOKENS, HEAD_DIM))
     factor = generator.normal(size=(1, HEADS, HEAD_DIM, HEAD_DIM)) / HEAD_DIM
-    moments = momentkv.update(momentkv.no_moments(keys, values), keys, values, np.arange(TOKENS) % 2 == np.zeros((1, HEADS, 1)))
+    moments = momentkv.update(
+        momentkv.no_moments(keys, values), keys, values, np.arange(TOKENS) % 2 == np.zeros((1, HEADS, 1))
+    )
     given: dict[str, Any] = {
         "keys": keys,
         "values": values,
@@ -60,7 +62,11 @@ def workloads() -> dict[str, Callable[[], Any]]:
         if hasattr(module, "METHOD"):
             seam = getattr(module, "select", None) or module.score
             parameters = inspect.signature(seam).parameters.values()
-            read = {each.name: given[each.name] for each in parameters if each.default is each.empty or each.name == "lag_size"}
+            read = {
+                each.name: given[each.name]
+                for each in parameters
+                if each.default is each.empty or each.name == "lag_size"
+            }
             if stem in latest:
                 read["queries"] = queries[:, :, -latest[stem] :]
             found[f"{stem}.{seam.__name__}"] = functools.partial(seam, **read)
@@ -96,7 +102,13 @@ def main(
         print(json.dumps(result, indent=1))
         return
     title = f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds"
-    show(title, [{"method": name, **{part: f"{value:.3f}" for part, value in one.items()}} for name, one in timed.items()])
+    show(
+        title,
+        [
+            {"method": name, **{part: f"{value:.3f}" for part, value in one.items()}}
+            for name, one in timed.items()
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,6 @@
-"""The page of the stored results: `python -m benchmarks.report` writes docs/benchmarks.md from benchmarks/results/*.json."""
+"""The page of the stored results: `python -m benchmarks.report` writes docs/benchmarks.md from
+benchmarks/results/*.json.
+"""
 
 import json
 from pathlib import Path
@@ -9,14 +11,18 @@ from evictionary.evaluation.pages import markdown
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 CLOCKS = {"process_time": "processor time", "perf_counter": "wall-clock time"}
-# The goals, as largest ratios: compressing over reading the prompt, and a token's time and the bytes over the full cache's.
+# The goals, as largest ratios: compressing over reading the prompt, and a token's time and the bytes over the
+# full cache's.
 MODEL_GOALS = {"compression": 0.05, "decoding": 1.0, "blocks": 0.4}
 
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the results in a folder."""
     stored = {name: folder / f"{name}.json" for name in ("gpu", "cpu", "model")}
-    found = {name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None for name, path in stored.items()}
+    found = {
+        name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+        for name, path in stored.items()
+    }
     return rendered("benchmarks.md.j2", **found, clocks=CLOCKS, model_goals=MODEL_GOALS)
 
 
@@ -41,7 +47,9 @@ def _goals(row: dict[str, Any]) -> str:
 
 
 def _peers(row: dict[str, Any]) -> str:
-    """The other arms of a row: time and ratio of each that ran, the fastest first, and the reason for each that did not."""
+    """The other arms of a row: time and ratio of each that ran, the fastest first, and the reason for each
+    that did not.
+    """
     others = {name: arm for name, arm in row["arms"].items() if name != "ours"}
     ran = sorted((arm["seconds"]["p50"], name) for name, arm in others.items() if "seconds" in arm)
     told = [f"{name} {_microseconds(median)}, {_ratio(row['ratios'][name])}" for median, name in ran]
@@ -59,7 +67,9 @@ def _ratio(one: dict[str, Any]) -> str:
 
 def _made(result: dict[str, Any]) -> str:
     """The versions, commit and date of a result."""
-    versions = ", ".join(f"{name} {number}" for name, number in result["versions"].items() if number != "not installed")
+    versions = ", ".join(
+        f"{name} {number}" for name, number in result["versions"].items() if number != "not installed"
+    )
     return f"{versions}; commit {result['commit']}, {result['date']}"
 
 

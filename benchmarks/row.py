@@ -20,7 +20,9 @@ class NoKernel(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """The device and the size of a row: `shrink` divides the lengths, and then batches have at most two rows."""
+    """The device and the size of a row: `shrink` divides the lengths, and then batches have at most two
+    rows.
+    """
 
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
@@ -58,12 +60,16 @@ class Place:
         return self.heads * tokens * self.head_dim * self.dtype.itemsize
 
     def ours(self, stem: str, name: str, entry: tuple[str, str] | None = None) -> Callable[..., Any]:
-        """The function of `optimized` (`entry`, if its kernel has another name). Raises NoKernel without it or its kernel."""
+        """The function of `optimized` (`entry`, if its kernel has another name). Raises NoKernel without
+        it or its kernel.
+        """
         try:
             if self.is_gpu:
                 getattr(importlib.import_module(f"evictionary.optimized.kernels.{stem}"), name)
             stem, name = entry or (stem, name)
-            found: Callable[..., Any] = getattr(importlib.import_module(f"evictionary.optimized.{stem}"), name)
+            found: Callable[..., Any] = getattr(
+                importlib.import_module(f"evictionary.optimized.{stem}"), name
+            )
         except (ImportError, AttributeError) as error:
             raise NoKernel(str(error)) from error
         return found
@@ -105,11 +111,12 @@ def rows_apart(got: torch.Tensor, want: np.ndarray) -> float:
 class Work:
     """One row ready to run. The first arm is ours; every arm is called with one set of inputs of `make`.
 
-    want is the float64 mathematics of a part of the output (None: other rows check the parts), read takes that part of an output
-    (reads: of an arm with another output, None for an arm that computes something else), and `apart` is the distance of the two.
-    missing says why a peer is not there. limit is the largest distance with which our arm is timed. waits names the arms that wait
-    for the GPU and cannot be captured. units is the number of pieces (tokens) of a call, if the time of one piece is compared.
-    copies is the number of input sets that are rotated, by default chosen from their size.
+    want is the float64 mathematics of a part of the output (None: other rows check the parts), read takes
+    that part of an output (reads: of an arm with another output, None for an arm that computes something
+    else), and `apart` is the distance of the two. missing says why a peer is not there. limit is the largest
+    distance with which our arm is timed. waits names the arms that wait for the GPU and cannot be captured.
+    units is the number of pieces (tokens) of a call, if the time of one piece is compared. copies is the
+    number of input sets that are rotated, by default chosen from their size.
     """
 
     make: Callable[[int], Inputs]
@@ -147,7 +154,9 @@ def sized(build: Callable[..., Work]) -> Callable[..., Callable[[Place], Work]]:
 
 
 def sides(place: Place, ours: Arm, eager: Arm, press: Callable[[Any], Arm] | None = None) -> dict[str, Any]:
-    """The arms and the missing peers of a Work: ours, eager torch, on a GPU torch.compile of it, and a press of kvpress."""
+    """The arms and the missing peers of a Work: ours, eager torch, on a GPU torch.compile of it, and a
+    press of kvpress.
+    """
     arms = {"ours": ours, "eager torch": eager}
     if place.is_gpu:
         arms["torch.compile"] = torch.compile(eager, dynamic=False)
@@ -155,8 +164,12 @@ def sides(place: Place, ours: Arm, eager: Arm, press: Callable[[Any], Arm] | Non
     return {"arms": arms | theirs, "missing": missing}
 
 
-def peer_arm(name: str, distribution: str, build: Callable[[Any], Arm]) -> tuple[dict[str, Arm], dict[str, str]]:
-    """The arm of a package that need not be installed, by name and version, or why it is missing. `build` takes the package."""
+def peer_arm(
+    name: str, distribution: str, build: Callable[[Any], Arm]
+) -> tuple[dict[str, Arm], dict[str, str]]:
+    """The arm of a package that need not be installed, by name and version, or why it is missing. `build`
+    takes the package.
+    """
     label = name
     try:
         package = importlib.import_module(name.lower())
@@ -167,7 +180,8 @@ def peer_arm(name: str, distribution: str, build: Callable[[Any], Arm]) -> tuple
 
 
 def attention_module(heads: tuple[int, int], head_dim: int) -> Any:
-    """The parts of an attention layer that the presses of kvpress read: its shape, an identity for a projection, and RoPE.
+    """The parts of an attention layer that the presses of kvpress read: its shape, an identity for a
+    projection, and RoPE.
 
     Args: heads, the query heads and the KV heads.
     """

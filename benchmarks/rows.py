@@ -1,10 +1,12 @@
-"""The rows of the GPU benchmark: for each, its inputs, the arms that are timed side by side, the check and the least bytes.
+"""The rows of the GPU benchmark: for each, its inputs, the arms that are timed side by side, the check and
+the least bytes.
 
-A row is measured on one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Only the sizes need a GPU:
-`Place(device="cpu", shrink=512)` makes the same rows small enough to check on a CPU.
+A row is measured on one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Only the
+sizes need a GPU: `Place(device="cpu", shrink=512)` makes the same rows small enough to check on a CPU.
 
-`bytes` is the least number of bytes that any implementation has to move, not the bytes that ours moves; `flops` is the least number
-of multiplications. Checks compare one KV head with the float64 mathematics of `reference`.
+`bytes` is the least number of bytes that any implementation has to move, not the bytes that ours moves;
+`flops` is the least number of multiplications. Checks compare one KV head with the float64 mathematics of
+`reference`.
 """
 
 import importlib
@@ -19,7 +21,20 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.row import Arm, Inputs, Place, Row, Work, error, exact, first_head, peer_arm, rows_apart, sides, sized
+from benchmarks.row import (
+    Arm,
+    Inputs,
+    Place,
+    Row,
+    Work,
+    error,
+    exact,
+    first_head,
+    peer_arm,
+    rows_apart,
+    sides,
+    sized,
+)
 from benchmarks.torch_peers import (
     expected_attention_torch,
     gvote_torch,
@@ -40,7 +55,8 @@ from evictionary.reference import attention, cache, expected_attention, gvote, k
 XL = 131_072
 
 
-# scoring -------------------------------------------------------------------------------------------------------------------------
+# scoring
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def lagkv_row(place: Place) -> Work:
@@ -93,7 +109,11 @@ def keydiff_row(place: Place) -> Work:
 
 
 def keydiff_anchor_row(place: Place) -> Work:
-    tokens, score, anchor_sum = place.tokens(XL), place.ours("keydiff", "score"), place.ours("keydiff", "anchor_sum")
+    tokens, score, anchor_sum = (
+        place.tokens(XL),
+        place.ours("keydiff", "score"),
+        place.ours("keydiff", "anchor_sum"),
+    )
 
     def make(seed: int) -> Inputs:
         keys = place.cache(1, tokens, seed)[0]
@@ -102,7 +122,10 @@ def keydiff_anchor_row(place: Place) -> Work:
     return Work(
         make=make,
         bytes=place.bytes_of(tokens),
-        arms={"ours": place.ours("keydiff", "score_with_anchor"), "our two passes": lambda keys, anchor: score(keys)},
+        arms={
+            "ours": place.ours("keydiff", "score_with_anchor"),
+            "our two passes": lambda keys, anchor: score(keys),
+        },
         want=want_keydiff,
     )
 
@@ -120,7 +143,8 @@ def expected_attention_row(place: Place) -> Work:
         return expected_attention.score(*first_head(*inputs[:2]), *exact(*of_group))[0, 0]
 
     def press(kvpress: Any) -> Arm:
-        class Given(kvpress.ExpectedAttentionPress):  # the statistics are inputs, as they are for the other arms
+        # the statistics are inputs, as they are for the other arms
+        class Given(kvpress.ExpectedAttentionPress):
             def get_query_statistics(self, module: Any, hidden_states: Any) -> Any:
                 return tuple(x.to(place.dtype) for x in hidden_states)
 
@@ -152,13 +176,21 @@ def statistics_row(place: Place) -> Work:
         weight = place.states(count * dim, count * dim, seed=0) / math.sqrt(count * dim)
         module = place.layer
         module.q_proj = lambda hidden: hidden @ weight
-        module.rotary_emb = lambda states, positions: (states.new_ones(1, 512, dim), states.new_zeros(1, 512, dim))
+        module.rotary_emb = lambda states, positions: (
+            states.new_ones(1, 512, dim),
+            states.new_zeros(1, 512, dim),
+        )
         one = kvpress.ExpectedAttentionPress(n_sink=0)
-        return lambda queries, positions: one.get_query_statistics(module, queries.view(1, tokens, count * dim))
+        return lambda queries, positions: one.get_query_statistics(
+            module, queries.view(1, tokens, count * dim)
+        )
 
     arms = sides(place, place.ours("expected_attention", "unrotated_statistics"), statistics_torch, press)
     return Work(
-        make=lambda seed: (place.states(1, count, tokens, dim, seed=seed), torch.arange(tokens, device=place.device)),
+        make=lambda seed: (
+            place.states(1, count, tokens, dim, seed=seed),
+            torch.arange(tokens, device=place.device),
+        ),
         bytes=tokens * count * dim * place.dtype.itemsize,
         flops=2.0 * tokens * count * dim * dim,
         **arms,
@@ -170,11 +202,12 @@ def statistics_row(place: Place) -> Work:
     )
 
 
-# selection and compaction --------------------------------------------------------------------------------------------------------
+# selection and compaction
+# --------------------------------------------------------------------------------------------------------
 
 
-# What the normal numbers of a selection become. KeyDiff's cosines and the scores of Expected Attention have one top byte in common,
-# which is all that the first pass of a radix selection sees.
+# What the normal numbers of a selection become. KeyDiff's cosines and the scores of Expected Attention have
+# one top byte in common, which is all that the first pass of a radix selection sees.
 SCORES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "normal": lambda scores: scores,
     "16 values": lambda scores: (scores * 16 / 6).round(),
@@ -193,29 +226,39 @@ def select_row(place: Place, rows: int, length: int, kind: str = "normal") -> Wo
         return (inputs[0].double() * kept).sum(dim=-1).where(kept.sum(dim=-1) == half, math.nan)
 
     def of_indices(inputs: Inputs, got: Any) -> torch.Tensor:
-        return kept_sums(inputs, torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True))
+        return kept_sums(
+            inputs, torch.zeros_like(inputs[0], dtype=torch.bool).scatter_(-1, got[1].long(), True)
+        )
 
-    flash, missing = peer_arm("FlashInfer", "flashinfer-python", lambda flashinfer: lambda scores: flashinfer.top_k(scores, half))
+    flash, missing = peer_arm(
+        "FlashInfer", "flashinfer-python", lambda flashinfer: lambda scores: flashinfer.top_k(scores, half)
+    )
     peers = {"torch.topk": lambda scores: scores.topk(half, dim=-1, sorted=False)} | flash
     return Work(
         make=lambda seed: (SCORES[kind](place.states(rows, tokens, seed=seed, dtype=torch.float32)),),
         bytes=rows * tokens * 5,
         arms={"ours": lambda scores: top_k(scores, half), **peers},
         missing=missing,
-        want=lambda inputs: exact(inputs[0].double().sort(dim=-1, descending=True).values[:, :half].sum(dim=-1))[0],
+        want=lambda inputs: exact(
+            inputs[0].double().sort(dim=-1, descending=True).values[:, :half].sum(dim=-1)
+        )[0],
         read=kept_sums,
         reads=dict.fromkeys(peers, of_indices),
     )
 
 
 def random_mask(place: Place, tokens: int, kept: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask [1, H_kv, T] that keeps `kept` random tokens of each head, and their positions [1, H_kv, kept]."""
+    """A mask [1, H_kv, T] that keeps `kept` random tokens of each head, and their positions [1, H_kv,
+    kept].
+    """
     mask = place.states(1, place.heads, tokens, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1) < kept
     return mask, mask.nonzero()[:, 2].view(1, place.heads, kept)
 
 
 def told_the_count(place: Place, kernels: str, told: Callable[[Any], Arm], counting: Arm) -> dict[str, Arm]:
-    """Ours where the host knows how many tokens stay, so that it waits for nothing, and ours that counts; on a CPU the latter."""
+    """Ours where the host knows how many tokens stay, so that it waits for nothing, and ours that counts;
+    on a CPU the latter.
+    """
     if not place.is_gpu:
         return {"ours": counting}
     own = importlib.import_module(f"evictionary.optimized.kernels.{kernels}")
@@ -235,7 +278,9 @@ def compact_row(place: Place) -> Work:
         return keys.gather(2, index), values.gather(2, index)
 
     counting = lambda k, v, kept, rows, index: compress(k, v, kept)  # noqa: E731
-    told = lambda kernels: lambda k, v, kept, rows, index: kernels.copy_kept(k, v, kept, rows, place.heads * half)  # noqa: E731
+    told = lambda kernels: (
+        lambda k, v, kept, rows, index: kernels.copy_kept(k, v, kept, rows, place.heads * half)
+    )  # noqa: E731
     return Work(
         make=make,
         bytes=4 * place.bytes_of(half),
@@ -249,7 +294,8 @@ def compact_row(place: Place) -> Work:
     )
 
 
-# attention -----------------------------------------------------------------------------------------------------------------------
+# attention
+# -----------------------------------------------------------------------------------------------------------------------
 
 
 def flat_cache(place: Place, lengths: torch.Tensor, seed: int) -> CompressedCache:
@@ -266,8 +312,11 @@ def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
     return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), positions, lengths)
 
 
-def attention_work(place: Place, lengths: torch.Tensor, arms: dict[str, Arm], page: int, **options: Any) -> Work:
-    """One query of each head over a cache of the given lengths [B, H_kv], FlashInfer with pages of `page` tokens beside.
+def attention_work(
+    place: Place, lengths: torch.Tensor, arms: dict[str, Arm], page: int, **options: Any
+) -> Work:
+    """One query of each head over a cache of the given lengths [B, H_kv], FlashInfer with pages of `page`
+    tokens beside.
 
     Each arm takes the queries, the cache and what `options["beside"]`, a function of the cache, makes of it.
     """
@@ -301,7 +350,9 @@ def attention_work(place: Place, lengths: torch.Tensor, arms: dict[str, Arm], pa
 
 
 def flashinfer_decode(flashinfer: Any, place: Place, lengths: torch.Tensor, page: int) -> Arm:
-    """FlashInfer's paged decode, planned: every KV head is a request of its own, its tokens in pages of `page` tokens."""
+    """FlashInfer's paged decode, planned: every KV head is a request of its own, its tokens in pages of
+    `page` tokens.
+    """
     workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=place.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     pages = lengths.flatten().to(place.device, torch.int32) // page
@@ -327,14 +378,19 @@ def decode_row(place: Place, batch: int, length: int) -> Work:
         return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
 
     lengths = torch.full((sequences, place.heads), tokens)
-    return attention_work(place, lengths, {"SDPA": sdpa}, page=16, bytes=2 * sequences * place.bytes_of(tokens))
+    return attention_work(
+        place, lengths, {"SDPA": sdpa}, page=16, bytes=2 * sequences * place.bytes_of(tokens)
+    )
 
 
 def ragged_row(place: Place) -> Work:
-    """Ragged heads, beside padded ones: every KV head is a head of its own, and the query heads of its group are its queries."""
+    """Ragged heads, beside padded ones: every KV head is a head of its own, and the query heads of its
+    group are its queries.
+    """
     sequences, mean = place.batch(32), place.tokens(4096)
     drawn = np.random.default_rng(0).lognormal(sigma=0.7, size=(sequences, place.heads))
-    lengths = torch.from_numpy(np.minimum(drawn / drawn.mean(), 3.0) * mean).long().clamp(min=1)  # in every set of inputs
+    # in every set of inputs
+    lengths = torch.from_numpy(np.minimum(drawn / drawn.mean(), 3.0) * mean).long().clamp(min=1)
     filled = (torch.arange(int(lengths.max())) < lengths[..., None]).to(place.device)
     ends = lengths.to(place.device)
     shape = (sequences, place.heads, place.group, filled.shape[2])
@@ -348,19 +404,26 @@ def ragged_row(place: Place) -> Work:
 
     def over_padded(function: Callable[..., Any], **mask: Any) -> Arm:
         grouped = (sequences, place.heads, place.group, place.head_dim)
-        return lambda queries, stored, *states: function(queries.view(grouped), *states, **mask).view_as(queries)
+        return lambda queries, stored, *states: function(queries.view(grouped), *states, **mask).view_as(
+            queries
+        )
 
     sdpa = over_padded(scaled_dot_product_attention, attn_mask=filled[:, :, None])
     arms = {"padded SDPA": sdpa, "FlexAttention": over_padded(flex, block_mask=blocks)}
-    return attention_work(place, lengths, arms, page=1, bytes=2 * sequences * place.bytes_of(mean), beside=padded)
+    return attention_work(
+        place, lengths, arms, page=1, bytes=2 * sequences * place.bytes_of(mean), beside=padded
+    )
 
 
-# the attention that keys receive, and the simplest methods ----------------------------------------------------------------------
+# the attention that keys receive, and the simplest methods
+# ----------------------------------------------------------------------
 
 
 @sized
 def received_row(place: Place, stem: str, length: int, window: int) -> Work:
-    """The attention that every key receives from the last `window` queries; 0: from all, beside the attention of the prompt."""
+    """The attention that every key receives from the last `window` queries; 0: from all, beside the
+    attention of the prompt.
+    """
     score, tokens = place.ours("received_attention", "score", entry=(stem, "score")), place.tokens(length)
     count, last = place.heads * place.group, min(window, tokens // 2) if window else tokens
     options = {"window_size": last} if stem == "snapkv" else {}
@@ -417,7 +480,10 @@ def ends_row(place: Place) -> Work:
     half = tokens // 2
 
     def cut(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(torch.cat([states[:, :, :4], states[:, :, tokens - half + 4 :]], dim=2) for states in (keys, values))
+        return tuple(
+            torch.cat([states[:, :, :4], states[:, :, tokens - half + 4 :]], dim=2)
+            for states in (keys, values)
+        )
 
     return Work(
         make=lambda seed: place.cache(1, tokens, seed),
@@ -431,12 +497,16 @@ def ends_row(place: Place) -> Work:
     )
 
 
-# MomentKV ------------------------------------------------------------------------------------------------------------------------
+# MomentKV
+# ------------------------------------------------------------------------------------------------------------------------
 
 
 def random_moments(place: Place, batch: int, seed: int) -> Moments:
     """Moments of 500 evicted tokens of each head, in float32."""
-    keys, values = (place.states(batch, place.heads, 500, place.head_dim, seed=seed + part, dtype=torch.float32) for part in (5, 6))
+    keys, values = (
+        place.states(batch, place.heads, 500, place.head_dim, seed=seed + part, dtype=torch.float32)
+        for part in (5, 6)
+    )
     count = torch.full((batch, place.heads), 500, device=place.device)
     return Moments(count, keys.sum(dim=2), values.sum(dim=2), values.mT @ keys)
 
@@ -447,8 +517,8 @@ NEW_TOKENS = 64  # of a set of inputs: as many calls insert tokens that differ
 def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
     """`step` with another one of the new tokens [N, B, H_kv, D] at every call.
 
-    MomentKV writes them into its cache, and a cache into which the same ones are written again and again is unrealistic. So all
-    are drawn anew after N calls: two launches in N steps.
+    MomentKV writes them into its cache, and a cache into which the same ones are written again and again is
+    unrealistic. So all are drawn anew after N calls: two launches in N steps.
     """
     calls = itertools.count()
 
@@ -476,7 +546,9 @@ def step_row(place: Place, batch: int, length: int) -> Work:
         moments = random_moments(place, sequences, seed)
         return query, *new, *place.cache(sequences, tokens, seed), positions, moments, position
 
-    def plain(query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any) -> Any:
+    def plain(
+        query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any
+    ) -> Any:
         return attend(query[:, :, None], whole_cache(keys, values))
 
     def want(inputs: Inputs) -> np.ndarray:
@@ -507,9 +579,13 @@ def prompt_moments_row(place: Place) -> Work:
         return values[~kept].T @ keys[~kept]
 
     def told(kernels: Any) -> Arm:
-        return lambda k, v, kept, index: kernels.compress_prompt(k, v, kept, zero_moments(k, v), total=place.heads * count)
+        return lambda k, v, kept, index: kernels.compress_prompt(
+            k, v, kept, zero_moments(k, v), total=place.heads * count
+        )
 
-    ours = told_the_count(place, "momentkv", told, lambda keys, values, kept, index: compress(keys, values, kept))
+    ours = told_the_count(
+        place, "momentkv", told, lambda keys, values, kept, index: compress(keys, values, kept)
+    )
     return Work(
         make=lambda seed: (*place.cache(1, tokens, seed), *random_mask(place, tokens, count, seed)),
         bytes=2 * place.bytes_of(tokens + count),
@@ -540,7 +616,10 @@ def mix_row(place: Place) -> Work:
     return Work(
         make=make,
         bytes=sequences * (2 * place.bytes_of(tokens) + place.heads * 4 * place.head_dim**2),
-        arms={"ours": attend, without: lambda query, keys, values, *_: plain(query[:, :, None], whole_cache(keys, values))},
+        arms={
+            "ours": attend,
+            without: lambda query, keys, values, *_: plain(query[:, :, None], whole_cache(keys, values)),
+        },
         want=want,
         read=lambda inputs, got: got[:1, : place.group],
         reads={without: None},
@@ -553,20 +632,26 @@ def gvote_row(place: Place) -> Work:
     count, dim = place.heads * place.group, place.head_dim
 
     def make(seed: int) -> Inputs:
-        # Logits of deviation 3: nine tokens in a hundred hold 95 % of the mass. Random weights would give flat attention.
+        # Logits of deviation 3: nine tokens in a hundred hold 95 % of the mass. Random weights would give
+        # flat attention.
         query = 3 * place.states(1, count, dim, seed=seed + 7)
         sampled = query[:, :, None] + place.states(1, count, 8, dim, seed=seed + 8)
         return query, place.cache(1, tokens, seed)[0], sampled
 
     def want(inputs: Inputs) -> np.ndarray:
         query, keys, sampled = inputs
-        return gvote.select(*exact(query[:, : place.group], keys[:, :1], sampled[:, : place.group]), p=0.95)[0, 0]
+        return gvote.select(*exact(query[:, : place.group], keys[:, :1], sampled[:, : place.group]), p=0.95)[
+            0, 0
+        ]
 
     return Work(
         make=make,
         bytes=2 * place.bytes_of(tokens),
         flops=2.0 * tokens * count * 9 * dim,
-        arms={"ours": lambda query, keys, sampled: select(query, keys, sampled, p=0.95), "eager torch": gvote_torch},
+        arms={
+            "ours": lambda query, keys, sampled: select(query, keys, sampled, p=0.95),
+            "eager torch": gvote_torch,
+        },
         want=want,
         apart=lambda got, wanted: float((exact(got)[0] != wanted).mean()),
         limit=5e-3,  # tokens whose logits nearly tie with the last vote of one of 32 rows
@@ -574,29 +659,186 @@ def gvote_row(place: Place) -> Work:
 
 
 KERNEL_ROWS = [
-    Row("1", "LagKV: score, select, compact; T = 131072, L = 128, r = 0.25", ("lagkv",), lagkv_row, 185e-6, 6, "eager torch"),
+    Row(
+        "1",
+        "LagKV: score, select, compact; T = 131072, L = 128, r = 0.25",
+        ("lagkv",),
+        lagkv_row,
+        185e-6,
+        6,
+        "eager torch",
+    ),
     Row("2", "KeyDiff: score; T = 131072", ("keydiff",), keydiff_row, 145e-6, 4, "eager torch"),
-    Row("2b", "KeyDiff: score with a kept anchor; T = 131072", ("keydiff",), keydiff_anchor_row, 73e-6, 2, "our two passes"),
-    Row("3", "Expected Attention: score; T = 131072", ("expected_attention",), expected_attention_row, 500e-6, 5, "eager torch"),
-    Row("3b", "Expected Attention: query statistics", ("expected_attention",), statistics_row, 350e-6, 15, "kvpress"),
+    Row(
+        "2b",
+        "KeyDiff: score with a kept anchor; T = 131072",
+        ("keydiff",),
+        keydiff_anchor_row,
+        73e-6,
+        2,
+        "our two passes",
+    ),
+    Row(
+        "3",
+        "Expected Attention: score; T = 131072",
+        ("expected_attention",),
+        expected_attention_row,
+        500e-6,
+        5,
+        "eager torch",
+    ),
+    Row(
+        "3b",
+        "Expected Attention: query statistics",
+        ("expected_attention",),
+        statistics_row,
+        350e-6,
+        15,
+        "kvpress",
+    ),
     Row("4", "select n/2 of 8 x 131072", ("selection",), select_row(8, XL), 25e-6, 4, "torch.topk", True),
-    Row("4-ties", "as 4, scores of 16 values", ("selection",), select_row(8, XL, "16 values"), None, None, "torch.topk", True),
-    Row("4-kd", "as 4, scores as KeyDiff's", ("selection",), select_row(8, XL, "KeyDiff"), 25e-6, 4, "torch.topk", True),
-    Row("4-ea", "as 4, scores as Expected Attention's", ("selection",), select_row(8, XL, "EA"), 25e-6, 4, "torch.topk", True),
+    Row(
+        "4-ties",
+        "as 4, scores of 16 values",
+        ("selection",),
+        select_row(8, XL, "16 values"),
+        None,
+        None,
+        "torch.topk",
+        True,
+    ),
+    Row(
+        "4-kd",
+        "as 4, scores as KeyDiff's",
+        ("selection",),
+        select_row(8, XL, "KeyDiff"),
+        25e-6,
+        4,
+        "torch.topk",
+        True,
+    ),
+    Row(
+        "4-ea",
+        "as 4, scores as Expected Attention's",
+        ("selection",),
+        select_row(8, XL, "EA"),
+        25e-6,
+        4,
+        "torch.topk",
+        True,
+    ),
     Row("4-256", "select n/2 of 256 x 131072", ("selection",), select_row(256, XL), 110e-6, 4, "torch.topk"),
     Row("4b", "select n/2 of 8 x 8192", ("selection",), select_row(8, 8192), 10e-6, 5, "torch.topk", True),
-    Row("5", "compaction of K and V; T = 131072, half kept", ("cache",), compact_row, 150e-6, 1.3, "two torch.gather"),
-    Row("6", "decode attention, B = 32, n = 4096", ("attention", "cache"), decode_row(32, 4096), 150e-6, 1, "SDPA"),
-    Row("6b", "decode attention, B = 1, n = 1024", ("attention", "cache"), decode_row(1, 1024), 10e-6, 1.6, "SDPA", True),
-    Row("7", "decode attention, ragged, mean 4096, longest 3 x", ("attention", "cache"), ragged_row, 157e-6, 2.3, "padded SDPA"),
-    Row("8", "MomentKV: a decoding step, B = 32, L = 1024", ("momentkv",), step_row(32, 1024), 52e-6, 10, "eager torch"),
-    Row("8b", "MomentKV: a decoding step, B = 1, L = 512", ("momentkv",), step_row(1, 512), 10e-6, 5, "eager torch", True),
-    Row("9", "MomentKV: moments and compaction of a prompt", ("momentkv",), prompt_moments_row, 175e-6, 4, "masked product"),
-    Row("10", "GVote: budgets, votes, union; T = 131072, S = 8", ("gvote",), gvote_row, 220e-6, 8, "eager torch"),
-    Row("15", "H2O: score of a prompt, n = 16384", ("h2o",), received_row("h2o", 16384, 0), None, 1, "SDPA of the prompt"),
-    Row("16", "SnapKV: score, W = 32; T = 131072", ("snapkv",), received_row("snapkv", XL, 32), 170e-6, 5, "eager torch"),
+    Row(
+        "5",
+        "compaction of K and V; T = 131072, half kept",
+        ("cache",),
+        compact_row,
+        150e-6,
+        1.3,
+        "two torch.gather",
+    ),
+    Row(
+        "6",
+        "decode attention, B = 32, n = 4096",
+        ("attention", "cache"),
+        decode_row(32, 4096),
+        150e-6,
+        1,
+        "SDPA",
+    ),
+    Row(
+        "6b",
+        "decode attention, B = 1, n = 1024",
+        ("attention", "cache"),
+        decode_row(1, 1024),
+        10e-6,
+        1.6,
+        "SDPA",
+        True,
+    ),
+    Row(
+        "7",
+        "decode attention, ragged, mean 4096, longest 3 x",
+        ("attention", "cache"),
+        ragged_row,
+        157e-6,
+        2.3,
+        "padded SDPA",
+    ),
+    Row(
+        "8",
+        "MomentKV: a decoding step, B = 32, L = 1024",
+        ("momentkv",),
+        step_row(32, 1024),
+        52e-6,
+        10,
+        "eager torch",
+    ),
+    Row(
+        "8b",
+        "MomentKV: a decoding step, B = 1, L = 512",
+        ("momentkv",),
+        step_row(1, 512),
+        10e-6,
+        5,
+        "eager torch",
+        True,
+    ),
+    Row(
+        "9",
+        "MomentKV: moments and compaction of a prompt",
+        ("momentkv",),
+        prompt_moments_row,
+        175e-6,
+        4,
+        "masked product",
+    ),
+    Row(
+        "10",
+        "GVote: budgets, votes, union; T = 131072, S = 8",
+        ("gvote",),
+        gvote_row,
+        220e-6,
+        8,
+        "eager torch",
+    ),
+    Row(
+        "15",
+        "H2O: score of a prompt, n = 16384",
+        ("h2o",),
+        received_row("h2o", 16384, 0),
+        None,
+        1,
+        "SDPA of the prompt",
+    ),
+    Row(
+        "16",
+        "SnapKV: score, W = 32; T = 131072",
+        ("snapkv",),
+        received_row("snapkv", XL, 32),
+        170e-6,
+        5,
+        "eager torch",
+    ),
     Row("17", "TOVA: score; T = 131072", ("tova",), received_row("tova", XL, 1), 150e-6, 5, "eager torch"),
     Row("18", "KNorm: score; T = 131072", ("knorm",), norm_row, 75e-6, 2, "eager torch"),
-    Row("19", "StreamingLLM: half of T = 131072 kept", ("streaming_llm",), ends_row, 150e-6, 1, "two torch.cat"),
-    Row("11", "MomentKV: attention with the moments mixed in", ("momentkv",), mix_row, None, None, "attention without moments"),
+    Row(
+        "19",
+        "StreamingLLM: half of T = 131072 kept",
+        ("streaming_llm",),
+        ends_row,
+        150e-6,
+        1,
+        "two torch.cat",
+    ),
+    Row(
+        "11",
+        "MomentKV: attention with the moments mixed in",
+        ("momentkv",),
+        mix_row,
+        None,
+        None,
+        "attention without moments",
+    ),
 ]

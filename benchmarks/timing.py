@@ -1,4 +1,6 @@
-"""Shared by all benchmarks: the order of the arms, the statistics of their times, and the rule for claiming a ratio."""
+"""Shared by all benchmarks: the order of the arms, the statistics of their times, and the rule for
+claiming a ratio.
+"""
 
 import datetime
 import itertools
@@ -35,29 +37,38 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quantiles of `values`, linear between neighbours. Raises ValueError for an empty or non-finite list."""
+    """The quantiles of `values`, linear between neighbours. Raises ValueError for an empty or non-finite
+    list.
+    """
     if not values or not np.isfinite(values).all():
         raise ValueError(f"values: got {list(values)}, wanted at least one finite number")
     return Spread(*np.quantile(values, (0.2, 0.5, 0.8)).tolist(), len(values))
 
 
 class Ratio(NamedTuple):
-    """The speed-up of the first of two arms: median over median; claimed only if their intervals do not overlap."""
+    """The speed-up of the first of two arms: median over median; claimed only if their intervals do not
+    overlap.
+    """
 
     value: float
     claimed: bool
 
 
 def ratio(ours: Spread, peer: Spread) -> Ratio:
-    """`peer / ours` of the medians. It is claimed if the intervals p20 to p80 of the two have no number in common."""
+    """`peer / ours` of the medians. It is claimed if the intervals p20 to p80 of the two have no number in
+    common.
+    """
     return Ratio(peer.p50 / ours.p50, peer.p20 > ours.p80 or peer.p80 < ours.p20)
 
 
-def interleaved(arms: Mapping[str, Callable[[], Sequence[float]]], least: int, most: int, end: float) -> dict[str, Spread]:
+def interleaved(
+    arms: Mapping[str, Callable[[], Sequence[float]]], least: int, most: int, end: float
+) -> dict[str, Spread]:
     """Measure the arms in the order A B C C B A: a drift of the clock in time falls on every arm alike.
 
-    Args: arms, each a function that measures itself and returns seconds, one or several; `least` rounds of that order
-    are made, and more until the time `end` (of `time.monotonic`), `most` in all. Returns the spread of every arm.
+    Args: arms, each a function that measures itself and returns seconds, one or several; `least` rounds of
+    that order are made, and more until the time `end` (of `time.monotonic`), `most` in all. Returns the
+    spread of every arm.
     """
     found: dict[str, list[float]] = {name: [] for name in arms}
     for done in range(most):
@@ -76,9 +87,14 @@ def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
 
 
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
-    """The slope of log seconds over log size, by least squares: 1 for linear growth. Raises ValueError for fewer than two sizes."""
+    """The slope of log seconds over log size, by least squares: 1 for linear growth. Raises ValueError for
+    fewer than two sizes.
+    """
     if len(set(sizes)) < 2 or len(sizes) != len(seconds):
-        raise ValueError(f"sizes: got {len(set(sizes))} different ones for {len(seconds)} times, wanted at least two, one each")
+        raise ValueError(
+            f"sizes: got {len(set(sizes))} different ones for {len(seconds)} times, wanted at least two, one "
+            "each"
+        )
     across, up = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
     return statistics.linear_regression(across, up).slope
 
@@ -95,7 +111,9 @@ def versions(*packages: str) -> dict[str, str]:
 def output_of(*command: str) -> str:
     """The output of a command, stripped; an empty string if it does not exist or fails."""
     try:
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -110,7 +128,16 @@ def processor() -> str:
 def provenance(*packages: str) -> dict[str, Any]:
     """The origin of a result: date, commit (with "+" where files differ from it), versions, machine."""
     commit = output_of("git", "rev-parse", "--short=12", "HEAD")
-    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "--", "optimized", "reference", "benchmarks/*.py")
+    changed = output_of(
+        "git",
+        "status",
+        "--porcelain",
+        "--untracked-files=no",
+        "--",
+        "optimized",
+        "reference",
+        "benchmarks/*.py",
+    )
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": (commit + ("+" if changed else "")) if commit else "unknown",
@@ -122,7 +149,9 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Store a result, as a whole: a run that is killed keeps the one before. Make its folder if there is none."""
+    """Store a result, as a whole: a run that is killed keeps the one before. Make its folder if there is
+    none.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, json.dumps(result, indent=1) + "\n")
 
@@ -132,5 +161,10 @@ def show(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     names = dict.fromkeys(itertools.chain.from_iterable(rows))
     table = Table(*(name.replace("_", " ") for name in names), title=title, title_justify="left")
     for row in rows:
-        table.add_row(*(f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name, "")) for name in names))
+        table.add_row(
+            *(
+                f"{row[name]:.4g}" if isinstance(row.get(name), float) else str(row.get(name, ""))
+                for name in names
+            )
+        )
     Console().print(table)

@@ -29,7 +29,9 @@ def lagkv_torch(
     lead = keys.shape[:2]
     first = torch.arange(sinks, device=keys.device).expand(*lead, -1)
     last = torch.arange(end - lag, length, device=keys.device).expand(*lead, -1)
-    index = torch.cat([first, (chosen + starts[:, None]).flatten(2), last], dim=-1)[..., None].expand(-1, -1, -1, keys.shape[-1])
+    index = torch.cat([first, (chosen + starts[:, None]).flatten(2), last], dim=-1)[..., None].expand(
+        -1, -1, -1, keys.shape[-1]
+    )
     return keys.gather(2, index), values.gather(2, index)
 
 
@@ -42,7 +44,9 @@ def keydiff_torch(keys: torch.Tensor) -> torch.Tensor:
 def expected_attention_torch(
     keys: torch.Tensor, values: torch.Tensor, mean: torch.Tensor, covariance: torch.Tensor
 ) -> torch.Tensor:
-    """EA-7..9 in torch, one query head of each group at a time, the quadratic form in the precision of the keys."""
+    """EA-7..9 in torch, one query head of each group at a time, the quadratic form in the precision of the
+    keys.
+    """
     heads, head_dim = keys.shape[1], keys.shape[3]
     means, covariances = mean.unflatten(1, (heads, -1)), covariance.unflatten(1, (heads, -1))
     weights: Any = 0.0
@@ -54,7 +58,9 @@ def expected_attention_torch(
 
 
 def received_torch(stem: str, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """SnapKV's or TOVA's score in torch: the attention of the last queries, softmax in float32, as a matrix."""
+    """SnapKV's or TOVA's score in torch: the attention of the last queries, softmax in float32, as a
+    matrix.
+    """
     heads, count, length = keys.shape[1], queries.shape[2], keys.shape[2]
     logits = (queries.unflatten(1, (heads, -1)) @ keys[:, :, None].mT).float() / math.sqrt(keys.shape[3])
     later = torch.ones(count, length, dtype=torch.bool, device=keys.device).triu(length - count + 1)
@@ -73,7 +79,9 @@ def statistics_torch(queries: torch.Tensor, positions: torch.Tensor) -> tuple[to
     return mean, centred.mT @ centred / queries.shape[-2]
 
 
-def moments_torch(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: torch.Tensor) -> tuple[Any, ...]:
+def moments_torch(
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, index: torch.Tensor
+) -> tuple[Any, ...]:
     """Moments of the evicted tokens and rows of the kept ones, in torch: a masked product and two gathers."""
     gone_keys, gone_values = torch.where(kept[..., None], 0, keys), torch.where(kept[..., None], 0, values)
     index = index[..., None].expand(-1, -1, -1, keys.shape[-1])
@@ -90,5 +98,8 @@ def gvote_torch(query: torch.Tensor, keys: torch.Tensor, sampled: torch.Tensor) 
     budgets = (tail > 0.05 * tail[..., :1]).sum(dim=-1)  # [B, H_kv, G]
     logits = sampled.unflatten(1, (heads, -1)).flatten(2, 3).float() @ keys.float().mT
     order = logits.argsort(dim=-1, descending=True)
-    votes = torch.arange(length, device=keys.device) < budgets.repeat_interleave(sampled.shape[2], dim=2)[..., None]
+    votes = (
+        torch.arange(length, device=keys.device)
+        < budgets.repeat_interleave(sampled.shape[2], dim=2)[..., None]
+    )
     return torch.zeros_like(votes).scatter_(-1, order, votes).any(dim=2)

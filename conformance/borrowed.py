@@ -1,4 +1,6 @@
-"""What the adapters share: taking definitions out of a public file, and seeing what code that returns a smaller cache has kept."""
+"""What the adapters share: taking definitions out of a public file, and seeing what code that returns a
+smaller cache has kept.
+"""
 
 import __future__
 
@@ -21,7 +23,9 @@ FETCHED = Path(__file__).parent.parent / "build" / "wild"
 
 
 def folder_of(source: str) -> Path:
-    """Where the files of a source lie: what the environment variable WILD_<SOURCE> names, or what `make wild` has brought."""
+    """Where the files of a source lie: what the environment variable WILD_<SOURCE> names, or what `make
+    wild` has brought.
+    """
     return Path(os.environ.get(f"WILD_{source.upper()}") or FETCHED / source)
 
 
@@ -32,7 +36,9 @@ def take(source: str, path: str, *names: str, **given: Any) -> SimpleNamespace:
     """
     file = folder_of(source) / path
     tree = ast.parse(file.read_text(encoding="utf-8"), str(file))
-    found = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names]
+    found = [
+        node for node in tree.body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name in names
+    ]
     missing = sorted(set(names) - {node.name for node in found})
     require(
         not missing,
@@ -47,7 +53,9 @@ def take(source: str, path: str, *names: str, **given: Any) -> SimpleNamespace:
 
 
 class OldDynamicCache:
-    """The part of transformers' `DynamicCache` before its change to layers that caches of that time inherit."""
+    """The part of transformers' `DynamicCache` before its change to layers that caches of that time
+    inherit.
+    """
 
     def __init__(self, *unused: Any) -> None:
         self.key_cache: list[torch.Tensor] = []
@@ -56,7 +64,9 @@ class OldDynamicCache:
 
 
 class Watching(TorchFunctionMode):
-    """Sees what the code inside does: `scores` is what the latest topk or argsort got, `index` that of the latest gather."""
+    """Sees what the code inside does: `scores` is what the latest topk or argsort got, `index` that of the
+    latest gather.
+    """
 
     scores: torch.Tensor
     index: torch.Tensor | None = None
@@ -77,7 +87,9 @@ def ranked_by(call: Callable[..., Any], *args: Any) -> torch.Tensor:
 
 
 def positions_as_values(keys: torch.Tensor) -> torch.Tensor:
-    """Values [B, H, T, D] that hold each token's position in every channel: what comes back says what was kept."""
+    """Values [B, H, T, D] that hold each token's position in every channel: what comes back says what was
+    kept.
+    """
     return torch.arange(keys.shape[2], dtype=keys.dtype)[:, None].expand(keys.shape).clone()
 
 
@@ -87,7 +99,9 @@ def mask(values: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def scores_by_budget(kept_at: Callable[[int], torch.Tensor], budgets: range) -> torch.Tensor:
-    """For code that keeps by position: at how many of the budgets a token is kept. Top-k of it keeps what the code keeps."""
+    """For code that keeps by position: at how many of the budgets a token is kept. Top-k of it keeps what
+    the code keeps.
+    """
     return sum((kept_at(budget).float() for budget in budgets), torch.tensor(0.0))
 
 
@@ -107,7 +121,9 @@ def leave_out_window(length: int, window: int) -> None:
 
 
 def for_all_queries(queries: torch.Tensor, length: int) -> torch.Tensor:
-    """Queries of every token, for code that asks for them: zeros for those that were not given and do not count."""
+    """Queries of every token, for code that asks for them: zeros for those that were not given and do not
+    count.
+    """
     return torch.nn.functional.pad(queries, (0, 0, length - queries.shape[2], 0))
 
 

@@ -1,10 +1,12 @@
-"""Implementations by others, judged: `python -m conformance.wild [--only NAME]` brings, checks, judges, and writes docs/wild.md.
+"""Implementations by others, judged: `python -m conformance.wild [--only NAME]` brings, checks, judges,
+and writes docs/wild.md.
 
-Each source of sources.toml comes from its public place, by a shallow fetch of the pinned commit or from the package index, or from
-a folder that is given (`--from snapkv=FOLDER`, or WILD_SNAPKV in the environment). The files that are used have to have the pinned
-SHA-256. The adapters of `adapters/SOURCE/` turn each calling convention into the contract, and `evictionary judge` does the rest. A
-source that cannot be had, or a method that cannot be judged, costs itself alone. What was found is kept in results.json, from which
-`--page` writes the page again without any source. No code of a source is kept in this repository.
+Each source of sources.toml comes from its public place, by a shallow fetch of the pinned commit or from the
+package index, or from a folder that is given (`--from snapkv=FOLDER`, or WILD_SNAPKV in the environment). The
+files that are used have to have the pinned SHA-256. The adapters of `adapters/SOURCE/` turn each calling
+convention into the contract, and `evictionary judge` does the rest. A source that cannot be had, or a method
+that cannot be judged, costs itself alone. What was found is kept in results.json, from which `--page` writes
+the page again without any source. No code of a source is kept in this repository.
 """
 
 import ast
@@ -39,7 +41,10 @@ FETCHED = ROOT / "build" / "wild"
 SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "got", "misconception")
 # What every row depends on beside the laws and the mathematics of its own method.
 COMMON = tuple(
-    [ROOT / "reference" / f"{name}.py" for name in ("attention", "cache", "checks", "contract", "rope", "selection")]
+    [
+        ROOT / "reference" / f"{name}.py"
+        for name in ("attention", "cache", "checks", "contract", "rope", "selection")
+    ]
     + [
         ROOT / "spec_tests" / "judge" / f"{name}.py"
         for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")
@@ -56,7 +61,8 @@ class NotReached(Exception):
 class Method:
     """One method of a source: what is called, what a reader should know, and why requirements do not hold.
 
-    `chooses` has those that do not hold because the authors state another choice or another method; `fails` has all others.
+    `chooses` has those that do not hold because the authors state another choice or another method; `fails`
+    has all others.
     """
 
     called: str
@@ -71,7 +77,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Source:
-    """Public code at one commit, or one version of a package; files maps the files that are used to their SHA-256.
+    """Public code at one commit, or one version of a package; files maps the files that are used to their
+    SHA-256.
 
     An empty SHA-256 leaves it to git, whose commit names the contents.
     """
@@ -98,7 +105,10 @@ class Source:
 def sources(path: Path = SOURCES) -> list[Source]:
     """What sources.toml lists."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["source"]
-    return [Source(**{**each, "methods": {name: Method(**said) for name, said in each["methods"].items()}}) for each in found]
+    return [
+        Source(**{**each, "methods": {name: Method(**said) for name, said in each["methods"].items()}})
+        for each in found
+    ]
 
 
 def bring(source: Source, given: Path | None = None) -> tuple[Path, Path]:
@@ -115,7 +125,9 @@ def bring(source: Source, given: Path | None = None) -> tuple[Path, Path]:
 
 
 def _fetch(source: Source, folder: Path) -> None:
-    """A shallow fetch of the commit, without contents, and a checkout of the files that are used, with which alone theirs come."""
+    """A shallow fetch of the commit, without contents, and a checkout of the files that are used, with
+    which alone theirs come.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     quiet = {"GIT_TERMINAL_PROMPT": "0", "GIT_LFS_SKIP_SMUDGE": "1"}
     for command in (
@@ -128,7 +140,9 @@ def _fetch(source: Source, folder: Path) -> None:
 
 
 def _with_package() -> tuple[Path, Path]:
-    """kvpress wants another transformers: its environment is that of `make peers`, with what the laws need."""
+    """kvpress wants another transformers: its environment is that of `make peers`, with what the laws
+    need.
+    """
     from benchmarks.cpu import environment
 
     python = environment()
@@ -139,9 +153,13 @@ def _with_package() -> tuple[Path, Path]:
 
 
 def _run(what: str, command: list[str], environment: dict[str, str], seconds: float) -> str:
-    """What a command prints. Raises NotReached, naming `what` was to be done and the last that the command said."""
+    """What a command prints. Raises NotReached, naming `what` was to be done and the last that the command
+    said.
+    """
     try:
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
+        done = subprocess.run(
+            command, env=os.environ | environment, capture_output=True, text=True, timeout=seconds, cwd=ROOT
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotReached(f"{what}: {error}") from error
     require(not done.returncode, f"{what} ended with {done.returncode}: {_why(done.stderr)}", NotReached)
@@ -154,8 +172,12 @@ def _why(output: str) -> str:
     return next((line for line in lines if line.lower().startswith(("fatal:", "error:"))), lines[-1])
 
 
-def judge(source: Source, method: str, folder: Path, python: Path, profile: str, adapters: Path) -> dict[str, Any]:
-    """What the laws of a method say: for each requirement the verdict, and the report of what fails. Raises NotReached."""
+def judge(
+    source: Source, method: str, folder: Path, python: Path, profile: str, adapters: Path
+) -> dict[str, Any]:
+    """What the laws of a method say: for each requirement the verdict, and the report of what fails.
+    Raises NotReached.
+    """
     with tempfile.TemporaryDirectory() as report:
         command = [str(python), "-m", "evictionary", "judge", str(adapters / source.name), "--method", method]
         environment = os.environ | {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": str(ROOT)}
@@ -168,7 +190,9 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
             raise NotReached(f"{method}: the laws took longer than {error.timeout:.0f} s") from error
         file = Path(report) / "conformance.json"
         if done.returncode not in (0, 1) or not file.is_file():
-            raise NotReached(f"{method}: the judge ended with {done.returncode}: {_why(done.stdout + done.stderr)}")
+            raise NotReached(
+                f"{method}: the judge ended with {done.returncode}: {_why(done.stdout + done.stderr)}"
+            )
         verdict = json.loads(file.read_text(encoding="utf-8"))
     found = verdict["implementations"][0]["requirements"]
     return {
@@ -177,7 +201,8 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
             name: _shortened(entry)
             for name, entry in found.items()
             # A variant among the other methods of the folder is none of this one.
-            if entry["verdict"] != "not provided" and (entry["verdict"] != "variant" or entry["reason"].startswith(f"{method}."))
+            if entry["verdict"] != "not provided"
+            and (entry["verdict"] != "variant" or entry["reason"].startswith(f"{method}."))
             if not name.startswith("MEM-")  # that is the adapter's affair
         },
     }
@@ -185,19 +210,28 @@ def judge(source: Source, method: str, folder: Path, python: Path, profile: str,
 
 @functools.cache
 def digest(method: str) -> str:
-    """The SHA-256 of the code that judges a method: its laws, its mathematics, and COMMON. Comments and docstrings do not count."""
+    """The SHA-256 of the code that judges a method: its laws, its mathematics, and COMMON. Comments and
+    docstrings do not count.
+    """
     found = hashlib.sha256()
-    for path in sorted({*ROOT.glob(f"reference/{method}*.py"), *ROOT.glob(f"spec_tests/*/test_{method}*.py"), *COMMON}):
+    for path in sorted(
+        {*ROOT.glob(f"reference/{method}*.py"), *ROOT.glob(f"spec_tests/*/test_{method}*.py"), *COMMON}
+    ):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef) and ast.get_docstring(node, clean=False) is not None:
+            if (
+                isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+                and ast.get_docstring(node, clean=False) is not None
+            ):
                 node.body[0] = ast.Pass()
         found.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
     return found.hexdigest()
 
 
 def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
-    """One requirement of conformance.json as it is stored: laws of mathematics and edges; bad input is put to no adapter."""
+    """One requirement of conformance.json as it is stored: laws of mathematics and edges; bad input is put
+    to no adapter.
+    """
     laws = [law for law in entry["laws"] if law["kind"] != "refusal"]
     failing = [law for law in laws if law["outcome"] == "fail"]
     mathematics = [law for law in failing if law["kind"] == "mathematics"]
@@ -236,7 +270,9 @@ def survey(
     say: Callable[[str], None] = lambda line: None,
     keep: Callable[[str, dict[str, Any]], None] = lambda name, row: None,
 ) -> dict[str, dict[str, Any]]:
-    """Judge every method of these sources: by source and method what was found, or why nothing was; `keep` gets each at once."""
+    """Judge every method of these sources: by source and method what was found, or why nothing was; `keep`
+    gets each at once.
+    """
     rows: dict[str, dict[str, Any]] = {}
     for source in found:
         try:
@@ -262,11 +298,16 @@ def told(row: dict[str, Any]) -> str:
     verdicts: dict[str, list[str]] = {}
     for name, entry in row["requirements"].items():
         verdicts.setdefault(entry["verdict"], []).append(name)
-    return "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in verdicts.items()) or "no law could be asked"
+    return (
+        "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in verdicts.items())
+        or "no law could be asked"
+    )
 
 
 def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]:
-    """The failing requirements that no note explains: nobody has looked at them yet, and the page does not publish them."""
+    """The failing requirements that no note explains: nobody has looked at them yet, and the page does not
+    publish them.
+    """
     return [
         f"{source.name}/{method}: {name}"
         for source in found
@@ -282,11 +323,19 @@ def page(found: list[Source], stored: dict[str, Any]) -> str:
 
 
 def main(
-    only: Annotated[list[str] | None, Option(metavar="NAME", help="This source alone; may be given several times.")] = None,
-    folders: Annotated[list[str] | None, Option("--from", metavar="NAME=FOLDER", help="A folder that has a source.")] = None,
-    profile: Annotated[str, Option(help="How many inputs a law draws, as of `evictionary judge`.")] = "default",
+    only: Annotated[
+        list[str] | None, Option(metavar="NAME", help="This source alone; may be given several times.")
+    ] = None,
+    folders: Annotated[
+        list[str] | None, Option("--from", metavar="NAME=FOLDER", help="A folder that has a source.")
+    ] = None,
+    profile: Annotated[
+        str, Option(help="How many inputs a law draws, as of `evictionary judge`.")
+    ] = "default",
     as_json: Annotated[bool, Option("--json", help="Print what was found as JSON.")] = False,
-    only_page: Annotated[bool, Option("--page", help="Judge nothing, write the page from results.json.")] = False,
+    only_page: Annotated[
+        bool, Option("--page", help="Judge nothing, write the page from results.json.")
+    ] = False,
 ) -> None:
     """Judge implementations by others. The exit code is 1 where no note explains why a requirement fails."""
     found = sources()
@@ -304,14 +353,18 @@ def main(
     listed = [f"{source.name}/{method}" for source in found for method in source.methods]
 
     def keep(name: str, row: dict[str, Any]) -> None:
-        """Store a row at once, for a run takes long. What was judged before outlasts a source that is not reached now."""
+        """Store a row at once, for a run takes long. What was judged before outlasts a source that is not
+        reached now.
+        """
         if "not reached" not in row or name not in stored["rows"]:
             stored["rows"][name] = row | {"date": datetime.now(UTC).date().isoformat()}
         stored["rows"] = {each: stored["rows"][each] for each in listed if each in stored["rows"]}
         put(RESULTS, json.dumps(stored, indent=1) + "\n")
 
     chosen = [source for source in found if not only_page and source.name in (only or names)]
-    rows = survey(chosen, given, profile=profile, say=functools.partial(print, file=sys.stderr, flush=True), keep=keep)
+    rows = survey(
+        chosen, given, profile=profile, say=functools.partial(print, file=sys.stderr, flush=True), keep=keep
+    )
     if as_json and not only_page:
         print(json.dumps(rows, indent=1))
     put(PAGE, page(found, stored))

@@ -1,4 +1,6 @@
-"""The charts of docs/results.md, drawn from stored results while the site is built: no chart can be older than its data."""
+"""The charts of docs/results.md, drawn from stored results while the site is built: no chart can be older
+than its data.
+"""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -38,14 +40,24 @@ def retrieval(stored: Mapping[str, Any]) -> Figure:
     grid.imshow(right, cmap="Blues", vmin=0, vmax=8, aspect="auto", origin="lower")
     for (height, place), count in np.ndenumerate(right):
         grid.text(place, height, count, ha="center", va="center")
-    grid.set(xticks=range(len(RATIOS)), xticklabels=[f"{ratio:.0%}" for ratio in RATIOS], xlabel="found, of 5")
+    grid.set(
+        xticks=range(len(RATIOS)), xticklabels=[f"{ratio:.0%}" for ratio in RATIOS], xlabel="found, of 5"
+    )
     moved = [[one["error"] for one in each[name]] for name in order]
-    _dots(dots, [f"{ratio:.0%} removed" for ratio in RATIOS], moved, "distance of the hidden states", (6, 12, 25, 50, 100, 200))
+    _dots(
+        dots,
+        [f"{ratio:.0%} removed" for ratio in RATIOS],
+        moved,
+        "distance of the hidden states",
+        (6, 12, 25, 50, 100, 200),
+    )
     return figure
 
 
 def at_ratios(stored: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """For each label of the retrieval results the summaries at RATIOS; a method with its own budget has the same one at each."""
+    """For each label of the retrieval results the summaries at RATIOS; a method with its own budget has
+    the same one at each.
+    """
     found: dict[str, dict[float | None, Any]] = {}
     for row in stored["rows"][1:]:  # the first is the full cache
         found.setdefault(row["summary"]["label"], {})[row["compression_ratio"]] = row["summary"]
@@ -67,12 +79,23 @@ def finals(stored: Mapping[str, Any]) -> Figure:
     """The cost of the compositions in the final of the study, with intervals, at three sizes."""
     at = {(row["method"], row["ratio"]): row for row in stored["finals"]["rows"]}
     ratios = sorted({ratio for _, ratio in at})
-    order = sorted({name for name, _ in at}, key=lambda name: -sum(at[name, ratio]["cost"] for ratio in ratios))
+    order = sorted(
+        {name for name, _ in at}, key=lambda name: -sum(at[name, ratio]["cost"] for ratio in ratios)
+    )
     figure, (axes,) = _panels(order, [1])
     costs = [[at[name, ratio]["cost"] for ratio in ratios] for name in order]
-    _dots(axes, [f"{ratio:.0%} removed" for ratio in ratios], costs, "cost, nats a token above the full cache", (0.01, 0.1, 1))
+    _dots(
+        axes,
+        [f"{ratio:.0%} removed" for ratio in ratios],
+        costs,
+        "cost, nats a token above the full cache",
+        (0.01, 0.1, 1),
+    )
     axes.hlines(
-        [order.index(name) for name, _ in at], *zip(*(row["interval"] for row in at.values()), strict=True), TEXT_COLOUR, zorder=1
+        [order.index(name) for name, _ in at],
+        *zip(*(row["interval"] for row in at.values()), strict=True),
+        TEXT_COLOUR,
+        zorder=1,
     )
     return figure
 
@@ -80,7 +103,10 @@ def finals(stored: Mapping[str, Any]) -> Figure:
 def claims(stored: Mapping[str, Any]) -> Figure:
     """How many claims of each paper hold in the small model."""
     names = [paper["paper"] for paper in stored["papers"]]
-    counts = [[sum(claim["verdict"] == one for claim in paper["claims"]) for one in VERDICTS] for paper in stored["papers"]]
+    counts = [
+        [sum(claim["verdict"] == one for claim in paper["claims"]) for one in VERDICTS]
+        for paper in stored["papers"]
+    ]
     figure, (axes,) = _panels(names, [1])
     for left, width, (verdict, colour) in zip(
         (np.cumsum(counts, 1) - counts).T, np.transpose(counts), VERDICTS.items(), strict=True
@@ -93,7 +119,8 @@ def claims(stored: Mapping[str, Any]) -> Figure:
 
 def speed(stored: Mapping[str, Any]) -> Figure:
     """The time to compress a prompt, as a share of the time to read it."""
-    rows = sorted(stored["compression"][1:], key=lambda row: -row["share_of_prefill"])  # the first is the reading itself
+    # the first is the reading itself
+    rows = sorted(stored["compression"][1:], key=lambda row: -row["share_of_prefill"])
     names, shares = [row["method"] for row in rows], [row["share_of_prefill"] for row in rows]
     figure, (axes,) = _panels(names, [1])
     axes.bar_label(axes.barh(names, shares, color=BLUES[1]), [f"{share:.1%}" for share in shares], padding=3)
@@ -106,7 +133,9 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
     """How many times faster our scores are than those of kvpress, by the number of tokens."""
     figure = Figure(figsize=(WIDTH, 3.2))
     sizes = stored["tokens"]
-    for axes, (dtype, found) in zip(figure.subplots(1, 2, sharey=True), stored["methods"].items(), strict=True):
+    for axes, (dtype, found) in zip(
+        figure.subplots(1, 2, sharey=True), stored["methods"].items(), strict=True
+    ):
         for name in found[str(sizes[0])]:
             axes.loglog(sizes, [found[str(size)][name]["ratio"]["value"] for size in sizes], "o-", label=name)
         axes.set(title=dtype, xlabel="tokens", ylabel="times faster than kvpress")
@@ -120,7 +149,9 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
 
 
 def _panels(names: Sequence[str], widths: Sequence[float]) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with the names down its left side, the last one on top, and panels of these relative widths."""
+    """A figure with the names down its left side, the last one on top, and panels of these relative
+    widths.
+    """
     figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(names)))
     panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
     panels[0].set_yticks(range(len(names)), names)

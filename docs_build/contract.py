@@ -1,4 +1,6 @@
-"""The signatures of docs/reference/contract.md, for readers of the file itself: `python -m docs_build.contract` writes them."""
+"""The signatures of docs/reference/contract.md, for readers of the file itself: `python -m
+docs_build.contract` writes them.
+"""
 
 import re
 from pathlib import Path
@@ -13,9 +15,14 @@ def written(markdown: str) -> str:
 
     def fill(match: re.Match[str]) -> str:
         sentence, head = summary(match[1])
-        return f"<!-- signature: {match[1]} -->\n`{match[1]}`: {sentence}\n\n```python\n{head}\n```\n<!-- end -->"
+        return (
+            f"<!-- signature: {match[1]} -->\n`{match[1]}`: {sentence}\n\n```python\n{head}\n```\n<!-- "
+            "end -->"
+        )
 
-    return re.sub(r"^<!-- signature: (\S+) -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$", fill, markdown, flags=re.MULTILINE)
+    return re.sub(
+        r"^<!-- signature: (\S+) -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$", fill, markdown, flags=re.MULTILINE
+    )
 
 
 if __name__ == "__main__":

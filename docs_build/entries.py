@@ -1,7 +1,7 @@
 """Collects the facts about each requirement: equation, functions, kernel, laws, planted mistakes, errata.
 
-Sources: the requirements of spec_tests/, the docstrings of reference/ and optimized/ (read, not imported), the registered laws
-and mutants, the headings of docs/errata.md.
+Sources: the requirements of spec_tests/, the docstrings of reference/ and optimized/ (read, not imported),
+the registered laws and mutants, the headings of docs/errata.md.
 """
 
 import ast
@@ -30,7 +30,10 @@ def _page(stem: str) -> str:
 
 
 # The page with the equations of each file of requirements: its own, if there is one.
-PAGES = {path.parent.name: _page(path.parent.name) for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))}
+PAGES = {
+    path.parent.name: _page(path.parent.name)
+    for path in sorted((ROOT / "spec_tests").glob("*/requirements.toml"))
+}
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class Definition:
 
     @property
     def source(self) -> str:
-        return "\n".join((ROOT / self.path).read_text(encoding="utf-8").splitlines()[self.first - 1 : self.last])
+        return "\n".join(
+            (ROOT / self.path).read_text(encoding="utf-8").splitlines()[self.first - 1 : self.last]
+        )
 
 
 @dataclass(frozen=True)
@@ -115,14 +120,18 @@ def stem_of() -> dict[str, str]:
 def errata() -> dict[str, list[tuple[str, str]]]:
     """For each requirement the headings of docs/errata.md that name it, with their anchors."""
     found: dict[str, list[tuple[str, str]]] = {}
-    for title in re.findall(r"^#{3,4} (.+)$", (ROOT / "docs" / "errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE):
+    for title in re.findall(
+        r"^#{3,4} (.+)$", (ROOT / "docs" / "errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    ):
         for identifier in ids_of(title):
             found.setdefault(identifier, []).append((title.partition(": ")[2], slugify(title, "-")))
     return found
 
 
 def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> Iterator[Definition]:
-    """The functions of a layer that compute the requirement: by the same name in the same file, or by the id in the docstring."""
+    """The functions of a layer that compute the requirement: by the same name in the same file, or by the
+    id in the docstring.
+    """
     names = {(Path(definition.path).name, definition.name) for definition in reference}
     for path in sorted((ROOT / folder).glob("*.py")):
         for definition in definitions(f"{folder}/{path.name}").values():
@@ -134,9 +143,13 @@ def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -
 @functools.cache
 def entries() -> dict[str, Entry]:
     """Every requirement of spec_tests/, by id."""
-    written = {identifier: [path.partition(".") for path in paths] for identifier, paths in functions().items()}
+    written = {
+        identifier: [path.partition(".") for path in paths] for identifier, paths in functions().items()
+    }
     references = {
-        identifier: tuple(definitions(f"reference/{stem}.py")[name] for stem, _, name in written.get(identifier, []))
+        identifier: tuple(
+            definitions(f"reference/{stem}.py")[name] for stem, _, name in written.get(identifier, [])
+        )
         for identifier in REQUIREMENTS
     }
     laws, mutants = load_laws().values(), load_mutants().values()
@@ -158,7 +171,9 @@ def entries() -> dict[str, Entry]:
 
 
 def law_definition(law: Law) -> Definition:
-    """The file and line of a law; of one that is made from the contract, those of the function that makes it."""
+    """The file and line of a law; of one that is made from the contract, those of the function that makes
+    it.
+    """
     found = definitions(f"spec_tests/{law.path}")
     return found.get(law.name.partition("::")[2]) or found["refusing"]
 

@@ -1,7 +1,8 @@
-"""Makes the data of the survivors figure: `python -m docs_build.figures` reads a prompt and writes each method's kept tokens.
+"""Makes the data of the survivors figure: `python -m docs_build.figures` reads a prompt and writes each
+method's kept tokens.
 
-The gallery of the methods shows a strip of the same data, at one budget.
-The other two figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
+The gallery of the methods shows a strip of the same data, at one budget. The other two figures, of MomentKV
+and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
 """
 
 import base64
@@ -25,7 +26,9 @@ from evictionary.models.load import load as load_model
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "figures" / "assets" / "survivors.data.js"
 PREFIX = "globalThis.evictionarySurvivors = "
-"""The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may load scripts."""
+"""The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may
+load scripts.
+"""
 
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"sink_size": 4, "lag_size": 32}}
 """Options for methods with defaults that would leave a prompt of 300 tokens whole."""
@@ -38,9 +41,14 @@ STRIP = 150
 
 
 def survivors(
-    model: PreTrainedModel, prompt: passkey.Passkey, pieces: Sequence[str], method_names: Sequence[str], budgets: Sequence[int]
+    model: PreTrainedModel,
+    prompt: passkey.Passkey,
+    pieces: Sequence[str],
+    method_names: Sequence[str],
+    budgets: Sequence[int],
 ) -> dict[str, Any]:
-    """Read the prompt once and compress it by every method to every budget; return the figure's data, ready for JSON.
+    """Read the prompt once and compress it by every method to every budget; return the figure's data,
+    ready for JSON.
 
     Args: pieces, the text of each token; budgets, ascending, in tokens for each head.
     """
@@ -51,7 +59,9 @@ def survivors(
             masks = []
             options = OPTIONS.get(name)
             for budget in budgets:
-                with EvictingCache.from_prefilled(model, full, name, options=options, budget=budget, seed=SEED) as cache:
+                with EvictingCache.from_prefilled(
+                    model, full, name, options=options, budget=budget, seed=SEED
+                ) as cache:
                     masks.append(kept(cache))
             found.append(
                 {
@@ -74,10 +84,12 @@ def survivors(
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:
-    """Masks [budgets, layers, H_kv, T] as `levels`, or as `masks` if a larger budget may drop tokens that a smaller one keeps.
+    """Masks [budgets, layers, H_kv, T] as `levels`, or as `masks` if a larger budget may drop tokens that
+    a smaller one keeps.
 
-    levels has a letter for each layer, head and token: A if the smallest budget keeps it, B if the next one does, and so on.
-    masks has, in Base64, one bit for each budget, layer, head and token, the lowest bit of a byte first.
+    levels has a letter for each layer, head and token: A if the smallest budget keeps it, B if the next one
+    does, and so on. masks has, in Base64, one bit for each budget, layer, head and token, the lowest bit of a
+    byte first.
     """
     if (masks[:-1] <= masks[1:]).all():
         return {"levels": (ord("A") + (~masks).sum(axis=0)).astype(np.uint8).tobytes().decode("ascii")}
@@ -101,7 +113,9 @@ def stored() -> Any:
 
 
 def strips(data: Any) -> dict[str, bytes]:
-    """For each method a picture of what it keeps at STRIP tokens a head: a row for each head, a column for each token."""
+    """For each method a picture of what it keeps at STRIP tokens a head: a row for each head, a column for
+    each token.
+    """
     colours = ListedColormap(["white", KEPT_COLOUR, "#f8d9c8", NEEDLE_COLOUR])
     needle = np.zeros(len(data["tokens"]), dtype=int)
     needle[slice(*data["needle"])] = 2

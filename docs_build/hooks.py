@@ -1,4 +1,6 @@
-"""Hooks that mkdocs calls while it builds the site: they add generated pages and fill in markers and links."""
+"""Hooks that mkdocs calls while it builds the site: they add generated pages and fill in markers and
+links.
+"""
 
 import logging
 import re
@@ -25,7 +27,9 @@ log = logging.getLogger("mkdocs.hooks.lessons")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the coverage page, the pictures of methods and results, and a page for each module (the API) and each lesson."""
+    """Add the coverage page, the pictures of methods and results, and a page for each module (the API) and
+    each lesson.
+    """
     made = {
         "coverage.md": coverage.page(),
         **pages.api_pages(),
@@ -36,12 +40,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, uri, content=content))
     for folder in lesson_folders():
         for path in sorted(folder.rglob("*.*")):
-            files.append(File.generated(config, f"lessons/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)))
+            files.append(
+                File.generated(
+                    config, f"lessons/{path.relative_to(folder).as_posix()}", abs_src_path=str(path)
+                )
+            )
     return files
 
 
 def lesson_folders() -> list[Path]:
-    """The folder of each lesson, with page, notebook and pictures; changed lessons are run, and the log names them."""
+    """The folder of each lesson, with page, notebook and pictures; changed lessons are run, and the log
+    names them.
+    """
     changed = [lesson for lesson in lessons() if not is_built(lesson)]
     try:
         for number, lesson in enumerate(changed, 1):
@@ -76,21 +86,29 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     """
     if page.file.src_uri in WIDE:
         html = f'<div class="wide {WIDE[page.file.src_uri]}">{html}</div>'
-    # Until November 2026 the pages of the API named `reference.keydiff`: links to their anchors go on working.
+    # Until November 2026 the pages of the API named `reference.keydiff`: links to their anchors go on
+    # working.
     html = re.sub(r'<(\w+) id="evictionary\.([\w.]+)"', r'<a id="\2"></a>\g<0>', html)
     html = re.sub(r'class="(?:arithmatex|failure|success|tabbed-block)"', r"\g<0> data-search-exclude", html)
     return re.sub(r'<span class="(?:n|o|p|w)">([^<]*)</span>', r"\1", html)
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Keep the link to the repository from asking its host for stars and forks, and leave out the blanks of the navigation."""
+    """Keep the link to the repository from asking its host for stars and forks, and leave out the blanks
+    of the navigation.
+    """
     before, article, after = output.partition("<article")
     return re.sub(r"\s*\n\s*", "\n", before).replace('data-md-component="source"', "") + article + after
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leave out what no reader needs: source maps, the search's other languages, and the page for web servers, which does not open
-    from a folder."""
+    """Leave out what no reader needs: source maps, the search's other languages, and the page for web
+    servers, which does not open from a folder.
+    """
     site = Path(config.site_dir)
-    for path in [*site.glob("assets/**/*.map"), *site.glob("assets/javascripts/lunr/**/*.js"), site / "404.html"]:
+    for path in [
+        *site.glob("assets/**/*.map"),
+        *site.glob("assets/javascripts/lunr/**/*.js"),
+        site / "404.html",
+    ]:
         path.unlink()

@@ -1,6 +1,8 @@
-"""Measures which planted mistakes the laws of a requirement kill: `python -m docs_build.kills` writes docs/four_laws.json.
+"""Measures which planted mistakes the laws of a requirement kill: `python -m docs_build.kills` writes
+docs/four_laws.json.
 
-The page docs/four_laws.md shows it. Run it again after a change of these laws or of the mistakes planted in what they call.
+The page docs/four_laws.md shows it. Run it again after a change of these laws or of the mistakes planted in
+what they call.
 """
 
 import json
@@ -16,19 +18,25 @@ EXAMPLES = 60
 
 
 def candidates(identifier: str) -> list[Mutant]:
-    """The planted mistakes in the functions that the laws of a requirement call, without those that need long inputs to show."""
+    """The planted mistakes in the functions that the laws of a requirement call, without those that need
+    long inputs to show.
+    """
     return [mutant for mutant in load_mutants().values() if not mutant.above and laws_for(mutant, identifier)]
 
 
 def dies(mutant: Mutant, identifier: str, examples: int = EXAMPLES) -> bool:
     """Whether a law of the requirement kills the mistake; laws of long inputs are not asked."""
     implementation = mutant.implementation()
-    own = (law for law in laws_for(mutant, identifier) if not law.examples and not law.missing(implementation)[0])
+    own = (
+        law for law in laws_for(mutant, identifier) if not law.examples and not law.missing(implementation)[0]
+    )
     return any(outcome(law, implementation, max_examples=examples)[0] == "killed" for law in own)
 
 
 def main() -> None:
-    """Write, for each requirement of the page, the names of the planted mistakes that its laws kill, and of those they do not."""
+    """Write, for each requirement of the page, the names of the planted mistakes that its laws kill, and
+    of those they do not.
+    """
     found = {}
     for identifier in SHOWN:
         names: dict[str, list[str]] = {"killed": [], "not_seen": []}

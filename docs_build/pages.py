@@ -1,4 +1,6 @@
-"""Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it writes for."""
+"""Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it
+writes for.
+"""
 
 import inspect
 import json
@@ -37,12 +39,16 @@ METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
 PROGRAM: Any = typer.main.get_command(app)
 TEMPLATES = Path(__file__).parent / "templates"
 LAYERS = ("reference", "optimized", "optimized/kernels")
-REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]["Homepage"]
+REPOSITORY = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"][
+    "Homepage"
+]
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 
 def relative(page: str, target: str) -> str:
-    """The link from one page of the site to another, both given from the folder docs/; the target may have an anchor."""
+    """The link from one page of the site to another, both given from the folder docs/; the target may have
+    an anchor.
+    """
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
 
@@ -61,7 +67,9 @@ def api_link(page: str, definition: Definition) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown, with special characters escaped; what stands in backticks is code and stays so."""
+    """Plain text as Markdown, with special characters escaped; what stands in backticks is code and stays
+    so.
+    """
     parts = re.split(r"(`[^`]+`)", text)
     parts[::2] = [re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
     return "".join(parts)
@@ -73,12 +81,16 @@ def link_to(page: str, identifier: str) -> str:
 
 
 def _sentence(statement: str) -> str:
-    """A statement that begins with a word begins with a capital letter; one that begins with a symbol stays as it is."""
+    """A statement that begins with a word begins with a capital letter; one that begins with a symbol
+    stays as it is.
+    """
     return statement[0].upper() + statement[1:] if re.match(r"[a-z]{2,}[ ,:;-]|a ", statement) else statement
 
 
 def _verdict(words: str) -> str:
-    return " ".join(f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>' for word in words.split(", "))
+    return " ".join(
+        f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>' for word in words.split(", ")
+    )
 
 
 def _named(page: str, found: Iterable[Definition]) -> str:
@@ -105,11 +117,16 @@ def equations(page: str, stems: str) -> str:
     last = {one: entry.requirement.id for entry in cards for found in entry.layers.values() for one in found}
 
     def quoted(page: str, entry: Entry, found: Iterable[Definition]) -> str:
-        """The functions of a card by name; a function of several equations gets a link to the card with its code."""
+        """The functions of a card by name; a function of several equations gets a link to the card with
+        its code.
+        """
         names = []
         for one in found:
             elsewhere = last[one] != entry.requirement.id and not _is_program(one)
-            names.append(_named(page, [one]) + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else ""))
+            names.append(
+                _named(page, [one])
+                + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else "")
+            )
         return ", ".join(names)
 
     def code_in(entry: Entry, found: Iterable[Definition]) -> str:
@@ -121,7 +138,12 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {"escaped": escaped, "interval": study.with_interval, "sentence": _sentence, "verdict": _verdict}
+    filters = {
+        "escaped": escaped,
+        "interval": study.with_interval,
+        "sentence": _sentence,
+        "verdict": _verdict,
+    }
     helpers = {
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
@@ -178,14 +200,18 @@ def page_of(stem: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two also of `finals.` and
-    `pyramid.`, the final with PyramidKV's division.
+    """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two
+    also of `finals.` and `pyramid.`, the final with PyramidKV's division.
     """
     found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")
     found = found[summary] if dot else found
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
-    return study.markdown(found) if part == "table" else _rendered(f"studied_{part}", page, found=found, cost=cost)
+    return (
+        study.markdown(found)
+        if part == "table"
+        else _rendered(f"studied_{part}", page, found=found, cost=cost)
+    )
 
 
 def stored(path: str) -> Any:
@@ -234,19 +260,23 @@ MARKERS: dict[str, Callable[..., str]] = {
 
 
 def filled(page: str, markdown: str) -> str:
-    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their content.
+    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their
+    content.
 
-    A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one, up to `<!-- end -->`,
-    is for readers of the file itself (`docs_build.contract`), and is replaced with it.
+    A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one,
+    up to `<!-- end -->`, is for readers of the file itself (`docs_build.contract`), and is replaced with it.
     """
 
     def fill(match: re.Match[str]) -> str:
         written = MARKERS.get(match["name"], lambda page, of="": _rendered(match["name"], page, of=of))
-        return textwrap.indent(written(page, *([match["argument"]] if match["argument"] else [])), match["indent"])
+        return textwrap.indent(
+            written(page, *([match["argument"]] if match["argument"] else [])), match["indent"]
+        )
 
     names = "|".join([*MARKERS, *(path.name.partition(".")[0] for path in TEMPLATES.iterdir())])
     return re.sub(
-        rf"^(?P<indent> *)<!-- (?P<name>{names})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end -->)?$",
+        rf"^(?P<indent> *)<!-- (?P<name>{names})(?:: (?P<argument>.+?))? -->(?:\n(?:(?!<!--).*\n)+<!-- end "
+        r"-->)?$",
         fill,
         markdown,
         flags=re.MULTILINE,
@@ -254,7 +284,9 @@ def filled(page: str, markdown: str) -> str:
 
 
 def linked(page: str, markdown: str) -> str:
-    """The page with links added: ids to their equations, tests to their lines there, files outside docs/ to the repository."""
+    """The page with links added: ids to their equations, tests to their lines there, files outside docs/
+    to the repository.
+    """
     lines: list[str] = []
     fenced = before = ""
     for line in markdown.splitlines():
@@ -276,7 +308,10 @@ def _linked_line(page: str, line: str) -> str:
     for place, part in enumerate(parts):
         if place % 2 == 0:
             parts[place] = ID.sub(
-                lambda match: f"[{match[0]}]({link_to(page, match[0])})" if match[0] in entries() else match[0], part
+                lambda match: (
+                    f"[{match[0]}]({link_to(page, match[0])})" if match[0] in entries() else match[0]
+                ),
+                part,
             )
         elif test := re.fullmatch(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", part):
             parts[place] = f"[{part}]({source_url(*test.groups())})"
@@ -289,7 +324,9 @@ def _linked_line(page: str, line: str) -> str:
 
 def api_pages() -> dict[str, str]:
     """A page for each module of the three layers, for mkdocstrings to fill."""
-    files = [path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"]
+    files = [
+        path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"
+    ]
     paths = [path.relative_to(ROOT).with_suffix("").as_posix() for path in files]
     page = "# {0}.py\n\n[Source]({1})\n\n::: evictionary.{2}\n"
     shown = {path: page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}

@@ -1,4 +1,6 @@
-"""Runs the commands that the pages show: one place says in which process, and what of their output a page shows."""
+"""Runs the commands that the pages show: one place says in which process, and what of their output a page
+shows.
+"""
 
 import os
 import re

@@ -1,7 +1,9 @@
-"""Makes what is stored of the study: `python -m docs_build.study` reads docs/study/, writes its summary and its picture.
+"""Makes what is stored of the study: `python -m docs_build.study` reads docs/study/, writes its summary
+and its picture.
 
-results.jsonl.xz has the measurements of every composition, finals.jsonl.xz those of the final, and pyramid.jsonl.xz those of
-the final with PyramidKV's division on some of its prompts. `evictionary study` writes such a file, and `xz -9e` compresses it.
+results.jsonl.xz has the measurements of every composition, finals.jsonl.xz those of the final, and
+pyramid.jsonl.xz those of the final with PyramidKV's division on some of its prompts. `evictionary study`
+writes such a file, and `xz -9e` compresses it.
 """
 
 import json
@@ -22,7 +24,9 @@ def lines(name: str) -> list[Line]:
 
 def summary() -> study.Summary:
     """The whole study, with its final, and with what PyramidKV changes in the final."""
-    found, finals, pyramid = (study.summarise(lines(f"{name}.jsonl")) for name in ("results", "finals", "pyramid"))
+    found, finals, pyramid = (
+        study.summarise(lines(f"{name}.jsonl")) for name in ("results", "finals", "pyramid")
+    )
     # The final recommends: it is of a few compositions, on prompts that had no part in choosing these.
     return found | {"finals": finals, "recommended": finals["recommended"], "pyramid": pyramid}
 

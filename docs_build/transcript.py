@@ -1,4 +1,6 @@
-"""A student's way from `start` to full marks: `python -m docs_build.transcript` runs it and writes the page."""
+"""A student's way from `start` to full marks: `python -m docs_build.transcript` runs it and writes the
+page.
+"""
 
 import re
 import shutil
@@ -19,14 +21,20 @@ WAY = (
     ("", "check keydiff --seed 0"),
     ("The second attempt divides each key by its norm before it takes the mean.", "2_zero_keys.py"),
     ("", "check keydiff --seed 0"),
-    ("A zero key has no direction, and counts as 0. The last attempt also writes the edges and the pairwise score.", "3_right.py"),
+    (
+        "A zero key has no direction, and counts as 0. The last attempt also writes the edges and the "
+        "pairwise score.",
+        "3_right.py",
+    ),
     ("", "check keydiff --seed 0"),
     ("The student hands in an archive of one file and its checksum.", "submit keydiff"),
 )
 
 
 def run(way: Sequence[tuple[str, str]] = WAY) -> str:
-    """The page, from commands that are run in an empty folder. Seconds are left out, because they differ each time."""
+    """The page, from commands that are run in an empty folder. Seconds are left out, because they differ
+    each time.
+    """
     parts = [
         "# From start to full marks",
         "",
@@ -39,9 +47,18 @@ def run(way: Sequence[tuple[str, str]] = WAY) -> str:
             if step.endswith(".py"):
                 source = FILES / step
                 shutil.copy(source, Path(folder, "work", "keydiff.py"))
-                parts += ["", '```python title="work/keydiff.py"', source.read_text(encoding="utf-8").rstrip(), "```"]
+                parts += [
+                    "",
+                    '```python title="work/keydiff.py"',
+                    source.read_text(encoding="utf-8").rstrip(),
+                    "```",
+                ]
             else:
-                printed = re.sub(r"\S*/(tutorials/assignments/)", r"\1", said(f"evictionary {step}", Path(folder), columns=100))
+                printed = re.sub(
+                    r"\S*/(tutorials/assignments/)",
+                    r"\1",
+                    said(f"evictionary {step}", Path(folder), columns=100),
+                )
                 parts += ["", "```text", f"$ evictionary {step}", *filter(None, printed.splitlines()), "```"]
     return "\n".join(parts) + "\n"
 

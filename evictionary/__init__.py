@@ -1,11 +1,13 @@
-"""An executable dictionary of KV-cache eviction: the mathematics, fast kernels, laws, and a cache for transformers models.
+"""An executable dictionary of KV-cache eviction: the mathematics, fast kernels, laws, and a cache for
+transformers models.
 
 from evictionary import EvictingCache
 
 cache = EvictingCache(model, method="keydiff", compression_ratio=0.5)
 model.generate(**inputs, past_key_values=cache)
 
-`evictionary.reference` is the mathematics, `evictionary.optimized` the fast code, `evictionary.spec_tests` the laws.
+`evictionary.reference` is the mathematics, `evictionary.optimized` the fast code, `evictionary.spec_tests`
+the laws.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ __all__ = ["EvictingCache", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    # Imported on first use: torch takes seconds to import, and users who only judge NumPy functions need no torch.
+    # Imported on first use: torch takes seconds to import, and users who only judge NumPy functions need no
+    # torch.
     if name == "EvictingCache":
         from evictionary.cache.evicting_cache import EvictingCache
 

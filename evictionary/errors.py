@@ -6,7 +6,9 @@ from contextlib import contextmanager
 
 
 class UsageError(ValueError):
-    """An argument has a value that cannot be used: the message names the argument, the value, and the wanted values."""
+    """An argument has a value that cannot be used: the message names the argument, the value, and the
+    wanted values.
+    """
 
 
 class MethodError(RuntimeError):

@@ -1,7 +1,9 @@
-"""Measurements that take hours: a plan, what is missing of it, units of work, processes, lines on the disk, a table.
+"""Measurements that take hours: a plan, what is missing of it, units of work, processes, lines on the
+disk, a table.
 
-A plan names every measurement. Its units of work are shared out among processes, and each measurement becomes one line of JSON.
-The file of the lines grows only by whole lines, so a run that was killed goes on where it stopped.
+A plan names every measurement. Its units of work are shared out among processes, and each measurement becomes
+one line of JSON. The file of the lines grows only by whole lines, so a run that was killed goes on where it
+stopped.
 """
 
 import contextlib
@@ -32,7 +34,9 @@ Work = Sequence[tuple[Any, Sequence[Any]]]
 
 
 class Progress(NamedTuple):
-    """Measurements done and planned in this run, a description of the last one, and the estimated seconds left."""
+    """Measurements done and planned in this run, a description of the last one, and the estimated seconds
+    left.
+    """
 
     done: int
     total: int
@@ -41,7 +45,9 @@ class Progress(NamedTuple):
 
 
 class Plan(ABC):
-    """What is to be measured. A dataclass of the settings inherits from it, and travels to the processes that measure."""
+    """What is to be measured. A dataclass of the settings inherits from it, and travels to the processes
+    that measure.
+    """
 
     model: str
     IDENTITY: ClassVar[tuple[str, ...]]
@@ -67,11 +73,16 @@ class Plan(ABC):
     def order(cls, line: Line) -> list[Any]:
         """The sorting key of the file: the fields of the identity in turn, None last."""
         values = (line[name] for name in cls.IDENTITY)
-        return [(value is None, json.dumps(value, sort_keys=True) if isinstance(value, dict) else value) for value in values]
+        return [
+            (value is None, json.dumps(value, sort_keys=True) if isinstance(value, dict) else value)
+            for value in values
+        ]
 
     @classmethod
     def identify(cls, line: Line) -> str:
-        """The identity of a line of a file. Raises KeyError or ValueError for a line that is no such measurement."""
+        """The identity of a line of a file. Raises KeyError or ValueError for a line that is no such
+        measurement.
+        """
         return cls.key(line)
 
     @classmethod
@@ -107,11 +118,13 @@ def run(
     advance: Callable[[Progress], None] = lambda progress: None,
     name: str = RESULTS,
 ) -> list[Line]:
-    """Measure what the file `name` of a folder lacks of the plan, and return every line of that file, sorted.
+    """Measure what the file `name` of a folder lacks of the plan, and return every line of that file,
+    sorted.
 
-    `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address, or "local" for a
-    cluster of `jobs` workers on this machine. One process stores each line at once; several processes store each unit at once.
-    Raises UsageError for an unusable folder or cluster, and for a folder with the results of another model.
+    `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address,
+    or "local" for a cluster of `jobs` workers on this machine. One process stores each line at once; several
+    processes store each unit at once. Raises UsageError for an unusable folder or cluster, and for a folder
+    with the results of another model.
     """
     if jobs < 1:
         raise UsageError(f"jobs: got {jobs}, wanted at least 1")
@@ -121,7 +134,10 @@ def run(
         found = read(path, plan.identify)
         others = {line["model"] for line in found.values() if "model" in line} - {plan.model}
         if others:
-            raise UsageError(f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for {plan.model}")
+            raise UsageError(
+                f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for "
+                f"{plan.model}"
+            )
         work = plan.missing(found)
         plan.check(folder, found, work)
         total = sum(len(parts) for _, parts in work)
@@ -138,14 +154,15 @@ def run(
     return every
 
 
-# Files ---------------------------------------------------------------------------------------------------------
+# Files
+# ---------------------------------------------------------------------------------------------------------
 
 
 def read(path: Path, identify: Callable[[Line], str]) -> dict[str, Line]:
     """The lines of a file by their identity; of several lines with one identity, the last.
 
-    The lines of a file that is stored as `path`.xz come first. An incomplete last line, from a write that was cut off, is
-    removed from the file. Raises UsageError for any other line that `identify` refuses.
+    The lines of a file that is stored as `path`.xz come first. An incomplete last line, from a write that was
+    cut off, is removed from the file. Raises UsageError for any other line that `identify` refuses.
     """
     packed, texts = path.with_name(f"{path.name}.xz"), {}
     if packed.exists():
@@ -163,7 +180,8 @@ def read(path: Path, identify: Callable[[Line], str]) -> dict[str, Line]:
                 found[identify(line)] = line
             except (ValueError, TypeError, KeyError):
                 raise UsageError(
-                    f"output: line {number} of {file} is no measurement; wanted a file that this command wrote: delete that "
+                    f"output: line {number} of {file} is no measurement; wanted a file that this command "
+                    "wrote: delete that "
                     "line, and what it said is measured again"
                 ) from None
     return found
@@ -205,7 +223,9 @@ def put(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder: two runs in one folder would measure everything twice. A killed run leaves no lock behind."""
+    """Lock the folder: two runs in one folder would measure everything twice. A killed run leaves no lock
+    behind.
+    """
     import filelock
 
     try:
@@ -215,7 +235,8 @@ def _alone(folder: Path) -> Iterator[None]:
         raise UsageError(f"output: {folder} is being written by another run, wanted another folder") from None
 
 
-# Processes -----------------------------------------------------------------------------------------------------
+# Processes
+# -----------------------------------------------------------------------------------------------------
 
 
 def _measured(plan: Plan, work: Work, jobs: int, dask: str | None) -> Iterator[Sequence[Line]]:
@@ -238,7 +259,8 @@ def _measured(plan: Plan, work: Work, jobs: int, dask: str | None) -> Iterator[S
             yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(calls)
         except BrokenProcessPool as error:
             raise OSError(
-                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs"
+                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer "
+                "--jobs"
             ) from error
 
 
@@ -247,8 +269,9 @@ _one_at_a_time = threading.Lock()
 
 
 def measure_apart(plan: Plan, unit: Any, parts: Sequence[Any]) -> list[Line]:
-    """The lines of a unit, measured in a worker. What a method prints there goes to standard error: the standard output
-    of the command may be JSON."""
+    """The lines of a unit, measured in a worker. What a method prints there goes to standard error: the
+    standard output of the command may be JSON.
+    """
     end_with_parent()
     with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
         return list(plan.measure(unit, parts))
@@ -256,7 +279,9 @@ def measure_apart(plan: Plan, unit: Any, parts: Sequence[Any]) -> list[Line]:
 
 @functools.cache
 def end_with_parent() -> None:
-    """End this process soon after the process that started it, even after SIGKILL: each worker holds a model."""
+    """End this process soon after the process that started it, even after SIGKILL: each worker holds a
+    model.
+    """
     parent = os.getppid()
 
     def watch() -> None:
@@ -273,22 +298,29 @@ def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
         from distributed import Client, LocalCluster
     except ImportError:
         raise UsageError(
-            f"dask: got {dask!r} but Dask is not installed, wanted it, from a clone: pip install 'path/to/the/clone[cluster]'"
+            f"dask: got {dask!r} but Dask is not installed, wanted it, from a clone: pip install "
+            "'path/to/the/clone[cluster]'"
         ) from None
     if dask == "local":
-        cluster = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None))
+        cluster = stack.enter_context(
+            LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None)
+        )
         return stack.enter_context(Client(cluster))
     try:
         return stack.enter_context(Client(dask, timeout=10))
     except (OSError, ValueError) as error:
-        raise UsageError(f"dask: got {dask!r}, wanted 'local' or the address of a scheduler that answers: {error}") from None
+        raise UsageError(
+            f"dask: got {dask!r}, wanted 'local' or the address of a scheduler that answers: {error}"
+        ) from None
 
 
-# Tables --------------------------------------------------------------------------------------------------------
+# Tables
+# --------------------------------------------------------------------------------------------------------
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = "") -> str:
-    """A Markdown table, without a line break at its end. `align` has a letter for each column: l, or r for numbers.
+    """A Markdown table, without a line break at its end. `align` has a letter for each column: l, or r for
+    numbers.
 
     Columns without a letter take the last one. A bar inside a cell is escaped.
     """

@@ -1,10 +1,12 @@
-"""The methods as fast code: torch entry points with the file names, function names and argument order of `reference/`.
+"""The methods as fast code: torch entry points with the file names, function names and argument order of
+`reference/`.
 
-Each file here checks its arguments once, and has a batched torch path that reads like the reference and runs anywhere. Inputs that
-the Triton kernels support (see `kernels/launching.py`) go to the file of the same stem in `optimized/kernels/`. float16 and
-bfloat16 inputs are computed in float32; scores come back in float32 (float64 for float64 inputs), gathered or attended states in
-the dtype of their input. Inputs are never modified and never aliased. Nothing here imports transformers; only the exact integer
-decisions (budgets, partition counts) and the axes of the arguments (`contract`) come from `reference`.
+Each file here checks its arguments once, and has a batched torch path that reads like the reference and runs
+anywhere. Inputs that the Triton kernels support (see `kernels/launching.py`) go to the file of the same stem
+in `optimized/kernels/`. float16 and bfloat16 inputs are computed in float32; scores come back in float32
+(float64 for float64 inputs), gathered or attended states in the dtype of their input. Inputs are never
+modified and never aliased. Nothing here imports transformers; only the exact integer decisions (budgets,
+partition counts) and the axes of the arguments (`contract`) come from `reference`.
 """
 
 ARRAY_LIBRARY = "torch"

@@ -1,4 +1,6 @@
-r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided among its heads by one top-k over all heads."""
+r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided among its heads by one top-k
+over all heads.
+"""
 
 from fractions import Fraction
 
@@ -10,16 +12,20 @@ from .checks import require_fit
 from .selection import top_k
 
 
-def select(scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None) -> torch.Tensor:
-    r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget` goes to the layer's best.
+def select(
+    scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None
+) -> torch.Tensor:
+    r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget` goes to
+    the layer's best.
 
-    Args: scores [B, H_kv, T], comparable between the heads; budget, the mean number of tokens per head; floor_ratio (alpha), the
-    fraction of the budget that each head keeps for itself, in [0, 1]: 1 gives every head the same budget, 0 guarantees none;
-    protected [B, H_kv, T], boolean, or None: tokens that their head keeps whatever they score. They are inside the budget, and
-    alpha is the fraction of the rest of it.
-    Returns kept [B, H_kv, T], boolean, ragged; each batch item keeps exactly `H_kv * min(budget, T)`.
-    Raises ValueError naming the argument out of range, and on a CPU for NaN scores and for a head with more protected tokens than
-    the budget. Source: algorithm 1, the safeguard of section 4 and, for what is protected, algorithm 2.
+    Args: scores [B, H_kv, T], comparable between the heads; budget, the mean number of tokens per head;
+    floor_ratio (alpha), the fraction of the budget that each head keeps for itself, in [0, 1]: 1 gives every
+    head the same budget, 0 guarantees none; protected [B, H_kv, T], boolean, or None: tokens that their head
+    keeps whatever they score. They are inside the budget, and alpha is the fraction of the rest of it.
+    Returns kept [B, H_kv, T], boolean, ragged; each batch item keeps exactly `H_kv * min(budget, T)`. Raises
+    ValueError naming the argument out of range, and on a CPU for NaN scores and for a head with more
+    protected tokens than the budget. Source: algorithm 1, the safeguard of section 4 and, for what is
+    protected, algorithm 2.
     """
     require_fit("ada_kv.select", scores, protected)
     batch, num_kv_heads, length = scores.shape
@@ -35,20 +41,29 @@ def select(scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, prote
 
 
 def _own(scores: torch.Tensor, budget: int, alpha: Fraction, protected: torch.Tensor) -> torch.Tensor:
-    """What each head keeps for itself: its protected tokens, and the best others up to alpha of the rest of its budget."""
+    """What each head keeps for itself: its protected tokens, and the best others up to alpha of the rest
+    of its budget.
+    """
     taken = protected.sum(dim=-1, keepdim=True)
     if not scores.is_cuda and int(taken.amax()) > budget:  # on a GPU the check would wait for it
-        raise ValueError(f"protected: got {int(taken.amax())} protected tokens in a head, wanted at most the budget, {budget}")
-    # Decision: as the observation window in the authors' code, what is protected leaves the budget before it is shared out.
-    shares = [alpha.numerator * rest // alpha.denominator for rest in range(budget + 1)]  # exact: int64 could overflow
+        raise ValueError(
+            f"protected: got {int(taken.amax())} protected tokens in a head, wanted at most the budget, "
+            f"{budget}"
+        )
+    # Decision: as the observation window in the authors' code, what is protected leaves the budget before it
+    # is shared out.
+    # exact: int64 could overflow
+    shares = [alpha.numerator * rest // alpha.denominator for rest in range(budget + 1)]
     counts = taken + torch.tensor(shares, device=scores.device)[(budget - taken).clamp(min=0)]
     return ranks(scores, protected) < counts
 
 
 def ranks(scores: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
-    r"""SEL-3, SEL-4: the place of each token in its row, from 0: the protected tokens first, then the higher, then the earlier.
+    r"""SEL-3, SEL-4: the place of each token in its row, from 0: the protected tokens first, then the
+    higher, then the earlier.
 
-    Args: scores and protected [..., T]. Returns int64 [..., T]. For rows that keep different numbers of tokens.
+    Args: scores and protected [..., T]. Returns int64 [..., T]. For rows that keep different numbers of
+    tokens.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     first = protected.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)

@@ -1,4 +1,6 @@
-r"""Attention over a compressed cache, and of the queries of a prompt, which all methods share (ATT-1 to ATT-6)."""
+r"""Attention over a compressed cache, and of the queries of a prompt, which all methods share (ATT-1 to
+ATT-6).
+"""
 
 import math
 
@@ -14,15 +16,18 @@ BLOCK = 2**20
 
 
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""ATT-1..3: `softmax(q K^T / sqrt(D)) V` of every query over the kept tokens of its KV head, and `log sum exp` of its logits.
+    r"""ATT-1..3: `softmax(q K^T / sqrt(D)) V` of every query over the kept tokens of its KV head, and `log
+    sum exp` of its logits.
 
-    The query heads of a group and their M queries are rows of one product with the keys that they share. On a CPU the keys are read
-    in place, head by head; only the logits are padded to the longest head, and the padding has no weight.
+    The query heads of a group and their M queries are rows of one product with the keys that they share. On a
+    CPU the keys are read in place, head by head; only the logits are padded to the longest head, and the
+    padding has no weight.
 
     Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
-    Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M] in float32 (float64 for float64;
-    natural logarithm, scaled logits). A head that keeps no token gives output 0 and log-sum-exp -inf.
-    Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU for NaN or infinite queries.
+    Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M] in float32
+    (float64 for float64; natural logarithm, scaled logits). A head that keeps no token gives output 0 and
+    log-sum-exp -inf. Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU
+    for NaN or infinite queries.
     """
     require_fit("attention.attend", queries, cache, finite=False)
     require_finite("queries", queries)
@@ -38,13 +43,18 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
     longest = max(span.stop - span.start for span in spans)
     if longest == 0:
-        return queries.new_zeros(*shape, cache.values.shape[-1]), queries.new_full(shape, -math.inf, dtype=dtype)
-    grouped = queries.to(dtype).reshape(batch * num_kv_heads, group * num_queries, head_dim) / math.sqrt(head_dim)
+        return queries.new_zeros(*shape, cache.values.shape[-1]), queries.new_full(
+            shape, -math.inf, dtype=dtype
+        )
+    grouped = queries.to(dtype).reshape(batch * num_kv_heads, group * num_queries, head_dim) / math.sqrt(
+        head_dim
+    )
     logits = queries.new_full((*grouped.shape[:2], longest), -math.inf, dtype=dtype)
     for head, span in enumerate(spans):
         torch.mm(grouped[head], cache.keys[span].to(dtype).T, out=logits[head, :, : span.stop - span.start])
     normaliser = logits.logsumexp(dim=-1)
-    # An empty head has only logits of -inf; -inf minus -inf would be NaN, so its normaliser is replaced by 0 for the weights.
+    # An empty head has only logits of -inf; -inf minus -inf would be NaN, so its normaliser is replaced by 0
+    # for the weights.
     weights = (logits - normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]).exp_()
     output = queries.new_empty(*grouped.shape[:2], cache.values.shape[-1], dtype=dtype)
     for head, span in enumerate(spans):
@@ -53,11 +63,13 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
 
 
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""ATT-5: `q . k_t / sqrt(D)`, under the cap of the model, query head h = kv_head * G + g beside the others of its KV head.
+    r"""ATT-5: `q . k_t / sqrt(D)`, under the cap of the model, query head h = kv_head * G + g beside the
+    others of its KV head.
 
     The query heads of a group and their M queries are rows of one product with the keys that they share.
 
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D]. Returns [B, H_kv, G, M, T] in float32 (float64 for float64).
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D]. Returns [B, H_kv, G, M, T] in float32 (float64 for
+    float64).
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, dtype = keys.shape[1], working_dtype(keys)
@@ -75,13 +87,15 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, first: int = 0) -> torch.Tensor:
-    r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens up to T - M + m.
+    r"""ATT-6: softmax of the logits under the causal mask: the m-th of the last M queries sees the tokens
+    up to T - M + m.
 
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T; first, the number of the first KV head in its model. Returns
-    [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D], M <= T; first, the number of the first KV head in its
+    model. Returns [B, H_kv, G, M, T], 0 for tokens that a query cannot see.
     """
     logits = grouped_logits(queries, keys)
     num_queries = queries.shape[2]
     later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=logits.device).triu(1)
-    logits[..., -num_queries:].masked_fill_(later, -math.inf)  # every query sees the tokens before the queries
+    # every query sees the tokens before the queries
+    logits[..., -num_queries:].masked_fill_(later, -math.inf)
     return weights(logits, first)

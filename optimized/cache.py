@@ -1,4 +1,6 @@
-r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements CACHE-1 to CACHE-3)."""
+r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements CACHE-1 to
+CACHE-3).
+"""
 
 import torch
 
@@ -12,10 +14,10 @@ __all__ = ["CompressedCache", "compress"]
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean, any number True in each head.
-    Returns the cache in the dtype of its inputs; its tensors share no storage with them.
-    Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean, and on a CPU for
-    NaN or infinite numbers.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean, any number
+    True in each head. Returns the cache in the dtype of its inputs; its tensors share no storage with them.
+    Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean,
+    and on a CPU for NaN or infinite numbers.
     """
     require_fit("cache.compress", keys, values, kept)
     if kernels := kernels_for("cache", keys, values):

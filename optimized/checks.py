@@ -10,12 +10,14 @@ from evictionary.reference.contract import STATES, Argument, Axes, arguments
 
 
 def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool = True) -> None:
-    """Raise ValueError unless the tensors fit their line in `reference/contract.py`, or the line itself, and one another.
+    """Raise ValueError unless the tensors fit their line in `reference/contract.py`, or the line itself,
+    and one another.
 
-    All live on one device. Tensors of floating numbers have the dtype of the first of them, those named in `free` and the fields of
-    states excepted. NaN and infinite numbers are refused on a CPU. On a GPU the check would wait for the result and stall every
-    later launch: there NaN passes through to NaN scores and a NaN output, never to a wrong address. `finite=False` leaves the check
-    to a caller that can do it at no cost.
+    All live on one device. Tensors of floating numbers have the dtype of the first of them, those named in
+    `free` and the fields of states excepted. NaN and infinite numbers are refused on a CPU. On a GPU the
+    check would wait for the result and stall every later launch: there NaN passes through to NaN scores and a
+    NaN output, never to a wrong address. `finite=False` leaves the check to a caller that can do it at no
+    cost.
     """
     axes, tensors = Axes(), list(_tensors(arguments(line), given))
     name, first = tensors[0][0].name, tensors[0][1]
@@ -27,7 +29,9 @@ def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool
         require_same_device(argument.name, value, name, first)
         alike = value.is_floating_point() and first.is_floating_point() and "." not in argument.name
         if alike and argument.name not in free and value.dtype != first.dtype:
-            raise ValueError(f"{argument.name}: got dtype {value.dtype}, wanted {first.dtype} (that of {name})")
+            raise ValueError(
+                f"{argument.name}: got dtype {value.dtype}, wanted {first.dtype} (that of {name})"
+            )
         if finite and value.device.type == "cpu":
             _require_numbers(argument, value)
 
@@ -40,7 +44,10 @@ def _tensors(line: tuple[Argument, ...], given: tuple[Any, ...]) -> Iterator[tup
         if argument.kind in STATES:
             fields = argument.fields
             if not all(hasattr(value, name) for name in fields):
-                raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted {argument.kind}({', '.join(fields)})")
+                raise ValueError(
+                    f"{argument.name}: got {type(value).__name__}, wanted "
+                    f"{argument.kind}({', '.join(fields)})"
+                )
             yield from _tensors(tuple(fields.values()), tuple(getattr(value, name) for name in fields))
         elif not isinstance(value, torch.Tensor):
             raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted a torch tensor")
@@ -49,7 +56,9 @@ def _tensors(line: tuple[Argument, ...], given: tuple[Any, ...]) -> Iterator[tup
 
 
 def _require_kind(argument: Argument, value: torch.Tensor) -> None:
-    """Raise ValueError unless a tensor has the dtype of its kind. A field of a state may hold whole numbers of any dtype."""
+    """Raise ValueError unless a tensor has the dtype of its kind. A field of a state may hold whole
+    numbers of any dtype.
+    """
     dtype, real = value.dtype, value.dtype != torch.bool and not value.is_complex()
     match argument.kind:
         case "bool":
@@ -74,7 +83,9 @@ def _require_numbers(argument: Argument, value: torch.Tensor) -> None:
                 raise ValueError(f"{argument.name}: got NaN, wanted numbers that can be ordered")
         case "whole":
             if (value < 0).any() or (value.is_floating_point() and (value != value.floor()).any()):
-                raise ValueError(f"{argument.name}: got a negative or broken number, wanted whole numbers of at least 0")
+                raise ValueError(
+                    f"{argument.name}: got a negative or broken number, wanted whole numbers of at least 0"
+                )
         case kind:
             require_finite(argument.name, value)
             if (kind in ("weight", "share") and (value < 0).any()) or (kind == "share" and (value > 1).any()):
@@ -89,10 +100,12 @@ def require_finite(name: str, value: torch.Tensor) -> None:
 
 def is_finite(value: torch.Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinite numbers; on a GPU this waits for the result."""
-    # NaN and infinite numbers make the sum NaN or infinite, and nothing else on a CPU reads memory as fast as a sum.
+    # NaN and infinite numbers make the sum NaN or infinite, and nothing else on a CPU reads memory as fast as
+    # a sum.
     if math.isfinite(value.sum().item()):
         return True
-    # Or finite numbers overflow it. Any NaN makes both NaN. In the order of storage: a transposed view would be copied first.
+    # Or finite numbers overflow it. Any NaN makes both NaN. In the order of storage: a transposed view would
+    # be copied first.
     low, high = value.permute(sorted(range(value.ndim), key=value.stride, reverse=True)).aminmax()
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
@@ -118,15 +131,18 @@ def require_same_kind(name: str, value: torch.Tensor, other_name: str, other: to
 
 def working_dtype(value: torch.Tensor) -> torch.dtype:
     """Return the dtype of the arithmetic and of the scores: float64 for float64, float32 for all others."""
-    # Decision: scores of float16 and bfloat16 keys are float32. Rounded to bfloat16, the scores of a long cache have a few
-    # hundred distinct values, and the choice among thousands of tokens would be left to the rule for ties.
+    # Decision: scores of float16 and bfloat16 keys are float32. Rounded to bfloat16, the scores of a long
+    # cache have a few hundred distinct values, and the choice among thousands of tokens would be left to the
+    # rule for ties.
     return torch.float64 if value.dtype == torch.float64 else torch.float32
 
 
 def working_room(value: torch.Tensor, most: int) -> torch.Tensor:
-    """Return memory for `converted`: `most` numbers, or one token of all heads, of the working dtype of `value` [..., T, D].
+    """Return memory for `converted`: `most` numbers, or one token of all heads, of the working dtype of
+    `value` [..., T, D].
 
-    Memory that is used again block after block stays in the processor's cache. It is empty if nothing is to be converted.
+    Memory that is used again block after block stays in the processor's cache. It is empty if nothing is to
+    be converted.
     """
     dtype = working_dtype(value)
     size = min(max(most, value.numel() // value.shape[-2]), value.numel())
@@ -134,5 +150,7 @@ def working_room(value: torch.Tensor, most: int) -> torch.Tensor:
 
 
 def converted(value: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
-    """Return a block of `value` in its working dtype: as it is, or written into the room, where the next block overwrites it."""
+    """Return a block of `value` in its working dtype: as it is, or written into the room, where the next
+    block overwrites it.
+    """
     return value if value.dtype == room.dtype else room[: value.numel()].view(value.shape).copy_(value)

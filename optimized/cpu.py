@@ -1,4 +1,5 @@
-"""What the torch path needs on a CPU: blocks that stay in the processor's cache, and a second look at extreme norms.
+"""What the torch path needs on a CPU: blocks that stay in the processor's cache, and a second look at
+extreme norms.
 
 A block is converted to the working dtype in a room, memory that the next block overwrites.
 """
@@ -13,27 +14,39 @@ from .checks import converted, require_finite
 
 # Numbers of a block: few enough to stay in the last cache, enough to call torch seldom.
 BLOCK = 2**20
-# Between these norms no component's square overflows float32, and a square that underflows is too small to matter. The inverse of
-# such a norm is between them too.
+# Between these norms no component's square overflows float32, and a square that underflows is too small to
+# matter. The inverse of such a norm is between them too.
 SAFE_NORMS = (1e-15, 1e15)
 
 
-def blockwise(function: Callable[..., object], keys: torch.Tensor, *outs: torch.Tensor, room: torch.Tensor) -> None:
-    """Call `function(block, *parts)` for block after block of the tokens of keys [..., T, D], with its parts of outs [..., T]."""
+def blockwise(
+    function: Callable[..., object], keys: torch.Tensor, *outs: torch.Tensor, room: torch.Tensor
+) -> None:
+    """Call `function(block, *parts)` for block after block of the tokens of keys [..., T, D], with its
+    parts of outs [..., T].
+    """
     tokens = max(1, BLOCK * keys.shape[-2] // keys.numel())
-    for block, *parts in zip(keys.split(tokens, dim=-2), *(out.split(tokens, dim=-1) for out in outs), strict=True):
+    for block, *parts in zip(
+        keys.split(tokens, dim=-2), *(out.split(tokens, dim=-1) for out in outs), strict=True
+    ):
         function(converted(block, room), *parts)
 
 
-def headwise(function: Callable[..., object], keys: torch.Tensor, *outs: torch.Tensor, room: torch.Tensor) -> None:
-    """Call `function(keys, *outs, room=room)` for as many heads at a time as fit into a block, or for one that is longer."""
+def headwise(
+    function: Callable[..., object], keys: torch.Tensor, *outs: torch.Tensor, room: torch.Tensor
+) -> None:
+    """Call `function(keys, *outs, room=room)` for as many heads at a time as fit into a block, or for one
+    that is longer.
+    """
     if keys.numel() <= BLOCK:
         function(converted(keys, room), *outs, room=room)
     elif keys.ndim == 2:
         function(keys, *outs, room=room)
     else:
         fitting = BLOCK * len(keys) // keys.numel()
-        for part in zip(*(each.split(fitting) if fitting > 1 else each.unbind() for each in (keys, *outs)), strict=True):
+        for part in zip(
+            *(each.split(fitting) if fitting > 1 else each.unbind() for each in (keys, *outs)), strict=True
+        ):
             headwise(function, *part, room=room)
 
 
@@ -47,7 +60,8 @@ def are_safe(norms: torch.Tensor) -> bool:
 
 
 def rescaled(name: str, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys divided by their largest components, [..., T, D], and those, [..., T]; a zero key stays and has 1.
+    """Return keys divided by their largest components, [..., T, D], and those, [..., T]; a zero key stays
+    and has 1.
 
     Raises ValueError for NaN and infinite numbers.
     """

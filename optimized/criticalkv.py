@@ -1,7 +1,9 @@
-r"""CriticalKV (arXiv 2502.03805): keep half of the budget by attention, and half by attention times the length of W_o v.
+r"""CriticalKV (arXiv 2502.03805): keep half of the budget by attention, and half by attention times the
+length of W_o v.
 
-The attention is aggregated as in DefensiveKV (arXiv 2510.13334). Both papers are known here from their public code: NVIDIA/kvpress,
-kvpress/presses/criticalkv_press.py at 0603dec, and FFY0/DefensiveKV, kvpress/presses/efficient_defensivekv_press.py at c278cd0.
+The attention is aggregated as in DefensiveKV (arXiv 2510.13334). Both papers are known here from their public
+code: NVIDIA/kvpress, kvpress/presses/criticalkv_press.py at 0603dec, and FFY0/DefensiveKV,
+kvpress/presses/efficient_defensivekv_press.py at c278cd0.
 """
 
 import math
@@ -17,26 +19,34 @@ from .snapkv import average_pool
 
 
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
-    r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream, for a weight of 1.
+    r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream,
+    for a weight of 1.
 
-    Args: values [B, H_kv, T, D_v], any strides; w_o [H_q, D_v, hidden], the rows of the output projection that belong to each
-    query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the argument
-    that does not fit.
+    Args: values [B, H_kv, T, D_v], any strides; w_o [H_q, D_v, hidden], the rows of the output projection
+    that belong to each query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for
+    float64). Raises ValueError naming the argument that does not fit.
     """
     require_fit("criticalkv.projected_norms", values, w_o)
     heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
     norms = values.new_zeros(values.shape[:3], dtype=dtype)
-    for query_head, weight in enumerate(w_o.to(dtype)):  # one query head at a time: its product has hidden numbers for each token
-        norms[:, query_head // group] += (values[:, query_head // group].to(dtype) @ weight).abs().sum(dim=-1) / group
+    # one query head at a time: its product has hidden numbers for each token
+    for query_head, weight in enumerate(w_o.to(dtype)):
+        norms[:, query_head // group] += (values[:, query_head // group].to(dtype) @ weight).abs().sum(
+            dim=-1
+        ) / group
     return norms
 
 
-def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5) -> torch.Tensor:
-    r"""CK-2, CK-3: `a_t = max(b_t, mean_u b_u)`, b the largest attention of a query of the last tokens, pooled at an unchanged sum.
+def importance(
+    queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5
+) -> torch.Tensor:
+    r"""CK-2, CK-3: `a_t = max(b_t, mean_u b_u)`, b the largest attention of a query of the last tokens,
+    pooled at an unchanged sum.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T > window_size;
-    kernel_size, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
+    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T >
+    window_size; kernel_size, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises
+    ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
     require_fit("criticalkv.importance", queries, keys)
@@ -46,7 +56,8 @@ def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 
         weights = grouped_attention(last, keys[:, head : head + 1], head)[..., :-window_size]
         pooled = average_pool(weights, kernel_size)
         total = pooled.sum(dim=-1, keepdim=True)
-        # Decision: a query whose attention stays within the window to the last digit says nothing, in place of 0/0.
+        # Decision: a query whose attention stays within the window to the last digit says nothing, in place
+        # of 0/0.
         pooled *= weights.sum(dim=-1, keepdim=True) / torch.where(total == 0, 1, total)
         largest.append(pooled.amax(dim=(2, 3)))
     found = torch.cat(largest, dim=1)
@@ -65,12 +76,14 @@ def score(
     first_share: float = 0.5,
     epsilon: float = 1e-4,
 ) -> torch.Tensor:
-    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget` tokens of the highest a.
+    r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget` tokens of
+    the highest a.
 
-    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep, the window among them;
-    first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite
-    where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: the public
-    codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
+    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep, the
+    window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher = keep,
+    float32 (float64 for float64); all infinite where T <= window_size. Raises ValueError naming the argument,
+    and on a CPU for NaN or infinite numbers. Source: the public codes; half and 1e-4 are CriticalKV's
+    defaults, 32 and 5 DefensiveKV's.
     """
     budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
     require_between("epsilon", epsilon, 0)

@@ -1,4 +1,6 @@
-r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters), and as many recent tokens."""
+r"""H2O (arXiv 2306.14048), a baseline: keep the tokens with most attention so far (heavy hitters), and as
+many recent tokens.
+"""
 
 import itertools
 import math
@@ -12,19 +14,21 @@ from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import capped, current
 
-# Entries of the attention at a time, and channels that are converted to float32 at a time: they stay in the processor's cache.
-# However long the rows are, a tile has at least so many, since each tile reads the keys once more.
+# Entries of the attention at a time, and channels that are converted to float32 at a time: they stay in the
+# processor's cache. However long the rows are, a tile has at least so many, since each tile reads the keys
+# once more.
 TILE, CHANNELS, LEAST_ROWS = 2**19, 2**19, 256
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries, mean over the group.
+    r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries,
+    mean over the group.
 
     The attention matrix is computed a tile at a time, and only for the tokens that the queries see.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T, D], any strides.
-    Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64); it costs O(M T).
-    Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T,
+    D], any strides. Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64);
+    it costs O(M T). Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.1 of the paper, the accumulated attention score.
     """
     require_fit("h2o.score", queries, keys)
@@ -38,13 +42,15 @@ def received_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tenso
     return _walked(queries, keys)[1]
 
 
-def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_and_score(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-6 and H2-1 at once: the causal attention of the queries, and `score`, from the same products.
 
     A model that reads a prompt with it has the score for little more than its own attention.
 
-    Args: as `score`, and values [B, H_kv, T, D_v]. Returns output [B, H_q, M, D_v] in the dtype of the queries, and the scores.
-    Raises ValueError as `score`.
+    Args: as `score`, and values [B, H_kv, T, D_v]. Returns output [B, H_q, M, D_v] in the dtype of the
+    queries, and the scores. Raises ValueError as `score`.
     """
     require_fit("dropkv.score", queries, keys, values)
     if kernels := kernels_for("received_attention", queries, keys, values):
@@ -52,8 +58,12 @@ def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Te
     return _walked(queries, keys, values)
 
 
-def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output, empty without values, and the scores: a tile of whole rows at a time, of as many KV heads as fit."""
+def _walked(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output, empty without values, and the scores: a tile of whole rows at a time, of as many
+    KV heads as fit.
+    """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
@@ -69,7 +79,8 @@ def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | No
         heads = slice(first, min(first + together, num_kv_heads))
         readers, count_heads = slice(first * group, heads.stop * group), heads.stop - first
         own = keys[item, heads]
-        if block < num_queries:  # several tiles read these keys: they are converted once, and lie as the product wants them
+        # several tiles read these keys: they are converted once, and lie as the product wants them
+        if block < num_queries:
             own = own.mT.to(dtype).contiguous().mT
         for start in range(0, num_queries, block):
             rows = queries[item, readers, start : start + block].to(dtype)
@@ -79,9 +90,13 @@ def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | No
             weights = tile[: rows.shape[:2].numel() * seen].view(*rows.shape[:2], seen)
             for part, piece in zip(weights.split(step, dim=2), own[:, :seen].split(step, dim=1), strict=True):
                 torch.bmm(rows, converted(piece, room).mT, out=part)
-            capped(weights).view(-1, count, seen)[..., seen - count :].masked_fill_(later[:count, :count], -math.inf)
+            capped(weights).view(-1, count, seen)[..., seen - count :].masked_fill_(
+                later[:count, :count], -math.inf
+            )
             if (sinks := current().sinks) is not None:
-                of_sinks = sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
+                of_sinks = (
+                    sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
+                )
                 shares = (weights.logsumexp(dim=2) - of_sinks).sigmoid()  # of the tokens, beside the sink
             torch.softmax(weights, dim=2, out=weights)
             if sinks is not None:
@@ -95,10 +110,12 @@ def _walked(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | No
 
 
 def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:
-    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among the others.
+    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among
+    the others.
 
-    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T) True in each row.
-    Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half as in its experiments.
+    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T)
+    True in each row. Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half
+    as in its experiments.
     """
     return select_scored(score(queries, keys), budget=as_count("budget", budget, low=1))
 

@@ -13,13 +13,14 @@ from .kernels.launching import kernels_for
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, mu = the mean of the unit keys, in O(T).
 
-    The unit keys are never stored: with `w_i = 1 / |k_i|`, mu points along the product of the row w with K, and the scores are
-    the product of K with mu, times w. Norms and the share of mu are computed for a block of tokens while it is in the
-    processor's cache. Memory is read twice in total, or once if a head fits into the last cache, since heads come in turn.
+    The unit keys are never stored: with `w_i = 1 / |k_i|`, mu points along the product of the row w with K,
+    and the scores are the product of K with mu, times w. Norms and the share of mu are computed for a block
+    of tokens while it is in the processor's cache. Memory is read twice in total, or once if a head fits into
+    the last cache, since heads come in turn.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher = keep, float32
-    (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
-    infinite numbers. Source: section 3.2, equation 8.
+    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher
+    = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
+    `keys`, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
     if kernels := _kernels("keys", keys):
         return kernels.score(keys)
@@ -31,13 +32,16 @@ def score(keys: torch.Tensor) -> torch.Tensor:
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `T mu = sum_i k_i / |k_i|`, the anchor in the form that `update_anchor` keeps up to date.
 
-    Args: keys as `score`. Returns [B, H_kv, D], float32 (float64 for float64 keys). Raises ValueError as `score`.
+    Args: keys as `score`. Returns [B, H_kv, D], float32 (float64 for float64 keys). Raises ValueError as
+    `score`.
     """
     return _sum("keys", keys)
 
 
 def anchor(keys: torch.Tensor) -> torch.Tensor:
-    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys. Args, Returns and Raises as `anchor_sum`."""
+    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys. Args, Returns and Raises as
+    `anchor_sum`.
+    """
     return anchor_sum(keys) / keys.shape[-2]
 
 
@@ -46,9 +50,9 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
 
     With `anchor_sum` of the same keys, or its mean, it is `score` up to rounding.
 
-    Args: keys as `score`; anchor [B, H_kv, D], of any length (only its direction counts; a zero anchor scores 0), float32
-    (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming the argument that does not fit,
-    and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
+    Args: keys as `score`; anchor [B, H_kv, D], of any length (only its direction counts; a zero anchor scores
+    0), float32 (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming
+    the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
     kernels = _kernels("keys", keys)
     _require_anchor(anchor, keys)
@@ -57,17 +61,25 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     return _minus_cosine(*_summed("keys", keys)[:2], anchor)
 
 
-def update_anchor(anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None) -> torch.Tensor:
+def update_anchor(
+    anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None
+) -> torch.Tensor:
     r"""KD-6: the sum of the unit keys after a step, `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`.
 
-    A step of block prompt processing then costs `update_anchor` with the block, `score_with_anchor` of cache and block, and
-    `update_anchor` with the evicted keys: the cache is read once. Rounding adds up over the steps; `anchor_sum` starts afresh.
+    A step of block prompt processing then costs `update_anchor` with the block, `score_with_anchor` of cache
+    and block, and `update_anchor` with the evicted keys: the cache is read once. Rounding adds up over the
+    steps; `anchor_sum` starts afresh.
 
-    Args: anchor [B, H_kv, D], a sum such as `anchor_sum` gives (not the mean), zeros for an empty cache; new_keys [B, H_kv, M, D]
-    and evicted_keys [B, H_kv, E, D], None for none. Returns [B, H_kv, D]; the argument is unchanged. Raises ValueError naming
-    the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: equation 6 with equation 8.
+    Args: anchor [B, H_kv, D], a sum such as `anchor_sum` gives (not the mean), zeros for an empty cache;
+    new_keys [B, H_kv, M, D] and evicted_keys [B, H_kv, E, D], None for none. Returns [B, H_kv, D]; the
+    argument is unchanged. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
+    infinite numbers. Source: equation 6 with equation 8.
     """
-    changes = [(name, keys) for name, keys in (("new_keys", new_keys), ("evicted_keys", evicted_keys)) if keys is not None]
+    changes = [
+        (name, keys)
+        for name, keys in (("new_keys", new_keys), ("evicted_keys", evicted_keys))
+        if keys is not None
+    ]
     for name, keys in changes:
         require_fit(f"{name}: ... T D", keys, finite=False)
         _require_anchor(anchor, keys)
@@ -88,7 +100,9 @@ def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
 
 
 def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
-    """Return the kernels if they take `keys` [..., T, D], or raise ValueError; the torch path sees NaN in the norms it computes."""
+    """Return the kernels if they take `keys` [..., T, D], or raise ValueError; the torch path sees NaN in
+    the norms it computes.
+    """
     require_fit(f"{name}: ... T D", keys, finite=False)
     kernels = kernels_for("keydiff", keys)
     if kernels:
@@ -97,14 +111,18 @@ def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
 
 
 def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the working dtype."""
+    """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the
+    working dtype.
+    """
     require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
     require_finite("anchor", anchor)
     if anchor.dtype != working_dtype(keys):
         raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
 
 
-def _score_into(keys: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, *, room: torch.Tensor) -> None:
+def _score_into(
+    keys: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, *, room: torch.Tensor
+) -> None:
     """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS."""
     _minus_cosine_into(keys, weights, _sum_into(keys, weights, room), scores, room)
 
@@ -141,7 +159,9 @@ def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tenso
 
 
 def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and `sum_i w_i k_i` [..., D]."""
+    """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and
+    `sum_i w_i k_i` [..., D].
+    """
     weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
     total = _sum_into(keys, weights, working_room(keys, BLOCK))
     return (keys, weights, total) if are_safe(weights) else _summed_anywhere(name, keys)

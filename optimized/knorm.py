@@ -11,9 +11,9 @@ from .kernels.launching import kernels_for
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher = keep, float32
-    (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or
-    infinite numbers. Source: the paper's abstract and section 3.
+    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher
+    = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
+    `keys`, and on a CPU for NaN or infinite numbers. Source: the paper's abstract and section 3.
     """
     require_fit("knorm.score", keys, finite=False)
     if kernels := kernels_for("knorm", keys):
@@ -21,13 +21,19 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         return kernels.score(keys)
     dtype = working_dtype(keys)
     if keys.is_cuda:
-        # For what the kernel does not take. The cast is part of the reduction, and no square of a float32 leaves float64.
+        # For what the kernel does not take. The cast is part of the reduction, and no square of a float32
+        # leaves float64.
         return -vector_norm(keys, dim=-1, dtype=torch.float64).to(dtype)
     if keys.dtype == dtype:
         norms = vector_norm(keys, dim=-1)
     else:
         norms = keys.new_empty(keys.shape[:-1], dtype=dtype)
-        blockwise(lambda block, part: vector_norm(block, dim=-1, out=part), keys, norms, room=working_room(keys, BLOCK))
+        blockwise(
+            lambda block, part: vector_norm(block, dim=-1, out=part),
+            keys,
+            norms,
+            room=working_room(keys, BLOCK),
+        )
     if not are_safe(norms):
         keys, scale = rescaled("keys", keys, dtype)
         norms = vector_norm(keys, dim=-1) * scale

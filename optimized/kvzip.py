@@ -1,7 +1,8 @@
-r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a second time.
+r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a second
+time.
 
-The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at 00dd63a, which names
-snu-mllab/KVzip.
+The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at 00dd63a, which
+names snu-mllab/KVzip.
 """
 
 import torch
@@ -14,13 +15,16 @@ TILE = 2**22
 
 
 def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
-    r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to a token.
+    r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to a
+    token.
 
-    The m-th of the M tokens of the replay sees the text and the replay up to itself. Blocks of queries are computed at a time.
+    The m-th of the M tokens of the replay sees the text and the replay up to itself. Blocks of queries are
+    computed at a time.
 
-    Args: keys [B, H_kv, T, D], any strides; replay_queries [B, H_q, M, D] and replay_keys [B, H_kv, M, D], after RoPE, at the
-    positions after the text. Returns scores [B, H_kv, T], from 0 to 1, higher = keep, float32 (float64 for float64); it costs
-    O(M T). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: keys [B, H_kv, T, D], any strides; replay_queries [B, H_q, M, D] and replay_keys [B, H_kv, M, D],
+    after RoPE, at the positions after the text. Returns scores [B, H_kv, T], from 0 to 1, higher = keep,
+    float32 (float64 for float64); it costs O(M T). Raises ValueError naming the argument that does not fit,
+    and on a CPU for NaN or infinite numbers.
     """
     require_fit("kvzip.score", keys, replay_queries, replay_keys)
     batch, heads, length, _ = keys.shape

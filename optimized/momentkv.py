@@ -1,4 +1,6 @@
-r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share of the attention from them."""
+r"""MomentKV (arXiv 2606.01563): sum the evicted tokens up in four moments, and estimate their share of the
+attention from them.
+"""
 
 import math
 from types import ModuleType
@@ -26,7 +28,9 @@ LARGEST_GROUP = 16
 
 
 class Recovered(NamedTuple):
-    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a sum)."""
+    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a
+    sum).
+    """
 
     mean_key: torch.Tensor
     mean_value: torch.Tensor
@@ -42,9 +46,10 @@ def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any order.
 
-    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T], boolean, True =
-    evicted now. Returns the Moments after, in float32 or the dtype of the moments where that is wider. Raises ValueError naming
-    the argument that does not fit, and on a CPU for NaN or infinite numbers and for a negative count. Source: equation 25.
+    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T],
+    boolean, True = evicted now. Returns the Moments after, in float32 or the dtype of the moments where that
+    is wider. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
+    numbers and for a negative count. Source: equation 25.
     """
     require_fit("momentkv.update", moments, keys, values, evicted)
     moments = _wide(moments, keys)
@@ -64,12 +69,14 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
 def compress_prompt(
     keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments | None = None
 ) -> tuple[CompressedCache, Moments]:
-    r"""CACHE-1 and MK-25 at once: `cache.compress(keys, values, kept)`, and the moments of the tokens that are not kept.
+    r"""CACHE-1 and MK-25 at once: `cache.compress(keys, values, kept)`, and the moments of the tokens that
+    are not kept.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean; moments of the tokens evicted
-    before, None for none. Returns the cache in the dtype of its inputs and the Moments, float32 or the dtype of the moments where
-    that is wider (float64 for float64). The kernels read K and V once for both, and wait for the GPU once, to learn how many tokens
-    are kept. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean; moments of
+    the tokens evicted before, None for none. Returns the cache in the dtype of its inputs and the Moments,
+    float32 or the dtype of the moments where that is wider (float64 for float64). The kernels read K and V
+    once for both, and wait for the GPU once, to learn how many tokens are kept. Raises ValueError naming the
+    argument, and on a CPU for NaN or infinite numbers.
     """
     require_fit(f"{CONTRACT['cache.compress']}, moments?: Moments B H_kv", keys, values, kept, moments)
     before = zero_moments(keys, values) if moments is None else _wide(moments, keys)
@@ -79,19 +86,25 @@ def compress_prompt(
 
 
 def merge(first: Moments, second: Moments) -> Moments:
-    r"""MK-25: the moments of the union of two disjoint evicted sets, which is their sum, in float32 or wider."""
+    r"""MK-25: the moments of the union of two disjoint evicted sets, which is their sum, in float32 or
+    wider.
+    """
     sums = (
-        mine.to(working_dtype(mine)) + theirs.to(working_dtype(theirs)) for mine, theirs in zip(first[1:], second[1:], strict=True)
+        mine.to(working_dtype(mine)) + theirs.to(working_dtype(theirs))
+        for mine, theirs in zip(first[1:], second[1:], strict=True)
     )
     return Moments(first.count + second.count, *sums)
 
 
 def recover(moments: Moments) -> Recovered:
-    r"""MK-23, MK-24: `kbar = s_k / n_e`, `vbar = s_v / n_e`, `Stilde = S - s_v s_k^T / n_e`; all zero where nothing was evicted.
+    r"""MK-23, MK-24: `kbar = s_k / n_e`, `vbar = s_v / n_e`, `Stilde = S - s_v s_k^T / n_e`; all zero
+    where nothing was evicted.
 
-    Args: moments, with any leading axes. Returns float32 (float64 for float64). Source: equations 23 and 24, Algorithm 1 line 7.
+    Args: moments, with any leading axes. Returns float32 (float64 for float64). Source: equations 23 and 24,
+    Algorithm 1 line 7.
     """
-    # Decision: the clamp of small entries of Stilde to 0 (appendix C.2) is off: a threshold of 1e-6 knows nothing of the scale.
+    # Decision: the clamp of small entries of Stilde to 0 (appendix C.2) is off: a threshold of 1e-6 knows
+    # nothing of the scale.
     dtype = working_dtype(moments.key_sum)
     divisor = moments.count.clamp(min=1)[..., None].to(dtype)
     value_sum = moments.value_sum.to(dtype)
@@ -101,12 +114,14 @@ def recover(moments: Moments) -> Recovered:
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
-    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, alpha the attention over the retained keys.
+    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, alpha the attention over the
+    retained keys.
 
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the retained tokens, any
-    strides; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher = keep, float32 (float64 for float64); alpha is
-    the mean of the probabilities that the query heads of a group give. Raises ValueError naming the argument that does not fit, and
-    on a CPU for NaN or infinite numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
+    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the
+    retained tokens, any strides; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
+    keep, float32 (float64 for float64); alpha is the mean of the probabilities that the query heads of a
+    group give. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
+    numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
     require_fit("momentkv.score", query, keys, values, moments)
     moments = _wide(moments, keys)
@@ -119,27 +134,35 @@ Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def _scores(logits: torch.Tensor, parts: tuple[Part, ...], moments: Moments) -> torch.Tensor:
-    """MK-10 from the logits [B, H_kv, G, 1, T] of the tokens of all parts, each keys [B, H_kv, n, D] and values."""
+    """MK-10 from the logits [B, H_kv, G, 1, T] of the tokens of all parts, each keys [B, H_kv, n, D] and
+    values.
+    """
     dtype = working_dtype(parts[0][0])
     count, (_, mean_value, covariance) = _recovered(moments, parts[0][0])
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
     alpha = weights(logits).mean(dim=(2, 3))
     # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
     scale = count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(covariance.shape[-1])
-    residuals = (values.to(dtype) - mean_value[..., None, :] - keys.to(dtype) @ covariance.mT.div(scale) for keys, values in parts)
+    residuals = (
+        values.to(dtype) - mean_value[..., None, :] - keys.to(dtype) @ covariance.mT.div(scale)
+        for keys, values in parts
+    )
     return alpha * torch.cat([vector_norm(residual, dim=-1) for residual in residuals], dim=-1)
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments) -> torch.Tensor:
-    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`: the moments enter the softmax as one more token.
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
+) -> torch.Tensor:
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`: the moments enter the softmax as
+    one more token.
 
     Its logit is `log n_e + q . kbar / sqrt(d)` (MK-11), its value `vbar + Stilde q / (n_e sqrt(d))` (MK-9).
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean (other
-    tokens have no weight; if they have been evicted, `moments` holds them); moments of the evicted tokens.
-    Returns [B, H_q, D_v] in the dtype of query. With no moments it is f_R; a head that keeps nothing and has no moments gives 0.
-    Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
-    Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T],
+    boolean (other tokens have no weight; if they have been evicted, `moments` holds them); moments of the
+    evicted tokens. Returns [B, H_q, D_v] in the dtype of query. With no moments it is f_R; a head that keeps
+    nothing and has no moments gives 0. Raises ValueError naming the argument that does not fit, and on a CPU
+    for NaN or infinite numbers. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
     require_fit("momentkv.attend", query, keys, values, kept, moments)
     moments = _wide(moments, keys)
@@ -150,9 +173,15 @@ def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: 
 
 
 def _mixed(
-    query: torch.Tensor, logits: torch.Tensor, parts: tuple[torch.Tensor, ...], moments: Moments, keys: torch.Tensor
+    query: torch.Tensor,
+    logits: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
+    moments: Moments,
+    keys: torch.Tensor,
 ) -> torch.Tensor:
-    """MK-12 from the logits [B, H_kv, G, T] of the tokens whose values the parts hold, -inf for those without weight."""
+    """MK-12 from the logits [B, H_kv, G, T] of the tokens whose values the parts hold, -inf for those
+    without weight.
+    """
     count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
     batch, num_kv_heads, _, head_dim = keys.shape
     dtype = working_dtype(keys)
@@ -160,14 +189,21 @@ def _mixed(
     divisor = count.clamp(min=1)[..., None].to(dtype)
     evicted_logit = divisor.log() + (queries @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
     evicted_logit = evicted_logit.masked_fill(count[..., None] == 0, -math.inf)
-    evicted_value = mean_value[:, :, None] + queries @ covariance.mT / (divisor[..., None] * math.sqrt(head_dim))
-    # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals left.
+    evicted_value = mean_value[:, :, None] + queries @ covariance.mT / (
+        divisor[..., None] * math.sqrt(head_dim)
+    )
+    # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals
+    # left.
     top = torch.maximum(logits.amax(dim=-1), evicted_logit)
-    top = torch.where(top == -math.inf, 0, top)  # a head without tokens and moments; -inf minus -inf would be NaN
+    # a head without tokens and moments; -inf minus -inf would be NaN
+    top = torch.where(top == -math.inf, 0, top)
     of_tokens, evicted_weight = (logits - top[..., None]).exp(), (evicted_logit - top).exp()[..., None]
     total = of_tokens.sum(dim=-1, keepdim=True) + evicted_weight
     shares = of_tokens.split([values.shape[2] for values in parts], dim=-1)
-    mixed = sum(share @ values.to(dtype) for share, values in zip(shares, parts, strict=True)) + evicted_weight * evicted_value
+    mixed = (
+        sum(share @ values.to(dtype) for share, values in zip(shares, parts, strict=True))
+        + evicted_weight * evicted_value
+    )
     return (mixed / torch.where(total == 0, 1, total)).reshape(batch, query.shape[1], -1).to(query.dtype)
 
 
@@ -181,23 +217,27 @@ def step(
     moments: Moments,
     position: int | torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, for a cache that is full: the new token takes the slot of the lowest score, or is evicted itself.
+    r"""MK-A1 in place, for a cache that is full: the new token takes the slot of the lowest score, or is
+    evicted itself.
 
-    No token is moved, so the slots end up in any order; `positions` says which token each holds, and decides between equal scores:
-    the latest is evicted.
+    No token is moved, so the slots end up in any order; `positions` says which token each holds, and decides
+    between equal scores: the latest is evicted.
 
-    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; keys [B, H_kv, L, D], values [B, H_kv, L, D_v] and
-    positions [B, H_kv, L] int64, any strides, all slots in use; moments, float32 or wider; position of the new token, a number or
-    an int64 tensor that broadcasts to [B, H_kv]. Changes keys, values, positions and moments, on a GPU in two launches.
-    Returns [B, H_q, D_v] in the dtype of query, attention after the eviction. Raises ValueError naming the argument that does not
-    fit, and on a CPU for NaN or infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
+    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; keys [B, H_kv, L, D], values [B,
+    H_kv, L, D_v] and positions [B, H_kv, L] int64, any strides, all slots in use; moments, float32 or wider;
+    position of the new token, a number or an int64 tensor that broadcasts to [B, H_kv]. Changes keys, values,
+    positions and moments, on a GPU in two launches. Returns [B, H_q, D_v] in the dtype of query, attention
+    after the eviction. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
+    infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """
     require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
     _require_slots(positions, moments, keys)
     place = _as_positions(position, positions)
     # The kernels write into the moments in place.
     dtypes = (torch.int64, *(torch.float32,) * 3)
-    writable = all(field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True))
+    writable = all(
+        field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True)
+    )
     if writable and (kernels := _kernels(keys, values, moments, query)):
         return kernels.step(query, new_key, new_value, keys, values, positions, moments, place)
     return step_trusted(query, new_key, new_value, keys, values, positions, Moments(*moments), place)
@@ -213,9 +253,11 @@ def step_trusted(
     moments: Moments,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""`step` with PyTorch alone, without a look at its arguments, for a caller that wrote the cache and the moments itself.
+    r"""`step` with PyTorch alone, without a look at its arguments, for a caller that wrote the cache and
+    the moments itself.
 
-    A step looks at the new token and at one other: it computes the logits once, and neither masks nor copies the rest of the cache.
+    A step looks at the new token and at one other: it computes the logits once, and neither masks nor copies
+    the rest of the cache.
     """
     length, dtype = keys.shape[2], moments.key_sum.dtype
     new_keys, new_values = new_key[:, :, None], new_value[:, :, None]
@@ -241,7 +283,9 @@ def step_trusted(
     logits = logits.squeeze(3)
     taken = slot[:, :, None].expand(-1, -1, logits.shape[2], -1)
     of_slots = logits[..., :length]
-    of_slots = of_slots.scatter(3, taken, torch.where(is_new, of_slots.gather(3, taken), logits[..., length:]))
+    of_slots = of_slots.scatter(
+        3, taken, torch.where(is_new, of_slots.gather(3, taken), logits[..., length:])
+    )
     return _mixed(query, of_slots, (values,), moments, keys)
 
 
@@ -254,14 +298,16 @@ def decode_step(
     moments: Moments,
     budget: int,
 ) -> Step:
-    r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then attend with the moments as they are.
+    r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then attend with
+    the moments as they are.
 
-    The functional form of `step`: it copies the cache, and returns it in position order. A decoder with a fixed budget is faster
-    with `step`.
+    The functional form of `step`: it copies the cache, and returns it in position order. A decoder with a
+    fixed budget is faster with `step`.
 
-    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D] and values, any
-    strides, and the moments, before; budget (L), at least 1. The new token may be evicted at once. Returns a Step that shares no
-    storage with its arguments. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D]
+    and values, any strides, and the moments, before; budget (L), at least 1. The new token may be evicted at
+    once. Returns a Step that shares no storage with its arguments. Raises ValueError naming the argument, and
+    on a CPU for NaN or infinite numbers.
     """
     require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
     budget = as_count("budget", budget, low=1)
@@ -285,12 +331,16 @@ def decode_step(
     return Step(output, keys, values, moments)
 
 
-def score_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, chunk_size: int = 4) -> torch.Tensor:
-    r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and the group, then over each chunk.
+def score_prompt(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, chunk_size: int = 4
+) -> torch.Tensor:
+    r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and the
+    group, then over each chunk.
 
-    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among themselves; keys [B, H_kv, T, D] and
-    values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that share one score. Returns [B, H_kv, T], float32
-    (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
+    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among themselves; keys
+    [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that
+    share one score. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the
+    argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
     """
     return _attention_and_score(queries, keys, values, chunk_size)[1]
 
@@ -322,21 +372,26 @@ def select_prompt(
     chunk_size: int = 4,
     floor_ratio: float | None = None,
 ) -> torch.Tensor:
-    r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot; `update` takes the evicted ones.
+    r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot;
+    `update` takes the evicted ones.
 
-    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a number, such as 0.2, and
-    the heads of a layer share H_kv * budget by their attention, by `ada_kv.select`, as the paper has it; None, and each head keeps
-    the budget.
-    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the argument. Source: section 5.1.
+    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a
+    number, such as 0.2, and the heads of a layer share H_kv * budget by their attention, by `ada_kv.select`,
+    as the paper has it; None, and each head keeps the budget. Returns kept [B, H_kv, T], boolean, ragged
+    where the heads share. Raises ValueError naming the argument. Source: section 5.1.
     """
     attention, scores = _attention_and_score(queries, keys, values, chunk_size)
     position = torch.arange(scores.shape[-1], device=scores.device)
-    protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= scores.shape[-1] - queries.shape[2])
+    protected = (position < as_count("sink_size", sink_size, low=0)) | (
+        position >= scores.shape[-1] - queries.shape[2]
+    )
     protected = protected.expand(scores.shape)
     if floor_ratio is None:
         return top_k(scores, budget, protected)
     # The attention alone says how much a head may keep, the score which of its tokens.
-    counts = ada_kv.select(attention, budget, floor_ratio=floor_ratio, protected=protected).sum(dim=-1, keepdim=True)
+    counts = ada_kv.select(attention, budget, floor_ratio=floor_ratio, protected=protected).sum(
+        dim=-1, keepdim=True
+    )
     return ada_kv.ranks(scores, protected) < counts
 
 
@@ -350,7 +405,9 @@ def _require_slots(positions: torch.Tensor, moments: Moments, keys: torch.Tensor
     dtypes = (torch.int64, *(working_dtype(keys),) * 3)
     for name, field, wanted in zip(Moments._fields, moments, dtypes, strict=True):
         if torch.promote_types(field.dtype, wanted) != field.dtype:
-            raise ValueError(f"moments.{name}: got dtype {field.dtype}, wanted {wanted}, which a step adds to in place")
+            raise ValueError(
+                f"moments.{name}: got dtype {field.dtype}, wanted {wanted}, which a step adds to in place"
+            )
 
 
 def _as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -359,12 +416,16 @@ def _as_positions(position: int | torch.Tensor, positions: torch.Tensor) -> torc
         number = as_count("position", position, low=0)
         return torch.full(positions.shape[:2], number, dtype=torch.int64, device=positions.device)
     if position.dtype != torch.int64 or position.device != positions.device:
-        raise ValueError(f"position: got {position.dtype} on {position.device}, wanted torch.int64 on {positions.device}")
+        raise ValueError(
+            f"position: got {position.dtype} on {position.device}, wanted torch.int64 on {positions.device}"
+        )
     try:
         return position.expand(positions.shape[:2])
     except RuntimeError:
         wanted = tuple(positions.shape[:2])
-        raise ValueError(f"position: got shape {tuple(position.shape)}, wanted {wanted} (the batch and heads of keys)") from None
+        raise ValueError(
+            f"position: got shape {tuple(position.shape)}, wanted {wanted} (the batch and heads of keys)"
+        ) from None
 
 
 def _wide(moments: Moments, keys: torch.Tensor) -> Moments:
@@ -380,7 +441,11 @@ def _recovered(moments: Moments, keys: torch.Tensor) -> tuple[torch.Tensor, Reco
     return moments.count, Recovered(*(field.to(dtype) for field in recover(moments)))
 
 
-def _kernels(keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None) -> ModuleType | None:
+def _kernels(
+    keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None
+) -> ModuleType | None:
     """Return the kernels if they take these states and moments."""
-    fits = moments.key_sum.dtype == torch.float32 and (query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1])
+    fits = moments.key_sum.dtype == torch.float32 and (
+        query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
+    )
     return kernels_for("momentkv", keys, values) if fits else None

@@ -20,8 +20,8 @@ LARGEST_REACH = 40.0
 class Bounds(NamedTuple):
     r"""MB-1: the least and the largest number of each channel of the evicted keys and values.
 
-    key_low and key_high [B, H_kv, D]; value_low and value_high [B, H_kv, D_v]. Where nothing was evicted, low is infinity and high
-    minus infinity.
+    key_low and key_high [B, H_kv, D]; value_low and value_high [B, H_kv, D_v]. Where nothing was evicted, low
+    is infinity and high minus infinity.
     """
 
     key_low: torch.Tensor
@@ -31,7 +31,9 @@ class Bounds(NamedTuple):
 
 
 def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
-    r"""MB-1: the bounds of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v], in their dtype."""
+    r"""MB-1: the bounds of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v], in
+    their dtype.
+    """
     require_fit("momentkv_bounded.no_bounds", keys, values)
     key_high, value_high = (torch.full_like(states[..., 0, :], -torch.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
@@ -40,9 +42,10 @@ def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
 def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Bounds:
     r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values alike.
 
-    Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T], boolean, True = evicted
-    now. Returns the Bounds after, in the wider dtype of the bounds and the states: they are never rounded. Raises ValueError naming
-    the argument that does not fit, and on a CPU for NaN or infinite keys and values.
+    Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T],
+    boolean, True = evicted now. Returns the Bounds after, in the wider dtype of the bounds and the states:
+    they are never rounded. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
+    infinite keys and values.
     """
     require_fit("momentkv_bounded.update", bounds, keys, values, evicted)
     kept = ~evicted[..., None]
@@ -55,21 +58,33 @@ def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: to
 
 
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, bounds: Bounds
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kept: torch.Tensor,
+    moments: Moments,
+    bounds: Bounds,
 ) -> torch.Tensor:
-    r"""MB-6: MomentKV's output moved to the nearest point of a box that holds full attention: never farther from it.
+    r"""MB-6: MomentKV's output moved to the nearest point of a box that holds full attention: never
+    farther from it.
 
-    Args: as `momentkv.attend`, and bounds of the same evicted tokens. Returns [B, H_q, D_v] in the dtype of query.
-    Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: as `momentkv.attend`, and bounds of the same evicted tokens. Returns [B, H_q, D_v] in the dtype of
+    query. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     from_retained, correction, low, high = _parts(query, keys, values, kept, moments, bounds)
     return _output(from_retained + correction.clamp(low, high), query)
 
 
 def attend_certified(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, bounds: Bounds
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kept: torch.Tensor,
+    moments: Moments,
+    bounds: Bounds,
 ) -> torch.Tensor:
-    r"""MB-7: as much of that correction as cannot hurt: never farther from full attention than the retained tokens alone are.
+    r"""MB-7: as much of that correction as cannot hurt: never farther from full attention than the
+    retained tokens alone are.
 
     Args, returns and raises as `attend`.
     """
@@ -82,7 +97,12 @@ def attend_certified(
 
 
 def _parts(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, bounds: Bounds
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    kept: torch.Tensor,
+    moments: Moments,
+    bounds: Bounds,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """f_R, MomentKV's correction of it, and the box of f - f_R, low and high; [B, H_kv, G, D_v]."""
     require_fit("momentkv_bounded.attend", query, keys, values, kept, moments, bounds)
@@ -90,7 +110,9 @@ def _parts(
     _require_finite_bounds(bounds, moments.count)
     count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
     some, dtype = count[..., None] > 0, working_dtype(keys)
-    key_low, key_high, value_low, value_high = (torch.where(some, field.to(dtype), 0)[:, :, None] for field in bounds)
+    key_low, key_high, value_low, value_high = (
+        torch.where(some, field.to(dtype), 0)[:, :, None] for field in bounds
+    )
     queries = query.to(dtype).reshape(*keys.shape[:2], -1, keys.shape[-1])
     root, divisor = math.sqrt(keys.shape[-1]), count.clamp(min=1)[..., None].to(dtype)
     # MB-2 and MB-3: the logits and the partition function of the evicted tokens.
@@ -102,18 +124,31 @@ def _parts(
     # f_R, and the weights that the evicted tokens have at least and at most.
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -torch.inf)
     log_retained = logits.logsumexp(dim=-1, keepdim=True)
-    from_retained = (logits - torch.where(log_retained == -torch.inf, 0, log_retained)).exp() @ values.to(dtype)
+    from_retained = (logits - torch.where(log_retained == -torch.inf, 0, log_retained)).exp() @ values.to(
+        dtype
+    )
     # The sigmoid of a difference is 1 where nothing is kept, and 0 where nothing was evicted.
     light, heavy = (
-        torch.where(some, (divisor.log() + bound - log_retained[..., 0]).sigmoid(), 0)[..., None] for bound in (mean_logit, chord)
+        torch.where(some, (divisor.log() + bound - log_retained[..., 0]).sigmoid(), 0)[..., None]
+        for bound in (mean_logit, chord)
     )
     # MB-4: the box of the evicted output.
     mean = mean_value[:, :, None].clamp(value_low, value_high)
-    radius = ((value_high - mean) * (mean - value_low)).sqrt() * (spread / 2).clamp(max=LARGEST_REACH).sinh()[..., None]
-    low, high = torch.maximum(value_low, mean - radius) - from_retained, torch.minimum(value_high, mean + radius) - from_retained
+    radius = ((value_high - mean) * (mean - value_low)).sqrt() * (spread / 2).clamp(max=LARGEST_REACH).sinh()[
+        ..., None
+    ]
+    low, high = (
+        torch.maximum(value_low, mean - radius) - from_retained,
+        torch.minimum(value_high, mean + radius) - from_retained,
+    )
     estimate = mean_value[:, :, None] + queries @ covariance.mT / (divisor[..., None] * root)
     correction = light * (estimate - from_retained)
-    return from_retained, correction, torch.minimum(light * low, heavy * low), torch.maximum(light * high, heavy * high)
+    return (
+        from_retained,
+        correction,
+        torch.minimum(light * low, heavy * low),
+        torch.maximum(light * high, heavy * high),
+    )
 
 
 def _output(output: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,6 @@
-r"""A cache in pages, and its compaction in place: what an engine does once it has chosen what to keep (PAGE-1 to PAGE-10)."""
+r"""A cache in pages, and its compaction in place: what an engine does once it has chosen what to keep
+(PAGE-1 to PAGE-10).
+"""
 
 import torch
 
@@ -13,7 +15,8 @@ __all__ = ["PagedCache", "attend_pages", "compact_in_place", "compact_pages", "g
 
 
 def compact_pages(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.Tensor]:
-    r"""PAGE-4..10: move the kept tokens of each head to its first places, and name the pages that are free now, in other memory.
+    r"""PAGE-4..10: move the kept tokens of each head to its first places, and name the pages that are free
+    now, in other memory.
 
     Args, result and errors are those of `compact_in_place`; the given pools stay as they are.
     """
@@ -24,12 +27,12 @@ def compact_pages(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, to
 def compact_in_place(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.Tensor]:
     r"""PAGE-4..10: `compact_pages` inside the pools of `paged`, without memory for a second copy on a GPU.
 
-    Args: paged, see PagedCache, whose keys, values and positions are written; kept [B, H_kv, n * S], boolean, True = keep, by
-    place; beyond a head's length it is not read. A head may keep all of its tokens or none.
-    Returns the cache, with the pools that were given and new physical lengths, and freed [P], boolean: the pages that held a token
-    and hold none now. Nothing waits for the device.
-    Raises ValueError where shapes or devices disagree; on a CPU also where a length or a page is out of range or a page is held
-    twice: a prefix that sequences share has to be copied first.
+    Args: paged, see PagedCache, whose keys, values and positions are written; kept [B, H_kv, n * S], boolean,
+    True = keep, by place; beyond a head's length it is not read. A head may keep all of its tokens or none.
+    Returns the cache, with the pools that were given and new physical lengths, and freed [P], boolean: the
+    pages that held a token and hold none now. Nothing waits for the device. Raises ValueError where shapes or
+    devices disagree; on a CPU also where a length or a page is out of range or a page is held twice: a prefix
+    that sequences share has to be copied first.
     """
     require_fit("paging.compact_pages", paged, kept)
     held, filled = _held(paged, paged.lengths), _filled(paged)
@@ -43,7 +46,8 @@ def compact_in_place(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache,
         target = (kept.cumsum(dim=-1) - 1)[kept]
         (page, offset), (new_page, new_offset) = _where(paged, item, place), _where(paged, item, target)
         for pool in paged[:3]:
-            pool[new_page, new_offset, head] = pool[page, offset, head]  # the right side is a copy: all is read before
+            # the right side is a copy: all is read before
+            pool[new_page, new_offset, head] = pool[page, offset, head]
     pages = len(paged.keys)
     gone = torch.where(held & ~_held(paged, lengths), paged.block_table, pages).long()
     freed = torch.zeros(pages + 1, dtype=torch.bool, device=gone.device).scatter_(0, gone.flatten(), True)
@@ -51,12 +55,15 @@ def compact_in_place(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache,
 
 
 def slot_mapping(paged: PagedCache, count: int) -> torch.Tensor:
-    r"""PAGE-1: the slots `page * S + offset` of the next `count` tokens of each head, behind its physical length, [B, H_kv, count].
+    r"""PAGE-1: the slots `page * S + offset` of the next `count` tokens of each head, behind its physical
+    length, [B, H_kv, count].
 
     Raises ValueError as `compact_in_place`, and on a CPU where the block table has too few pages.
     """
     require_fit("paging.slot_mapping", paged)
-    places = paged.lengths[..., None] + torch.arange(as_count("count", count, low=1), device=paged.lengths.device)
+    places = paged.lengths[..., None] + torch.arange(
+        as_count("count", count, low=1), device=paged.lengths.device
+    )
     _require_room(paged, count)
     page, offset = _where(paged, torch.arange(len(places), device=places.device)[:, None, None], places)
     return page * paged.keys.shape[1] + offset
@@ -65,7 +72,8 @@ def slot_mapping(paged: PagedCache, count: int) -> torch.Tensor:
 def gather_pages(paged: PagedCache) -> CompressedCache:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
 
-    Raises ValueError as `compact_in_place`, and on a CPU where the block table has fewer places than a length.
+    Raises ValueError as `compact_in_place`, and on a CPU where the block table has fewer places than a
+    length.
     """
     require_fit("paging.gather_pages", paged)
     item, head, place = _filled(paged).nonzero(as_tuple=True)
@@ -75,9 +83,11 @@ def gather_pages(paged: PagedCache) -> CompressedCache:
 
 
 def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU they are gathered first.
+    r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU
+    they are gathered first.
 
-    Args: queries [B, H_q, M, D], all later than the cache; paged, see PagedCache. Returns and raises as `attention.attend`.
+    Args: queries [B, H_q, M, D], all later than the cache; paged, see PagedCache. Returns and raises as
+    `attention.attend`.
     """
     require_fit("paging.attend_pages", queries, paged, finite=False)
     require_finite("queries", queries)
@@ -110,7 +120,10 @@ def _require_room(paged: PagedCache, more: int = 0) -> None:
     """Raise ValueError, on a CPU, unless the block table has places for so many more tokens of each head."""
     room = paged.block_table.shape[1] * paged.keys.shape[1]
     if paged.lengths.device.type == "cpu" and int(paged.lengths.max()) + more > room:
-        raise ValueError(f"paged.lengths: got up to {int(paged.lengths.max())} and {more} more, wanted at most {room} tokens")
+        raise ValueError(
+            f"paged.lengths: got up to {int(paged.lengths.max())} and {more} more, wanted at most {room} "
+            "tokens"
+        )
 
 
 def _require_own_pages(paged: PagedCache, held: torch.Tensor) -> None:
@@ -118,4 +131,7 @@ def _require_own_pages(paged: PagedCache, held: torch.Tensor) -> None:
     if held.device.type == "cpu":
         pages = paged.block_table[held]
         if (pages >= len(paged.keys)).any() or len(pages.unique()) < len(pages):
-            raise ValueError(f"paged.block_table: got {pages.tolist()}, wanted pages below {len(paged.keys)}, each of them once")
+            raise ValueError(
+                f"paged.block_table: got {pages.tolist()}, wanted pages below {len(paged.keys)}, each of "
+                "them once"
+            )

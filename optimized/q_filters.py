@@ -1,6 +1,7 @@
 r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direction of calibrated queries.
 
-The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and src/hf_cache.py at cda5c38.
+The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and src/hf_cache.py at
+cda5c38.
 """
 
 import torch
@@ -11,12 +12,14 @@ from .checks import require_fit, working_dtype
 
 
 def main_direction(queries: torch.Tensor) -> torch.Tensor:
-    r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have `q . v > 0`.
+    r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have
+    `q . v > 0`.
 
-    It is the last eigenvector of the D x D matrix of the queries' products, in float64: squares lose half of the digits.
+    It is the last eigenvector of the D x D matrix of the queries' products, in float64: squares lose half of
+    the digits.
 
-    Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64). Raises ValueError for
-    unusable queries.
+    Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64).
+    Raises ValueError for unusable queries.
     """
     require_fit("q_filters.main_direction", queries)
     wide = queries.double()
@@ -28,10 +31,11 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
 
 
 def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of its query heads.
+    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of its
+    query heads.
 
-    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length at most 1, float32
-    (float64 for float64). Raises ValueError naming the argument.
+    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length
+    at most 1, float32 (float64 for float64). Raises ValueError naming the argument.
     """
     require_fit("q_filters.calibrate", queries)
     group_size(queries.shape[1], num_kv_heads)
@@ -39,11 +43,13 @@ def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 
 def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
-    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are spread around f.
+    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are spread
+    around f.
 
-    Args: keys [B, H_kv, T, D], after RoPE, any strides; q_filters [B, H_kv, D], of `calibrate`, in any floating dtype. Returns
-    scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does not
-    fit, and on a CPU for NaN or infinite numbers. Source: the public code, where stored filter and score have the other sign.
+    Args: keys [B, H_kv, T, D], after RoPE, any strides; q_filters [B, H_kv, D], of `calibrate`, in any
+    floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises
+    ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the
+    public code, where stored filter and score have the other sign.
     """
     require_fit("q_filters.score", keys, q_filters, free=("q_filters",))
     dtype = working_dtype(keys)

@@ -1,6 +1,8 @@
-r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queries attend to and whose keys no other repeats.
+r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queries attend to and whose keys
+no other repeats.
 
-The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1_kv.py and rkv/utils.py at d15c976.
+The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1_kv.py and rkv/utils.py at
+d15c976.
 """
 
 import math
@@ -18,19 +20,24 @@ BLOCK = 512
 
 
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
-    r"""RK-1..3: `R_j = softmax_j((1/T) sum_i S_ij)`, the cosines of the keys without the latest similar key of each row.
+    r"""RK-1..3: `R_j = softmax_j((1/T) sum_i S_ij)`, the cosines of the keys without the latest similar
+    key of each row.
 
-    The sum over i of the cosines is one product of k_j's direction and the sum of all directions. The matrix is needed for the
-    latest similar keys alone: blocks of its columns, the last ones first, for the rows that have not found theirs.
+    The sum over i of the cosines is one product of k_j's direction and the sum of all directions. The matrix
+    is needed for the latest similar keys alone: blocks of its columns, the last ones first, for the rows that
+    have not found theirs.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are similar. Returns
-    [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and on a CPU less where many keys are similar.
-    Raises ValueError for unusable keys.
+    Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are
+    similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and on a CPU
+    less where many keys are similar. Raises ValueError for unusable keys.
     """
     require_fit("rkv.redundancy", keys)
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
-    wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)  # the square of 1e30 overflows
-    directions = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    # the square of 1e30 overflows
+    wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    directions = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(
+        min=torch.finfo(wide.dtype).tiny
+    )
     length = keys.shape[-2]
     totals = (directions @ directions.sum(dim=-2)[..., None])[..., 0] - directions.square().sum(dim=-1)
     for of_head, total in zip(directions, totals, strict=True):
@@ -39,21 +46,28 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
         for columns in reversed(torch.arange(length, device=keys.device).split(BLOCK)):
             similarity = of_head[rows] @ of_head[columns].mT
             similarity.masked_fill_(rows[:, None] == columns, 0)
-            # Decision: a row without a similar key loses nothing. The public code takes token 0 for its latest one.
+            # Decision: a row without a similar key loses nothing. The public code takes token 0 for its
+            # latest one.
             latest, place = torch.where(similarity > threshold, columns, -1).max(dim=-1)
             found = (latest >= 0) & is_open[rows]
-            total.index_add_(0, columns[place], torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0))
+            total.index_add_(
+                0, columns[place], torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0)
+            )
             is_open[rows] &= ~found
             if not keys.is_cuda:  # a GPU would have to be waited for
                 rows = is_open.nonzero()[:, 0]
     return (totals / length).softmax(dim=-1).view(keys.shape[:-1])
 
 
-def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7) -> torch.Tensor:
-    r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u / sqrt(D))`, before the window.
+def importance(
+    queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7
+) -> torch.Tensor:
+    r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u / sqrt(D))`,
+    before the window.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T > window_size;
-    kernel_size K, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
+    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T >
+    window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises
+    ValueError naming the argument.
     """
     window_size = as_count("window_size", window_size, low=1)
     as_odd("kernel_size", kernel_size)
@@ -75,10 +89,10 @@ def score(
 ) -> torch.Tensor:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
-    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window count for the redundancy of
-    the others. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite where T <= window_size.
-    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: the public code, whose defaults
-    these are.
+    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window count for
+    the redundancy of the others. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64);
+    all infinite where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or
+    infinite numbers. Source: the public code, whose defaults these are.
     """
     share = float(as_fraction("importance_share", importance_share))
     require_fit("rkv.score", queries, keys)

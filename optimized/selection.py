@@ -8,16 +8,18 @@ from evictionary.reference.selection import budget
 from .checks import require_fit
 from .kernels.launching import kernels_for
 
-__all__ = ["budget", "top_k"]  # the budget is exact integer arithmetic: the reference's function serves here too
+# the budget is exact integer arithmetic: the reference's function serves here too
+__all__ = ["budget", "top_k"]
 
 
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all others.
 
-    Args: scores [..., T] of any real dtype, infinities allowed; budget, 0 to any number (more than T keeps all);
-    protected [..., T] boolean or None. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row.
-    Raises ValueError for a negative budget or one below the protected tokens of a row, and on a CPU for NaN scores.
-    On a GPU, NaN ranks below every number and the protected tokens are not counted: counting them would wait for the GPU.
+    Args: scores [..., T] of any real dtype, infinities allowed; budget, 0 to any number (more than T keeps
+    all); protected [..., T] boolean or None. Returns kept [..., T], boolean, with exactly `min(budget, T)`
+    True in each row. Raises ValueError for a negative budget or one below the protected tokens of a row, and
+    on a CPU for NaN scores. On a GPU, NaN ranks below every number and the protected tokens are not counted:
+    counting them would wait for the GPU.
     """
     require_fit("selection.top_k", scores, protected, finite=False)
     budget = as_count("budget", budget, low=0)
@@ -28,10 +30,13 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
             raise ValueError("scores: got NaN, wanted numbers that can be ordered")
         most = int(protected.sum(dim=-1).amax()) if protected is not None and protected.numel() else 0
         if most > budget:
-            raise ValueError(f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}")
+            raise ValueError(
+                f"protected: got {most} protected tokens in a row, wanted at most the budget, {budget}"
+            )
     if kernels:
         return kernels.top_k(scores, count, protected)
-    # Decision: of equal scores the lower position is kept: a stable sort leaves equal scores in the order of their positions.
+    # Decision: of equal scores the lower position is kept: a stable sort leaves equal scores in the order of
+    # their positions.
     order = scores.argsort(dim=-1, descending=True, stable=True)
     if protected is not None:
         first = protected.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)

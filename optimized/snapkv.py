@@ -1,4 +1,6 @@
-r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's last queries attend to, smoothed over neighbours."""
+r"""SnapKV (arXiv 2404.14469), a baseline: keep the tokens that the prompt's last queries attend to,
+smoothed over neighbours.
+"""
 
 import math
 
@@ -14,23 +16,29 @@ from .h2o import received_attention
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
     r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
 
-    Args: weights [..., N]; kernel_size K. Returns [..., N] in float32 (float64 for float64). Raises ValueError for an even K.
+    Args: weights [..., N]; kernel_size K. Returns [..., N] in float32 (float64 for float64). Raises
+    ValueError for an even K.
     """
     require_fit("weights: ... N", weights)
     as_odd("kernel_size", kernel_size)
     rows = weights.to(working_dtype(weights)).reshape(-1, weights.shape[-1])
-    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores as if zeros lay beyond it.
+    # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores as if
+    # zeros lay beyond it.
     pooled = avg_pool1d(rows, kernel_size, stride=1, padding=kernel_size // 2, count_include_pad=True)
     return pooled.view(weights.shape)
 
 
-def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7) -> torch.Tensor:
-    r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group, pooled; infinity for the window.
+def score(
+    queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7
+) -> torch.Tensor:
+    r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group, pooled;
+    infinity for the window.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B, H_kv, T, D], any
-    strides; window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all
-    infinite where T <= window_size. A budget of at least window_size keeps the whole window under `selection.top_k`.
-    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 4 of the paper.
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
+    H_kv, T, D], any strides; window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher = keep,
+    float32 (float64 for float64); all infinite where T <= window_size. A budget of at least window_size keeps
+    the whole window under `selection.top_k`. Raises ValueError naming the argument, and on a CPU for NaN or
+    infinite numbers. Source: section 4 of the paper.
     """
     as_odd("kernel_size", kernel_size)
     require_fit("snapkv.score", queries, keys)
@@ -39,6 +47,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, k
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
         received = received_attention(queries[:, :, -window:], keys)
-        # Decision: only the tokens before the window are pooled; the window's own attention does not leak into its neighbours.
+        # Decision: only the tokens before the window are pooled; the window's own attention does not leak
+        # into its neighbours.
         scores[..., : length - window] = average_pool(received[..., : length - window] / window, kernel_size)
     return scores

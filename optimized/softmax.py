@@ -1,8 +1,10 @@
-r"""The softmax of a model where it is not the plain one: capped logits (Gemma 2), or a learned sink beside the tokens (gpt-oss).
+r"""The softmax of a model where it is not the plain one: capped logits (Gemma 2), or a learned sink beside
+the tokens (gpt-oss).
 
-The papers of the methods know neither. A cache opens `of_model` around a method, and everything in `optimized` that computes
-attention asks here: `capped` for its logits, `weights` for its probabilities. Without `of_model` they are plain. Kernels are plain
-too, so `kernels_for` leaves what reads attention to torch in that time.
+The papers of the methods know neither. A cache opens `of_model` around a method, and everything in
+`optimized` that computes attention asks here: `capped` for its logits, `weights` for its probabilities.
+Without `of_model` they are plain. Kernels are plain too, so `kernels_for` leaves what reads attention to
+torch in that time.
 """
 
 from collections.abc import Iterator
@@ -14,8 +16,9 @@ import torch
 
 
 class Softmax(NamedTuple):
-    """cap, the largest logit: `cap tanh(logit / cap)` takes its place; sinks, a logit for each query head: [H_q], or [B, H_q] where
-    a method is called. A sink takes part in the softmax and has no value."""
+    """cap, the largest logit: `cap tanh(logit / cap)` takes its place; sinks, a logit for each query head:
+    [H_q], or [B, H_q] where a method is called. A sink takes part in the softmax and has no value.
+    """
 
     cap: float | None = None
     sinks: torch.Tensor | None = None
@@ -47,13 +50,17 @@ def capped(logits: torch.Tensor) -> torch.Tensor:
 
 
 def with_sink(logits: torch.Tensor, first: int = 0) -> torch.Tensor:
-    """Logits [B, H_kv, G, ..., T] with that of the sink behind them, [..., T + 1], or as they are; `first`, their first KV head."""
+    """Logits [B, H_kv, G, ..., T] with that of the sink behind them, [..., T + 1], or as they are;
+    `first`, their first KV head.
+    """
     sinks = current().sinks
     if sinks is None:
         return logits
     heads, group = logits.shape[1:3]
     own = sinks[:, first * group : (first + heads) * group].to(logits)
-    return torch.cat([logits, own.view(-1, heads, group, *[1] * (logits.ndim - 3)).expand(*logits.shape[:-1], 1)], dim=-1)
+    return torch.cat(
+        [logits, own.view(-1, heads, group, *[1] * (logits.ndim - 3)).expand(*logits.shape[:-1], 1)], dim=-1
+    )
 
 
 def weights(logits: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -1,4 +1,6 @@
-r"""StreamingLLM (arXiv 2309.17453), a baseline: keep the first tokens, the attention sinks, and the most recent ones."""
+r"""StreamingLLM (arXiv 2309.17453), a baseline: keep the first tokens, the attention sinks, and the most
+recent ones.
+"""
 
 import math
 
@@ -12,11 +14,13 @@ from .states import CompressedCache
 
 
 def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
-    r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks plus the most recent.
+    r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks plus the
+    most recent.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), of which only shape, dtype and device are read; sink_size >= 0.
-    Returns scores [B, H_kv, T], float32 (exact up to 16,777,216 tokens; float64 for float64 keys).
-    Raises ValueError for a wrongly shaped or integer `keys` or a negative sink_size. Source: section 3.2 of the paper.
+    Args: keys [B, H_kv, T, D] (any leading axes), of which only shape, dtype and device are read; sink_size
+    >= 0. Returns scores [B, H_kv, T], float32 (exact up to 16,777,216 tokens; float64 for float64 keys).
+    Raises ValueError for a wrongly shaped or integer `keys` or a negative sink_size. Source: section 3.2 of
+    the paper.
     """
     require_fit("streaming_llm.score", keys)
     sink_size = as_count("sink_size", sink_size, low=0)
@@ -26,11 +30,13 @@ def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, *, budget: int, sink_size: int = 4) -> CompressedCache:
-    r"""SL-1 and CACHE-1 at once: `cache.compress` of the `budget` best tokens by `score`; what is evicted is never read on a GPU.
+    r"""SL-1 and CACHE-1 at once: `cache.compress` of the `budget` best tokens by `score`; what is evicted
+    is never read on a GPU.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; budget, 0 to any number (more than T keeps all); sink_size >=
-    0, of which a smaller budget keeps the first. Returns the cache in the dtype of its inputs; its tensors share no storage with
-    them. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; budget, 0 to any number (more than T
+    keeps all); sink_size >= 0, of which a smaller budget keeps the first. Returns the cache in the dtype of
+    its inputs; its tensors share no storage with them. Raises ValueError naming the argument, and on a CPU
+    for NaN or infinite numbers.
     """
     require_fit("lagkv.select", keys, values)
     batch, num_heads, length, _ = keys.shape

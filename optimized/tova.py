@@ -1,4 +1,6 @@
-r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query attends to, one set for the whole layer."""
+r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query attends to, one set for the
+whole layer.
+"""
 
 import torch
 
@@ -7,13 +9,16 @@ from .h2o import received_attention
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same for every KV head.
+    r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same for every
+    KV head.
 
-    Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys [B, H_kv, T, D], any strides.
-    Returns scores [B, H_kv, T], higher = keep, summing to 1, float32 (float64 for float64). Raises ValueError naming the
-    argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2 of the paper.
+    Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys [B, H_kv, T, D],
+    any strides. Returns scores [B, H_kv, T], higher = keep, summing to 1, float32 (float64 for float64).
+    Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source:
+    section 3.2 of the paper.
     """
     require_fit("tova.score", queries, keys)
-    # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the authors' code.
+    # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the
+    # authors' code.
     received = received_attention(queries[:, :, -1:], keys).mean(dim=1, keepdim=True)
     return received.repeat(1, keys.shape[1], 1)

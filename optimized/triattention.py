@@ -1,7 +1,8 @@
-r"""TriAttention (arXiv 2604.04921): keep the keys that the mean query will turn to, frequency by frequency of RoPE.
+r"""TriAttention (arXiv 2604.04921): keep the keys that the mean query will turn to, frequency by frequency
+of RoPE.
 
-The paper is known here from its public code: WeianMao/triattention, triattention/methods/pruning_utils.py at 092e4dc and
-triattention.py at 1129a5f.
+The paper is known here from its public code: WeianMao/triattention, triattention/methods/pruning_utils.py at
+092e4dc and triattention.py at 1129a5f.
 """
 
 import torch
@@ -10,15 +11,18 @@ from .checks import require_fit, working_dtype
 
 
 def pair_lengths(states: torch.Tensor) -> torch.Tensor:
-    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [..., D/2]. RoPE keeps it."""
+    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [...,
+    D/2]. RoPE keeps it.
+    """
     return torch.hypot(*states.chunk(2, dim=-1))
 
 
 def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of each pair's length.
+    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of each
+    pair's length.
 
-    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack [..., D/2], float32
-    (float64 for float64). Raises ValueError for unusable queries or an odd D.
+    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack
+    [..., D/2], float32 (float64 for float64). Raises ValueError for unusable queries or an odd D.
     """
     require_fit("triattention.statistics", queries)
     wide = queries.to(working_dtype(queries))
@@ -27,16 +31,22 @@ def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.Tensor) -> torch.Tensor:
-    r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`, `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`.
+    r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`, `S = qbar . k + sum_f (E|q_f| - |E q_f|)
+    |k_f|`.
 
-    Args: keys [B, H_kv, T, D], after RoPE, any strides; query_direction [B, H_q, D] and query_slack [B, H_q, D/2], calibrated, in
-    any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming
-    the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the public code.
+    Args: keys [B, H_kv, T, D], after RoPE, any strides; query_direction [B, H_q, D] and query_slack [B, H_q,
+    D/2], calibrated, in any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for
+    float64 keys). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
+    numbers. Source: the public code.
     """
-    require_fit("triattention.score", keys, query_direction, query_slack, free=("query_direction", "query_slack"))
+    require_fit(
+        "triattention.score", keys, query_direction, query_slack, free=("query_direction", "query_slack")
+    )
     (batch, heads, *_), dtype = keys.shape, working_dtype(keys)
     wide = keys.to(dtype)
-    direction, slack = (each.to(dtype).view(batch, heads, -1, each.shape[-1]) for each in (query_direction, query_slack))
+    direction, slack = (
+        each.to(dtype).view(batch, heads, -1, each.shape[-1]) for each in (query_direction, query_slack)
+    )
     rows = direction @ wide.mT + slack @ pair_lengths(wide).mT
     centred = rows - rows.mean(dim=-1, keepdim=True)
     deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()

@@ -1,7 +1,9 @@
-"""What pytest loads wherever this package is installed: `--impl` and its companions, for runs that ask laws and for no other.
+"""What pytest loads wherever this package is installed: `--impl` and its companions, for runs that ask
+laws and for no other.
 
-`pytest --pyargs evictionary.spec_tests --impl mine` works in any folder. Options such as `--profile` have common names, so that
-they exist only where an argument is `--impl`, `--exec`, a path in this folder, or a folder that holds it.
+`pytest --pyargs evictionary.spec_tests --impl mine` works in any folder. Options such as `--profile` have
+common names, so that they exist only where an argument is `--impl`, `--exec`, a path in this folder, or a
+folder that holds it.
 """
 
 from pathlib import Path
@@ -13,11 +15,20 @@ PLUGIN = "evictionary.spec_tests.plugin"
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) -> None:
-    asked = any(each.split("=")[0] in ("--impl", "--exec") or each.startswith("evictionary.spec_tests") for each in args)
+    asked = any(
+        each.split("=")[0] in ("--impl", "--exec") or each.startswith("evictionary.spec_tests")
+        for each in args
+    )
     here = early_config.invocation_params.dir
-    places = [(here / each.split("::")[0]).resolve() for each in early_config.known_args_namespace.file_or_dir] or [here]
-    asked = asked or (early_config.rootpath == SUITE.parent and any(each.startswith("--profile") for each in args))
-    asked = asked or (not early_config.known_args_namespace.file_or_dir and _asks_its_laws(early_config, args))
+    places = [
+        (here / each.split("::")[0]).resolve() for each in early_config.known_args_namespace.file_or_dir
+    ] or [here]
+    asked = asked or (
+        early_config.rootpath == SUITE.parent and any(each.startswith("--profile") for each in args)
+    )
+    asked = asked or (
+        not early_config.known_args_namespace.file_or_dir and _asks_its_laws(early_config, args)
+    )
     if asked or any(SUITE in (place, *place.parents) or place in SUITE.parents for place in places):
         early_config.pluginmanager.import_plugin(PLUGIN)
 

@@ -1,4 +1,6 @@
-"""The suite as an instrument: `--impl` names what is judged, the header says what it provides, the end gives the verdict."""
+"""The suite as an instrument: `--impl` names what is judged, the header says what it provides, the end
+gives the verdict.
+"""
 
 import importlib
 from pathlib import Path
@@ -12,7 +14,13 @@ from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.apart import described
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk
-from evictionary.spec_tests.judge.implementation import CANNOT_HOLD, NO_GPU, OWN, UnusableImplementation, load_each
+from evictionary.spec_tests.judge.implementation import (
+    CANNOT_HOLD,
+    NO_GPU,
+    OWN,
+    UnusableImplementation,
+    load_each,
+)
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, Law, load_laws
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, close_all
 from evictionary.spec_tests.judge.watch import WATCH, Deaths
@@ -29,7 +37,11 @@ for _name, _examples in PROFILES.items():
         max_examples=_examples,
         report_multiple_bugs=False,
         print_blob=False,
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.large_base_example],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.filter_too_much,
+            HealthCheck.large_base_example,
+        ],
         # Explaining reruns the shrunk example many times over; the report compares expected and got instead.
         phases=[Phase.explicit, Phase.generate, Phase.target, Phase.shrink],
     )
@@ -41,7 +53,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--impl",
         action="append",
         metavar="NAME",
-        help="what to judge: a package, a folder of files named as in reference/, or one such file (path/to/keydiff.py). "
+        help="what to judge: a package, a folder of files named as in reference/, or one such file "
+        "(path/to/keydiff.py). "
         "May be given several times. Default: reference and optimized",
     )
     group.addoption(
@@ -49,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="COMMAND",
-        help="judge a program in any language, started by this command line (docs/any_language.md); --impl 'exec:COMMAND' says the "
+        help="judge a program in any language, started by this command line (docs/any_language.md); --impl "
+        "'exec:COMMAND' says the "
         "same. May be given several times",
     )
     group.addoption(
@@ -62,7 +76,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device",
         default="cpu",
-        help="the device that torch implementations run on, or `compiled`: kernels run as Triton compiles them, without a GPU "
+        help="the device that torch implementations run on, or `compiled`: kernels run as Triton compiles "
+        "them, without a GPU "
         "(docs/compiled.md). Default: cpu",
     )
     group.addoption(
@@ -75,38 +90,63 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUES",
-        help="what the implementation accepts, beside its own DOMAIN: head_dim=64,128 (also value_dim, group, lag_size, batch, "
+        help="what the implementation accepts, beside its own DOMAIN: head_dim=64,128 (also value_dim, "
+        "group, lag_size, batch, "
         "dtype, min_length, max_length, length_multiple_of). May be given several times",
     )
     group.addoption(
-        "--method", action="append", default=[], metavar="NAME", help="ask laws of memory of this method's functions only"
+        "--method",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="ask laws of memory of this method's functions only",
     )
-    # pytest has a --strict of its own, which asks for all of pytest's checks; here it asks for all classes of law besides.
-    group.addoption("--brief", action="store_true", help="a summary and the first failure, in place of everything")
+    # pytest has a --strict of its own, which asks for all of pytest's checks; here it asks for all classes of
+    # law besides.
     group.addoption(
-        "--expected-failures", metavar="FILE", help="lines of a requirement's id, or of a law's name, and a reason: they may fail"
+        "--brief", action="store_true", help="a summary and the first failure, in place of everything"
+    )
+    group.addoption(
+        "--expected-failures",
+        metavar="FILE",
+        help="lines of a requirement's id, or of a law's name, and a reason: they may fail",
     )
     group.addoption(
         "--require",
         action="append",
         metavar="ID",
-        help="fail where this requirement is not provided; `all` for every requirement. May be given several times",
+        help="fail where this requirement is not provided; `all` for every requirement. May be given several "
+        "times",
     )
-    group.addoption("--report", metavar="FOLDER", help="write conformance.json, junit.xml and badge.json into this folder")
-    group.addoption("--profile", default="default", choices=sorted(PROFILES), help="how many inputs a law draws. Default: default")
+    group.addoption(
+        "--report", metavar="FOLDER", help="write conformance.json, junit.xml and badge.json into this folder"
+    )
+    group.addoption(
+        "--profile",
+        default="default",
+        choices=sorted(PROFILES),
+        help="how many inputs a law draws. Default: default",
+    )
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "law(registered): the law of a requirement, judged for each implementation")
+    config.addinivalue_line(
+        "markers", "law(registered): the law of a requirement, judged for each implementation"
+    )
     settings.load_profile(config.getoption("--profile"))
     if (folder := config.getoption("--report")) and not config.option.xmlpath:
         Path(folder).mkdir(parents=True, exist_ok=True)
         config.option.xmlpath = str(Path(folder) / "junit.xml")
     for name in config.getoption("--require") or ():
         if name != "all" and name not in REQUIREMENTS:
-            raise pytest.UsageError(f"--require: got {name!r}, wanted 'all' or a requirement such as {next(iter(REQUIREMENTS))}")
-    config.option.impl = [*(config.getoption("--impl") or ()), *(PREFIX + command for command in config.getoption("--exec"))]
+            raise pytest.UsageError(
+                f"--require: got {name!r}, wanted 'all' or a requirement such as {next(iter(REQUIREMENTS))}"
+            )
+    config.option.impl = [
+        *(config.getoption("--impl") or ()),
+        *(PREFIX + command for command in config.getoption("--exec")),
+    ]
     config.option.exec = []  # a worker of pytest-xdist gets the options as they are left here
     if not config.getoption("--impl"):
         config.option.strict, config.option.impl = True, ["reference", "optimized"]
@@ -115,7 +155,10 @@ def pytest_configure(config: pytest.Config) -> None:
     dtypes = _dtypes(config.getoption("--dtype"))
     try:
         domain = Domain.parse(config.getoption("--domain"))
-        where = {"device": config.getoption("--device"), "seconds": (seconds := config.getoption("--call-timeout"))}
+        where = {
+            "device": config.getoption("--device"),
+            "seconds": (seconds := config.getoption("--call-timeout")),
+        }
         foreign = [target for target in config.getoption("--impl") if target.split(".")[0] not in OWN]
         apart = bool(foreign) and not hasattr(config, "workerinput") and _work_apart(config)
         if apart:
@@ -133,9 +176,12 @@ def pytest_configure(config: pytest.Config) -> None:
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
         if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):
-            # What must be large does not shrink to something that a person checks by hand: the time goes into other inputs.
+            # What must be large does not shrink to something that a person checks by hand: the time goes into
+            # other inputs.
             settings.register_profile(
-                "large", settings.get_profile(config.getoption("--profile")), phases=[Phase.explicit, Phase.generate]
+                "large",
+                settings.get_profile(config.getoption("--profile")),
+                phases=[Phase.explicit, Phase.generate],
             )
             settings.load_profile("large")
     except UnusableImplementation as error:
@@ -165,7 +211,9 @@ def _dtypes(option: str | None) -> list[str | None]:
     names = option.split(",")
     for name in names:
         if name not in EPSILON:
-            raise pytest.UsageError(f"--dtype: got {name!r}, wanted some of {', '.join(EPSILON)}, separated by commas")
+            raise pytest.UsageError(
+                f"--dtype: got {name!r}, wanted some of {', '.join(EPSILON)}, separated by commas"
+            )
     return list(names)
 
 
@@ -174,11 +222,17 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
-    """A worker of pytest-xdist watches the calls that it makes; now, since pytest has turned its own dump of a crash on."""
-    if session.config.getoption("--brief") and (workers := session.config.pluginmanager.getplugin("terminaldistreporter")):
+    """A worker of pytest-xdist watches the calls that it makes; now, since pytest has turned its own dump
+    of a crash on.
+    """
+    if session.config.getoption("--brief") and (
+        workers := session.config.pluginmanager.getplugin("terminaldistreporter")
+    ):
         workers.write_line = lambda line: None  # nobody asked how many workers there are
     if found := getattr(session.config, "workerinput", {}).get("deaths"):
-        WATCH.begin(session.config.getoption("--call-timeout"), Path(found), session.config.workerinput["workerid"])  # type: ignore[attr-defined]
+        WATCH.begin(
+            session.config.getoption("--call-timeout"), Path(found), session.config.workerinput["workerid"]
+        )  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -222,7 +276,11 @@ def _asked_by(config: pytest.Config, nodeid: str) -> tuple[Law | None, Any]:
 
 def _fail(result: Any, law: Law, subject: Any, what: str, line: str = "") -> None:
     """Make a report that of a law which has no answer."""
-    result.when, result.outcome, result.longrepr = "call", "failed", report.unanswered(law, subject, what, line)
+    result.when, result.outcome, result.longrepr = (
+        "call",
+        "failed",
+        report.unanswered(law, subject, what, line),
+    )
     result.user_properties = [("law", _identity(law, str(subject))), ("unanswered", what)]
 
 
@@ -231,7 +289,9 @@ def _identity(law: Law, column: str) -> tuple[Any, ...]:
 
 
 class LawFile(pytest.Module):
-    """A file of laws under the one name by which it is imported: pytest would load `spec_tests.test_x` as a second module."""
+    """A file of laws under the one name by which it is imported: pytest would load `spec_tests.test_x` as
+    a second module.
+    """
 
     def _getobj(self) -> Any:
         inside = self.path.resolve().relative_to(SUITE).with_suffix("")
@@ -249,7 +309,10 @@ def pytest_collect_directory(path: Path, parent: Any) -> pytest.Dir | None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    return [f"judging {implementation}: {', '.join(implementation.functions())}" for implementation in config.stash[verdict.JUDGED]]
+    return [
+        f"judging {implementation}: {', '.join(implementation.functions())}"
+        for implementation in config.stash[verdict.JUDGED]
+    ]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -259,7 +322,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the laws that an implementation does not provide for or that do not apply; the verdict says which and why."""
+    """Leave out the laws that an implementation does not provide for or that do not apply; the verdict
+    says which and why.
+    """
     left_out = []
     for item in items:
         law = law_of(item)
@@ -309,7 +374,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 result.user_properties.append(("said", dict(parts)))
         if law.functions and result.when == "call":
             if result.passed and compiled.STOPPED:  # a fault that the code has caught
-                _fail(result, law, _subject(item), *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")))
+                _fail(
+                    result,
+                    law,
+                    _subject(item),
+                    *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")),
+                )
             if _subject(item).device == compiled.DEVICE:
                 result.user_properties.append(("compiled", dict(compiled.COUNTED)))
                 compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
@@ -324,7 +394,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     else:
         found.write_table(terminalreporter)
     for name in sorted(found.unmatched):
-        terminalreporter.write_line(f"--expected-failures: {name} did not fail: take its line out", yellow=True)
+        terminalreporter.write_line(
+            f"--expected-failures: {name} did not fail: take its line out", yellow=True
+        )
     if folder := config.getoption("--report"):
         found.write_files(Path(folder))
         if not config.getoption("--brief"):
@@ -335,7 +407,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Any:
-    """What was chosen and has no answer has failed; the exit code is that of the verdict, and its line the last."""
+    """What was chosen and has no answer has failed; the exit code is that of the verdict, and its line the
+    last.
+    """
     config = session.config
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist tells the process that prints the verdict
         config.workeroutput["left_out"] = config.stash.get(verdict.LEFT_OUT, [])
@@ -346,7 +420,9 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     passed, line = found.in_a_line(config.getoption("--require") or [])
     good, bad, nothing = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
     # Whoever stops a run by a key gets pytest's own exit code; a run that --maxfail has stopped is judged.
-    if session.exitstatus in (good, bad) or (session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail")):
+    if session.exitstatus in (good, bad) or (
+        session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail")
+    ):
         if sentence := found.unanswered_with(NO_GPU):
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
         elif line:
@@ -368,11 +444,18 @@ def _report_what_was_not_asked(config: pytest.Config, terminal: Any) -> None:
             if law is not None:
                 place = nodeid.partition("::")[0]
                 result: Any = pytest.TestReport(nodeid, (place, None, law.name), {}, "failed", "", "call")
-                _fail(result, law, subject, "the law was not asked: the run ended before, or the law was skipped")
+                _fail(
+                    result,
+                    law,
+                    subject,
+                    "the law was not asked: the run ended before, or the law was skipped",
+                )
                 config.hook.pytest_runtest_logreport(report=result)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
     output = getattr(node, "workeroutput", {})
-    node.config.stash.setdefault(verdict.LEFT_OUT, []).extend(tuple(entry) for entry in output.get("left_out", []))
+    node.config.stash.setdefault(verdict.LEFT_OUT, []).extend(
+        tuple(entry) for entry in output.get("left_out", [])
+    )

@@ -1,8 +1,9 @@
 """Grades right and wrong submissions in many styles over many seeds: whether luck decides about points.
 
-`python tests/classroom_styles.py --seeds 200 --jobs 2` grades them and writes docs/classroom/styles.md; a run that was stopped goes
-on. A submission is what the variants of a method are made of, `spec_tests/<method>/forms.py`, with one form chosen for each part. A
-wrong one has an edit of `tests/styles/wrong.toml`.
+`python tests/classroom_styles.py --seeds 200 --jobs 2` grades them and writes docs/classroom/styles.md; a run
+that was stopped goes on. A submission is what the variants of a method are made of,
+`spec_tests/<method>/forms.py`, with one form chosen for each part. A wrong one has an edit of
+`tests/styles/wrong.toml`.
 """
 
 import copy
@@ -49,7 +50,9 @@ WRONG = tomllib.loads((STYLES / "wrong.toml").read_text(encoding="utf-8"))
 
 @dataclass(frozen=True)
 class Submission:
-    """One file: the assignment, the function chosen for each part, and the mistake of `wrong.toml`, if there is one."""
+    """One file: the assignment, the function chosen for each part, and the mistake of `wrong.toml`, if
+    there is one.
+    """
 
     assignment: str
     chosen: tuple[tuple[str, str], ...]
@@ -83,33 +86,48 @@ def forms_of(assignment: str) -> Path:
 
 
 def whole(assignment: str) -> str:
-    """The forms of an assignment and those that it shares with others, as one file that imports nothing of ours."""
+    """The forms of an assignment and those that it shares with others, as one file that imports nothing of
+    ours.
+    """
     shared = re.compile(r"^from evictionary.*\n", re.M)
     own = forms_of(assignment).read_text(encoding="utf-8")
-    return ((SUITE / "shared" / "forms.py").read_text(encoding="utf-8") if shared.search(own) else "") + shared.sub("", own)
+    return (
+        (SUITE / "shared" / "forms.py").read_text(encoding="utf-8") if shared.search(own) else ""
+    ) + shared.sub("", own)
 
 
 def submissions(assignment: str) -> list[Submission]:
-    """The right submissions of an assignment, which have every form of every part among them, and its wrong ones."""
+    """The right submissions of an assignment, which have every form of every part among them, and its
+    wrong ones.
+    """
     parts = runpy.run_path(str(forms_of(assignment)))["FORMS"]
     right = {part: [form.__name__ for form in forms] for part, forms in parts.items()}
     turns = {
-        part: [form for turn in range(RIGHT_EACH) for form in random.Random(f"{part}/{turn}").sample(forms, len(forms))]
+        part: [
+            form
+            for turn in range(RIGHT_EACH)
+            for form in random.Random(f"{part}/{turn}").sample(forms, len(forms))
+        ]
         for part, forms in right.items()
     }
     first = Submission(assignment, tuple((part, forms[0]) for part, forms in right.items()))
     others = [
-        Submission(assignment, tuple((part, turn[number]) for part, turn in turns.items())) for number in range(2 * RIGHT_EACH)
+        Submission(assignment, tuple((part, turn[number]) for part, turn in turns.items()))
+        for number in range(2 * RIGHT_EACH)
     ]
     found = list(dict.fromkeys([first, *others]))[:RIGHT_EACH]
     for name, mistake in WRONG[assignment].items():
-        chosen = [(part, mistake["in"] if mistake["in"] in forms else forms[0]) for part, forms in right.items()]
+        chosen = [
+            (part, mistake["in"] if mistake["in"] in forms else forms[0]) for part, forms in right.items()
+        ]
         found.append(Submission(assignment, tuple(chosen), name))
     return found
 
 
 class Inside:
-    """Calls the functions of a file in this process as a child would: nobody hostile wrote it, and a child takes longer."""
+    """Calls the functions of a file in this process as a child would: nobody hostile wrote it, and a child
+    takes longer.
+    """
 
     walls: dict[str, Any] = {}  # noqa: RUF012
     is_late = False
@@ -117,7 +135,8 @@ class Inside:
     def __init__(self, source: str, stem: str) -> None:
         self.module, self.stem = types.ModuleType(stem), stem
         file = f"<{hashlib.sha256(source.encode()).hexdigest()}>"
-        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)  # Triton reads a kernel's source
+        # Triton reads a kernel's source
+        linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         exec(compile(source, file, "exec"), vars(self.module))
         self.named = named(stem)
         self.functions = [name for name, value in vars(self.module).items() if callable(value)]
@@ -147,11 +166,17 @@ class Inside:
         return self.named(type(result).__name__, result._asdict()) if hasattr(result, "_fields") else result
 
     def in_torch(self, value: Any) -> Any:
-        return self.module.torch.from_numpy(np.array(value, order="K")) if isinstance(value, np.ndarray) else value
+        return (
+            self.module.torch.from_numpy(np.array(value, order="K"))
+            if isinstance(value, np.ndarray)
+            else value
+        )
 
 
 def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission]) -> Iterator[Line]:
-    """Submissions of an assignment at one seed: the points of each, the steps that failed, and the first message."""
+    """Submissions of an assignment at one seed: the points of each, the steps that failed, and the first
+    message.
+    """
     one, secret = assignments.load(assignment), f"styles/{seed}".encode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -172,7 +197,8 @@ def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission
 def side_by_side(
     one: assignments.Assignment, found: Sequence[Submission], secret: bytes, examples: int, long: bool
 ) -> dict[Submission, Judgement]:
-    """Judge all submissions on each input before the next is drawn, as the grader judges one: drawing takes most of the time.
+    """Judge all submissions on each input before the next is drawn, as the grader judges one: drawing
+    takes most of the time.
 
     `long` asks the laws of long inputs too.
     """
@@ -180,7 +206,9 @@ def side_by_side(
     children = {each: Inside(each.source, one.stem) for each in found}
     results = {each: empty(one) for each in found}
     for place, step in enumerate(one.steps):
-        verdicts = {each: {line.name: line.verdict for line in result.lines} for each, result in results.items()}
+        verdicts = {
+            each: {line.name: line.verdict for line in result.lines} for each, result in results.items()
+        }
         ready = [each for each in found if all(verdicts[each][name] == "passed" for name in step.needs)]
         judged = {each: run.implementation(children[each], step) for each in ready}  # type: ignore[arg-type]
         for each in judged:
@@ -197,7 +225,9 @@ def side_by_side(
     return results
 
 
-def failures(law: Law, run: Any, step: assignments.Step, judged: dict[Submission, Any]) -> dict[Submission, str]:
+def failures(
+    law: Law, run: Any, step: assignments.Step, judged: dict[Submission, Any]
+) -> dict[Submission, str]:
     """The submissions that fail a law, with the message of the first input that they fail on."""
     failed: dict[Submission, str] = {}
 
@@ -218,14 +248,18 @@ def failures(law: Law, run: Any, step: assignments.Step, judged: dict[Submission
 @cache
 def digest(assignment: str) -> str:
     """A digest of everything that the points depend on."""
-    content = b"".join(path.read_bytes() for path in (forms_of(assignment), STYLES / "wrong.toml", Path(checks.__file__)))
+    content = b"".join(
+        path.read_bytes() for path in (forms_of(assignment), STYLES / "wrong.toml", Path(checks.__file__))
+    )
     content += repr(assignments.load(assignment).steps).encode()
     return hashlib.sha256(content + str(suite_version()).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """Every submission of some assignments at every seed; the oracle's numbers are computed once for all of a seed."""
+    """Every submission of some assignments at every seed; the oracle's numbers are computed once for all
+    of a seed.
+    """
 
     assignments: tuple[str, ...]
     seeds: int
@@ -258,14 +292,24 @@ class Plan(store.Plan):
 
 def current(lines: list[Line]) -> list[Line]:
     """The lines of the files and the laws as they are now."""
-    return [line for line in lines if line["assignment"] in names() and line["digest"] == digest(line["assignment"])]
+    return [
+        line
+        for line in lines
+        if line["assignment"] in names() and line["digest"] == digest(line["assignment"])
+    ]
 
 
 def page(lines: list[Line]) -> str:
-    """The Markdown page: right submissions that lost points, and how the points of each wrong one differ between seeds."""
+    """The Markdown page: right submissions that lost points, and how the points of each wrong one differ
+    between seeds.
+    """
     gradings = []
     for name, examples in sorted({(line["assignment"], line["examples"]) for line in lines}):
-        own = [line for line in lines if (line["assignment"], line["examples"], line["wrong"]) == (name, examples, False)]
+        own = [
+            line
+            for line in lines
+            if (line["assignment"], line["examples"], line["wrong"]) == (name, examples, False)
+        ]
         few, seeds = sum(line["points"] < 100 for line in own), len({line["seed"] for line in own})
         gradings.append((name, len({line["submission"] for line in own}), examples, seeds, len(own), few))
     by_mistake: dict[tuple[str, str], list[Line]] = defaultdict(list)
@@ -299,7 +343,9 @@ step is decided by luck if it fails at some seeds and passes at others; steps th
 
 
 def by_luck(lines: list[Line]) -> list[str]:
-    """The steps that fail at some seeds and not at others, without those that were not judged because an earlier one failed."""
+    """The steps that fail at some seeds and not at others, without those that were not judged because an
+    earlier one failed.
+    """
     needs = {step.name: step.needs for step in assignments.load(lines[0]["assignment"]).steps}
 
     def judged(line: Line) -> set[str]:
@@ -311,7 +357,9 @@ def by_luck(lines: list[Line]) -> list[str]:
                 passed |= {name} - set(line["failed"])
         return seen
 
-    return [name for name in needs if len({name in line["failed"] for line in lines if name in judged(line)}) == 2]
+    return [
+        name for name in needs if len({name in line["failed"] for line in lines if name in judged(line)}) == 2
+    ]
 
 
 def main(
@@ -327,7 +375,10 @@ def main(
         lines = current(store.run(plan, STORE.parent, jobs=jobs, advance=advance, name=STORE.name))
     for line in lines:
         if not line["wrong"] and line["points"] < 100:
-            print(f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: {line['message']}")
+            print(
+                f"{line['assignment']}, seed {line['seed']}: {line['points']} for {line['submission']}: "
+                f"{line['message']}"
+            )
     store.put(PAGE, page([line for line in lines if line["seed"] < seeds]))
 
 

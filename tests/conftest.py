@@ -1,4 +1,6 @@
-"""A tiny random Llama and a tokenizer of bytes, so that the tests of the cache and the commands need no network and no time."""
+"""A tiny random Llama and a tokenizer of bytes, so that the tests of the cache and the commands need no
+network and no time.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-# Imported where they are used: the process that shares the tests out reads this file too, and needs none of them.
+# Imported where they are used: the process that shares the tests out reads this file too, and needs none of
+# them.
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
     from xmlschema import XMLSchema
 
-# Triton chooses its interpreter when it is imported, so the tests of the kernels have a run of their own: see the Makefile.
+# Triton chooses its interpreter when it is imported, so the tests of the kernels have a run of their own: see
+# the Makefile.
 collect_ignore = ["a_new_method"] + (
-    [] if os.environ.get("TRITON_INTERPRET") == "1" else ["kernels/test_kernels.py", "kernels/test_received_attention.py"]
+    []
+    if os.environ.get("TRITON_INTERPRET") == "1"
+    else ["kernels/test_kernels.py", "kernels/test_received_attention.py"]
 )
 
 
@@ -36,7 +42,9 @@ CHAT = (
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
-    """Two layers, four query heads over two KV heads of eight channels, random weights that are always the same."""
+    """Two layers, four query heads over two KV heads of eight channels, random weights that are always the
+    same.
+    """
     import torch
     from tools.families import SMALL
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -57,7 +65,9 @@ def model(shared_model: LlamaForCausalLM) -> Iterator[LlamaForCausalLM]:
     before = shared_model.config._attn_implementation
     yield shared_model
     assert shared_model.config._attn_implementation == before
-    assert not [module for module in shared_model.modules() if module._forward_pre_hooks or module._forward_hooks]
+    assert not [
+        module for module in shared_model.modules() if module._forward_pre_hooks or module._forward_hooks
+    ]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
@@ -69,7 +79,9 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(symbols)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
     fast.chat_template = CHAT
     return fast
 

@@ -1,8 +1,9 @@
-"""A 13th method in an afternoon: copies the tree, adds the files of `tests/a_new_method/`, and tries the method in the copy.
+"""A 13th method in an afternoon: copies the tree, adds the files of `tests/a_new_method/`, and tries the
+method in the copy.
 
-`python tests/new_method.py` is the recipe of docs/reference/add_a_method.md, followed literally: it fails where an existing file
-would have to change, or a command to be run that the page does not name. It prints what was added. Laws and tests that name
-another method ask nothing of this one, and are left out.
+`python tests/new_method.py` is the recipe of docs/reference/add_a_method.md, followed literally: it fails
+where an existing file would have to change, or a command to be run that the page does not name. It prints
+what was added. Laws and tests that name another method ask nothing of this one, and are left out.
 """
 
 import shutil
@@ -22,12 +23,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "evictionary"
         for name in filter(None, listed.split("\0")):
-            if (ROOT / name).is_file() or (ROOT / name).is_symlink():  # a link to a folder is copied as a link
+            # a link to a folder is copied as a link
+            if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
         run("git", "init", "--quiet", cwd=copy)
         run("git", "add", "--all", cwd=copy)
-        run("git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "--quiet", "--message", "as it is", cwd=copy)
+        run(
+            "git",
+            "-c",
+            "user.name=a",
+            "-c",
+            "user.email=a@b",
+            "commit",
+            "--quiet",
+            "--message",
+            "as it is",
+            cwd=copy,
+        )
         for source in sorted(FILES.rglob("*.*")):
             target = copy / source.relative_to(FILES)
             assert not target.exists(), f"{target}: a new method adds files and changes none"

@@ -10,11 +10,19 @@ BUDGETS = tomllib.loads((ROOT / "tests" / "budgets.toml").read_text(encoding="ut
 
 
 def statements(room: str) -> int:
-    """The statements of the Python files of a room, its folders included; links lead to files that are counted elsewhere."""
+    """The statements of the Python files of a room, its folders included; links lead to files that are
+    counted elsewhere.
+    """
     pattern = "*.py" if room == "all" else f"{room}/*.py"
-    listed = subprocess.run(["git", "ls-files", "-z", pattern], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", pattern], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     files = [ROOT / name for name in listed.split("\0") if name.endswith(".py") and (ROOT / name).is_file()]
-    return sum(isinstance(node, ast.stmt) for file in files for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+    return sum(
+        isinstance(node, ast.stmt)
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    )
 
 
 def test_no_room_has_more_statements_than_its_budget() -> None:

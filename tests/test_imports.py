@@ -17,7 +17,8 @@ from evictionary import optimized, reference
 def test_reference_imports_numpy_and_itself_alone() -> None:
     program = (
         "import importlib, pkgutil, sys\npackage = importlib.import_module(sys.argv[1])\n"
-        "for module in pkgutil.walk_packages({}, package.__name__ + '.'):\n    importlib.import_module(module.name)\n"
+        "for module in pkgutil.walk_packages({}, package.__name__ + '.'):\n    "
+        "importlib.import_module(module.name)\n"
         "print('\\n'.join({{name.split('.')[0] for name in sys.modules}}))"
     )
     ours, numpys = (
@@ -35,7 +36,11 @@ def test_no_module_exists_twice(room: str) -> None:
 def test_no_file_imports_a_file_of_laws() -> None:
     listed = run("git", "ls-files", "spec_tests/*.py", "evictionary/*.py").stdout.split()
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in listed if path.endswith(".py")}
-    assert [path for path, text in texts.items() if re.search(r"^\s*(from|import) .*\btest_\w+( import|$)", text, re.M)] == []
+    assert [
+        path
+        for path, text in texts.items()
+        if re.search(r"^\s*(from|import) .*\btest_\w+( import|$)", text, re.M)
+    ] == []
 
 
 def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
@@ -45,12 +50,19 @@ def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
 
 
 def test_a_light_import_stays_light() -> None:
-    python("-c", "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in sys.modules")
+    python(
+        "-c",
+        "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in "
+        "sys.modules",
+    )
     assert evictionary.__version__
 
 
 def test_the_pinned_versions_install_on_the_oldest_python() -> None:
-    oldest = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=") + ".0"
+    oldest = (
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["requires-python"].removeprefix(">=")
+        + ".0"
+    )
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
     wanted = {name: metadata(name).get("Requires-Python", "") for name in pinned}
     assert pinned and not {name: range for name, range in wanted.items() if oldest not in SpecifierSet(range)}

@@ -1,7 +1,8 @@
 """The wheel tried as a user would: built, installed into environments of its own, and used in two folders.
 
-One folder holds the user's own file alone, the other is a project that has its own `reference/`, `benchmarks/` and `tests/`, which
-must stay out of the way and be left alone. `python tests/wheel.py`; it needs a package index.
+One folder holds the user's own file alone, the other is a project that has its own `reference/`,
+`benchmarks/` and `tests/`, which must stay out of the way and be left alone. `python tests/wheel.py`; it
+needs a package index.
 """
 
 import shutil
@@ -34,13 +35,23 @@ def environment(folder: Path, wheel: Path, extra: str) -> Path:
     """A fresh environment with the wheel and an extra of it; returns its folder of programs."""
     venv.create(folder, with_pip=True)
     wanted = f"evictionary{extra} @ {wheel.as_uri()}"
-    run(folder / "bin" / "pip", "install", "--quiet", "--constraint", ROOT / "constraints.txt", wanted, cwd=folder)
+    run(
+        folder / "bin" / "pip",
+        "install",
+        "--quiet",
+        "--constraint",
+        ROOT / "constraints.txt",
+        wanted,
+        cwd=folder,
+    )
     return folder / "bin"
 
 
 def folders(parent: Path) -> list[Path]:
     package = "raise RuntimeError('this is the package of the project')\n"
-    project = {f"{name}/__init__.py": package for name in ("reference", "optimized", "benchmarks", "tests")} | {
+    project = {
+        f"{name}/__init__.py": package for name in ("reference", "optimized", "benchmarks", "tests")
+    } | {
         "pytest.ini": "[pytest]\naddopts = --an-option-of-the-project\n",
         "conftest.py": "raise RuntimeError('this is the conftest of the project')\n",
     }
@@ -56,7 +67,9 @@ def try_the_base(programs: Path, folder: Path) -> None:
     )
     assert "keydiff" in printed(evictionary, "methods", cwd=folder)
     assert "hold" in printed(evictionary, "judge", "mine", "--profile", "quick", cwd=folder)
-    judged = json_in(printed(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder))
+    judged = json_in(
+        printed(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder)
+    )
     assert judged["implementations"][0]["requirements"]["KD-8"]["kinds"]["mathematics"] == "pass"
     client = f"{programs / 'python'} {ROOT / 'conformance' / 'clients' / 'keydiff.py'}"
     assert "hold" in printed(evictionary, "judge", "--exec", client, "--profile", "quick", cwd=folder)
@@ -64,11 +77,24 @@ def try_the_base(programs: Path, folder: Path) -> None:
     run(evictionary, "vectors", "--check", "vectors", cwd=folder)
     run(evictionary, "start", "keydiff", cwd=folder)
     run(evictionary, "check", "keydiff", cwd=folder, code=1)
-    (folder / "work" / "keydiff.py").write_text((ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text())
+    (folder / "work" / "keydiff.py").write_text(
+        (ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text()
+    )
     assert "100 of 100" in printed(evictionary, "check", "keydiff", cwd=folder)
     run(evictionary, "submit", "keydiff", cwd=folder)
     (folder / "secret").write_text("a secret")
-    run(evictionary, "grade", "work", "--assignment", "keydiff", "--seed-file", "secret", "--jobs", "1", cwd=folder)
+    run(
+        evictionary,
+        "grade",
+        "work",
+        "--assignment",
+        "keydiff",
+        "--seed-file",
+        "secret",
+        "--jobs",
+        "1",
+        cwd=folder,
+    )
     assert "pip install 'path/to/the/clone[model]'" in printed(evictionary, "demo", cwd=folder, code=1)
 
 
@@ -76,9 +102,23 @@ def try_the_model(programs: Path, folder: Path, model: Path) -> None:
     """What runs a transformer, on a tiny one."""
     run(programs / "python", "-c", "from evictionary import EvictingCache", cwd=folder)
     (folder / "text.txt").write_text("A text about nothing at all. " * 20)
-    evictionary, given = programs / "evictionary", ("--model", model, "--prompt-file", "text.txt", "--question", "What?")
+    evictionary, given = (
+        programs / "evictionary",
+        ("--model", model, "--prompt-file", "text.txt", "--question", "What?"),
+    )
     assert "tokens kept" in printed(evictionary, "run", *given, "--max-new-tokens", "4", cwd=folder)
-    asked = ("--model", model, "--methods", "keydiff,mine/keydiff.py", "--ratios", "0.5", "--depths", "0.5", "--tokens", "600")
+    asked = (
+        "--model",
+        model,
+        "--methods",
+        "keydiff,mine/keydiff.py",
+        "--ratios",
+        "0.5",
+        "--depths",
+        "0.5",
+        "--tokens",
+        "600",
+    )
     run(evictionary, "demo", *asked, cwd=folder)
     assert (folder / "report.html").is_file()
 
@@ -86,7 +126,8 @@ def try_the_model(programs: Path, folder: Path, model: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         parent = Path(temporary)
-        shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)  # files that are gone from the tree would stay in the wheel
+        # files that are gone from the tree would stay in the wheel
+        shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
         run(sys.executable, "-m", "build", "--wheel", "--outdir", parent, ROOT, cwd=parent)
         (wheel,) = parent.glob("*.whl")
         print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")

@@ -1,7 +1,8 @@
-"""Runs the lessons and makes their pages for the site: the output and the pictures of each, and a notebook to download.
+"""Runs the lessons and makes their pages for the site: the output and the pictures of each, and a notebook
+to download.
 
-`mkdocs build` and tests/site/test_lessons.py get each lesson from `built`. A lesson is run again only after a change of its file or
-of the code that it may run or show.
+`mkdocs build` and tests/site/test_lessons.py get each lesson from `built`. A lesson is run again only after a
+change of its file or of the code that it may run or show.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from filelock import FileLock
 
 ROOT = Path(__file__).parent.parent
 BUILT = ROOT / "build" / "lessons"
-LIMIT_IN_SECONDS = 600  # for one cell, which hangs then; a lesson takes less than a minute on two cores that do nothing else
+# for one cell, which hangs then; a lesson takes less than a minute on two cores that do nothing else
+LIMIT_IN_SECONDS = 600
 SOURCES = ("reference", "optimized", "spec_tests", "evictionary")  # the code that a lesson may run or show
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
@@ -56,9 +58,11 @@ def is_built(lesson: Path) -> bool:
 
 
 def built(lesson: Path) -> Path:
-    """The folder with a lesson's page, notebook and pictures, made now if there is none for this lesson and this code.
+    """The folder with a lesson's page, notebook and pictures, made now if there is none for this lesson
+    and this code.
 
-    Raises LessonError if the lesson cannot be run, a cell takes longer than LIMIT_IN_SECONDS, or an exercise is not right.
+    Raises LessonError if the lesson cannot be run, a cell takes longer than LIMIT_IN_SECONDS, or an exercise
+    is not right.
     """
     folder = BUILT / lesson.stem
     BUILT.mkdir(parents=True, exist_ok=True)
@@ -82,7 +86,9 @@ def _made_from(lesson: Path) -> str:
 
 
 def _build(lesson: Path, folder: Path) -> None:
-    """Run a lesson in a kernel of its own and write its page, its pictures and its notebook into the folder."""
+    """Run a lesson in a kernel of its own and write its page, its pictures and its notebook into the
+    folder.
+    """
     import jupytext
     import nbformat
     from jinja2 import FileSystemLoader
@@ -94,19 +100,26 @@ def _build(lesson: Path, folder: Path) -> None:
     notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
     notebook.metadata.pop("jupytext", None)
     for number, cell in enumerate(notebook.cells):
-        cell["id"] = f"{name}-{number}"  # a fixed id instead of a random one: the same lesson gives the same file
+        # a fixed id instead of a random one: the same lesson gives the same file
+        cell["id"] = f"{name}-{number}"
     (folder / f"{name}.ipynb").write_text(nbformat.writes(notebook) + "\n", encoding="utf-8")
     notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
     _run(notebook, lesson)
     notebook.cells.pop()
     for cell in notebook.cells:  # progress bars and warnings of libraries
         cell["outputs"] = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
-    exporter: Any = MarkdownExporter(extra_loaders=[FileSystemLoader(Path(__file__).parent)], template_file="lesson.md.j2")
+    exporter: Any = MarkdownExporter(
+        extra_loaders=[FileSystemLoader(Path(__file__).parent)], template_file="lesson.md.j2"
+    )
     exporter.register_preprocessor(CoalesceStreamsPreprocessor, enabled=True)
-    body, resources = exporter.from_notebook_node(notebook, {"output_files_dir": name, "unique_key": "picture"})
+    body, resources = exporter.from_notebook_node(
+        notebook, {"output_files_dir": name, "unique_key": "picture"}
+    )
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
     download = f"[Download it as a notebook]({name}.ipynb), or read on: the output stands below the code."
-    rest = re.sub(r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE)
+    rest = re.sub(
+        r"^\*\*Predict\*\*(?:.+\n)+", r"\g<0>{ .predict }\n", body.partition("\n")[2], flags=re.MULTILINE
+    )
     (folder / f"{name}.md").write_text(f"# {heading(lesson)}\n\n{download}\n{rest}\n", encoding="utf-8")
     for path, content in resources["outputs"].items():
         (folder / path).parent.mkdir(exist_ok=True)
@@ -129,15 +142,20 @@ def _run(notebook: Any, lesson: Path) -> None:
         embedded.install()
         client.execute(env=environment)
     except CellExecutionError as error:
-        raise LessonError(f"{lesson.name} cannot be run: {error.ename}: {' '.join(error.evalue.split())}") from error
-    except (InstallError, RuntimeError, TimeoutError) as error:  # no model; a kernel that does not start, dies or hangs
+        raise LessonError(
+            f"{lesson.name} cannot be run: {error.ename}: {' '.join(error.evalue.split())}"
+        ) from error
+    # no model; a kernel that does not start, dies or hangs
+    except (InstallError, RuntimeError, TimeoutError) as error:
         raise LessonError(f"{lesson.name} cannot be run: {' '.join(str(error).split())}") from error
 
 
 def judge_exercises(names: dict[str, Any]) -> None:
-    """Called in the kernel of a lesson, at its end, with all its names: run the check of every exercise, untouched and solved.
+    """Called in the kernel of a lesson, at its end, with all its names: run the check of every exercise,
+    untouched and solved.
 
-    Raises ValueError if there is no exercise or an untouched exercise passes, and what a check raises if a solution fails.
+    Raises ValueError if there is no exercise or an untouched exercise passes, and what a check raises if a
+    solution fails.
     """
     exercises = [name.removeprefix("check_") for name in names if name.startswith("check_")]
     if not exercises:

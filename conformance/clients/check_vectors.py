@@ -1,6 +1,8 @@
-"""Compare a function with the cases that `evictionary vectors` wrote: the standard library alone, nothing of ours.
+"""Compare a function with the cases that `evictionary vectors` wrote: the standard library alone, nothing
+of ours.
 
-python check_vectors.py FOLDER keydiff.score path/to/my_file.py [float32|float64]; arrays are nested lists, bad input a ValueError.
+python check_vectors.py FOLDER keydiff.score path/to/my_file.py [float32|float64]; arrays are nested lists,
+bad input a ValueError.
 """
 
 import importlib.util
@@ -14,7 +16,8 @@ def nested(value):
         return [nested(each) for each in value]
     if not isinstance(value, dict) or "data" not in value:
         return value
-    rows = [float(each) if isinstance(each, str) else each for each in value["data"]]  # "nan", "inf" and "-inf"
+    # "nan", "inf" and "-inf"
+    rows = [float(each) if isinstance(each, str) else each for each in value["data"]]
     for size in value["shape"][:0:-1]:
         rows = [rows[start : start + size] for start in range(0, len(rows), size)] if size else []
     return rows if value["shape"] else rows[0]
@@ -36,7 +39,9 @@ def fault(case, function, dtype):
         allowed = wanted.get("tolerance", {}).get(dtype, {"largest": 0, "mean": 0})
         pairs = zip(flat(nested(wanted)), flat(answer), strict=True)
         errors = [0 if one == other else abs(one - other) for one, other in pairs]
-        if not max(errors, default=0) <= allowed["largest"] or not sum(errors) <= allowed["mean"] * len(errors):
+        if not max(errors, default=0) <= allowed["largest"] or not sum(errors) <= allowed["mean"] * len(
+            errors
+        ):
             return f"off by {max(errors):.3g}, allowed are {allowed['largest']:.3g}"
     return ""
 

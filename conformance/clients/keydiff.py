@@ -1,6 +1,8 @@
-"""KeyDiff's score as a program of its own, for `evictionary judge --exec "python keydiff.py"`: the standard library alone.
+"""KeyDiff's score as a program of its own, for `evictionary judge --exec "python keydiff.py"`: the
+standard library alone.
 
-docs/any_language.md is the protocol. The array module reads and writes the numbers as this machine stores them: little-endian.
+docs/any_language.md is the protocol. The array module reads and writes the numbers as this machine stores
+them: little-endian.
 """
 
 import json
@@ -8,7 +10,12 @@ import math
 import sys
 from array import array
 
-HELLO = {"protocol": 1, "name": "plain_python", "functions": ["keydiff.score"], "domain": {"dtype": ["float64", "float32"]}}
+HELLO = {
+    "protocol": 1,
+    "name": "plain_python",
+    "functions": ["keydiff.score"],
+    "domain": {"dtype": ["float64", "float32"]},
+}
 CODES = {"float64": "d", "float32": "f"}
 
 
@@ -33,7 +40,9 @@ def answer(request):
     keys = request["arguments"]["keys"]
     *heads, length, channels = shape = keys["shape"] if len(keys["shape"]) >= 2 else [0, 0]
     if 0 in shape or keys["dtype"] not in CODES:
-        return {"error": f"keys: got shape {keys['shape']} and dtype {keys['dtype']}, wanted numbers [..., T, D]"}
+        return {
+            "error": f"keys: got shape {keys['shape']} and dtype {keys['dtype']}, wanted numbers [..., T, D]"
+        }
     numbers = array(CODES[keys["dtype"]])
     with open(keys["file"], "rb") as file:
         numbers.frombytes(file.read())

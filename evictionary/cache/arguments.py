@@ -29,29 +29,38 @@ def checked(
     tokens_to_keep(1, compression_ratio, budget)
     require(not options or found is not None, "options: got options without a method, wanted none")
     typed = found.typed_options(options) if found else {}
-    if found and typed and found.module.__name__.startswith("evictionary."):  # a user's function may do anything when it is called
+    # a user's function may do anything when it is called
+    if found and typed and found.module.__name__.startswith("evictionary."):
         _try_out(found, typed)
     return found, typed, _tokens_between(found, every, budget)
 
 
 def _try_out(method: Method, options: Mapping[str, Any]) -> None:
-    """Call a method of the dictionary with some numbers, so that it refuses an option before a prompt is read."""
+    """Call a method of the dictionary with some numbers, so that it refuses an option before a prompt is
+    read.
+    """
     shapes = {"query_covariance": (1, 1, 2, 2), "query_slack": (1, 1, 1), "gates": (1, 1), "w_o": (1, 2, 2)}
-    states = dict.fromkeys(("keys", "values", "queries", "replay_queries", "replay_keys"), torch.ones(1, 1, TRIED, 2))
+    states = dict.fromkeys(
+        ("keys", "values", "queries", "replay_queries", "replay_keys"), torch.ones(1, 1, TRIED, 2)
+    )
     moments = zero_moments(states["keys"], states["values"])
 
     def supply(name: str, *_: Any) -> dict[str, Any]:
         return {name: torch.ones(shapes.get(name, (1, 1, 8, 2) if name == "sampled_queries" else (1, 1, 2)))}
 
     try:
-        method.kept({**states, "moments": moments}, Request(budget=TRIED // 2, options=options, supply=supply))
+        method.kept(
+            {**states, "moments": moments}, Request(budget=TRIED // 2, options=options, supply=supply)
+        )
     except UsageError as error:
         if any(f"{name}: got" in str(error) for name in options):
             raise
 
 
 def _tokens_between(method: Method | None, every: int | None, budget: int | None) -> int:
-    """The tokens between two compressions, 0 for the prompt alone. Raises UsageError if the method cannot compress like that."""
+    """The tokens between two compressions, 0 for the prompt alone. Raises UsageError if the method cannot
+    compress like that.
+    """
     require(
         every is None or (not isinstance(every, bool) and isinstance(every, int) and every >= 0),
         f"every: got {every!r}, wanted a whole number of tokens, or 0 to compress the prompt alone",
@@ -65,6 +74,7 @@ def _tokens_between(method: Method | None, every: int | None, budget: int | None
     )
     require(
         not every or "prompt_only" not in traits,
-        f"every: got {every}, wanted 0: {name} reads the queries of all tokens, and these are gone when the cache compresses again",
+        f"every: got {every}, wanted 0: {name} reads the queries of all tokens, and these are gone when the "
+        "cache compresses again",
     )
     return every

@@ -1,4 +1,6 @@
-"""Calibrated inputs of methods: computed from the queries of a text, saved, and refused for another model than their own."""
+"""Calibrated inputs of methods: computed from the queries of a text, saved, and refused for another model
+than their own.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,20 +28,24 @@ def of_states(
     keys: torch.Tensor,
     key_positions: torch.Tensor | None,
 ) -> State:
-    """The state of a layer from queries [B, H_q, N, D] and keys [B, H_kv, T, D], after RoPE, at positions [N] and [T].
+    """The state of a layer from queries [B, H_q, N, D] and keys [B, H_kv, T, D], after RoPE, at positions
+    [N] and [T].
 
     key_positions are None where tokens have been evicted. Raises UsageError for a partial RoPE.
     """
     cos, sin = rotation(model, layer_index, positions)
     require(
         cos.shape[-1] == queries.shape[-1],
-        f"model: RoPE turns {cos.shape[-1]} of {queries.shape[-1]} channels, wanted a model where it turns all",
+        f"model: RoPE turns {cos.shape[-1]} of {queries.shape[-1]} channels, wanted a model where it turns "
+        "all",
     )
     given = policies.Calibration(queries, unrotated(queries, cos, sin), cos, sin, keys, key_positions)
     return _joined(model, layer_index, "calibrated", given)
 
 
-def at_position(model: PreTrainedModel, layer_index: int, state: Mapping[str, torch.Tensor], position: int) -> State:
+def at_position(
+    model: PreTrainedModel, layer_index: int, state: Mapping[str, torch.Tensor], position: int
+) -> State:
     """The inputs of the methods at the position of the next token."""
     return {**state, **_joined(model, layer_index, "at", state, position)}
 
@@ -54,13 +60,21 @@ def _joined(model: PreTrainedModel, layer_index: int, name: str, *given: object)
 
 def write(model: PreTrainedModel, layers: Mapping[int, Mapping[str, torch.Tensor]], path: str | Path) -> None:
     """Save the state of each layer. Raises UsageError for a path that cannot be written."""
-    tensors = {f"{layer}.{name}": each.cpu().contiguous() for layer, state in layers.items() for name, each in state.items()}
+    tensors = {
+        f"{layer}.{name}": each.cpu().contiguous()
+        for layer, state in layers.items()
+        for name, each in state.items()
+    }
     file.write_tensors("output", path, {"schema": SCHEMA, "model": file.fingerprint(model)}, tensors)
 
 
 def read(model: PreTrainedModel, path: str | Path) -> dict[int, State]:
-    """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for another model's."""
-    settings, tensors = file.read_tensors("option calibration", path, str(model.device), SCHEMA, "of `evictionary calibrate`")
+    """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for
+    another model's.
+    """
+    settings, tensors = file.read_tensors(
+        "option calibration", path, str(model.device), SCHEMA, "of `evictionary calibrate`"
+    )
     require(
         settings["model"] == file.fingerprint(model),
         f"option calibration: got {path} of another model, wanted that of {type(model).__name__} at hand",

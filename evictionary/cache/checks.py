@@ -1,4 +1,6 @@
-"""What a cache refuses or warns of: forwards that are not its own, models that it cannot watch, states that are not finite."""
+"""What a cache refuses or warns of: forwards that are not its own, models that it cannot watch, states
+that are not finite.
+"""
 
 import warnings
 from collections.abc import Iterable
@@ -11,28 +13,36 @@ from evictionary.optimized.checks import is_finite
 
 
 def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
-    """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the model was made for."""
+    """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the
+    model was made for.
+    """
     read = sorted({layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")})
     require(
         len(read) <= 1,
-        f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a forward was "
+        f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a "
+        "forward was "
         "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again",
         RuntimeError,
     )
     if longest is not None and read[0] <= longest < read[0] + new:
         warnings.warn(
-            f"the text is now longer than the model's context of {longest} tokens: evicted tokens count, for the later "
+            f"the text is now longer than the model's context of {longest} tokens: evicted tokens count, for "
+            "the later "
             "ones keep their positions",
             stacklevel=3,
         )
 
 
 def require_announced(is_announced: bool) -> None:
-    """Raise RuntimeError where a cache that watches its model reads tokens that the model has not announced."""
+    """Raise RuntimeError where a cache that watches its model reads tokens that the model has not
+    announced.
+    """
     require(
         is_announced,
-        "cache: got tokens of another model, wanted those of the model object that it was made with: a model that was "
-        "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to it",
+        "cache: got tokens of another model, wanted those of the model object that it was made with: a model "
+        "that was "
+        "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to "
+        "it",
         RuntimeError,
     )
 
@@ -41,17 +51,21 @@ def require_seen(layer_index: int, is_handed: bool) -> None:
     """Raise RuntimeError where the attention of a layer has not called back after its last tokens."""
     require(
         not is_handed,
-        f"layer {layer_index}: tokens were read but their queries were never seen, so the cache could not compress them: the "
+        f"layer {layer_index}: tokens were read but their queries were never seen, so the cache could not "
+        "compress them: the "
         "forward before was interrupted; wanted a copy from before it, or cache.reset() and the prompt again",
         RuntimeError,
     )
 
 
 def require_remembered(is_forgetful: bool, new: int, seen: int) -> None:
-    """Raise UsageError for several tokens at once after others, in a model whose recurrent layers then begin anew."""
+    """Raise UsageError for several tokens at once after others, in a model whose recurrent layers then
+    begin anew.
+    """
     require(
         not is_forgetful or new == 1 or seen == 0,
-        f"prompt: got {new} tokens after the {seen} that were read, wanted one: with several the recurrent layers of this model "
+        f"prompt: got {new} tokens after the {seen} that were read, wanted one: with several the recurrent "
+        "layers of this model "
         "forget the text, in transformers itself; read the prompt in one forward",
     )
 
@@ -65,13 +79,18 @@ def require_tokens(length: int, seen: int) -> None:
     )
 
 
-def require_padding(padding: torch.Tensor | None, before: torch.Tensor | None, length: int, seen: int) -> None:
-    """Raise UsageError for a row without a token in the first block, and for padding after it that differs from `before`."""
+def require_padding(
+    padding: torch.Tensor | None, before: torch.Tensor | None, length: int, seen: int
+) -> None:
+    """Raise UsageError for a row without a token in the first block, and for padding after it that differs
+    from `before`.
+    """
     if padding is None:
         return
     require(
         seen != 0 or int(padding.max()) < length,
-        f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: the first "
+        f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: "
+        "the first "
         "block must hold a token of each row of the batch",
     )
     require(
@@ -84,7 +103,8 @@ def require_watchable(model: Any, handed: Any) -> None:
     """Raise UsageError for a model whose attention got other keys than the cache returned."""
     require(
         not handed,
-        f"model: got {type(model).__name__}, which gives its attention other keys than the cache returned, so no method "
+        f"model: got {type(model).__name__}, which gives its attention other keys than the cache returned, "
+        "so no method "
         "can see its queries; wanted another model",
     )
 
@@ -93,27 +113,36 @@ def require_readable_twice(length: int, longest: int | None, padding: torch.Tens
     """Raise UsageError for a prompt that a model cannot read twice."""
     require(
         longest is None or 2 * length <= longest,
-        f"prompt: got {length} tokens, wanted at most half of the model's context of {longest}: the prompt is read twice",
+        f"prompt: got {length} tokens, wanted at most half of the model's context of {longest}: the prompt "
+        "is read twice",
     )
-    require(padding is None, "attention_mask: got padding, wanted prompts of one length: the prompt is read twice")
+    require(
+        padding is None, "attention_mask: got padding, wanted prompts of one length: the prompt is read twice"
+    )
 
 
 def require_whole(full: Any, layer_index: int, recorded: dict[str, torch.Tensor]) -> None:
-    """Raise UsageError unless a prefilled layer holds all tokens of a prompt, and states of all of them were recorded."""
+    """Raise UsageError unless a prefilled layer holds all tokens of a prompt, and states of all of them
+    were recorded.
+    """
     stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
     require(
-        stored and stored == seen, f"prefilled: got {stored} of {seen} tokens in layer {layer_index}, wanted all tokens of a prompt"
+        stored and stored == seen,
+        f"prefilled: got {stored} of {seen} tokens in layer {layer_index}, wanted all tokens of a prompt",
     )
     for name, states in recorded.items():
         require(
             states.shape[-2] == seen,
-            f"prefilled: got {name} of {states.shape[-2]} of {seen} tokens in layer {layer_index}, wanted a prompt that "
+            f"prefilled: got {name} of {states.shape[-2]} of {seen} tokens in layer {layer_index}, wanted a "
+            "prompt that "
             "was read in one forward",
         )
 
 
 def require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-    """Raise MethodError for NaN or infinite numbers on a CPU. A GPU would have to be waited for; there the scores show NaN."""
+    """Raise MethodError for NaN or infinite numbers on a CPU. A GPU would have to be waited for; there the
+    scores show NaN.
+    """
     for name, states in (("keys", keys), ("values", values)):
         require(
             states.device.type != "cpu" or is_finite(states),
@@ -123,5 +152,7 @@ def require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that a GPU has too little memory, or comes from a method that met such an error."""
+    """Whether an error says that a GPU has too little memory, or comes from a method that met such an
+    error.
+    """
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)

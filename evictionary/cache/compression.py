@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping[str, Any]) -> None:
     """Compress a layer of a cache that has a method, or raise and change nothing.
 
-    1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the states of the layer.
-    4. Let the method choose, or a policy that does more in the same pass. 5. Let the policies sum up what goes. 6. Evict.
+    1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the
+    states of the layer. 4. Let the method choose, or a policy that does more in the same pass. 5. Let the
+    policies sum up what goes. 6. Evict.
     """
     layer, method = cache.layers[layer_index], cache.method
     assert method is not None
@@ -77,7 +78,8 @@ def described(
     step.filled = None if layer.is_full else filled
     padding = torch.zeros(len(filled), dtype=torch.int32) if cache.padding is None else cache.padding
     states: dict[str, Any] = {"keys": step.keys, "values": step.values, **captured}
-    if layer.ragged is not None or layer.seen > filled.shape[2]:  # one of ragged heads may have kept every token
+    # one of ragged heads may have kept every token
+    if layer.ragged is not None or layer.seen > filled.shape[2]:
         states["positions"] = positions - padding.to(positions)[:, None, None]
     if (moments := moments_of(step.state)) is not None:
         states["moments"] = moments
@@ -109,14 +111,17 @@ def _skip(step: Compression) -> None:
 
 
 def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:
-    """Warn, once, of a prompt that is read in blocks without `every`: later tokens outnumber it and what was asked for."""
+    """Warn, once, of a prompt that is read in blocks without `every`: later tokens outnumber it and what
+    was asked for.
+    """
     since = layer.seen - layer.evicted_at
     if cache.is_warned or cache.every or cache.method is None or not 0 < layer.evicted_at <= since:
         return
     cache.is_warned = since > tokens_to_keep(layer.seen, cache.compression_ratio, cache.budget)
     if cache.is_warned:
         warnings.warn(
-            f"the cache compressed the first {layer.evicted_at} tokens, and {since} later ones stay: to compress a prompt in "
+            f"the cache compressed the first {layer.evicted_at} tokens, and {since} later ones stay: to "
+            "compress a prompt in "
             "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
             stacklevel=2,
         )
@@ -125,13 +130,22 @@ def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:
 def warn_of_what_is_wasted(cache: WatchedCache, layer_index: int, kept: torch.Tensor) -> None:
     """Warn, once, where a select keeps less than half of the tokens [B, H_kv, T] that it may."""
     method = cache.method
-    if method is None or cache.is_told or not method.is_select or method.traits & {"own_budget", "moving_window", "recursive"}:
+    if (
+        method is None
+        or cache.is_told
+        or not method.is_select
+        or method.traits & {"own_budget", "moving_window", "recursive"}
+    ):
         return
-    asked, in_a_head = sum(cache.amounts(layer_index, cache.layers[layer_index].seen)), int(kept.sum()) / kept.shape[1]
+    asked, in_a_head = (
+        sum(cache.amounts(layer_index, cache.layers[layer_index].seen)),
+        int(kept.sum()) / kept.shape[1],
+    )
     cache.is_told = 2 * in_a_head < asked
     if cache.is_told:
         warnings.warn(
             f"method {method.name}: keeps {in_a_head / len(kept):.4g} tokens in a head, where the budget is "
-            f'{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = {{"own_budget"}}',
+            f"{asked / len(kept):.4g}; a method that decides by itself how many stay says TRAITS = "
+            f'{{"own_budget"}}',
             stacklevel=2,
         )

@@ -1,4 +1,6 @@
-"""A transformers cache that physically removes what a method does not keep: after the prompt, in blocks, or while decoding."""
+"""A transformers cache that physically removes what a method does not keep: after the prompt, in blocks,
+or while decoding.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,14 @@ import torch
 from transformers import Cache, PreTrainedModel
 
 from evictionary.cache import checks, file
-from evictionary.cache.layers import KEPT_AS, EvictingLayer, forget_recurrent, is_recurrent, recurrent, restore_recurrent
+from evictionary.cache.layers import (
+    KEPT_AS,
+    EvictingLayer,
+    forget_recurrent,
+    is_recurrent,
+    recurrent,
+    restore_recurrent,
+)
 from evictionary.cache.watched_cache import CAPTURED, WatchedCache
 from evictionary.errors import UsageError, require
 from evictionary.models.load import unwrapped
@@ -22,28 +31,32 @@ __all__ = ["CAPTURED", "EvictingCache"]
 class EvictingCache(WatchedCache):
     """A cache for `model.generate(..., past_key_values=cache)` that compresses the tokens it has read.
 
-    The prompt is the first forward of the model with this cache. Its tokens attend to one another in full; then each layer keeps
-    the tokens that `method` chooses. Later tokens are appended, at their true positions. With `every`, a layer compresses again
-    after that many new tokens: a prompt that is read in blocks of `every` tokens never takes more than the budget and a block,
-    and a long answer does not grow the cache. Heads may keep different numbers of tokens; they are stored ragged, without
-    padding, and rows of a batch may be padded on the left. Layers with a sliding window, or with a state in the place of a cache,
+    The prompt is the first forward of the model with this cache. Its tokens attend to one another in full;
+    then each layer keeps the tokens that `method` chooses. Later tokens are appended, at their true
+    positions. With `every`, a layer compresses again after that many new tokens: a prompt that is read in
+    blocks of `every` tokens never takes more than the budget and a block, and a long answer does not grow the
+    cache. Heads may keep different numbers of tokens; they are stored ragged, without padding, and rows of a
+    batch may be padded on the left. Layers with a sliding window, or with a state in the place of a cache,
     are left alone.
 
     Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
-    `path/to/file.py[:function]`, a composition such as `name+ada_kv` or `name+moments`, or None to keep everything;
-    compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens to keep in each head, which
-    replaces the ratio; options, the method's own; every, 0 for the prompt alone, by default the method's own value;
-    seed, for methods that draw; record, states ("queries", "hidden_states") to keep for `from_prefilled`. Caches of one model may
-    be used in several threads, each cache in one.
-    Raises UsageError for an argument that cannot be used.
+    `path/to/file.py[:function]`, a composition such as `name+ada_kv` or `name+moments`, or None to keep
+    everything; compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens
+    to keep in each head, which replaces the ratio; options, the method's own; every, 0 for the prompt alone,
+    by default the method's own value; seed, for methods that draw; record, states ("queries",
+    "hidden_states") to keep for `from_prefilled`. Caches of one model may be used in several threads, each
+    cache in one. Raises UsageError for an argument that cannot be used.
     """
 
     @classmethod
-    def from_prefilled(cls, model: PreTrainedModel, prefilled: Cache, *arguments: Any, **named: Any) -> EvictingCache:
+    def from_prefilled(
+        cls, model: PreTrainedModel, prefilled: Cache, *arguments: Any, **named: Any
+    ) -> EvictingCache:
         """Compress a prompt that `prefilled`, a full cache, already holds; `prefilled` stays unchanged.
 
-        The other arguments are those of EvictingCache. A method that reads queries or hidden_states needs a `prefilled` that
-        is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError if tokens were removed from `prefilled`.
+        The other arguments are those of EvictingCache. A method that reads queries or hidden_states needs a
+        `prefilled` that is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError if tokens
+        were removed from `prefilled`.
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
@@ -52,7 +65,8 @@ class EvictingCache(WatchedCache):
         try:
             require(
                 len(prefilled.layers) == len(cache.layers),
-                f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's {len(cache.layers)}",
+                f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's "
+                f"{len(cache.layers)}",
             )
             for index, layer in enumerate(cache.layers):
                 full: Any = prefilled.layers[index]
@@ -77,18 +91,23 @@ class EvictingCache(WatchedCache):
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
 
-        Raises UsageError for a method that reads recent queries, or compresses each token once, in a cache without `every`.
+        Raises UsageError for a method that reads recent queries, or compresses each token once, in a cache
+        without `every`.
         """
         if self.method is None:
             return
         require(
-            self.every or (not self.method.captured and not (self.method.traits & {"recursive", "prompt_only"})),
-            f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which remembers what it needs",
+            self.every
+            or (not self.method.captured and not (self.method.traits & {"recursive", "prompt_only"})),
+            f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which "
+            "remembers what it needs",
         )
         for index, layer in self.evicting.items():
             if 0 < layer.evicted_at < layer.seen:
                 recent = {name: getattr(layer, kept_as) for name, kept_as in KEPT_AS.items()}
-                self._captured[index] = {name: states for name, states in recent.items() if states is not None}
+                self._captured[index] = {
+                    name: states for name, states in recent.items() if states is not None
+                }
                 self._compress(index)
                 self._captured.pop(index)
         if not self._finalizer.alive:
@@ -99,29 +118,35 @@ class EvictingCache(WatchedCache):
         """Refuse assisted generation, which calls this before its first token."""
         require(
             self.method is None,
-            "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it without drafts: a "
+            "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it "
+            "without drafts: a "
             "forward that reads a prompt together with drafts would compress both",
         )
         super().activate_past_recording()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError("an EvictingCache watches its model, so it cannot be pickled; wanted cache.save(path)")
+        raise TypeError(
+            "an EvictingCache watches its model, so it cannot be pickled; wanted cache.save(path)"
+        )
 
     def __enter__(self) -> EvictingCache:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, or raise and change nothing.
 
-        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has lost tokens or a layer
-        has a recurrent state.
+        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has
+        lost tokens or a layer has a recurrent state.
         """
         require(
             not any(map(is_recurrent, self.layers)),
-            "crop: got layers with a recurrent state, which no token can be taken out of; wanted copy.deepcopy(cache) from before",
+            "crop: got layers with a recurrent state, which no token can be taken out of; wanted "
+            "copy.deepcopy(cache) from before",
             RuntimeError,
         )
         evicting = self.evicting.values()
@@ -165,7 +190,9 @@ class EvictingCache(WatchedCache):
         self._wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        """Return a copy with tensors of its own, for another question; the copies share the method and the model."""
+        """Return a copy with tensors of its own, for another question; the copies share the method and the
+        model.
+        """
         require(self.get_seq_length() != 0, "deepcopy: the cache has not read its prompt yet", ValueError)
         twin = object.__new__(type(self))
         twin.__dict__ |= self.__dict__
@@ -184,7 +211,9 @@ class EvictingCache(WatchedCache):
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
-        """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a model that does not fit."""
+        """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a
+        model that does not fit.
+        """
         model = unwrapped(model)
         settings, tensors = file.read(path, str(model.device))
         cache = None
@@ -207,8 +236,12 @@ class EvictingCache(WatchedCache):
         Of a layer with a sliding window only its window counts, which may be a view of more.
         """
         states = [state for layer in self.evicting.values() for state in _states(layer)]
-        windows = [state for layer in self.layers if not isinstance(layer, EvictingLayer) for state in _states(layer)]
-        storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
+        windows = [
+            state for layer in self.layers if not isinstance(layer, EvictingLayer) for state in _states(layer)
+        ]
+        storages = {
+            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states
+        }
         return sum(storages.values()) + sum(state.nbytes for state in windows)
 
     @property
@@ -217,22 +250,32 @@ class EvictingCache(WatchedCache):
         states = [(layer, getattr(layer, name, None)) for layer in self.layers for name in ("keys", "values")]
         lengths = {layer: layer.seen for layer in self.layers if isinstance(layer, EvictingLayer)}
         return sum(
-            state.shape[:2].numel() * lengths.get(layer, state.shape[2]) * state.shape[3] * state.element_size()
+            state.shape[:2].numel()
+            * lengths.get(layer, state.shape[2])
+            * state.shape[3]
+            * state.element_size()
             for layer, state in states
             if state is not None
         )
 
     @property
     def nbytes_beside(self) -> int:
-        """The bytes beside keys and values: positions, lengths, moments, recent queries, and states in the place of a cache."""
+        """The bytes beside keys and values: positions, lengths, moments, recent queries, and states in the
+        place of a cache.
+        """
         layers = self.evicting.values()
         beside = [state for layer in self.layers for state in recurrent(layer).values()]
-        everything = sum(tensor.nbytes for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values())))
+        everything = sum(
+            tensor.nbytes
+            for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values()))
+        )
         return everything - sum(state.nbytes for layer in layers for state in _states(layer))
 
     @property
     def tokens_kept(self) -> float:
-        """The tokens stored in each head, on average over the batch, the heads and the layers that are compressed."""
+        """The tokens stored in each head, on average over the batch, the heads and the layers that are
+        compressed.
+        """
         layers = [layer for layer in self.evicting.values() if layer.keys is not None]
         if not layers:
             return 0

@@ -1,4 +1,6 @@
-"""Writes a folder that gives `model.generate(custom_generate=FOLDER, trust_remote_code=True)` a cache with eviction."""
+"""Writes a folder that gives `model.generate(custom_generate=FOLDER, trust_remote_code=True)` a cache with
+eviction.
+"""
 
 import re
 from collections.abc import Mapping
@@ -9,7 +11,9 @@ from evictionary.cache.arguments import checked
 from evictionary.errors import UsageError, require
 from evictionary.policies import DEFAULT
 
-FIRST_LINE = '"""Generation with KV-cache eviction, written by `evictionary export`; it needs the package evictionary.'
+FIRST_LINE = (
+    '"""Generation with KV-cache eviction, written by `evictionary export`; it needs the package evictionary.'
+)
 PROGRAM = '''
 
     model.generate(**inputs, custom_generate="the folder above this one", trust_remote_code=True)
@@ -42,8 +46,8 @@ def export(
 ) -> Path:
     """Write `folder / custom_generate / generate.py` for a method of the dictionary, and return its path.
 
-    The other arguments are those of EvictingCache. Raises UsageError for one that cannot be used, for a method in a file, which
-    would not go with the folder, and for a folder that holds another generate.py.
+    The other arguments are those of EvictingCache. Raises UsageError for one that cannot be used, for a
+    method in a file, which would not go with the folder, and for a folder that holds another generate.py.
     """
     require(
         not re.search(r"\.py\b", method),

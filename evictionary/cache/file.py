@@ -1,4 +1,6 @@
-"""Safetensors files with settings in their metadata, and a cache as such a file: its tensors and its arguments."""
+"""Safetensors files with settings in their metadata, and a cache as such a file: its tensors and its
+arguments.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 
 
 def write(cache: EvictingCache, path: str | Path) -> None:
-    """Write a cache that has read its prompt. Raises ValueError before that, and UsageError for a path that cannot be written."""
+    """Write a cache that has read its prompt. Raises ValueError before that, and UsageError for a path
+    that cannot be written.
+    """
     require(cache.get_seq_length() != 0, "save: the cache has not read its prompt yet", ValueError)
     tensors: dict[str, torch.Tensor] = {}
     layers = []
@@ -53,8 +57,12 @@ def write(cache: EvictingCache, path: str | Path) -> None:
     write_tensors("path", path, settings, tensors)
 
 
-def write_tensors(argument: str, path: str | Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write tensors and their settings. Raises UsageError, naming the argument, for a path that cannot be written."""
+def write_tensors(
+    argument: str, path: str | Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]
+) -> None:
+    """Write tensors and their settings. Raises UsageError, naming the argument, for a path that cannot be
+    written.
+    """
     try:
         told = json.dumps(settings)
         save_file(tensors, path, metadata={"evictionary": told, "checksum": _checksum(told, tensors)})
@@ -65,7 +73,9 @@ def write_tensors(argument: str, path: str | Path, settings: dict[str, Any], ten
 def read_tensors(
     argument: str, path: str | Path, device: str, schema: str, written_by: str
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The settings and the tensors of a file of `write_tensors` with this schema. Raises UsageError for any other."""
+    """The settings and the tensors of a file of `write_tensors` with this schema. Raises UsageError for
+    any other.
+    """
     try:
         with safe_open(path, framework="pt", device=device) as file:
             metadata = file.metadata() or {}
@@ -73,10 +83,14 @@ def read_tensors(
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except Exception as error:
         raise UsageError(f"{argument}: got {path}, wanted a file {written_by}: {error}") from error
-    require(settings.get("schema") == schema, f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}")
+    require(
+        settings.get("schema") == schema,
+        f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}",
+    )
     require(
         metadata.get("checksum") == _checksum(metadata["evictionary"], tensors),
-        f"{argument}: got {path} with other contents than its checksum says, wanted the file as it was written",
+        f"{argument}: got {path} with other contents than its checksum says, wanted the file as it was "
+        "written",
     )
     return settings, tensors
 
@@ -93,8 +107,9 @@ def _checksum(settings: str, tensors: dict[str, torch.Tensor]) -> str:
 def fingerprint(model: PreTrainedModel | None) -> str:
     """A digest of every weight: keys, values and queries mean nothing to another model of the same shape.
 
-    Of each weight it takes 64 numbers and the sum of all, as whole numbers: the bits that bfloat16 has. So it sees that one number
-    has changed, and a model of float32 and the same one in bfloat16 are one model. Raises UsageError for weights that are absent.
+    Of each weight it takes 64 numbers and the sum of all, as whole numbers: the bits that bfloat16 has. So it
+    sees that one number has changed, and a model of float32 and the same one in bfloat16 are one model.
+    Raises UsageError for weights that are absent.
     """
     assert model is not None
     digest, seen = hashlib.sha256(), set()
@@ -102,7 +117,9 @@ def fingerprint(model: PreTrainedModel | None) -> str:
         for name, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in seen:  # tied weights count once
                 seen.add(id(parameter))
-                bits = loaded(module, name).detach().to(torch.bfloat16).contiguous().flatten().view(torch.int16)
+                bits = (
+                    loaded(module, name).detach().to(torch.bfloat16).contiguous().flatten().view(torch.int16)
+                )
                 some = bits[:: max(1, bits.numel() // 64)].to(torch.int64)
                 digest.update(torch.cat([bits.sum(dtype=torch.int64)[None], some]).cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -114,19 +131,32 @@ def read(path: str | Path, device: str) -> tuple[dict[str, Any], dict[str, torch
 
 
 def restore(
-    cache: EvictingCache, model: PreTrainedModel, settings: dict[str, Any], tensors: dict[str, torch.Tensor], path: str | Path
+    cache: EvictingCache,
+    model: PreTrainedModel,
+    settings: dict[str, Any],
+    tensors: dict[str, torch.Tensor],
+    path: str | Path,
 ) -> None:
-    """Put the settings and tensors from `read` into an empty cache. Raises UsageError, and closes it, if the model does not fit."""
+    """Put the settings and tensors from `read` into an empty cache. Raises UsageError, and closes it, if
+    the model does not fit.
+    """
     if settings["model"] != fingerprint(model):
         cache.close()
-        raise UsageError(f"model: got {type(model).__name__} with other weights, wanted the model of the cache in {path}")
+        raise UsageError(
+            f"model: got {type(model).__name__} with other weights, wanted the model of the cache in {path}"
+        )
     config = model.config.get_text_config()
     heads = getattr(config, "num_key_value_heads", config.num_attention_heads)
     if len(settings["layers"]) != len(cache.layers) or tensors[f"{cache._first}.keys"].shape[1] != heads:
         cache.close()
-        raise UsageError(f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in {path}")
+        raise UsageError(
+            f"model: got {len(cache.layers)} layers of {heads} KV heads, wanted the model of the cache in "
+            f"{path}"
+        )
     for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
-        own = {name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")}
+        own = {
+            name.partition(".")[2]: tensor for name, tensor in tensors.items() if name.startswith(f"{index}.")
+        }
         restore_recurrent(layer, own, model.dtype)
         if isinstance(layer, EvictingLayer):
             layer.restore(own, numbers, model.dtype)

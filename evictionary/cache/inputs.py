@@ -1,4 +1,6 @@
-"""The inputs of a method that only the running model has: what the policies compute from its states, and its weights."""
+"""The inputs of a method that only the running model has: what the policies compute from its states, and
+its weights.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
         model, captured_as = cache.model, CAPTURED_FOR.get(name)
 
         def of_heads(each: torch.Tensor) -> torch.Tensor:
-            """The part of [B, heads, ..], of query heads or KV heads, that belongs to the KV heads at hand."""
+            """The part of [B, heads, ..], of query heads or KV heads, that belongs to the KV heads at
+            hand.
+            """
             return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
 
         if model is not None and name == "w_o":
@@ -47,12 +51,15 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
         if model is not None and name in CALIBRATED and cache.calibrated:
             own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
             inputs = calibration.at_position(model, layer_index, own, position)
-            return {entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in inputs.items()}
+            return {
+                entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in inputs.items()
+            }
         if model is None or captured_as is None or states.get(captured_as) is None:
             return {}
         require(
             not cache.counts_padding,
-            f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on them",
+            f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on "
+            "them",
         )
         if name in CALIBRATED:
             queries = states["queries"]
@@ -62,8 +69,11 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return calibration.at_position(model, layer_index, state, position)
         source = policies.Source(model, attention_module(model, layer_index), layer_index)
         inputs = policies.load(DECLARED[name][0]).supply(source, states, position)
-        # queries belong to the heads at hand already; hidden states have no heads, so what is computed from them has all
-        return inputs if captured_as == "queries" else {entry: of_heads(each) for entry, each in inputs.items()}
+        # queries belong to the heads at hand already; hidden states have no heads, so what is computed from
+        # them has all
+        return (
+            inputs if captured_as == "queries" else {entry: of_heads(each) for entry, each in inputs.items()}
+        )
 
     return found
 
@@ -77,13 +87,18 @@ def require_suitable(
         require_readable_queries(model, method.name, recording, IN_HALVES if in_halves else LAYOUTS)
     caps = {softmax_of(module).cap for module in attention_modules(model).values()} - {None}
     require(
-        not caps or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
-        f"model: got {type(model).__name__} with capped attention logits, wanted a method without a closed form of them instead of "
+        not caps
+        or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
+        f"model: got {type(model).__name__} with capped attention logits, wanted a method without a closed "
+        "form of them instead of "
         f"{method.name}",
     )
     require(
-        not every or is_calibrated or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
-        f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys of the "
+        not every
+        or is_calibrated
+        or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
+        f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys "
+        "of the "
         "prompt, and these are gone when the cache compresses again",
     )
 
@@ -91,24 +106,29 @@ def require_suitable(
 def require_readable_queries(
     model: PreTrainedModel, name: str, recording: type[WatchedCache], wanted: Iterable[str] = LAYOUTS
 ) -> None:
-    """Raise UsageError if this model's queries cannot be computed from hidden states, or rotate otherwise; a few tokens are tried.
+    """Raise UsageError if this model's queries cannot be computed from hidden states, or rotate otherwise;
+    a few tokens are tried.
 
-    A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it; no configuration
-    tells.
+    A model may pair RoPE's channels in another way, leave RoPE out of some layers, or apply a norm after it;
+    no configuration tells.
     """
     if model not in layouts:
         layouts[model] = {}
         layouts[model] = _layouts(model, recording)
     require(
         layouts[model] and set(layouts[model].values()) <= set(wanted),
-        f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by RoPE"
-        f"{' in two halves' if wanted is IN_HALVES else ''}; wanted a method that reads no future queries instead of {name}",
+        f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by "
+        "RoPE"
+        f"{' in two halves' if wanted is IN_HALVES else ''}; wanted a method that reads no future queries "
+        f"instead of {name}",
     )
 
 
 @torch.no_grad()
 def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int, str]:
-    """The layout of each layer, with which queries before RoPE are the projected hidden states; empty if one has none."""
+    """The layout of each layer, with which queries before RoPE are the projected hidden states; empty if
+    one has none.
+    """
     places, found = torch.arange(4, device=model.device), {}
     with recording(model, None, record=("queries", "hidden_states")) as cache:
         model.base_model(places[None] + 1, past_key_values=cache, use_cache=True)
@@ -120,7 +140,9 @@ def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int,
     return found
 
 
-def _fits(model: PreTrainedModel, index: int, states: Mapping[str, torch.Tensor], places: torch.Tensor, layout: str) -> bool:
+def _fits(
+    model: PreTrainedModel, index: int, states: Mapping[str, torch.Tensor], places: torch.Tensor, layout: str
+) -> bool:
     layouts[model][index] = layout
     try:
         module: Any = attention_module(model, index)
@@ -128,8 +150,11 @@ def _fits(model: PreTrainedModel, index: int, states: Mapping[str, torch.Tensor]
         if layout in IN_HALVES and of_neighbours(sin):
             return False
         queries = unrotated(states["queries"], cos, sin)
-        projected = project(model, module, states["hidden_states"]).float() * logit_factor(module, queries.shape[-1])
-    except (KeyError, UsageError, RuntimeError):  # another name for hidden states, other shapes, or no projection for queries alone
+        projected = project(model, module, states["hidden_states"]).float() * logit_factor(
+            module, queries.shape[-1]
+        )
+    # another name for hidden states, other shapes, or no projection for queries alone
+    except (KeyError, UsageError, RuntimeError):
         return False
     # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
     return bool((queries - projected).abs().max() <= 0.1 * projected.abs().max())

@@ -1,14 +1,20 @@
-"""The storage of one layer: the same number of tokens in every head, or ragged heads, each with its own number.
+"""The storage of one layer: the same number of tokens in every head, or ragged heads, each with its own
+number.
 
-While decoding on a GPU nothing here waits for it, and nothing copies the cache: a new token is written behind the stored ones, into
-room that grows by an eighth of the layer at a time, or into the slot of an evicted token (`EvictingLayer.slots`).
+While decoding on a GPU nothing here waits for it, and nothing copies the cache: a new token is written behind
+the stored ones, into room that grows by an eighth of the layer at a time, or into the slot of an evicted
+token (`EvictingLayer.slots`).
 """
 
 from typing import Any
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, LinearAttentionAndFullAttentionLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import (
+    DynamicLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionCacheLayerMixin,
+)
 
 from evictionary.errors import require
 from evictionary.models.load import EVICTED
@@ -17,7 +23,9 @@ from evictionary.optimized.states import Moments
 from evictionary.policies import State, moments_of
 
 GROWTH = 8
-"""Storage that is too small grows by this part of its tokens; so each token costs a copy of eight, however long the layer is."""
+"""Storage that is too small grows by this part of its tokens; so each token costs a copy of eight, however
+long the layer is.
+"""
 RECENT = 128
 """The last queries or hidden states that a layer remembers for a method that compresses while decoding."""
 KEPT_AS = {"queries": "recent", "hidden_states": "recent_hidden"}
@@ -30,20 +38,24 @@ OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "rec
 class EvictingLayer(DynamicLayer):
     """The keys and values of one layer, and the positions of the tokens that they belong to.
 
-    As long as all heads keep the same number of tokens, `keys` [B, H_kv, stored, D] and `values` hold all tokens. Once heads
-    differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys` and `values` hold the tokens since then.
-    `padding` [B] counts the tokens that each row is padded with on the left, or is None; `state` is what its policies keep;
-    `recent` [B, H_q, n, D] are the last queries and `recent_hidden` [B, n, hidden] the last hidden states, for a method that needs
-    them. `waiting` is the token that has been seen and is not stored yet: it will take the slot of an evicted token.
+    As long as all heads keep the same number of tokens, `keys` [B, H_kv, stored, D] and `values` hold all
+    tokens. Once heads differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys`
+    and `values` hold the tokens since then. `padding` [B] counts the tokens that each row is padded with on
+    the left, or is None; `state` is what its policies keep; `recent` [B, H_q, n, D] are the last queries and
+    `recent_hidden` [B, n, hidden] the last hidden states, for a method that needs them. `waiting` is the
+    token that has been seen and is not stored yet: it will take the slot of an evicted token.
     """
 
     def __init__(self) -> None:
-        self._keys: torch.Tensor | None = None  # [B, H_kv, room, D], of which the first `stored` places are in use
+        # [B, H_kv, room, D], of which the first `stored` places are in use
+        self._keys: torch.Tensor | None = None
         self._values: torch.Tensor | None = None
         self.stored = 0
-        self._kept_positions: torch.Tensor | None = None  # of the first places; those after them hold the last tokens seen
+        # of the first places; those after them hold the last tokens seen
+        self._kept_positions: torch.Tensor | None = None
         self._in_order = True  # whether the positions ascend
-        self.plans: dict[int, Any] = {}  # how the kernels of `attention.attend` cut `ragged` into chunks, by the size of a chunk
+        # how the kernels of `attention.attend` cut `ragged` into chunks, by the size of a chunk
+        self.plans: dict[int, Any] = {}
         super().__init__()
         self.seen = 0
         self.evicted_at = 0
@@ -76,7 +88,9 @@ class EvictingLayer(DynamicLayer):
         self._values = values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the batch, the heads, the channels, the dtype and the device of the states, without their tokens."""
+        """Take the batch, the heads, the channels, the dtype and the device of the states, without their
+        tokens.
+        """
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (states[:, :, :0].clone() for states in (key_states, value_states))
         self.is_initialized = True
@@ -84,7 +98,9 @@ class EvictingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns the keys and values as `slots`."""
+        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns the keys and values as
+        `slots`.
+        """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         self.append(key_states, value_states)
@@ -101,7 +117,8 @@ class EvictingLayer(DynamicLayer):
         self._keys, self._values, self.stored = keys, values, end
 
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys [B, H_kv, stored, D] and values, without the ragged part, where they lie: in any order of positions.
+        """Return keys [B, H_kv, stored, D] and values, without the ragged part, where they lie: in any
+        order of positions.
 
         Only the tokens since the last eviction are sure to be the last ones, in order.
         """
@@ -109,9 +126,13 @@ class EvictingLayer(DynamicLayer):
         return self._keys[:, :, : self.stored], self._values[:, :, : self.stored]
 
     def slots_to_replace(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return `slots` and their positions [B, H_kv, stored], int64, for a caller that writes other tokens into them."""
+        """Return `slots` and their positions [B, H_kv, stored], int64, for a caller that writes other
+        tokens into them.
+        """
         assert self._keys is not None and self._values is not None
-        self._keys, self._values = (_with_room(states, self.stored, self.stored) for states in (self._keys, self._values))
+        self._keys, self._values = (
+            _with_room(states, self.stored, self.stored) for states in (self._keys, self._values)
+        )
         if self._kept_positions is None or self._kept_positions.shape[-1] < self.stored:
             self._kept_positions = self._positions_of_slots().to(torch.int64).contiguous()
         self._kept_positions = _writable(self._kept_positions.to(torch.int64))
@@ -120,7 +141,9 @@ class EvictingLayer(DynamicLayer):
         return *self.slots(), self._kept_positions
 
     def take_back(self, count: int) -> torch.Tensor:
-        """Remove the last `count` tokens from a layer that has evicted none; returns their keys [B, H_kv, count, D]."""
+        """Remove the last `count` tokens from a layer that has evicted none; returns their keys [B, H_kv,
+        count, D].
+        """
         assert self.keys is not None and self.values is not None
         taken = self.keys[:, :, -count:].clone()
         self.keys, self.values = self.keys[:, :, :-count].clone(), self.values[:, :, :-count].clone()
@@ -128,9 +151,11 @@ class EvictingLayer(DynamicLayer):
         return taken
 
     def contents(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return keys [B, H_kv, N, D], values, positions [B, H_kv, N] and filled [B, H_kv, N], False where there is no token.
+        """Return keys [B, H_kv, N, D], values, positions [B, H_kv, N] and filled [B, H_kv, N], False where
+        there is no token.
 
-        Positions ascend along the filled places of each head. Ragged heads are padded to the longest one for this.
+        Positions ascend along the filled places of each head. Ragged heads are padded to the longest one for
+        this.
         """
         self._restore_order()
         keys, values = self.slots()
@@ -155,15 +180,18 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def is_full(self) -> bool:
-        """Whether every place of `contents()` holds a token, as far as the host knows without asking a GPU."""
+        """Whether every place of `contents()` holds a token, as far as the host knows without asking a
+        GPU.
+        """
         return self.ragged is None and self.padding is None
 
     def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
-        """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new storage.
+        """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new
+        storage.
 
-        compressed: what `compress` returns for them, if a kernel has copied the tokens already. The old tensors are released, not
-        written to: the attention of the prompt still holds and reads them. On a GPU this waits for the number of kept tokens.
-        Nothing is changed before everything is allocated.
+        compressed: what `compress` returns for them, if a kernel has copied the tokens already. The old
+        tensors are released, not written to: the attention of the prompt still holds and reads them. On a GPU
+        this waits for the number of kept tokens. Nothing is changed before everything is allocated.
         """
         keys, values, positions, _ = self.contents()
         if compressed is None:
@@ -171,7 +199,10 @@ class EvictingLayer(DynamicLayer):
         batch, heads = kept.shape[:2]
         if len(compressed.lengths.unique()) == 1:
             ragged, kept_positions = None, positions.gather(-1, compressed.positions.view(batch, heads, -1))
-            keys, values = (states.view(batch, heads, -1, states.shape[-1]) for states in (compressed.keys, compressed.values))
+            keys, values = (
+                states.view(batch, heads, -1, states.shape[-1])
+                for states in (compressed.keys, compressed.values)
+            )
         else:
             ragged, kept_positions = compressed._replace(positions=positions[kept]), None
             keys, values = keys[:, :, :0].clone(), values[:, :, :0].clone()
@@ -182,14 +213,17 @@ class EvictingLayer(DynamicLayer):
 
     def _positions_since(self, count: int) -> torch.Tensor:
         assert self._keys is not None
-        end = self.seen - (self.waiting is not None)  # the token that waits has been seen, and has no slot yet
+        # the token that waits has been seen, and has no slot yet
+        end = self.seen - (self.waiting is not None)
         return torch.arange(end - count, end, device=self._keys.device, dtype=torch.int32)
 
     def _positions_of_slots(self) -> torch.Tensor:
         assert self._keys is not None
         kept = 0 if self._kept_positions is None else self._kept_positions.shape[-1]
         appended = self._positions_since(self.stored - kept).expand(*self._keys.shape[:2], -1)
-        return appended if self._kept_positions is None else torch.cat([self._kept_positions, appended], dim=-1)
+        return (
+            appended if self._kept_positions is None else torch.cat([self._kept_positions, appended], dim=-1)
+        )
 
     def _restore_order(self) -> None:
         """Sort the slots by position, if tokens have been written into the slots of others."""
@@ -204,7 +238,9 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def positions(self) -> torch.Tensor:
-        """The text positions of the tokens in `keys`, [B, H_kv, stored], ascending in each head; padding counts."""
+        """The text positions of the tokens in `keys`, [B, H_kv, stored], ascending in each head; padding
+        counts.
+        """
         require(self._keys is not None, "positions: the cache is empty", ValueError)
         self._restore_order()
         return self._positions_of_slots()
@@ -224,7 +260,9 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def ragged(self) -> CompressedCache | None:
-        """The kept tokens of ragged heads, or None. Only setting it reads the longest length: each read makes a GPU wait."""
+        """The kept tokens of ragged heads, or None. Only setting it reads the longest length: each read
+        makes a GPU wait.
+        """
         return self._ragged
 
     @ragged.setter
@@ -248,11 +286,15 @@ class EvictingLayer(DynamicLayer):
         return self.seen
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(stored + new, offset): a column of the mask below the causal diagonal is a stored token, whatever its position."""
+        """(stored + new, offset): a column of the mask below the causal diagonal is a stored token,
+        whatever its position.
+        """
         return self.stored + query_length, self.seen - self.stored
 
     def remember(self, name: str, new: torch.Tensor) -> torch.Tensor:
-        """Add queries or hidden states [..., M, channels] to the recent ones; return these, of which the last RECENT stay."""
+        """Add queries or hidden states [..., M, channels] to the recent ones; return these, of which the
+        last RECENT stay.
+        """
         before = getattr(self, KEPT_AS[name])
         recent = (new if before is None else torch.cat([before, new], dim=-2))[..., -RECENT:, :].clone()
         setattr(self, KEPT_AS[name], recent)
@@ -269,7 +311,9 @@ class EvictingLayer(DynamicLayer):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last eviction."""
+        """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last
+        eviction.
+        """
         self.require_croppable(tokens_to_remove)
         count = -tokens_to_remove
         if count and self.keys is not None and self.values is not None:
@@ -284,7 +328,9 @@ class EvictingLayer(DynamicLayer):
     def reset(self) -> None:
         super().reset()
         self.seen = self.evicted_at = 0
-        self.ragged = self.padding = self._kept_positions = self.waiting = self.recent = self.recent_hidden = None
+        self.ragged = self.padding = self._kept_positions = self.waiting = self.recent = (
+            self.recent_hidden
+        ) = None
         self.state = {}
         self._in_order = True
 
@@ -311,26 +357,36 @@ class EvictingLayer(DynamicLayer):
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
     def numbers(self) -> dict[str, Any]:
-        """What a file holds of the layer beside its tensors: two numbers, the lists of the state, and the tensors' names."""
+        """What a file holds of the layer beside its tensors: two numbers, the lists of the state, and the
+        tensors' names.
+        """
         lists = {name: entry for name, entry in self.state.items() if not isinstance(entry, torch.Tensor)}
         return {"seen": self.seen, "evicted_at": self.evicted_at, **lists, "tensors": sorted(self.tensors())}
 
     def restore(self, tensors: dict[str, torch.Tensor], numbers: dict[str, Any], dtype: torch.dtype) -> None:
-        """Put `tensors` and `numbers` back into an empty layer of a model of `dtype`. Raises KeyError or TypeError for a lack."""
+        """Put `tensors` and `numbers` back into an empty layer of a model of `dtype`. Raises KeyError or
+        TypeError for a lack.
+        """
         tensors = {name: tensors[name] for name in numbers.get("tensors", tensors)}
         tensors |= {name: tensors[name].to(dtype) for name in OF_THE_MODEL if name in tensors}
         self.lazy_initialization(tensors["keys"], tensors["values"])
-        flat = {name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith("ragged.")}
+        flat = {
+            name.partition(".")[2]: tensors.pop(name) for name in list(tensors) if name.startswith("ragged.")
+        }
         self.ragged = CompressedCache(**flat) if flat else None
         for name in OWN_TENSORS:
             setattr(self, name, tensors.pop(name, None))
         self.seen, self.evicted_at = numbers["seen"], numbers["evicted_at"]
-        lists = {name: entry for name, entry in numbers.items() if name not in ("seen", "evicted_at", "tensors")}
+        lists = {
+            name: entry for name, entry in numbers.items() if name not in ("seen", "evicted_at", "tensors")
+        }
         self.state = tensors | {name: entry for name, entry in lists.items() if entry is not None}
 
 
 class EvictingHybridLayer(LinearAttentionAndFullAttentionLayer, EvictingLayer):
-    """Attention with a recurrent state beside it (Falcon-H1, Zamba2): the keys and values are evicted, the state is left alone."""
+    """Attention with a recurrent state beside it (Falcon-H1, Zamba2): the keys and values are evicted, the
+    state is left alone.
+    """
 
     def __init__(self, number_of_states: int = 1) -> None:
         EvictingLayer.__init__(self)
@@ -358,7 +414,9 @@ RECURRENT = ("conv_states.", "recurrent_states.")
 
 
 def layers_of(config: PreTrainedConfig) -> list[Any]:
-    """A layer of storage for each layer of a model: ours for full attention, transformers' own for all that grows no further."""
+    """A layer of storage for each layer of a model: ours for full attention, transformers' own for all
+    that grows no further.
+    """
     return [_ours(layer) if type(layer) in EVICTED else layer for layer in DynamicCache(config=config).layers]
 
 
@@ -378,12 +436,18 @@ def forget_recurrent(layer: Any) -> None:
 
 def recurrent(layer: Any) -> dict[str, torch.Tensor]:
     """The states of a layer by name, `conv_states.0` and so on; none for a layer without."""
-    named = {f"{kind}{index}": state for kind in RECURRENT for index, state in getattr(layer, kind[:-1], {}).items()}
+    named = {
+        f"{kind}{index}": state
+        for kind in RECURRENT
+        for index, state in getattr(layer, kind[:-1], {}).items()
+    }
     return {name: state for name, state in named.items() if state is not None}
 
 
 def restore_recurrent(layer: Any, tensors: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Put the states among `tensors` back into an empty layer of a model of `dtype`; the recurrence keeps its own precision."""
+    """Put the states among `tensors` back into an empty layer of a model of `dtype`; the recurrence keeps
+    its own precision.
+    """
     for name, state in tensors.items():
         kind, _, index = name.partition(".")
         if kind == "conv_states":
@@ -393,7 +457,9 @@ def restore_recurrent(layer: Any, tensors: dict[str, torch.Tensor], dtype: torch
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:
-    """Whether torch allows to write into a tensor: not into one that was made in inference mode, outside of that mode."""
+    """Whether torch allows to write into a tensor: not into one that was made in inference mode, outside
+    of that mode.
+    """
     return torch.is_inference_mode_enabled() or not tensor.is_inference()
 
 
@@ -407,7 +473,9 @@ def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
 
 
 def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:
-    """Return storage for `needed` tokens with the first `stored` ones of states [B, H, room, D]: `states` if it has the room."""
+    """Return storage for `needed` tokens with the first `stored` ones of states [B, H, room, D]: `states`
+    if it has the room.
+    """
     if needed <= states.shape[2] and not states.requires_grad and _is_writable(states):
         return states
     batch, heads, _, channels = states.shape
@@ -421,5 +489,7 @@ def _rows_of_batch(cache: CompressedCache, indices: torch.Tensor) -> CompressedC
     """The ragged cache with only the batch items `indices`."""
     ends = cache.lengths.sum(dim=1).cumsum(0).tolist()
     spans = [slice(ends[item - 1] if item else 0, ends[item]) for item in indices.tolist()]
-    keys, values, positions = (torch.cat([field[span] for span in spans]) for field in (cache.keys, cache.values, cache.positions))
+    keys, values, positions = (
+        torch.cat([field[span] for span in spans]) for field in (cache.keys, cache.values, cache.positions)
+    )
     return CompressedCache(keys, values, positions, cache.lengths[indices])

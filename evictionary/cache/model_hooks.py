@@ -1,7 +1,8 @@
 """Shows a cache the model's padding, hidden states and queries, and lets the cache compute the attention.
 
-It uses three extension points of transformers and torch, only as long as a cache needs them: a forward pre-hook on the decoder,
-forward pre-hooks on its attention modules, and an attention function registered beside the model's.
+It uses three extension points of transformers and torch, only as long as a cache needs them: a forward
+pre-hook on the decoder, forward pre-hooks on its attention modules, and an attention function registered
+beside the model's.
 """
 
 import copy
@@ -25,18 +26,27 @@ from evictionary.optimized.softmax import PLAIN
 PREFIX = "evictionary_"
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
-"""The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the weights or None."""
+"""The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the
+weights or None.
+"""
 
 
 class Watcher(Protocol):
     """The methods of a cache that the hooks call."""
 
-    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
+    def see_batch(
+        self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
+    ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor) -> None: ...
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
     def attend(
-        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+        self,
+        layer_index: int,
+        module: torch.nn.Module,
+        queries: torch.Tensor,
+        mask: torch.Tensor | None,
+        attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
@@ -44,13 +54,18 @@ _underlying: dict[str, str] = {}
 """For each attention that is registered here, the one of transformers that it stands in front of."""
 _watching: weakref.WeakSet[Any] = weakref.WeakSet()
 _replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, set[object]]] = weakref.WeakKeyDictionary()
-"""For each model with our attention: the implementation to restore, and a token for each cache that needs ours."""
+"""For each model with our attention: the implementation to restore, and a token for each cache that needs
+ours.
+"""
 _lock = threading.RLock()
-"""Held while a cache starts or stops watching. The same thread may come again, where the garbage collector deletes a cache."""
+"""Held while a cache starts or stops watching. The same thread may come again, where the garbage collector
+deletes a cache.
+"""
 
 
 def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
-    """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function is called.
+    """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function
+    is called.
 
     hidden_states says whether the cache wants to see those.
     Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
@@ -64,7 +79,9 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
     # nothing below raises, so every hook that is set is also removed
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    handles.append(model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True))
+    handles.append(
+        model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True)
+    )
     handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
 
     def stop() -> None:
@@ -80,7 +97,9 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The attention modules of a decoder by layer: modules with "Attention" in the class name and a layer index."""
+    """The attention modules of a decoder by layer: modules with "Attention" in the class name and a layer
+    index.
+    """
     found = {
         _layer_index(module): module
         for module in model.modules()
@@ -95,15 +114,21 @@ def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Modul
     found = attention_modules(model).get(layer_index)
     require(
         found is not None,
-        f"model: got {type(model).__name__}, whose layers share an attention module, wanted a method that reads no weights of it",
+        f"model: got {type(model).__name__}, whose layers share an attention module, wanted a method that "
+        "reads no weights of it",
     )
     return found
 
 
 def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without `o_proj` or `dense`."""
+    """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without
+    `o_proj` or `dense`.
+    """
     projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
-    require(projection is not None, f"model: {type(module).__name__} has no o_proj or dense, which this method reads")
+    require(
+        projection is not None,
+        f"model: {type(module).__name__} has no o_proj or dense, which this method reads",
+    )
     weight = loaded(projection, "weight").detach().T
     return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
 
@@ -119,7 +144,8 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         watcher: Any = cache
         require(
             named.get("use_cache") is not False,
-            "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole text into it again",
+            "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole "
+            "text into it again",
         )
         tokens = _tokens(arguments, named)
         if tokens is None:
@@ -127,7 +153,8 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         attention = model.config._attn_implementation
         require(
             attention in _underlying,
-            f"model: got the attention {attention}, chosen after the cache was made; wanted model.set_attn_implementation() "
+            f"model: got the attention {attention}, chosen after the cache was made; wanted "
+            "model.set_attn_implementation() "
             "before EvictingCache(model)",
         )
         if tokens.shape[1] or not watcher.get_seq_length():
@@ -135,7 +162,11 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         mask = named.get("attention_mask")
         padding = None
         # on a GPU only the prompt is looked at: to read the mask of each later token would wait for the GPU
-        if isinstance(mask, torch.Tensor) and mask.ndim == 2 and (mask.device.type == "cpu" or watcher.get_seq_length() == 0):
+        if (
+            isinstance(mask, torch.Tensor)
+            and mask.ndim == 2
+            and (mask.device.type == "cpu" or watcher.get_seq_length() == 0)
+        ):
             padding = left_padding(mask)
         watcher.see_batch(padding, named.get("position_ids"), tokens.shape[1])
 
@@ -160,7 +191,8 @@ def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
 
 
 def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
-    """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None without any padding.
+    """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None
+    without any padding.
 
     Raises UsageError for padding anywhere else. The watcher judges a row with only padding.
     """
@@ -177,7 +209,10 @@ def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
 def require_prompt(length: int, longest: int | None) -> None:
     """Raise UsageError for an empty prompt, or one of more tokens than the model has positions."""
     require(length != 0, "prompt: got no tokens, wanted at least one")
-    require(longest is None or length <= longest, f"prompt: got {length} tokens, wanted at most the model's context of {longest}")
+    require(
+        longest is None or length <= longest,
+        f"prompt: got {length} tokens, wanted at most the model's context of {longest}",
+    )
 
 
 def _layer_index(module: Any) -> int:
@@ -188,7 +223,8 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
         cache = reference()
-        is_its_own = named.get("past_key_values", named.get("layer_past")) is cache  # GPT-NeoX calls its cache layer_past
+        # GPT-NeoX calls its cache layer_past
+        is_its_own = named.get("past_key_values", named.get("layer_past")) is cache
         if cache is not None and is_its_own:
             hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
             cache.see_hidden_states(_layer_index(module), hidden_states)
@@ -203,16 +239,19 @@ def _start(model: PreTrainedModel, user: object) -> None:
     ours = _name(underlying)
     require(
         underlying in ("sdpa", "eager", "flex_attention") or "flash" in underlying or "/" in underlying,
-        f"model: got {type(model).__name__} with the attention {underlying}, wanted attn_implementation='sdpa', 'eager', "
+        f"model: got {type(model).__name__} with the attention {underlying}, wanted "
+        "attn_implementation='sdpa', 'eager', "
         "'flex_attention', a flash kind or a kernel of the hub",
     )
     require(
         model.device.type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
-        f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs alone; "
+        f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs "
+        "alone; "
         "wanted attn_implementation='sdpa'",
     )
     _replaced[model] = (underlying, users)
-    users.add(user)  # before anything else: another cache that is deleted meanwhile leaves our attention in its place
+    # before anything else: another cache that is deleted meanwhile leaves our attention in its place
+    users.add(user)
     if len(users) == 1:
         AttentionInterface.register(ours, _answering_attention(underlying))
         if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
@@ -221,7 +260,9 @@ def _start(model: PreTrainedModel, user: object) -> None:
         model.set_attn_implementation(ours)
         if model.config._attn_implementation != ours:
             del _replaced[model]
-            raise UsageError(f"model: {type(model).__name__} has a fixed attention, so no method can read its queries")
+            raise UsageError(
+                f"model: {type(model).__name__} has a fixed attention, so no method can read its queries"
+            )
 
 
 def _name(underlying: str) -> str:
@@ -237,11 +278,14 @@ def _stop(model: PreTrainedModel, user: object) -> None:
     del _replaced[model]
     is_shared = any(other.config is model.config for other in _replaced)
     if model.config._attn_implementation == _name(underlying) and not is_shared:
-        model.set_attn_implementation(underlying, allow_all_kernels=True)  # a kernel that the user allowed before
+        # a kernel that the user allowed before
+        model.set_attn_implementation(underlying, allow_all_kernels=True)
 
 
 def _answering_attention(underlying: str) -> Callable[..., Any]:
-    """An attention function that calls the cache which handed out the keys, or else the model's own function `underlying`."""
+    """An attention function that calls the cache which handed out the keys, or else the model's own
+    function `underlying`.
+    """
 
     @torch.compiler.disable
     def attention(
@@ -282,13 +326,15 @@ def require_known_softmax(module: torch.nn.Module, named: Mapping[str, Any]) -> 
     cap, sinks = softmax_of(module)
     require(
         told == (cap, sinks is not None),
-        f"model: got {type(module).__name__} with a softmax of its own, wanted a plain one, or a cap in attn_logit_softcapping "
+        f"model: got {type(module).__name__} with a softmax of its own, wanted a plain one, or a cap in "
+        "attn_logit_softcapping "
         "and sinks in sinks",
     )
 
 
 def _under_its_own_name(module: Any, underlying: str) -> Any:
-    """A view of a module whose configuration names `underlying`: by this name the flash kinds look their kernel up.
+    """A view of a module whose configuration names `underlying`: by this name the flash kinds look their
+    kernel up.
 
     The model's own configuration stays as it is, for other threads read it.
     """

@@ -1,7 +1,8 @@
-"""Attention over a cache in parts: ragged heads, later tokens, and the moments of evicted tokens, weighted by their mass.
+"""Attention over a cache in parts: ragged heads, later tokens, and the moments of evicted tokens, weighted
+by their mass.
 
-Each part gives its output and the log-sum-exp of its logits. The attention over all parts is the mean of the outputs, weighted by
-exp(log-sum-exp). On a GPU, two kernels do this for all parts at once.
+Each part gives its output and the log-sum-exp of its logits. The attention over all parts is the mean of the
+outputs, weighted by exp(log-sum-exp). On a GPU, two kernels do this for all parts at once.
 """
 
 import math
@@ -22,11 +23,12 @@ Part = tuple[torch.Tensor, torch.Tensor]
 def attend(
     queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[ModuleType] = (), softmax: Softmax = PLAIN
 ) -> torch.Tensor:
-    """The attention of the layer's last M tokens over all stored tokens and, with moments, over the evicted ones.
+    """The attention of the layer's last M tokens over all stored tokens and, with moments, over the
+    evicted ones.
 
-    Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens already appended;
-    policies, of which one gives the part of the moments; softmax, the model's: a sink is one more part, of output 0. Returns
-    [B, H_q, M, D_v] in the dtype of queries.
+    Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens
+    already appended; policies, of which one gives the part of the moments; softmax, the model's: a sink is
+    one more part, of output 0. Returns [B, H_q, M, D_v] in the dtype of queries.
     """
     keys, values = layer.slots()
     moments = layer.moments
@@ -38,7 +40,8 @@ def attend(
         parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans))
         moments = None
     elif layer.ragged is not None and (softmax.cap is not None or _is_graph(queries, layer.ragged.keys)):
-        keys, values, _, filled = layer.contents()  # padded: the attention over flat heads has no cap, and writes into its results
+        # padded: the attention over flat heads has no cap, and writes into its results
+        keys, values, _, filled = layer.contents()
         parts.append(attend_dense(queries, keys, values, filled, softmax.cap))
     else:
         if layer.stored:
@@ -65,14 +68,18 @@ def attend_dense(
     filled: torch.Tensor | None = None,
     cap: float | None = None,
 ) -> Part:
-    """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the queries' own tokens.
+    """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the
+    queries' own tokens.
 
     filled [B, H_kv, T] is False where there is no token; cap is that of the logits.
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
-    grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)  # rows: a group's query heads, and their queries
-    logits = (grouped @ keys.float().mT / math.sqrt(head_dim)).view(batch, num_kv_heads, -1, num_queries, length)
+    # rows: a group's query heads, and their queries
+    grouped = queries.float().reshape(batch, num_kv_heads, -1, head_dim)
+    logits = (grouped @ keys.float().mT / math.sqrt(head_dim)).view(
+        batch, num_kv_heads, -1, num_queries, length
+    )
     if cap is not None:
         logits = cap * (logits / cap).tanh()
     if num_queries > 1:
@@ -82,17 +89,23 @@ def attend_dense(
     log_sum_exp = logits.logsumexp(dim=-1)
     weights = (logits - log_sum_exp[..., None]).exp().flatten(2, 3)
     output = weights @ values.float()
-    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(batch, num_query_heads, num_queries)
+    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(
+        batch, num_query_heads, num_queries
+    )
 
 
 def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
-    """The causal mask [M, T] of the last M tokens: True where a token attends, at everything stored up to itself."""
+    """The causal mask [M, T] of the last M tokens: True where a token attends, at everything stored up to
+    itself.
+    """
     places = torch.arange(length, device=device)
     return places <= places[length - num_queries :, None]
 
 
 def mix(parts: list[Part]) -> torch.Tensor:
-    """MK-2, ATT-3: the outputs weighted by the softmax of their log-sum-exps. An empty part has -inf and no weight."""
+    """MK-2, ATT-3: the outputs weighted by the softmax of their log-sum-exps. An empty part has -inf and
+    no weight.
+    """
     if len(parts) == 1:
         return parts[0][0]
     weights = torch.stack([log_sum_exp.float() for _, log_sum_exp in parts]).softmax(dim=0)

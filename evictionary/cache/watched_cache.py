@@ -1,4 +1,6 @@
-"""The half of a cache that a model calls: it takes new tokens, attends to what is stored, and compresses a layer when it is due."""
+"""The half of a cache that a model calls: it takes new tokens, attends to what is stored, and compresses a
+layer when it is due.
+"""
 
 import warnings
 import weakref
@@ -62,17 +64,21 @@ class WatchedCache(Cache):
         path = self.options.get("calibration")
         if self.method:
             require_suitable(model, self.method, self.every, bool(path), type(self))
-        self.calibrated = calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
+        self.calibrated = (
+            calibration.read(model, path) if path and self.method and CALIBRATED & self.method.reads else {}
+        )
         self.record = frozenset(record)
         require(
-            self.record <= CAPTURED, f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}"
+            self.record <= CAPTURED,
+            f"record: got {', '.join(sorted(self.record))}, wanted some of {', '.join(sorted(CAPTURED))}",
         )
         config = model.config.get_text_config()
         layers = layers_of(model.config)
         require(
             not ((self.record | (self.method.captured if self.method else frozenset())) & REPLAYED)
             or all(type(layer) is EvictingLayer for layer in layers),
-            "model: got layers with a sliding window or a recurrent state, wanted full attention alone in all to read the prompt "
+            "model: got layers with a sliding window or a recurrent state, wanted full attention alone in "
+            "all to read the prompt "
             "twice",
         )
         self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
@@ -87,11 +93,14 @@ class WatchedCache(Cache):
         self._model = weakref.ref(model)
         self._wait()
 
-    @torch.compiler.disable  # a compiled model leaves its graph here: what a method keeps depends on the numbers
+    # a compiled model leaves its graph here: what a method keeps depends on the numbers
+    @torch.compiler.disable
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer; return the keys and values for its attention: all stored ones, without ragged heads."""
+        """Append to a layer; return the keys and values for its attention: all stored ones, without ragged
+        heads.
+        """
         layer = self.layers[layer_idx]
         if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
@@ -99,7 +108,8 @@ class WatchedCache(Cache):
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
         if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:
-            # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the narrower dtype
+            # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the
+            # narrower dtype
             dtype = min(key_states.dtype, value_states.dtype, key=lambda each: each.itemsize)
             key_states, value_states = key_states.to(dtype), value_states.to(dtype)
         checks.require_seen(layer_idx, layer_idx in self._handed)
@@ -117,16 +127,23 @@ class WatchedCache(Cache):
             if self._finalizer.alive:
                 self._handed[layer_idx] = keys
             elif not layer.is_plain or (layer.evicted_at == 0 and (self.method is not None or self.record)):
-                raise RuntimeError(f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their queries")
+                raise RuntimeError(
+                    f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their "
+                    "queries"
+                )
         return keys, values
 
     def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
-        """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can read."""
+        """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can
+        read.
+        """
         checks.require_tokens(arguments[0] if arguments else named["query_length"], self.get_seq_length())
         return super().get_mask_sizes(*arguments, **named)
 
     def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
-        """Take the padding and positions of a forward that will read `length` tokens of each row; model_hooks.py calls this."""
+        """Take the padding and positions of a forward that will read `length` tokens of each row;
+        model_hooks.py calls this.
+        """
         self._is_announced = True
         checks.require_padding(padding, self.padding, length, self.get_seq_length())
         if self.get_seq_length() == 0:
@@ -134,14 +151,19 @@ class WatchedCache(Cache):
             self.counts_padding = padding is not None and position_ids is None
 
     def see_end(self, tokens: torch.Tensor) -> None:
-        """After the prompt let the model read its tokens again, for a method that asks for it; model_hooks.py calls this.
+        """After the prompt let the model read its tokens again, for a method that asks for it;
+        model_hooks.py calls this.
 
-        Raises UsageError for a model that no method can watch, before a token is drawn from its first logits. Each layer compresses
-        while it reads the tokens, and gives them back before. They follow the prompt without an instruction, which no cache could
-        write in the words of a model's tokenizer.
+        Raises UsageError for a model that no method can watch, before a token is drawn from its first logits.
+        Each layer compresses while it reads the tokens, and gives them back before. They follow the prompt
+        without an instruction, which no cache could write in the words of a model's tokenizer.
         """
         model = self.model
-        is_asked = self._names & REPLAYED and not self._replaying and not any(layer.evicted_at for layer in self.evicting.values())
+        is_asked = (
+            self._names & REPLAYED
+            and not self._replaying
+            and not any(layer.evicted_at for layer in self.evicting.values())
+        )
         if model is None or not (self._handed or is_asked):
             return
         try:
@@ -150,7 +172,9 @@ class WatchedCache(Cache):
             self._replaying = True
             with torch.no_grad():
                 model.base_model(
-                    **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens}, past_key_values=self, use_cache=True
+                    **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens},
+                    past_key_values=self,
+                    use_cache=True,
                 )
         except Exception:
             self.close()
@@ -166,16 +190,24 @@ class WatchedCache(Cache):
         self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
 
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None:
-        """The layer whose attention was handed these keys by this cache; layers may share a module, which names one of them."""
+        """The layer whose attention was handed these keys by this cache; layers may share a module, which
+        names one of them.
+        """
         return next((index for index, own in self._handed.items() if own is keys), None)
 
     def attend(
-        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+        self,
+        layer_index: int,
+        module: torch.nn.Module,
+        queries: torch.Tensor,
+        mask: torch.Tensor | None,
+        attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the attention of a layer, and compress the layer when it is due; model_hooks.py calls this.
+        """Compute the attention of a layer, and compress the layer when it is due; model_hooks.py calls
+        this.
 
-        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a mask. Under
-        torch.autocast that one alone runs with it.
+        Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a
+        mask. Under torch.autocast that one alone runs with it.
         """
         kind = queries.device.type
         if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
@@ -187,10 +219,17 @@ class WatchedCache(Cache):
                 return attention(mask)
 
         with torch.autocast(kind, enabled=False):
-            return self._attend(layer_index, module, queries.to(self.layers[layer_index].dtype), mask, as_the_model_does)
+            return self._attend(
+                layer_index, module, queries.to(self.layers[layer_index].dtype), mask, as_the_model_does
+            )
 
     def _attend(
-        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+        self,
+        layer_index: int,
+        module: torch.nn.Module,
+        queries: torch.Tensor,
+        mask: torch.Tensor | None,
+        attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         del self._handed[layer_index]
         layer = self.layers[layer_index]
@@ -199,7 +238,10 @@ class WatchedCache(Cache):
         is_prompt = layer.seen == queries.shape[2]
         if self._replaying:
             output = attention(mask)
-            self._captured[layer_index] |= {"replay_queries": scaled, "replay_keys": layer.take_back(queries.shape[2])}
+            self._captured[layer_index] |= {
+                "replay_queries": scaled,
+                "replay_keys": layer.take_back(queries.shape[2]),
+            }
             self._compress(layer_index)
             self._captured.pop(layer_index)
             return output
@@ -245,13 +287,18 @@ class WatchedCache(Cache):
             output = attention(_mask(layer, queries))
         else:
             own = self.softmax.get(layer_index, PLAIN)
-            output = partial_attention.attend(scaled, layer, self._policies, own).transpose(1, 2).contiguous(), None
+            output = (
+                partial_attention.attend(scaled, layer, self._policies, own).transpose(1, 2).contiguous(),
+                None,
+            )
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
 
     def _attend_prompt(self, layer_index: int, queries: torch.Tensor) -> torch.Tensor | None:
-        """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that follows; None without one."""
+        """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that
+        follows; None without one.
+        """
         for attend_prompt in hooks(self._policies, "attend_prompt"):
             checks.require_finite(layer_index, *self.layers[layer_index].slots())
             with of_model(self.softmax_of_batch(layer_index, len(queries))):
@@ -273,18 +320,28 @@ class WatchedCache(Cache):
         """What the arguments ask of a layer, and what else is said of it."""
         places = list(self.evicting)
         return Request(
-            self.compression_ratio, self.budget, self.options, places.index(layer_index), len(places), self.seed, **named
+            self.compression_ratio,
+            self.budget,
+            self.options,
+            places.index(layer_index),
+            len(places),
+            self.seed,
+            **named,
         )
 
     def amounts(self, layer_index: int, seen: int) -> list[int]:
-        """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have been read."""
+        """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have
+        been read.
+        """
         assert self.method is not None
         paddings = [0] if self.padding is None else self.padding.tolist()
         request = self.request(layer_index)
         return [self.method.amount(seen - padding, request) for padding in paddings]
 
     def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
-        """Whether the one token that comes takes the slot of another, in a layer that is filled to its budget."""
+        """Whether the one token that comes takes the slot of another, in a layer that is filled to its
+        budget.
+        """
         layer = self.layers[layer_index]
         if self._step is None or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
             return False
@@ -307,7 +364,9 @@ class WatchedCache(Cache):
         return output
 
     def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
-        """Keep the queries and hidden states that the method reads: those of the prompt, later the recent ones."""
+        """Keep the queries and hidden states that the method reads: those of the prompt, later the recent
+        ones.
+        """
         layer = self.layers[layer_index]
         captured = self._captured.setdefault(layer_index, {})
         if "queries" in self._names:
@@ -318,7 +377,9 @@ class WatchedCache(Cache):
                 captured[name] = recent
 
     def _compress_if_memory_allows(self, layer_index: int) -> None:
-        """Compress a layer, or leave it whole until it is due again where the memory of a GPU is too small to compress it."""
+        """Compress a layer, or leave it whole until it is due again where the memory of a GPU is too small
+        to compress it.
+        """
         layer = self.layers[layer_index]
         try:
             self._compress(layer_index)
@@ -326,7 +387,9 @@ class WatchedCache(Cache):
             if layer.evicted_at == 0 or not checks.is_out_of_memory(error):
                 raise
             warnings.warn(
-                f"layer {layer_index}: out of memory, so {layer.longest} tokens stay until the next compression", stacklevel=2
+                f"layer {layer_index}: out of memory, so {layer.longest} tokens stay until the next "
+                "compression",
+                stacklevel=2,
             )
 
     def _compress(self, layer_index: int) -> None:
@@ -346,7 +409,8 @@ class WatchedCache(Cache):
         self._replaying = False
         self._is_announced = False
         self.peak_tokens = 0
-        self.is_warned = self.is_told = False  # that later tokens stay; that a method keeps less than half of what it may
+        # that later tokens stay; that a method keeps less than half of what it may
+        self.is_warned = self.is_told = False
         self._names = self.record | (self.method.captured if self.method else frozenset())
         # while decoding, `query` is the last one, and no history of it is needed
         later = set(self.method.inputs) - {"query"} if self.method and self.every else set()
@@ -366,7 +430,9 @@ class WatchedCache(Cache):
     def _watch(self) -> None:
         model = self.model
         require(model is not None, "the model of this cache is gone", RuntimeError)
-        self._finalizer = weakref.finalize(self, watch(self, model, hidden_states="hidden_states" in self._names))
+        self._finalizer = weakref.finalize(
+            self, watch(self, model, hidden_states="hidden_states" in self._names)
+        )
 
     def _close_if_settled(self) -> None:
         """Stop watching the model once its own attention can do the rest."""
@@ -374,25 +440,32 @@ class WatchedCache(Cache):
         if self.method is not None and (self.every or self.padding is not None):
             return
         layers = self.evicting.values()
-        # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens yet.
+        # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens
+        # yet.
         is_one_mask = len({(layer.longest, layer.seen) for layer in layers}) == 1
         if is_one_mask and all(layer.evicted_at and layer.is_plain for layer in layers):
             self.close()
 
     def close(self) -> None:
-        """Remove every hook from the model. The cache does this by itself as soon as possible, and when it is deleted."""
+        """Remove every hook from the model. The cache does this by itself as soon as possible, and when it
+        is deleted.
+        """
         self._finalizer()
         self._handed.clear()
 
 
 def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
-    """The additive mask [B, 1, M, stored] of the last M tokens over a layer's stored tokens; None if nothing is masked."""
+    """The additive mask [B, 1, M, stored] of the last M tokens over a layer's stored tokens; None if
+    nothing is masked.
+    """
     num_queries, stored = queries.shape[2], layer.stored
     if num_queries == 1 and layer.padding is None:
         return None
     visible = partial_attention.causal(num_queries, stored, queries.device)[None, None]
     if layer.padding is not None:  # nothing has been evicted yet
-        visible = visible & (torch.arange(stored, device=queries.device) >= layer.padding[:, None, None, None])
+        visible = visible & (
+            torch.arange(stored, device=queries.device) >= layer.padding[:, None, None, None]
+        )
     return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
         ~visible, torch.finfo(queries.dtype).min
     )

@@ -1,7 +1,8 @@
-"""A claim of a paper, the numbers measured for it with their intervals, and the rule that turns them into a verdict.
+"""A claim of a paper, the numbers measured for it with their intervals, and the rule that turns them into
+a verdict.
 
-The texts of the claims stand in a TOML file for each paper, beside this one: the statement, how it is measured, the conditions of
-the rule, and what each number means.
+The texts of the claims stand in a TOML file for each paper, beside this one: the statement, how it is
+measured, the conditions of the rule, and what each number means.
 """
 
 import math
@@ -16,19 +17,28 @@ import numpy as np
 
 HOLDS, FAILS, UNDECIDED, OTHER_MODEL = "holds here", "does not hold here", "undecided", "other model needed"
 
-SIGNS: dict[str, Callable[[float, float], bool]] = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
+SIGNS: dict[str, Callable[[float, float], bool]] = {
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
 
 DRAWS = 1000
 CONFIDENCE = 0.95
 LEAST_TEXTS = 12
-"""Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says nothing of others."""
+"""Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says
+nothing of others.
+"""
 
 
 @dataclass(frozen=True)
 class Number:
-    """One measured number: its value over all texts, the bootstrap interval, the count of texts, the value by kind of text.
+    """One measured number: its value over all texts, the bootstrap interval, the count of texts, the value
+    by kind of text.
 
-    The ends of the interval are None below LEAST_TEXTS. `by_text` is empty for a number that compares the kinds with each other.
+    The ends of the interval are None below LEAST_TEXTS. `by_text` is empty for a number that compares the
+    kinds with each other.
     """
 
     value: float
@@ -40,12 +50,14 @@ class Number:
 
 
 class Numbers(dict[str, Number]):
-    """The numbers of a paper by their names, each with its meaning from the paper's file and an interval over the texts.
+    """The numbers of a paper by their names, each with its meaning from the paper's file and an interval
+    over the texts.
 
-    `kinds` names the kind of each text; every kind has as many texts. The interval is the percentile bootstrap in two steps: each
-    draw takes kinds at random, with repetition, and texts of each of them. Texts of one kind are much alike, so drawing texts
-    alone would give intervals that leave out every other kind. A draw takes one kind and one text fewer than there are: with all
-    n the variance of a mean would come out too small by the factor (n - 1) / n.
+    `kinds` names the kind of each text; every kind has as many texts. The interval is the percentile
+    bootstrap in two steps: each draw takes kinds at random, with repetition, and texts of each of them. Texts
+    of one kind are much alike, so drawing texts alone would give intervals that leave out every other kind. A
+    draw takes one kind and one text fewer than there are: with all n the variance of a mean would come out
+    too small by the factor (n - 1) / n.
     """
 
     def __init__(self, meanings: Mapping[str, str], kinds: Sequence[str]) -> None:
@@ -59,11 +71,13 @@ class Numbers(dict[str, Number]):
         self.draws = table[chosen, texts[:, : chosen.shape[1]]].reshape(DRAWS, -1)
         self.within_kinds = table[np.arange(count)[:, None], texts].reshape(DRAWS, -1)
 
-    def add(self, name: str, statistic: Callable[..., Any], *values: Any, compares_kinds: bool = False) -> None:
+    def add(
+        self, name: str, statistic: Callable[..., Any], *values: Any, compares_kinds: bool = False
+    ) -> None:
         """Add `statistic(*values)`; the first axis of each array of `values` is the text.
 
-        Every draw for a number that compares the kinds has all kinds, and so a number on a single kind means nothing.
-        Raises KeyError for a name without a meaning, ValueError for values that are not finite.
+        Every draw for a number that compares the kinds has all kinds, and so a number on a single kind means
+        nothing. Raises KeyError for a name without a meaning, ValueError for values that are not finite.
         """
         arrays = [np.asarray(each, dtype=np.float64) for each in values]
         if not all(each.size and np.isfinite(each).all() for each in arrays):
@@ -112,7 +126,9 @@ class Condition:
         return SIGNS[self.text.split()[1]](value, self.bound)
 
     def decided(self, numbers: Mapping[str, Number]) -> bool | None:
-        """True if the whole interval is on the claim's side, False if it is wholly on the other, None if neither or without one."""
+        """True if the whole interval is on the claim's side, False if it is wholly on the other, None if
+        neither or without one.
+        """
         number = numbers[self.number]
         if number.low is None or number.high is None:
             return None
@@ -120,7 +136,9 @@ class Condition:
         return low if low == high else None
 
     def reach(self, numbers: Mapping[str, Number]) -> float:
-        """How many times as wide the interval would have to be to end at the bound; below 1 if it has the bound in it."""
+        """How many times as wide the interval would have to be to end at the bound; below 1 if it has the
+        bound in it.
+        """
         number = numbers[self.number]
         assert number.low is not None and number.high is not None
         half = (number.value - number.low) if number.value > self.bound else (number.high - number.value)
@@ -132,8 +150,9 @@ class Condition:
 class Claim:
     """A paper's statement, how it is measured here, and the rule of its verdict.
 
-    Every condition of `holds_if`, such as 'evicted_mass < 0.08', has to be met. If a condition of `possible_if` is not met, the
-    model cannot show the claim, and the verdict is "other model needed". `beside` names numbers that are reported, without a rule.
+    Every condition of `holds_if`, such as 'evicted_mass < 0.08', has to be met. If a condition of
+    `possible_if` is not met, the model cannot show the claim, and the verdict is "other model needed".
+    `beside` names numbers that are reported, without a rule.
     """
 
     id: str
@@ -152,7 +171,9 @@ class Claim:
     @property
     def numbers(self) -> list[str]:
         """The names of the numbers that the claim reads, in order, each once."""
-        return list(dict.fromkeys([*(each.number for each in (*self.holds_if, *self.possible_if)), *self.beside]))
+        return list(
+            dict.fromkeys([*(each.number for each in (*self.holds_if, *self.possible_if)), *self.beside])
+        )
 
     def verdict(self, numbers: Mapping[str, Number]) -> str:
         """The verdict: a condition is met or not met only if the whole interval says so."""
@@ -165,11 +186,15 @@ class Claim:
         return UNDECIDED if None in (*possible, *decided) else HOLDS
 
     def changes(self, numbers: Mapping[str, Number]) -> str:
-        """What would change the verdict: more texts, or another kind of text. Another model can change every verdict."""
+        """What would change the verdict: more texts, or another kind of text. Another model can change
+        every verdict.
+        """
         deciding = [numbers[each.number] for each in (*self.possible_if, *self.holds_if)]
         if any(number.low is None for number in deciding):
             return f"An interval needs {LEAST_TEXTS} texts, and here are {deciding[0].texts}."
-        needed = f"A model with {_and(self.possible_if)} would. " if self.verdict(numbers) == OTHER_MODEL else ""
+        needed = (
+            f"A model with {_and(self.possible_if)} would. " if self.verdict(numbers) == OTHER_MODEL else ""
+        )
         return f"{needed}{self._more_texts(numbers)} {self._other_texts(numbers)}"
 
     def _more_texts(self, numbers: Mapping[str, Number]) -> str:
@@ -187,7 +212,10 @@ class Claim:
         if math.isinf(reach):
             return f"Robust to more texts: {nearest.number} is the same in every draw."
         likely = "Robust to more texts" if reach >= 2 else "More texts may change it"
-        return f"{likely}: the interval of {nearest.number} would have to be {reach:.3g} times as wide to reach {nearest.bound:g}."
+        return (
+            f"{likely}: the interval of {nearest.number} would have to be {reach:.3g} times as wide to "
+            f"reach {nearest.bound:g}."
+        )
 
     def _other_texts(self, numbers: Mapping[str, Number]) -> str:
         every = (*self.possible_if, *self.holds_if)
@@ -195,10 +223,17 @@ class Claim:
             return "Other kinds of text may change it: the claim compares the kinds."
         kinds = numbers[every[0].number].by_text
         met = all(each.met_by(numbers[each.number].value) for each in every)
-        other = [kind for kind in kinds if met != all(each.met_by(numbers[each.number].by_text[kind]) for each in every)]
+        other = [
+            kind
+            for kind in kinds
+            if met != all(each.met_by(numbers[each.number].by_text[kind]) for each in every)
+        ]
         if not other:
             return "Robust to other texts: no single kind of text gives another verdict."
-        return f"Other texts would change it: {' or '.join(f'{kind} alone' for kind in other)} gives another verdict."
+        return (
+            f"Other texts would change it: {' or '.join(f'{kind} alone' for kind in other)} gives another "
+            "verdict."
+        )
 
 
 def _needed(condition: Condition, numbers: Mapping[str, Number]) -> str:
@@ -215,7 +250,9 @@ def _and(conditions: Sequence[Condition]) -> str:
 
 @dataclass(frozen=True)
 class Findings:
-    """The measurements for one paper: the numbers that the rules read, and the series that the picture shows."""
+    """The measurements for one paper: the numbers that the rules read, and the series that the picture
+    shows.
+    """
 
     numbers: dict[str, Number]
     series: dict[str, Any]
@@ -223,7 +260,9 @@ class Findings:
 
 @dataclass(frozen=True)
 class Paper:
-    """The content of a paper's file: its claims, the picture's caption `shown` and `rows` of panels, the meanings of numbers."""
+    """The content of a paper's file: its claims, the picture's caption `shown` and `rows` of panels, the
+    meanings of numbers.
+    """
 
     title: str
     arxiv: str
@@ -233,17 +272,23 @@ class Paper:
     meanings: dict[str, str]
 
     def numbers(self, kinds: Sequence[str], **words: Any) -> Numbers:
-        """An empty collection of numbers over texts of these kinds; `words` replace the names in braces in the meanings."""
+        """An empty collection of numbers over texts of these kinds; `words` replace the names in braces in
+        the meanings.
+        """
         return Numbers({name: text.format(**words) for name, text in self.meanings.items()}, kinds)
 
 
 def read_paper(name: str) -> Paper:
-    """Read the file of a paper. `[words]` has texts that several claims share; a claim names such a text in braces."""
+    """Read the file of a paper. `[words]` has texts that several claims share; a claim names such a text
+    in braces.
+    """
     read = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
     claims = []
     for each in read["claims"]:
-        said: dict[str, Any] = {key: tuple(map(Condition, each.pop(key, ()))) for key in ("holds_if", "possible_if")}
+        said: dict[str, Any] = {
+            key: tuple(map(Condition, each.pop(key, ()))) for key in ("holds_if", "possible_if")
+        }
         said["beside"] = tuple(each.pop("beside", ()))
         said |= {key: _one_line(text).format(**words) for key, text in each.items()}
         claims.append(Claim(**said))

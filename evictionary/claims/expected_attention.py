@@ -1,4 +1,6 @@
-"""Expected Attention (arXiv 2510.00636): reconstruction error, normality, correlation of expected and observed attention."""
+"""Expected Attention (arXiv 2510.00636): reconstruction error, normality, correlation of expected and
+observed attention.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -50,13 +52,21 @@ BINS = np.linspace(-6, 6, 61)
 STATES = {"queries": "plain_queries", "hidden": "hidden_states"}
 
 
-def statistics(layer: Layer, count: int, recording: Recording, horizon: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean [1, H_q, D] and covariance of the first `count` queries, averaged over the positions that follow the prompt."""
+def statistics(
+    layer: Layer, count: int, recording: Recording, horizon: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean [1, H_q, D] and covariance of the first `count` queries, averaged over the positions that
+    follow the prompt.
+    """
     mean, covariance = fast.query_statistics(layer.plain_queries[:, :, :count])
-    return fast.average_rope(mean, covariance, position=recording.split, horizon=horizon, theta=recording.theta)
+    return fast.average_rope(
+        mean, covariance, position=recording.split, horizon=horizon, theta=recording.theta
+    )
 
 
-def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def masks(
+    recording: Recording, layer: Layer, amount: int, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
     """The kept mask [1, H_kv, split] of every compared method, with about `amount` tokens in each head."""
     split = recording.split
     queries, keys, values = layer.queries[:, :, :split], layer.keys[:, :, :split], layer.values[:, :, :split]
@@ -87,7 +97,9 @@ def masks(recording: Recording, layer: Layer, amount: int, generator: torch.Gene
 def by_output(
     layer: Layer, keys: torch.Tensor, values: torch.Tensor, statistics: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Equation 9 as printed: the score of each query head with its own W_o v, mean over the group; [1, H_kv, T]."""
+    """Equation 9 as printed: the score of each query head with its own W_o v, mean over the group; [1,
+    H_kv, T].
+    """
     group = len(layer.output_weight) // keys.shape[1]
     each, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))
     return fast.score(each, values @ layer.output_weight, *statistics).unflatten(1, (-1, group)).mean(dim=2)
@@ -107,7 +119,9 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
 
 def _shapes(name: str, states: Sequence[torch.Tensor]) -> dict[str, np.ndarray]:
     channels = [as_array(each)[0, ..., SINKS:, :] for each in states]
-    skewness, kurtosis = (np.stack(each) for each in zip(*map(theory.skewness_and_kurtosis, channels), strict=True))
+    skewness, kurtosis = (
+        np.stack(each) for each in zip(*map(theory.skewness_and_kurtosis, channels), strict=True)
+    )
     return {
         f"near_gaussian_{name}": near_gaussian(skewness, kurtosis).mean(),
         f"skewness_{name}": np.median(skewness),
@@ -140,7 +154,9 @@ def _correlations(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """The rank of each number in its row, 0 for the smallest; [..., T] to [..., T]. Spearman's correlation uses these ranks."""
+    """The rank of each number in its row, 0 for the smallest; [..., T] to [..., T]. Spearman's correlation
+    uses these ranks.
+    """
     return values.argsort(axis=-1, kind="stable").argsort(axis=-1, kind="stable").astype(np.float64)
 
 
@@ -151,8 +167,12 @@ def standardised(states: np.ndarray) -> np.ndarray:
     return centred / np.where(deviation == 0, 1, deviation)
 
 
-def reconstruction(lab: Lab, recording: Recording, kept: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, float]:
-    """For each method the mean of |h - h_compr| over layers and tokens after the prompt; `kept` [1, H_kv, split] by layer."""
+def reconstruction(
+    lab: Lab, recording: Recording, kept: Sequence[Mapping[str, torch.Tensor]]
+) -> dict[str, float]:
+    """For each method the mean of |h - h_compr| over layers and tokens after the prompt; `kept` [1, H_kv,
+    split] by layer.
+    """
     original = as_array(recording.residual)
 
     def error(name: str) -> float:
@@ -189,7 +209,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.means(share_of_strong_heads=pearson >= 0.7, **{name: of_texts(texts, name) for name in shapes})
     counts = {name: of_texts(texts, f"density_{name}").sum(axis=0) for name in STATES}
     series = {
-        "error": {f"{percent}%": {name: each.tolist() for name, each in of.items()} for percent, of in error.items()},
+        "error": {
+            f"{percent}%": {name: each.tolist() for name, each in of.items()} for percent, of in error.items()
+        },
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "density": {name: (count / count.sum() / np.diff(BINS)).tolist() for name, count in counts.items()},
     }
@@ -198,7 +220,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
 
 def errors_of(texts: Sequence[Observed], name: str) -> dict[str, np.ndarray]:
     """The error of each method, [texts]."""
-    return {method: np.array([text.values[name][method] for text in texts]) for method in texts[0].values[name]}
+    return {
+        method: np.array([text.values[name][method] for text in texts]) for method in texts[0].values[name]
+    }
 
 
 def _best_other(error: dict[str, np.ndarray]) -> str:
@@ -214,19 +238,31 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     names = sorted(first, key=lambda name: np.mean(first[name]))
     for offset, (label, by_method) in enumerate(series["error"].items()):
         places = np.arange(len(names)) + 0.4 * offset
-        error.barh(places, [np.mean(by_method[name]) for name in names], height=0.38, label=f"{label} removed")
+        error.barh(
+            places, [np.mean(by_method[name]) for name in names], height=0.38, label=f"{label} removed"
+        )
     error.set_yticks(np.arange(len(names)) + 0.2, names)
     error.invert_yaxis()
     finish(error, xlabel="mean |h - h_compr| (residual stream)", title="reconstruction error by method")
     band(correlation, series["pearson_by_layer"], "median and 10 to 90 % of heads")
     correlation.axhline(0.7, linestyle="--", color="grey", linewidth=1)
     finish(
-        correlation, ylim=(-0.3, 1.02), xlabel="layer", ylabel="Pearson correlation", title="expected against observed attention"
+        correlation,
+        ylim=(-0.3, 1.02),
+        xlabel="layer",
+        ylabel="Pearson correlation",
+        title="expected against observed attention",
     )
     middles = (BINS[1:] + BINS[:-1]) / 2
     for name, density in series["density"].items():
         shape.semilogy(middles, np.maximum(density, 1e-6), label={"hidden": "hidden states"}.get(name, name))
-    shape.semilogy(middles, np.exp(-(middles**2) / 2) / np.sqrt(2 * np.pi), color="grey", linestyle="--", label="Gaussian")
+    shape.semilogy(
+        middles,
+        np.exp(-(middles**2) / 2) / np.sqrt(2 * np.pi),
+        color="grey",
+        linestyle="--",
+        label="Gaussian",
+    )
     finish(
         shape,
         ylim=(1e-5, 1),

@@ -1,4 +1,6 @@
-"""GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and kind of text, and S against p."""
+"""GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and kind of text, and S against
+p.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -34,7 +36,9 @@ PAPER = read_paper("gvote")
 SAMPLES, P = 8, 0.95
 SWEEP_SAMPLES = (1, 2, 4, 8, 16)
 SWEEP_P = (0.8, 0.9, 0.95, 0.975, 0.99)
-SWEEP = [(f"S {samples}", samples, P) for samples in SWEEP_SAMPLES] + [(f"p {p}", SAMPLES, p) for p in SWEEP_P]
+SWEEP = [(f"S {samples}", samples, P) for samples in SWEEP_SAMPLES] + [
+    (f"p {p}", SAMPLES, p) for p in SWEEP_P
+]
 """(name, S, p) of the settings of figure 7."""
 SINKS = 4
 POSITIONS = 2
@@ -42,7 +46,9 @@ EVERY = 8
 
 
 def synthetic_queries(layer: Layer, length: int, horizon: int, theta: float, noise: np.ndarray) -> np.ndarray:
-    """GV-A4..8 from the first `length` tokens: noise [S, C] gives queries [H_q, S, D], averaged over the next positions."""
+    """GV-A4..8 from the first `length` tokens: noise [S, C] gives queries [H_q, S, D], averaged over the
+    next positions.
+    """
     mean, variance = paper.hidden_statistics(as_array(layer.hidden_states)[0, :length], sink_size=SINKS)
     states = paper.sample_hidden_states(mean, variance, noise)
     bias = None if layer.query_bias is None else as_array(layer.query_bias)
@@ -58,13 +64,18 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
 
     def measured(layer: Layer) -> dict[str, np.ndarray]:
         near = near_gaussian(*skewness_and_kurtosis(as_array(layer.hidden_states)[0, SINKS:]))
-        return {"near": near.mean()} | _one_query(recording, layer, noise[:1]) | _sizes(recording, layer, noise, generator)
+        return (
+            {"near": near.mean()}
+            | _one_query(recording, layer, noise[:1])
+            | _sizes(recording, layer, noise, generator)
+        )
 
     return stacked(map(measured, recording.layers)) | {"accuracy": accuracies(lab, recording.kind, noise)}
 
 
 def accuracies(lab: Lab, kind: str, noise: np.ndarray) -> dict[str, float]:
-    """Figure 7: with each S and p, the share of a hidden number's digits that the model gives, each after the true ones before it.
+    """Figure 7: with each S and p, the share of a hidden number's digits that the model gives, each after
+    the true ones before it.
 
     `full` is that of the full cache; noise [S, C].
     """
@@ -77,12 +88,21 @@ def accuracies(lab: Lab, kind: str, noise: np.ndarray) -> dict[str, float]:
 
     def right(kept: Sequence[torch.Tensor]) -> float:
         with hiding(lab, recording, kept, recording.later) as cache:
-            logits = read_on(lab.model, recording.input_ids[:, split:], cache, split, logits_to_keep=wanted + 1).logits
+            logits = read_on(
+                lab.model, recording.input_ids[:, split:], cache, split, logits_to_keep=wanted + 1
+            ).logits
         return float((logits[0, :-1].argmax(dim=-1) == recording.input_ids[0, -wanted:]).float().mean())
 
-    full = right([torch.ones_like(layer.keys[:, :, :split, 0], dtype=torch.bool) for layer in recording.layers])
+    full = right(
+        [torch.ones_like(layer.keys[:, :, :split, 0], dtype=torch.bool) for layer in recording.layers]
+    )
     return {"full": full} | {
-        name: right([_kept(recording, *of_layer, samples, p) for of_layer in zip(recording.layers, sampled, strict=True)])
+        name: right(
+            [
+                _kept(recording, *of_layer, samples, p)
+                for of_layer in zip(recording.layers, sampled, strict=True)
+            ]
+        )
         for name, samples, p in SWEEP
     }
 
@@ -106,7 +126,9 @@ def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[st
     def measured(position: int) -> dict[str, np.ndarray]:
         before = keys[:, :position]
         synthetic = synthetic_queries(layer, position, recording.later, recording.theta, noise)[:, 0]
-        guessed, real = (paper.attention_weights(query, before) for query in (synthetic, queries[:, position]))
+        guessed, real = (
+            paper.attention_weights(query, before) for query in (synthetic, queries[:, position])
+        )
         candidates = paper.nucleus(guessed, P)
         return {
             "overlap": theory.attention_overlap(real, candidates),
@@ -119,7 +141,9 @@ def _one_query(recording: Recording, layer: Layer, noise: np.ndarray) -> dict[st
     return stacked(map(measured, positions.tolist()))
 
 
-def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.random.Generator) -> dict[str, np.ndarray]:
+def _sizes(
+    recording: Recording, layer: Layer, noise: np.ndarray, generator: np.random.Generator
+) -> dict[str, np.ndarray]:
     split, sampled = recording.split, _sampled(recording, layer, noise)
 
     def kept_with(samples: int, p: float) -> np.ndarray:
@@ -133,8 +157,12 @@ def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.
     optimal = theory.optimal_keep_set(attention.reshape(len(kept), -1, split), P)
     return sizes | {
         "kept_share": kept.mean(axis=-1),
-        "captured": theory.attention_overlap(attention, np.broadcast_to(kept[:, None, None], attention.shape)).mean(),
-        "random": theory.attention_overlap(attention, np.broadcast_to(as_many[:, None, None], attention.shape)).mean(),
+        "captured": theory.attention_overlap(
+            attention, np.broadcast_to(kept[:, None, None], attention.shape)
+        ).mean(),
+        "random": theory.attention_overlap(
+            attention, np.broadcast_to(as_many[:, None, None], attention.shape)
+        ).mean(),
         "recall": ((kept & optimal).sum(axis=-1) / optimal.sum(axis=-1)).mean(),
         "optimal": optimal.mean(),
     }
@@ -143,7 +171,10 @@ def _sizes(recording: Recording, layer: Layer, noise: np.ndarray, generator: np.
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
     found = {name: of_texts(texts, name) for name in texts[0].values if name != "accuracy"}
-    accuracy = {name: np.array([text.values["accuracy"][name] for text in texts]) for name in texts[0].values["accuracy"]}
+    accuracy = {
+        name: np.array([text.values["accuracy"][name] for text in texts])
+        for name in texts[0].values["accuracy"]
+    }
     share, kinds = found["kept_share"], [text.kind for text in texts]
     names = list(dict.fromkeys(kinds))
     places = np.array([names.index(kind) for kind in kinds])
@@ -172,13 +203,17 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         growth_by_p=of_p,
         accuracy_by_samples=accuracy["S 16"] - accuracy["S 1"],
         accuracy_by_p=accuracy["p 0.99"] - accuracy["p 0.8"],
-        accuracy_by_p_over_samples=accuracy["p 0.95"] - accuracy["p 0.9"] - (accuracy["S 16"] - accuracy["S 8"]),
+        accuracy_by_p_over_samples=accuracy["p 0.95"]
+        - accuracy["p 0.9"]
+        - (accuracy["S 16"] - accuracy["S 8"]),
         **{f"accuracy_{name.replace(' ', '_').replace('0.', '')}": of for name, of in accuracy.items()},
     )
     numbers.medians(pearson=found["pearson"])
     of_each = share.mean(axis=(1, 2))
     numbers.add("largest_over_smallest_task", largest_over_smallest, of_each, places, compares_kinds=True)
-    numbers.add("growth_by_p_over_growth_by_samples", lambda p, samples: p.mean() / samples.mean(), of_p, of_samples)
+    numbers.add(
+        "growth_by_p_over_growth_by_samples", lambda p, samples: p.mean() / samples.mean(), of_p, of_samples
+    )
     series = {
         "overlap": spread_by_layer(texts, "overlap"),
         "pearson": spread_by_layer(texts, "pearson"),
@@ -198,27 +233,53 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     band(overlap, series["pearson"], "Pearson correlation")
     overlap.axhline(P, color="grey", linestyle="--", linewidth=1)
     overlap.set_ylim(-0.45, 1.02)  # room for the legend
-    finish(overlap, xlabel="layer", ylabel="share of attention, correlation", title="one synthetic query against the real one")
-    names = list(series["share_by_kind"])
-    kinds.boxplot([series["share_by_kind"][name] for name in names], whis=(10, 90), showfliers=False, tick_labels=names)
-    kinds.plot(
-        range(1, len(names) + 1), [series["optimal_by_kind"][name] for name in names], "x", label="union of the real nuclei, mean"
+    finish(
+        overlap,
+        xlabel="layer",
+        ylabel="share of attention, correlation",
+        title="one synthetic query against the real one",
     )
-    finish(kinds, ylim=(0, 1.02), ylabel="share of the prompt kept", title="size by kind of text (KV heads: quartiles, 10 to 90 %)")
+    names = list(series["share_by_kind"])
+    kinds.boxplot(
+        [series["share_by_kind"][name] for name in names], whis=(10, 90), showfliers=False, tick_labels=names
+    )
+    kinds.plot(
+        range(1, len(names) + 1),
+        [series["optimal_by_kind"][name] for name in names],
+        "x",
+        label="union of the real nuclei, mean",
+    )
+    finish(
+        kinds,
+        ylim=(0, 1.02),
+        ylabel="share of the prompt kept",
+        title="size by kind of text (KV heads: quartiles, 10 to 90 %)",
+    )
     picture = heads.imshow(
-        np.asarray(series["share_by_head"]).T, aspect="auto", vmin=0, vmax=1, cmap="viridis", interpolation="none"
+        np.asarray(series["share_by_head"]).T,
+        aspect="auto",
+        vmin=0,
+        vmax=1,
+        cmap="viridis",
+        interpolation="none",
     )
     figure.colorbar(picture, ax=heads, label="share of the prompt kept")
     heads.set_yticks(range(len(series["share_by_head"][0])))
     heads.set(xlabel="layer", ylabel="KV head", title="size by head, mean over texts")
-    sweep.plot(*zip(*series["samples"], strict=True), marker="o", label=f"by samples S at p = {P} (lower axis)")
+    sweep.plot(
+        *zip(*series["samples"], strict=True), marker="o", label=f"by samples S at p = {P} (lower axis)"
+    )
     sweep.set_xscale("log", base=2)
     sweep.set_xticks(SWEEP_SAMPLES, [str(each) for each in SWEEP_SAMPLES])
     sweep.set(xlabel="samples S (log scale)", ylabel="share of the prompt kept", ylim=(0, 1.02))
     other = sweep.twiny()
     places = range(len(series["p"]))
     other.plot(
-        places, [value for _, value in series["p"]], marker="s", color="tab:orange", label=f"by p at S = {SAMPLES} (upper axis)"
+        places,
+        [value for _, value in series["p"]],
+        marker="s",
+        color="tab:orange",
+        label=f"by p at S = {SAMPLES} (upper axis)",
     )
     other.set_xticks(places, [f"{p:g}" for p, _ in series["p"]])
     other.set_xlabel("p")

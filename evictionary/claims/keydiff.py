@@ -1,4 +1,6 @@
-"""KeyDiff (arXiv 2504.15364): similarity of keys against attention, diversity of the kept keys, means of keys and queries."""
+"""KeyDiff (arXiv 2504.15364): similarity of keys against attention, diversity of the kept keys, means of
+keys and queries.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -56,9 +58,13 @@ def log_volume(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
 
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """Measure one text; `example` is the head whose correlation is in the middle."""
-    measured: dict[str, Any] = stacked(_alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers)
+    measured: dict[str, Any] = stacked(
+        _alignment(recording, layer) | _volumes(recording, layer) for layer in recording.layers
+    )
     pearson = measured["pearson"]
-    layer, head = (int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2]))
+    layer, head = (
+        int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2])
+    )
     heads = {name: measured.pop(name)[layer, head] for name in ("similarity", "attention")}
     for ratio in RATIOS:
         kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
@@ -66,24 +72,33 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     in_blocks = [(method, str(block), block) for block in BLOCKS for method in IN_BLOCKS]
     in_blocks += [(method, "one shot", recording.split) for method in BY_ATTENTION]
     measured["error_in_blocks"] = {
-        f"{method} {name}": error_in_blocks(lab, recording, method, block) for method, name, block in in_blocks
+        f"{method} {name}": error_in_blocks(lab, recording, method, block)
+        for method, name, block in in_blocks
     }
     return measured | {"example": {"pearson": pearson[layer, head]} | heads}
 
 
 def error_in_blocks(lab: Lab, recording: Recording, method: str, block: int) -> float:
-    """KD-T7, KD-T10: the mean of |h - h_compr| after the prompt, half of which a cache removes, block by block."""
+    """KD-T7, KD-T10: the mean of |h - h_compr| after the prompt, half of which a cache removes, block by
+    block.
+    """
     split, original = recording.split, as_array(recording.residual)
     cache = EvictingCache(lab.model, method, budget=budget(split, RATIO), every=block)
     prefill(lab.model, recording.input_ids[:, :split], cache, block)
-    return float(reconstruction_error(original, residual_after(lab, recording, cache, original.shape[1])).mean())
+    return float(
+        reconstruction_error(original, residual_after(lab, recording, cache, original.shape[1])).mean()
+    )
 
 
 def tables(keys: np.ndarray, ratio: float) -> dict[str, torch.Tensor]:
-    """KD-T2, KD-T3, KD-T11: what each variant keeps of keys [1, H_kv, N, D], [1, H_kv, N]; `ratio` is the share removed."""
+    """KD-T2, KD-T3, KD-T11: what each variant keeps of keys [1, H_kv, N, D], [1, H_kv, N]; `ratio` is the
+    share removed.
+    """
     amount = budget(keys.shape[2], ratio)
     kept = {name: top_k(torch.as_tensor(score(keys)), amount) for name, score in ANCHORS.items()}
-    recent = {each: variants.select_with_recent(keys, budget=amount, recent_ratio=each / 100) for each in RECENT}
+    recent = {
+        each: variants.select_with_recent(keys, budget=amount, recent_ratio=each / 100) for each in RECENT
+    }
     return kept | {f"recent_{each}": torch.as_tensor(mask) for each, mask in recent.items()}
 
 
@@ -109,7 +124,11 @@ def _alignment(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
 def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
     split = recording.split
     queries, keys = layer.queries[:, :, :split], layer.keys[:, :, :split]
-    scores = {"keydiff": fast.score(keys), "tova": tova.score(queries, keys), "streaming_llm": streaming_llm.score(keys)}
+    scores = {
+        "keydiff": fast.score(keys),
+        "tova": tova.score(queries, keys),
+        "streaming_llm": streaming_llm.score(keys),
+    }
     amount = budget(split, RATIO)
     arrays = as_array(keys)[0]
     kept = {name: top_k(score, amount)[0].cpu().numpy() for name, score in scores.items()}
@@ -120,7 +139,9 @@ def _volumes(recording: Recording, layer: Layer) -> dict[str, np.ndarray]:
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
     examples = sorted((text.values["example"] for text in texts), key=lambda example: example["pearson"])
-    found = {name: of_texts(texts, name) for name in texts[0].values if name != "example" and "error" not in name}
+    found = {
+        name: of_texts(texts, name) for name in texts[0].values if name != "example" and "error" not in name
+    }
     pearson = found["pearson"]
     numbers = PAPER.numbers([text.kind for text in texts])
     gains = {other: found["keydiff"] - found[other] for other in OTHERS}
@@ -144,16 +165,25 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         over = {name: error / each["keydiff"] for name, error in each.items() if name != "keydiff"}
         numbers.means(**{f"{name}_over_keydiff_{percent}": error for name, error in over.items()})
         gaps = np.stack([over["pairwise"], over["median"]], axis=1)
-        numbers.add(f"largest_gap_of_anchors_{percent}", lambda gaps: np.abs(gaps.mean(axis=0) - 1).max(), gaps)
+        numbers.add(
+            f"largest_gap_of_anchors_{percent}", lambda gaps: np.abs(gaps.mean(axis=0) - 1).max(), gaps
+        )
     blocks = errors_of(texts, "error_in_blocks")
     for block in BLOCKS:
-        ours, best = blocks[f"keydiff {block}"], np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0)
+        ours, best = (
+            blocks[f"keydiff {block}"],
+            np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0),
+        )
         numbers.means(**{f"blocks_of_{block}_vs_best_other": ours / best})
         numbers.means(**{f"blocks_of_{block}_vs_one_shot": ours / errors["50"]["keydiff"]})
     for method in BY_ATTENTION:
-        numbers.means(**{f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]})
+        numbers.means(
+            **{f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]}
+        )
     series = {
-        "error": {percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()},
+        "error": {
+            percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()
+        },
         "example": examples[len(examples) // 2],
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "rank_by_layer": spread_by_layer(texts, "rank"),
@@ -182,7 +212,10 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     for name, values in series["volume"].items():
         volume.hist(values, bins=bins, histtype="step", linewidth=1.5, label=name)
     finish(
-        volume, xlabel="log det(K^T K) of the kept keys (nats)", ylabel="KV heads", title="diversity of what stays, half removed"
+        volume,
+        xlabel="log det(K^T K) of the kept keys (nats)",
+        ylabel="KV heads",
+        title="diversity of what stays, half removed",
     )
     band(means, series["means_by_layer"], "median and 10 to 90 % of heads")
     means.axhline(0, color="grey", linewidth=1)

@@ -1,4 +1,6 @@
-"""LagKV (arXiv 2504.04704): retrieval of a long number by the tokens kept, against LocalKV and L2; likeness of neighbours."""
+"""LagKV (arXiv 2504.04704): retrieval of a long number by the tokens kept, against LocalKV and L2;
+likeness of neighbours.
+"""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -16,7 +18,16 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.claims import texts as kinds_of_text
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import finish
-from evictionary.claims.recording import Lab, Observed, Scale, as_array, compressed, of_texts, read_on, stacked
+from evictionary.claims.recording import (
+    Lab,
+    Observed,
+    Scale,
+    as_array,
+    compressed,
+    of_texts,
+    read_on,
+    stacked,
+)
 from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.models.queries import rotation, unrotated
@@ -34,7 +45,9 @@ LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts, all of T tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids [P, M], the numbers."""
+    """The prompts, all of T tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids [P,
+    M], the numbers.
+    """
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     question_ids: torch.Tensor
@@ -43,12 +56,16 @@ class Prompts:
 
 
 def make_text(tokenizer: Any, scale: Scale, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, str]:
-    """Return context ids [1, tokens], question ids [1, M] and the number, which stands at a drawn depth of a text of that kind."""
+    """Return context ids [1, tokens], question ids [1, M] and the number, which stands at a drawn depth of
+    a text of that kind.
+    """
     draw = random.Random(f"{seed}/{kind}/{scale.passkey_digits}")
     digits, tokens, depth = scale.passkey_digits, scale.passkey_tokens, draw.uniform(*scale.passkey_depths)
     answer = "".join(draw.choice("0123456789") for _ in range(digits))
     needle = f"The secret number is {answer}."
-    introduction = "A long secret number is hidden in the following text. Find it and remember all of its digits."
+    introduction = (
+        "A long secret number is hidden in the following text. Find it and remember all of its digits."
+    )
 
     reserved = count_tokens(tokenizer, introduction) + count_tokens(tokenizer, needle)
     sentences = sentences_of(tokenizer, lambda: kinds_of_text.KINDS[kind](draw), tokens - reserved)
@@ -59,7 +76,9 @@ def make_text(tokenizer: Any, scale: Scale, kind: str, seed: int) -> tuple[torch
 
 
 def partial_match(text: str, answer: str) -> float:
-    """The longest run of the answer's digits in a text, as a share of the answer; spaces and commas are ignored."""
+    """The longest run of the answer's digits in a text, as a share of the answer; spaces and commas are
+    ignored.
+    """
     plain = text.replace(" ", "").replace(",", "")
     return SequenceMatcher(None, plain, answer, autojunk=False).find_longest_match().size / len(answer)
 
@@ -70,22 +89,32 @@ def setups(scale: Scale) -> list[tuple[int, float]]:
 
 
 def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Measure one prompt of each kind, all of them in one batch: the partial match with the full cache and in each setup."""
+    """Measure one prompt of each kind, all of them in one batch: the partial match with the full cache and
+    in each setup.
+    """
     prompts = read(lab, kinds)
-    everything = [torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) for keys, _ in prompts.layers]
+    everything = [
+        torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) for keys, _ in prompts.layers
+    ]
     found = {"full": partial(lab, prompts, everything)}
     for method in METHODS:
-        each = [partial(lab, prompts, _masks(prompts, method, lag, ratio)) for lag, ratio in setups(lab.scale)]
+        each = [
+            partial(lab, prompts, _masks(prompts, method, lag, ratio)) for lag, ratio in setups(lab.scale)
+        ]
         found[method] = np.stack(each, axis=1)
     likeness = stacked(near_are_alike(lab, *states, layer) for layer, states in enumerate(prompts.layers))
     found |= {name: each.swapaxes(0, 1) for name, each in likeness.items()}
     found["first_digit"] = np.array([first_digits(lab, kind) for kind in kinds])
-    yield from ({name: of_prompts[index] for name, of_prompts in found.items()} for index in range(len(kinds)))
+    yield from (
+        {name: of_prompts[index] for name, of_prompts in found.items()} for index in range(len(kinds))
+    )
 
 
 @torch.no_grad()
 def first_digits(lab: Lab, kind: str) -> list[int]:
-    """Figure 3: the first token after the answer's space, of the full cache and of chunks at each L, largest first, smallest r."""
+    """Figure 3: the first token after the answer's space, of the full cache and of chunks at each L,
+    largest first, smallest r.
+    """
     context_ids, question_ids, _ = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
     space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
     asked, length = torch.cat([question_ids, space], dim=1), context_ids.shape[1]
@@ -104,14 +133,21 @@ def first_digits(lab: Lab, kind: str) -> list[int]:
 
 
 def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: int) -> dict[str, np.ndarray]:
-    """The nearness of the keys, the keys before RoPE and the values of a layer, [P, H_kv] each, without the attention sinks."""
+    """The nearness of the keys, the keys before RoPE and the values of a layer, [P, H_kv] each, without
+    the attention sinks.
+    """
     turns = rotation(lab.model, layer, torch.arange(keys.shape[2], device=keys.device))
     every = (keys, unrotated(keys, *turns), values)
-    return {f"near_{name}": np.stack([*map(nearness, states[:, :, SINKS:])]) for name, states in zip(STATES, every, strict=True)}
+    return {
+        f"near_{name}": np.stack([*map(nearness, states[:, :, SINKS:])])
+        for name, states in zip(STATES, every, strict=True)
+    }
 
 
 def nearness(states: torch.Tensor) -> np.ndarray:
-    """Over all pairs of tokens, the correlation of their cosine with minus the logarithm of their distance; [H, T, D] to [H]."""
+    """Over all pairs of tokens, the correlation of their cosine with minus the logarithm of their
+    distance; [H, T, D] to [H].
+    """
     unit = torch.nn.functional.normalize(states.double(), dim=-1)
     one, other = torch.triu_indices(*(2 * [states.shape[1]]), offset=1, device=states.device)
     return correlation(as_array((unit @ unit.mT)[:, one, other]), -np.log(as_array(other - one)))
@@ -120,7 +156,9 @@ def nearness(states: torch.Tensor) -> np.ndarray:
 def partial(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> np.ndarray:
     """The partial match of each prompt's answer, from the tokens that `kept` leaves in each layer."""
     given = answers(lab, prompts, kept)
-    return np.array([partial_match(text, answer) for text, answer in zip(given, prompts.answers, strict=True)])
+    return np.array(
+        [partial_match(text, answer) for text, answer in zip(given, prompts.answers, strict=True)]
+    )
 
 
 def read(lab: Lab, kinds: Sequence[str]) -> Prompts:
@@ -160,10 +198,13 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
 
 @torch.no_grad()
 def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
-    """The greedy answers to all prompts in one batch, from the tokens that `kept` [P, H_kv, T] leaves in each layer."""
+    """The greedy answers to all prompts in one batch, from the tokens that `kept` [P, H_kv, T] leaves in
+    each layer.
+    """
     cache = compressed(prompts.layers, kept)
     position = prompts.length
-    # The causal mask is made for the first layer's length, so layers of other lengths have to read one token at a time.
+    # The causal mask is made for the first layer's length, so layers of other lengths have to read one token
+    # at a time.
     lengths = {cache.get_seq_length(index) for index in range(len(kept))}
     block = prompts.question_ids.shape[1] if len(lengths) == 1 else 1
     for part in prompts.question_ids.split(block, dim=1):
@@ -190,7 +231,10 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     pairs = combinations(range(len(places)), 2)
     equal = [(one, other) for one, other in pairs if kept_each[one] == kept_each[other]]
     over_local, over_norm = (lagkv - score[other] for other in ("local", "norm"))
-    at = {name: [ratio == pick(ratios) for _, ratio in places] for name, pick in (("smallest", min), ("largest", max))}
+    at = {
+        name: [ratio == pick(ratios) for _, ratio in places]
+        for name, pick in (("smallest", min), ("largest", max))
+    }
     numbers = PAPER.numbers(
         [text.kind for text in texts],
         digits=digits,
@@ -208,7 +252,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         partial_below_64=lagkv[:, ~above],
         gain_above_64=lagkv[:, above].mean(axis=1) - lagkv[:, ~above].mean(axis=1),
         gain_of_larger_lag=by_lag[:, -1] - by_lag[:, 0],
-        gain_of_smaller_lag_at_equal_rL=np.stack([lagkv[:, one] - lagkv[:, other] for one, other in equal], axis=1),
+        gain_of_smaller_lag_at_equal_rL=np.stack(
+            [lagkv[:, one] - lagkv[:, other] for one, other in equal], axis=1
+        ),
         over_local=over_local,
         over_norm=over_norm,
         over_local_at_smallest_ratio=over_local[:, at["smallest"]],
@@ -224,7 +270,8 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "digits": digits,
         "full": float(full.mean()),
         "setups": [
-            {"lag_size": lag, "keep_ratio": ratio, "rL": int(kept)} for (lag, ratio), kept in zip(places, kept_each, strict=True)
+            {"lag_size": lag, "keep_ratio": ratio, "rL": int(kept)}
+            for (lag, ratio), kept in zip(places, kept_each, strict=True)
         ],
         "partial": {method: each.T.tolist() for method, each in score.items()},
     }
@@ -238,7 +285,9 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     for lag in sorted({place["lag_size"] for place in places}):
         rows = [row for row, place in enumerate(places) if place["lag_size"] == lag]
         across = [places[row]["rL"] for row in rows]
-        (line,) = scale.plot(across, lagkv[rows].mean(axis=1), marker="o", label=f"L = {lag}, mean over prompts")
+        (line,) = scale.plot(
+            across, lagkv[rows].mean(axis=1), marker="o", label=f"L = {lag}, mean over prompts"
+        )
         for row, x in zip(rows, across, strict=True):
             scale.plot([x] * lagkv.shape[1], lagkv[row], ".", color=line.get_color(), alpha=0.4)
     scale.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
@@ -257,5 +306,13 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         means = np.array(series["partial"][method]).mean(axis=1)
         variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
     variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
-    variants.set_xticks(np.arange(len(places)) + 0.27, [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places])
-    finish(variants, ylim=(0, 1.05), ylabel="partial match, mean over prompts", title="LagKV, LocalKV and the L2 norm")
+    variants.set_xticks(
+        np.arange(len(places)) + 0.27,
+        [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places],
+    )
+    finish(
+        variants,
+        ylim=(0, 1.05),
+        ylabel="partial match, mean over prompts",
+        title="LagKV, LocalKV and the L2 norm",
+    )

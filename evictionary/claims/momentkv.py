@@ -1,4 +1,6 @@
-"""MomentKV (arXiv 2606.01563): evicted mass, angle of the two sub-outputs, selections, error with and without the correction."""
+"""MomentKV (arXiv 2606.01563): evicted mass, angle of the two sub-outputs, selections, error with and
+without the correction.
+"""
 
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,7 +22,9 @@ WINDOW = 32
 PROMPTS = 8
 EVERY = 3
 BY_STEPS = ("attention", "value", "residual")
-"""What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its moment residual (MI)."""
+"""What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its
+moment residual (MI).
+"""
 SELECTIONS = {
     "random": "random",
     "recent": "recent + sinks",
@@ -36,10 +40,13 @@ QUANTITIES = ("mass", "cosine", "none", "zeroth", "first", "direction", "gamma",
 SKEWED = QUANTITIES[-3:]  # a few steps are far from the others, so the median stands for a layer
 
 
-def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> dict[str, np.ndarray]:
+def errors(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray
+) -> dict[str, np.ndarray]:
     """What eviction does to the output of one query without a correction: [B, H_kv, G] each.
 
-    Args: query [B, H_kv, G, D]; keys [B, H_kv, N, D]; values [B, H_kv, N, D_v]; kept [B, H_kv, N]: R, the others are E.
+    Args: query [B, H_kv, G, D]; keys [B, H_kv, N, D]; values [B, H_kv, N, D_v]; kept [B, H_kv, N]: R, the
+    others are E.
     """
     seen = query, keys[:, :, None], values[:, :, None]
     full, (retained, evicted) = theory.full_output(*seen), theory.sub_outputs(*seen, kept[:, :, None])
@@ -53,12 +60,17 @@ def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.nda
 
 
 def corrections(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: paper.Moments | None = None
+    query: np.ndarray,
+    keys: np.ndarray,
+    values: np.ndarray,
+    kept: np.ndarray,
+    moments: paper.Moments | None = None,
 ) -> dict[str, np.ndarray]:
-    """What the correction makes of it, arguments and shapes as `errors`; `moments` of E in place of exact ones.
+    """What the correction makes of it, arguments and shapes as `errors`; `moments` of E in place of exact
+    ones.
 
-    zeroth and first: the relative error; direction: cos(f_E, fhat_E); spread: sigma, the largest centred logit of E; gap:
-    log(Z_E / Zhat_E).
+    zeroth and first: the relative error; direction: cos(f_E, fhat_E); spread: sigma, the largest centred
+    logit of E; gap: log(Z_E / Zhat_E).
     """
     seen = query, keys[:, :, None], values[:, :, None]
     moments = moments or paper.update(paper.no_moments(keys, values), keys, values, ~kept)
@@ -76,7 +88,8 @@ def corrections(
         "first": error(paper.attend(*heads)),
         "direction": cosine(evicted, paper.approximate_evicted(query, of_each_query)),
         "spread": (np.abs(logits - centre) * gone).max(axis=-1),
-        "gap": log_sum_exp(np.where(gone, logits, -np.inf)) - paper.log_evicted_partition(query, of_each_query),
+        "gap": log_sum_exp(np.where(gone, logits, -np.inf))
+        - paper.log_evicted_partition(query, of_each_query),
     }
 
 
@@ -87,11 +100,18 @@ def cosine(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def by_steps(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, budget: int, lengths: Sequence[int], weight: str
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    budget: int,
+    lengths: Sequence[int],
+    weight: str,
 ) -> Iterator[torch.Tensor]:
-    """Phase 1 of Algorithm 1, token by token from an empty cache: what is kept [B, H_kv, N] when N tokens have come.
+    """Phase 1 of Algorithm 1, token by token from an empty cache: what is kept [B, H_kv, N] when N tokens
+    have come.
 
-    Args: queries [B, H_q, T, D], keys and values [B, H_kv, T, D]; lengths, each N, rising, above the budget; weight, of BY_STEPS.
+    Args: queries [B, H_q, T, D], keys and values [B, H_kv, T, D]; lengths, each N, rising, above the budget;
+    weight, of BY_STEPS.
     """
     batch, heads = keys.shape[:2]
     slots = torch.arange(budget, device=keys.device).repeat(batch, heads, 1)
@@ -100,16 +120,22 @@ def by_steps(
     for last in range(budget, lengths[-1]):
         slots = torch.cat([slots, torch.full_like(slots[..., :1], last)], dim=-1)
         kept_keys, kept_read = (states.take_along_dim(slots[..., None], dim=2) for states in (keys, read))
-        scores = fast.score(queries[:, :, last], kept_keys, kept_read, moments if weight == "residual" else nothing)
+        scores = fast.score(
+            queries[:, :, last], kept_keys, kept_read, moments if weight == "residual" else nothing
+        )
         evicted = torch.arange(budget + 1, device=keys.device) == scores.argmin(dim=-1, keepdim=True)
         moments = fast.update(moments, kept_keys, kept_read, evicted)
         slots = slots[~evicted].view(batch, heads, budget)
         if last + 1 in lengths:
-            yield torch.zeros(batch, heads, last + 1, dtype=torch.bool, device=keys.device).scatter(2, slots, True)
+            yield torch.zeros(batch, heads, last + 1, dtype=torch.bool, device=keys.device).scatter(
+                2, slots, True
+            )
 
 
 def in_half(keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> paper.Moments:
-    """MK-C2, MK-C4: the moments of the evicted tokens [B, H_kv, N], each product and each sum rounded to float16."""
+    """MK-C2, MK-C4: the moments of the evicted tokens [B, H_kv, N], each product and each sum rounded to
+    float16.
+    """
     halves = [torch.as_tensor(states * evicted[..., None]).half() for states in (keys, values)]
     sums = [torch.zeros_like(states[:, :, 0]) for states in halves]
     products = torch.zeros_like(sums[1][..., None] * sums[0][..., None, :])
@@ -120,16 +146,23 @@ def in_half(keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> paper.
 
 
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
-    """Measure one text: its first N tokens are the prompt, for eight N, and the last query reads R and E of these N tokens.
+    """Measure one text: its first N tokens are the prompt, for eight N, and the last query reads R and E
+    of these N tokens.
 
-    The mean over the prompts, [layers, heads], of what H2O and MomentKV do; [layers], every third, for the other selections.
+    The mean over the prompts, [layers, heads], of what H2O and MomentKV do; [layers], every third, for the
+    other selections.
     """
     scale, draw = lab.scale, torch.Generator().manual_seed(recording.seed)
-    states = [torch.cat([getattr(layer, name) for layer in recording.layers]) for name in ("queries", "keys", "values")]
+    states = [
+        torch.cat([getattr(layer, name) for layer in recording.layers])
+        for name in ("queries", "keys", "values")
+    ]
     some = [each[::EVERY] for each in states]
     lengths = np.linspace(recording.split, recording.input_ids.shape[1], PROMPTS).astype(int).tolist()
     queries, keys, values = some
-    steps = {weight: by_steps(queries, keys, values, scale.main_budget, lengths, weight) for weight in BY_STEPS}
+    steps = {
+        weight: by_steps(queries, keys, values, scale.main_budget, lengths, weight) for weight in BY_STEPS
+    }
 
     def measured(length: int) -> dict[str, np.ndarray]:
         prompt, part = ([each[:, :, :length] for each in given] for given in (states, some))
@@ -139,20 +172,31 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         if length == lengths[-1]:
             query, *read = _last(part)
             mask = as_array(kept["residual"]) > 0
-            last["half"] = corrections(query, read[0], read[1], mask, in_half(read[0], read[1], ~mask))["first"].mean(axis=(1, 2))
+            last["half"] = corrections(query, read[0], read[1], mask, in_half(read[0], read[1], ~mask))[
+                "first"
+            ].mean(axis=(1, 2))
             last["whole"] = found["residual: first"].mean(axis=(1, 2))
         return found
 
     last: dict[str, np.ndarray] = {}
     every = list(map(measured, lengths))
-    found = {name: np.stack([each[name] for each in every]) for name in every[0]}  # [prompts, layers, H_kv, G] each
-    main, ours = f"h2o {scale.main_budget}", {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")}
+    # [prompts, layers, H_kv, G] each
+    found = {name: np.stack([each[name] for each in every]) for name in every[0]}
+    main, ours = (
+        f"h2o {scale.main_budget}",
+        {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")},
+    )
     means = {f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")}
     means |= {name: each.mean(axis=0) for name, each in ours.items()}
-    means |= {f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")}
+    means |= {
+        f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")
+    }
     means["amplification"] = np.median(found[f"{main}: gamma"], axis=(0, 2, 3))
     for budget in scale.budgets:
-        means |= {f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3)) for name in ("mass", "none")}
+        means |= {
+            f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3))
+            for name in ("mass", "none")
+        }
     for name in SELECTIONS:
         for quantity in QUANTITIES:
             middle = np.median if quantity in SKEWED else np.mean
@@ -166,8 +210,12 @@ def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:
     return [queries.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys, values]
 
 
-def _outcomes(prompt: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor], corrected: Container[str]) -> dict[str, np.ndarray]:
-    """`errors` of each selection, and `corrections` of the named ones: [layers, H_kv, G] by "selection: quantity"."""
+def _outcomes(
+    prompt: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor], corrected: Container[str]
+) -> dict[str, np.ndarray]:
+    """`errors` of each selection, and `corrections` of the named ones: [layers, H_kv, G] by "selection:
+    quantity".
+    """
     query, keys, values = _last(prompt)
     found: dict[str, np.ndarray] = {}
     for name, mask in kept.items():
@@ -181,7 +229,10 @@ def _of_papers(prompt: Sequence[torch.Tensor], scale: Scale) -> dict[str, torch.
     """Kept masks [layers, H_kv, N]: H2O at each budget, and MomentKV's own selection at the main one."""
     queries, keys, values = prompt
     received = h2o.score(queries, keys)
-    kept = {f"h2o {budget}": h2o.select_scored(received, budget=budget) for budget in {*scale.budgets, scale.main_budget}}
+    kept = {
+        f"h2o {budget}": h2o.select_scored(received, budget=budget)
+        for budget in {*scale.budgets, scale.main_budget}
+    }
     return kept | {"momentkv": fast.select_prompt(queries[:, :, -WINDOW:], keys, values, scale.main_budget)}
 
 
@@ -203,7 +254,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     found = {name: of_texts(texts, name) for name in texts[0].values}
     # the mean over the heads, [texts, layers]
     mass, cosine, relative = (found[f"h2o: {name}"].mean(axis=(2, 3)) for name in ("mass", "cosine", "none"))
-    none, zeroth, first, direction = (found[name].mean(axis=(2, 3)) for name in ("none", "zeroth", "first", "direction"))
+    none, zeroth, first, direction = (
+        found[name].mean(axis=(2, 3)) for name in ("none", "zeroth", "first", "direction")
+    )
     hurt, size = found["first hurts"], none.mean(axis=1)
     smallest, largest = (f"h2o {pick(scale.budgets)}" for pick in (min, max))
     residual = {name: found[f"residual: {name}"] for name in QUANTITIES}
@@ -214,7 +267,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     def over(one: str, other: str, quantity: str) -> np.ndarray:
         return _ratio(found[f"{one}: {quantity}"], found[f"{other}: {quantity}"])
 
-    numbers = PAPER.numbers([text.kind for text in texts], smallest=min(scale.budgets), largest=max(scale.budgets))
+    numbers = PAPER.numbers(
+        [text.kind for text in texts], smallest=min(scale.budgets), largest=max(scale.budgets)
+    )
     numbers.means(
         evicted_mass=mass,
         evicted_mass_at_the_paper_s_share=found[f"{smallest}: mass"],
@@ -232,7 +287,9 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         loss_of_algorithm_1_against_h2o=_ratio(residual["first"], relative[:, ::EVERY]),
         direction_by_algorithm_1=residual["direction"],
         gain_of_zeroth_order_by_algorithm_1=1 - _ratio(residual["zeroth"], residual["none"]),
-        further_gain_of_first_order_by_algorithm_1=_ratio(residual["zeroth"] - residual["first"], residual["none"]),
+        further_gain_of_first_order_by_algorithm_1=_ratio(
+            residual["zeroth"] - residual["first"], residual["none"]
+        ),
         error_by_value_over_attention=over("value", "attention", "none"),
         spread_by_value_over_attention=over("value", "attention", "spread"),
         gap_by_value_over_attention=over("value", "attention", "gap"),
@@ -258,18 +315,37 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     numbers.medians(amplification=found["amplification"], partition_ratio=np.exp(residual["gap"]))
     numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
     numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
-    numbers.add("share_of_layers_improved", lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(), first, none)
-    numbers.add("reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none)
+    numbers.add(
+        "share_of_layers_improved",
+        lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(),
+        first,
+        none,
+    )
+    numbers.add(
+        "reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none
+    )
     numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
     numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
-    by_budget = {name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets] for name in ("mass", "none")}
+    by_budget = {
+        name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets]
+        for name in ("mass", "none")
+    }
     series = {
         **{name: spread_by_layer(texts, f"h2o: {name}", np.mean) for name in ("mass", "cosine")},
         "direction": spread_by_layer(texts, "direction", np.mean),
-        "error": {name: each.mean(axis=0).tolist() for name, each in {"none": none, "zeroth": zeroth, "first": first}.items()},
+        "error": {
+            name: each.mean(axis=0).tolist()
+            for name, each in {"none": none, "zeroth": zeroth, "first": first}.items()
+        },
         "hurt": hurt.mean(axis=0).tolist(),
-        "by_budget": {"budget": list(scale.budgets), "mass": by_budget["mass"], "relative error": by_budget["none"]},
-        "by_selection": {name: {each: float(found[f"{name}: {each}"].mean()) for each in QUANTITIES} for name in SELECTIONS},
+        "by_budget": {
+            "budget": list(scale.budgets),
+            "mass": by_budget["mass"],
+            "relative error": by_budget["none"],
+        },
+        "by_selection": {
+            name: {each: float(found[f"{name}: {each}"].mean()) for each in QUANTITIES} for name in SELECTIONS
+        },
     }
     return Findings(numbers, series)
 
@@ -303,10 +379,18 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     for name, values in series["error"].items():
         error.plot(values, label=labels[name])
     finish(
-        error, xlabel="layer", ylabel="mean relative error |f - output| / |f|", title="MomentKV's selection: error of the output"
+        error,
+        xlabel="layer",
+        ylabel="mean relative error |f - output| / |f|",
+        title="MomentKV's selection: error of the output",
     )
     band(direction, series["direction"], "mean and 10 to 90 % of heads")
-    finish(direction, xlabel="layer", ylabel="cos(f_E, its approximation)", title="direction of the approximated output")
+    finish(
+        direction,
+        xlabel="layer",
+        ylabel="cos(f_E, its approximation)",
+        title="direction of the approximated output",
+    )
     hurt.bar(range(len(series["hurt"])), series["hurt"])
     hurt.set(xlabel="layer", ylabel="share of steps", title="where the correction makes it worse")
     names = list(series["by_selection"])
@@ -315,7 +399,13 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         selections.barh(places + 0.4 * offset, [each[name] for each in drawn], height=0.38, label=label)
     selections.set_yticks(places + 0.2, [SELECTIONS[name] for name in names])
     finish(selections, xlabel="mean relative error", title="each selection, with and without the correction")
-    for axes, name, label in ((gamma, "gamma", "median error / evicted mass"), (spread, "spread", "median sigma of E")):
+    for axes, name, label in (
+        (gamma, "gamma", "median error / evicted mass"),
+        (spread, "spread", "median sigma of E"),
+    ):
         axes.barh(places, [each[name] for each in drawn])
         axes.set_yticks(places, [])
-        axes.set(xlabel=label, title=f"each selection: {'amplification' if name == 'gamma' else 'spread of the logits'}")
+        axes.set(
+            xlabel=label,
+            title=f"each selection: {'amplification' if name == 'gamma' else 'spread of the logits'}",
+        )

@@ -1,4 +1,6 @@
-"""Shared parts of the claims' pictures: size, bands over layers, small legends, a white background for any page."""
+"""Shared parts of the claims' pictures: size, bands over layers, small legends, a white background for any
+page.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +19,9 @@ STYLE: Any = {
 }
 
 
-def save(draw: Callable[[Figure, dict[str, Any]], None], series: dict[str, Any], path: Path, *, rows: int = 1) -> None:
+def save(
+    draw: Callable[[Figure, dict[str, Any]], None], series: dict[str, Any], path: Path, *, rows: int = 1
+) -> None:
     """Draw one paper's picture as a small PNG, 12 by 3.6 inches for each row of panels."""
     with rc_context(STYLE):
         figure = Figure(figsize=(12, 3.6 * rows), dpi=80, layout="constrained")
@@ -28,7 +32,9 @@ def save(draw: Callable[[Figure, dict[str, Any]], None], series: dict[str, Any],
 
 
 def band(axes: Axes, lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
-    """Draw a line with a band around it over 0, 1, ..: `lines` are the low, middle and high value at each place."""
+    """Draw a line with a band around it over 0, 1, ..: `lines` are the low, middle and high value at each
+    place.
+    """
     low, middle, high = lines
     places = range(len(middle))
     (line,) = axes.plot(places, middle, label=label, **style)

@@ -1,4 +1,6 @@
-"""Records every layer's states in one forward over a text, and runs the model on from a cache with removed tokens."""
+"""Records every layer's states in one forward over a text, and runs the model on from a cache with removed
+tokens.
+"""
 
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,9 +39,9 @@ class Scale:
 class Layer:
     """The states of one layer over the T tokens of a text; queries and keys are after RoPE.
 
-    queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads them (after the
-    norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, output_weight [H_q, D, C], cos and sin [T, D], the model's
-    own RoPE.
+    queries [1, H_q, T, D], keys and values [1, H_kv, T, D], hidden_states [1, T, C] as the attention reads
+    them (after the norm), query_weight [H_q, C, D], query_bias [H_q, D] or None, output_weight [H_q, D, C],
+    cos and sin [T, D], the model's own RoPE.
     """
 
     queries: torch.Tensor
@@ -60,10 +62,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class Recording:
-    """One text of T tokens; the first `split` tokens are the prompt, the others come later. `seed` is for random draws on it.
+    """One text of T tokens; the first `split` tokens are the prompt, the others come later. `seed` is for
+    random draws on it.
 
-    residual [layers - 1, M / 2, C] is the residual stream between the layers, of the first half of the M later tokens; theta
-    the base of RoPE.
+    residual [layers - 1, M / 2, C] is the residual stream between the layers, of the first half of the M
+    later tokens; theta the base of RoPE.
     """
 
     kind: str
@@ -92,7 +95,9 @@ class Lab:
 
 @dataclass(frozen=True)
 class Observed:
-    """The measurements of a paper's module on one text: numbers, or lists with the layer as the first axis, if there is one."""
+    """The measurements of a paper's module on one text: numbers, or lists with the layer as the first
+    axis, if there is one.
+    """
 
     kind: str
     values: dict[str, Any]
@@ -109,8 +114,12 @@ def of_texts(texts: Sequence[Observed], name: str) -> np.ndarray:
     return np.array([text.values[name] for text in texts], dtype=np.float64)
 
 
-def spread_by_layer(texts: Sequence[Observed], name: str, middle: Callable[..., Any] = np.median) -> list[list[float]]:
-    """The 10th percentile, the median or other middle, and the 90th percentile of each layer, over texts and heads."""
+def spread_by_layer(
+    texts: Sequence[Observed], name: str, middle: Callable[..., Any] = np.median
+) -> list[list[float]]:
+    """The 10th percentile, the median or other middle, and the 90th percentile of each layer, over texts
+    and heads.
+    """
     found = of_texts(texts, name)
     found = found.reshape(*found.shape[:2], -1)
     low, high = np.percentile(found, [10, 90], axis=(0, 2))
@@ -118,7 +127,9 @@ def spread_by_layer(texts: Sequence[Observed], name: str, middle: Callable[..., 
 
 
 def rope_theta(model: PreTrainedModel) -> float:
-    """The base of the model's RoPE. Raises UsageError for scaled RoPE: the reference averages only plain RoPE over positions."""
+    """The base of the model's RoPE. Raises UsageError for scaled RoPE: the reference averages only plain
+    RoPE over positions.
+    """
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     require(
         parameters.get("rope_type", "default") == "default" and "rope_theta" in parameters,
@@ -128,9 +139,13 @@ def rope_theta(model: PreTrainedModel) -> float:
 
 
 def record(lab: Lab, kind: str) -> Recording:
-    """Read one text in one forward and keep the states of every layer. Raises UsageError for a model that cannot be recorded."""
+    """Read one text in one forward and keep the states of every layer. Raises UsageError for a model that
+    cannot be recorded.
+    """
     scale = lab.scale
-    input_ids = texts.make(lab.tokenizer, kind, seed=lab.seed, tokens=scale.prompt_tokens + scale.later_tokens)
+    input_ids = texts.make(
+        lab.tokenizer, kind, seed=lab.seed, tokens=scale.prompt_tokens + scale.later_tokens
+    )
     return record_ids(lab, kind, input_ids, scale.prompt_tokens)
 
 
@@ -140,7 +155,9 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
     model, input_ids = lab.model, input_ids.to(lab.model.device)
     theta = rope_theta(model)
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
-    output = model(input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1)
+    output = model(
+        input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1
+    )
     base: Any = model.base_model
     cos, sin = rotation(model, 0, torch.arange(input_ids.shape[1], device=input_ids.device))
     layers = []
@@ -149,11 +166,25 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
         assert stored.keys is not None and stored.values is not None
         weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
         out = output_projection(model, block.self_attn)
-        layers.append(Layer(states["queries"], stored.keys, stored.values, states["hidden_states"], weight, bias, out, cos, sin))
+        layers.append(
+            Layer(
+                states["queries"],
+                stored.keys,
+                stored.values,
+                states["hidden_states"],
+                weight,
+                bias,
+                out,
+                cos,
+                sin,
+            )
+        )
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(split, split + (input_ids.shape[1] - split) // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
-    return Recording(kind, zlib.crc32(f"{lab.seed}/{kind}".encode()), input_ids, split, theta, layers, residual)
+    return Recording(
+        kind, zlib.crc32(f"{lab.seed}/{kind}".encode()), input_ids, split, theta, layers, residual
+    )
 
 
 def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -178,35 +209,51 @@ def later_attention(recording: Recording, layer: Layer) -> np.ndarray:
     return causal_attention(queries, keys)[0]
 
 
-def compressed(layers: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Sequence[torch.Tensor]) -> DynamicCache:
-    """A cache of the kept tokens of each layer, in position order: keys and values [B, H_kv, T, D], kept [B, H_kv, T].
+def compressed(
+    layers: Iterable[tuple[torch.Tensor, torch.Tensor]], kept: Sequence[torch.Tensor]
+) -> DynamicCache:
+    """A cache of the kept tokens of each layer, in position order: keys and values [B, H_kv, T, D], kept
+    [B, H_kv, T].
 
     All rows of a layer keep the same number of tokens.
     """
     cache = DynamicCache()
     for index, ((keys, values), mask) in enumerate(zip(layers, kept, strict=True)):
         batch, heads, _, width = keys.shape
-        cache.update(keys[mask].reshape(batch, heads, -1, width), values[mask].reshape(batch, heads, -1, values.shape[-1]), index)
+        cache.update(
+            keys[mask].reshape(batch, heads, -1, width),
+            values[mask].reshape(batch, heads, -1, values.shape[-1]),
+            index,
+        )
     return cache
 
 
 @torch.no_grad()
-def read_on(model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, position: int, **named: Any) -> Any:
-    """The model's output for ids [B, M] that stand at position .. position + M - 1, whatever the cache still holds before them."""
+def read_on(
+    model: PreTrainedModel, input_ids: torch.Tensor, cache: Cache, position: int, **named: Any
+) -> Any:
+    """The model's output for ids [B, M] that stand at position .. position + M - 1, whatever the cache
+    still holds before them.
+    """
     positions = torch.arange(position, position + input_ids.shape[1], device=input_ids.device)[None]
     return model(input_ids, past_key_values=cache, position_ids=positions, use_cache=True, **named)
 
 
 @torch.no_grad()
 def read_kept(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: int) -> np.ndarray:
-    """The residual stream of the `count` tokens after the prompt, as Recording.residual, where `kept` hides the other tokens."""
+    """The residual stream of the `count` tokens after the prompt, as Recording.residual, where `kept`
+    hides the other tokens.
+    """
     with hiding(lab, recording, kept, count) as cache:
         return residual_after(lab, recording, cache, count)
 
 
 @contextmanager
-def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: int) -> Iterator[DynamicCache]:
-    """A whole cache of the prompt, of which the next `count` tokens see in each layer only what `kept` [1, H_kv, split] keeps.
+def hiding(
+    lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: int
+) -> Iterator[DynamicCache]:
+    """A whole cache of the prompt, of which the next `count` tokens see in each layer only what `kept` [1,
+    H_kv, split] keeps.
 
     Heads may keep different numbers of tokens, since a mask hides them.
     """
@@ -221,7 +268,9 @@ def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: 
             seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
             hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
 
-            def hide(module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden) -> Any:
+            def hide(
+                module: Any, arguments: Any, named: dict[str, Any], hidden: torch.Tensor = hidden
+            ) -> Any:
                 return arguments, named | {"attention_mask": hidden}
 
             hooks.enter_context(block.self_attn.register_forward_pre_hook(hide, with_kwargs=True))
@@ -229,7 +278,9 @@ def hiding(lab: Lab, recording: Recording, kept: Sequence[torch.Tensor], count: 
 
 
 def residual_after(lab: Lab, recording: Recording, cache: Cache, count: int) -> np.ndarray:
-    """The residual stream of the `count` tokens after the prompt, as Recording.residual, read from a cache of the prompt."""
+    """The residual stream of the `count` tokens after the prompt, as Recording.residual, read from a cache
+    of the prompt.
+    """
     ids = recording.input_ids[:, recording.split : recording.split + count]
     output = read_on(lab.model, ids, cache, recording.split, output_hidden_states=True, logits_to_keep=1)
     return as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))

@@ -1,7 +1,8 @@
-"""Measures the claims of the chosen papers on one model and writes the numbers, the pictures and a page for each paper.
+"""Measures the claims of the chosen papers on one model and writes the numbers, the pictures and a page
+for each paper.
 
-A measurement is a paper on one text, one line of `results.jsonl`.
-The model reads a text once for four of the papers; LagKV has prompts of its own, one batch of all kinds for each seed.
+A measurement is a paper on one text, one line of `results.jsonl`. The model reads a text once for four of the
+papers; LagKV has prompts of its own, one batch of all kinds for each seed.
 """
 
 import json
@@ -25,7 +26,8 @@ from evictionary.store import Line
 
 SCHEMA_VERSION = 2
 PAPERS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
+    module.__name__.rpartition(".")[2]: module
+    for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
 }
 FIELDS = ("model", "weights", "paper", "text", "seed", "scale", "versions", "cpu_seconds", "values")
 """The fields of a line of results.jsonl; model, paper, text and seed are its identity."""
@@ -40,7 +42,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """The claims to measure, as check_claims returns them, on the texts of each kind and seed; `seeds_of` some papers differ.
+    """The claims to measure, as check_claims returns them, on the texts of each kind and seed; `seeds_of`
+    some papers differ.
 
     Raises UsageError for an unknown kind or paper, or fewer than two seeds.
     """
@@ -66,7 +69,11 @@ class Plan(store.Plan):
     def lines(self) -> list[tuple[str, str, int]]:
         """(paper, kind of text, seed) of every measurement, each once."""
         papers = [(paper, self.seeds_of.get(paper, self.seeds)) for paper in self.claims]
-        return list(dict.fromkeys((paper, kind, seed) for paper, seeds in papers for seed in seeds for kind in self.texts))
+        return list(
+            dict.fromkeys(
+                (paper, kind, seed) for paper, seeds in papers for seed in seeds for kind in self.texts
+            )
+        )
 
     def work(self) -> list[tuple[Unit, list[tuple[str, str]]]]:
         units: dict[Any, tuple[Unit, list[tuple[str, str]]]] = {}
@@ -90,7 +97,9 @@ class Plan(store.Plan):
         return cls.key(line)
 
     def check(self, folder: Path, found: Mapping[str, Line], work: store.Work) -> None:
-        """Raise UsageError for measurements of another scale or of other versions: their mean would be of neither."""
+        """Raise UsageError for measurements of another scale or of other versions: their mean would be of
+        neither.
+        """
         here = {"scale": _rounded(asdict(self.scale)), "versions": versions()}
         for line in found.values():
             for name, value in here.items():
@@ -103,11 +112,21 @@ class Plan(store.Plan):
         """Measure papers on one text, or LagKV on all kinds of text."""
         start = time.process_time()
         lab = Lab(*evaluation.loaded(self.model), unit.scale, unit.seed)
-        common = {"model": self.model, "weights": Path(str(lab.model.config.name_or_path)).name, "seed": unit.seed}
+        common = {
+            "model": self.model,
+            "weights": Path(str(lab.model.config.name_or_path)).name,
+            "seed": unit.seed,
+        }
         common |= {"scale": _rounded(asdict(unit.scale)), "versions": versions()}
         for (paper, kind), values in zip(parts, _observed(lab, parts), strict=True):
             now = time.process_time()
-            yield {**common, "paper": paper, "text": kind, "cpu_seconds": round(now - start, 1), "values": _rounded(values)}
+            yield {
+                **common,
+                "paper": paper,
+                "text": kind,
+                "cpu_seconds": round(now - start, 1),
+                "values": _rounded(values),
+            }
             start = now
 
     def text(self, line: Line) -> str:
@@ -116,11 +135,17 @@ class Plan(store.Plan):
 
 def require_some(argument: str, given: Collection[str], unknown: Sequence[str], known: Iterable[str]) -> None:
     """Raise UsageError for unknown names, and for none."""
-    require(given and not unknown, f"{argument}: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(known)}")
+    require(
+        given and not unknown,
+        f"{argument}: got {', '.join(unknown) or 'none'}, wanted some of {', '.join(known)}",
+    )
 
 
-def check_claims(papers: Sequence[str] | None = None, only: Sequence[str] | None = None) -> dict[str, list[Claim]]:
-    """The claims of these papers, of all for None; `only` keeps those of these ids: 'KD-7', or 'KD-7 (diversity)' for one of them.
+def check_claims(
+    papers: Sequence[str] | None = None, only: Sequence[str] | None = None
+) -> dict[str, list[Claim]]:
+    """The claims of these papers, of all for None; `only` keeps those of these ids: 'KD-7', or 'KD-7
+    (diversity)' for one of them.
 
     Raises UsageError for an unknown name or none.
     """
@@ -131,7 +156,10 @@ def check_claims(papers: Sequence[str] | None = None, only: Sequence[str] | None
         return claims
     known = [claim.id for each in claims.values() for claim in each]
     require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
-    kept = {paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)] for paper, each in claims.items()}
+    kept = {
+        paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)]
+        for paper, each in claims.items()
+    }
     return {paper: each for paper, each in kept.items() if each}
 
 
@@ -154,7 +182,9 @@ def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str,
 
 
 def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims") -> dict[str, Any]:
-    """Everything that the lines of the plan say, of those in a folder, with the verdicts, as results.json holds it."""
+    """Everything that the lines of the plan say, of those in a folder, with the verdicts, as results.json
+    holds it.
+    """
     lines = plan.own(lines)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -176,7 +206,11 @@ def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims
 
 def _paper(plan: Plan, name: str, lines: Sequence[Line]) -> dict[str, Any]:
     paper = PAPERS[name].PAPER
-    mine = sorted((plan.texts.index(line["text"]), line["seed"], line["values"]) for line in lines if line["paper"] == name)
+    mine = sorted(
+        (plan.texts.index(line["text"]), line["seed"], line["values"])
+        for line in lines
+        if line["paper"] == name
+    )
     observed = [Observed(plan.texts[kind], values) for kind, _, values in mine]
     findings: Findings = PAPERS[name].conclude(plan.scale, observed)
     claims = [
@@ -190,7 +224,13 @@ def _paper(plan: Plan, name: str, lines: Sequence[Line]) -> dict[str, Any]:
         }
         for claim in plan.claims[name]
     ]
-    named = {"paper": name, "title": paper.title, "arxiv": paper.arxiv, "picture": f"{name}.png", "shown": paper.shown}
+    named = {
+        "paper": name,
+        "title": paper.title,
+        "arxiv": paper.arxiv,
+        "picture": f"{name}.png",
+        "shown": paper.shown,
+    }
     return {**named, "claims": claims, "series": _rounded(findings.series)}
 
 
@@ -206,7 +246,8 @@ def _rounded(value: Any) -> Any:
 
 
 def write(result: dict[str, Any], folder: Path) -> list[Path]:
-    """Write the result of `report`: results.json, a picture and a page for each paper, index.md, and claims.html with all.
+    """Write the result of `report`: results.json, a picture and a page for each paper, index.md, and
+    claims.html with all.
 
     Returns the paths.
     """
@@ -218,7 +259,9 @@ def write(result: dict[str, Any], folder: Path) -> list[Path]:
     }
     for paper in result["papers"]:
         name = paper["paper"]
-        pictures.save(PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=PAPERS[name].PAPER.rows)
+        pictures.save(
+            PAPERS[name].draw, paper["series"], folder / paper["picture"], rows=PAPERS[name].PAPER.rows
+        )
         contents[f"{name}.md"] = pages.render("claims.md", result=result, paper=paper)
     for name, text in contents.items():
         store.put(folder / name, text)

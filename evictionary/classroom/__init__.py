@@ -1,10 +1,12 @@
-"""The classroom: assignments, messages for students, and a grader that runs student code in a child process.
+"""The classroom: assignments, messages for students, and a grader that runs student code in a child
+process.
 
-`assignment.py` reads an assignment's folder; `worker.py` is the program of the child, `sandbox.py` and `seccomp.py` are the walls
-around it, `child.py` is the parent's end; `judgement.py` says what becomes of a submission; `grading.py` puts the laws to it, and
-`contest.py` its scorer into the embedded model; `inputs.py` draws the inputs from a seed; `submissions.py` opens archives;
-`formats.py` writes grade.json and the files for platforms; `classes.py` grades a folder of submissions; `bundle.py` writes the
-reference as a right answer.
+`assignment.py` reads an assignment's folder; `worker.py` is the program of the child, `sandbox.py` and
+`seccomp.py` are the walls around it, `child.py` is the parent's end; `judgement.py` says what becomes of a
+submission; `grading.py` puts the laws to it, and `contest.py` its scorer into the embedded model; `inputs.py`
+draws the inputs from a seed; `submissions.py` opens archives; `formats.py` writes grade.json and the files
+for platforms; `classes.py` grades a folder of submissions; `bundle.py` writes the reference as a right
+answer.
 """
 
 from importlib.resources import files

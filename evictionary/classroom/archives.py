@@ -1,7 +1,9 @@
-"""The program that reads one file out of a student's archive: `python -I -S archives.py PATH NAME`, under limits of its own.
+"""The program that reads one file out of a student's archive: `python -I -S archives.py PATH NAME`, under
+limits of its own.
 
-An archive of a few bytes can ask its reader for endless time or memory. So the grader reads none itself: `submissions.py` starts
-this program, which writes the file's content and exits with 0, or writes the reason for refusing the archive and exits with 1.
+An archive of a few bytes can ask its reader for endless time or memory. So the grader reads none itself:
+`submissions.py` starts this program, which writes the file's content and exits with 0, or writes the reason
+for refusing the archive and exits with 1.
 """
 
 import contextlib
@@ -32,10 +34,15 @@ def require(holds: object, why: str) -> None:
 
 
 def from_zip(path: str, name: str) -> bytes:
-    """The file `name` of a zip, stored or deflated: other methods write more than an entry says, and ask for more memory."""
+    """The file `name` of a zip, stored or deflated: other methods write more than an entry says, and ask
+    for more memory.
+    """
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
-        place = place_of(name, ((each.filename, stat.S_ISLNK(each.external_attr >> 16), each.file_size) for each in entries))
+        place = place_of(
+            name,
+            ((each.filename, stat.S_ISLNK(each.external_attr >> 16), each.file_size) for each in entries),
+        )
         is_known = entries[place].compress_type in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
         require(is_known, f"{name} is neither stored nor deflated in the archive")
         with archive.open(entries[place]) as member:
@@ -79,7 +86,11 @@ def place_of(name: str, entries: Iterable[tuple[str, bool, int]]) -> int:
             others.append(parts[-1])
     at_top = [(place, size) for parts, place, size in found if parts == [name]]
     elsewhere = ", ".join("/".join(parts) for parts, _, _ in found if parts != [name])
-    instead = f"; there is {elsewhere}. `evictionary submit` packs it as it should be" if elsewhere else there_is(others)
+    instead = (
+        f"; there is {elsewhere}. `evictionary submit` packs it as it should be"
+        if elsewhere
+        else there_is(others)
+    )
     require(len(at_top) == 1, f"{len(at_top)} files {name} at the top of the archive, wanted one{instead}")
     ((place, size),) = at_top
     require(size <= LARGEST_FILE, f"{name} has {size} bytes, more than {LARGEST_FILE}")
@@ -87,7 +98,9 @@ def place_of(name: str, entries: Iterable[tuple[str, bool, int]]) -> int:
 
 
 def there_is(names: Iterable[str]) -> str:
-    """Which files of programs are there instead of the right one, as the end of a sentence; empty if there is none."""
+    """Which files of programs are there instead of the right one, as the end of a sentence; empty if there
+    is none.
+    """
     found = sorted(each for each in names if ".py" in each.lower() or each.lower().endswith(".ipynb"))
     return f"; there is {', '.join(map(repr, found[:5]))}" if found else ""
 
@@ -101,8 +114,13 @@ def _at_most(member: IO[bytes], name: str) -> bytes:
 
 def main(path: str, name: str) -> int:
     """Write the file, or why there is none, to the standard output; return the exit code."""
-    for limit, value in ((resource.RLIMIT_CPU, CPU_SECONDS), (resource.RLIMIT_AS, MEMORY), (resource.RLIMIT_CORE, 0)):
-        with contextlib.suppress(ValueError, OSError):  # a system without it, or with a lower one; the grader's clock remains
+    for limit, value in (
+        (resource.RLIMIT_CPU, CPU_SECONDS),
+        (resource.RLIMIT_AS, MEMORY),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        # a system without it, or with a lower one; the grader's clock remains
+        with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (value, value))
     try:
         sys.stdout.buffer.write(from_zip(path, name) if path.endswith(".zip") else from_tar(path, name))

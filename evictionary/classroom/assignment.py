@@ -1,4 +1,6 @@
-"""An assignment: a folder of tutorials/assignments/ with handout, starter file, assignment.toml and the instructor's note."""
+"""An assignment: a folder of tutorials/assignments/ with handout, starter file, assignment.toml and the
+instructor's note.
+"""
 
 import difflib
 import hashlib
@@ -18,15 +20,17 @@ from evictionary.errors import UsageError, require, usage
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and its points.
+    """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and its
+    points.
 
-    `needs` names the steps that must pass before this step is judged; `read` says where to read about it. `check` names a check
-    of the grader beside the laws: constants (the student's own defaults), overflow (LagKV's deviations in the thousands), votes
-    (GVote's samples, each by itself), sizes (batch items, heads, channels and tokens of a model), scales (KeyDiff's keys of 1e-20
-    and 1e20), strides (a transposed tensor), blocks (H2O's scores of a prompt whose matrix the memory does not hold), kernel (the
-    scores depend on what a Triton kernel writes) or rows (the student's rows of scores show the planted mistakes of `catches`;
-    `longest` bounds the tokens of a step with one row, 0 stands for many rows). `calm` leaves out inputs on which a softmax without
-    its maximum overflows, so that one mistake does not cost a step by luck.
+    `needs` names the steps that must pass before this step is judged; `read` says where to read about it.
+    `check` names a check of the grader beside the laws: constants (the student's own defaults), overflow
+    (LagKV's deviations in the thousands), votes (GVote's samples, each by itself), sizes (batch items, heads,
+    channels and tokens of a model), scales (KeyDiff's keys of 1e-20 and 1e20), strides (a transposed tensor),
+    blocks (H2O's scores of a prompt whose matrix the memory does not hold), kernel (the scores depend on what
+    a Triton kernel writes) or rows (the student's rows of scores show the planted mistakes of `catches`;
+    `longest` bounds the tokens of a step with one row, 0 stands for many rows). `calm` leaves out inputs on
+    which a softmax without its maximum overflows, so that one mistake does not cost a step by luck.
     `thoroughness` multiplies the number of inputs that each law draws, for mistakes that show on few inputs.
     """
 
@@ -79,7 +83,9 @@ class Assignment:
         return Limits(wall, max(1, round(wall)), int(self.memory_gib * 2**30))
 
     def constants_of(self, student: str) -> dict[str, float]:
-        """The constants of one student: drawn from the id, the same each time, from the values that assignment.toml lists."""
+        """The constants of one student: drawn from the id, the same each time, from the values that
+        assignment.toml lists.
+        """
         drawn = {}
         for name, values in self.constants.items():
             digest = hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest()
@@ -87,7 +93,9 @@ class Assignment:
         return drawn
 
     def starter_for(self, student: str | None) -> str:
-        """The starter file; with a student's id, the defaults of its functions are that student's constants."""
+        """The starter file; with a student's id, the defaults of its functions are that student's
+        constants.
+        """
         text = self.starter.read_text(encoding="utf-8")
         for name, value in (self.constants_of(student) if student else {}).items():
             text = re.sub(rf"(\b{name}: \w+ = )[\d.]+", rf"\g<1>{value}", text)
@@ -95,7 +103,9 @@ class Assignment:
 
 
 def load(name: str, folder: Path | None = None) -> Assignment:
-    """Read an assignment. Raises UsageError if no assignment of the folder has that name, and for a mistake in its file."""
+    """Read an assignment. Raises UsageError if no assignment of the folder has that name, and for a
+    mistake in its file.
+    """
     known = ", ".join(names(folder)) or "a folder with an assignment.toml in it"
     require(name in names(folder), f"assignment: got {name!r}, wanted one of {known}")
     folder = (folder or ASSIGNMENTS).resolve() / name
@@ -105,7 +115,8 @@ def load(name: str, folder: Path | None = None) -> Assignment:
     if wrong := best_match(formats.validator("assignment").iter_errors(content)):
         raise UsageError(f"{where}{_told(wrong, content)}")
     steps: list[dict[str, Any]] = [
-        {key: tuple(it) if isinstance(it, list) else it for key, it in one.items()} for one in content.pop("step")
+        {key: tuple(it) if isinstance(it, list) else it for key, it in one.items()}
+        for one in content.pop("step")
     ]
     one = Assignment(name=name, folder=folder, steps=tuple(Step(**step) for step in steps), **content)
     _require_whole(one)
@@ -138,13 +149,23 @@ def _require_whole(one: Assignment) -> None:
     for step in one.steps:
         where, laws = f", step {step.name!r}: ", load_laws() if step.laws else {}
         must(step.name not in earlier, where + "name", step.name, "a name that no other step has")
-        must(step.requirement in REQUIREMENTS, where + "requirement", step.requirement, "the id of a requirement, such as KD-8")
+        must(
+            step.requirement in REQUIREMENTS,
+            where + "requirement",
+            step.requirement,
+            "the id of a requirement, such as KD-8",
+        )
         must(step.laws or step.check or one.contest, where + "laws", [], "at least one law, or a check")
         for law in step.laws:
             near = difflib.get_close_matches(law, laws, 1, 0) if law not in laws else []
             must(law in laws, where + "laws", law, f"a law of the suite, such as {''.join(near)}")
         for need in step.needs:
-            must(need in earlier, where + "needs", need, f"a step before it: {', '.join(earlier) or 'there is none'}")
+            must(
+                need in earlier,
+                where + "needs",
+                need,
+                f"a step before it: {', '.join(earlier) or 'there is none'}",
+            )
         for mistake in step.catches:
             wanted = "a planted mistake, such as selection.lanes_past_the_end"
             must(mistake in load_mutants(), where + "catches", mistake, wanted)

@@ -59,5 +59,10 @@ def renamed(source: str) -> str:
     """The text of a module of the project, with the names that modules have in the file."""
     source = source.replace("evictionary.spec_tests.judge.implementation", "bundled.oracle")
     source = re.sub(r"(spec_tests)\.(judge|proof)\.", r"\1.", source)
-    source = re.sub(r"^from \.(\w*) import", lambda found: f"from bundled.{found[1]} import".replace(". ", " "), source, flags=re.M)
+    source = re.sub(
+        r"^from \.(\w*) import",
+        lambda found: f"from bundled.{found[1]} import".replace(". ", " "),
+        source,
+        flags=re.M,
+    )
     return re.sub(r"\bfrom evictionary\.(reference|spec_tests)\b", "from bundled", source)

@@ -29,7 +29,9 @@ OWN = "grader::"  # what the names of these laws begin with
 
 @dataclass(frozen=True)
 class Check:
-    """A law of the grader's own: the functions that it asks, what holds, how that is checked, and what is drawn for it."""
+    """A law of the grader's own: the functions that it asks, what holds, how that is checked, and what is
+    drawn for it.
+    """
 
     functions: tuple[str, ...]
     sentence: str
@@ -39,9 +41,13 @@ class Check:
 
 
 def law(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Law:
-    """The law of a step's `check`, for the file `stem` of a student with these constants. Raises KeyError where there is none."""
+    """The law of a step's `check`, for the file `stem` of a student with these constants. Raises KeyError
+    where there is none.
+    """
     one = CHECKS[step.check]
-    return own_law(one if isinstance(one, Check) else one(step, stem, constants, seed), step.name, step.requirement)
+    return own_law(
+        one if isinstance(one, Check) else one(step, stem, constants, seed), step.name, step.requirement
+    )
 
 
 def own_law(found: Check, name: str, requirement: str) -> Law:
@@ -76,7 +82,9 @@ def _expected_attention_defaults(impl: Implementation, constants: dict[str, Any]
 
 
 def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
-    """Lengths that reveal another sink or lag size: the first compressed length, the length before it, and the next ones."""
+    """Lengths that reveal another sink or lag size: the first compressed length, the length before it, and
+    the next ones.
+    """
     defaults = inspect.signature(oracle("lagkv.select")).parameters
     sink, lag = (constants.get(name, defaults[name].default) for name in ("sink_size", "lag_size"))
     for length in (sink + 2 * lag - 1, sink + 2 * lag, sink + 3 * lag - 1, sink + 3 * lag):
@@ -84,16 +92,24 @@ def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
         got = impl.lagkv.retained_length(length, keep_ratio=0.5)
         impl.calls.clear()  # thousands of tokens, of which the two lengths say all
         if got != expected:
-            raise Violation(f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got)
+            raise Violation(
+                f"retained_length({length}, keep_ratio=0.5) = {got}, wanted {expected}", expected, got
+            )
         states = np.random.default_rng(length).standard_normal((1, 1, length, 2))
         left = int(impl.lagkv.select(states, states, keep_ratio=0.5).sum())
         impl.calls.clear()
         if left != expected:
-            raise Violation(f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}", expected, left)
+            raise Violation(
+                f"select keeps {left} of {length} tokens with keep_ratio=0.5, wanted {expected}",
+                expected,
+                left,
+            )
 
 
 def _overflow(impl: Implementation, length: int, seed: int) -> None:
-    """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on unlucky inputs."""
+    """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on
+    unlucky inputs.
+    """
     states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
     keys, values, next_keys, next_values = (*(1e4 * states[:2]), *states[2:])
     agrees(impl, "lagkv.score", keys, values, next_keys, next_values)
@@ -109,8 +125,9 @@ def _votes(impl: Implementation, case: Any, seed: int) -> None:
     check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
 
-# What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads, tokens, channels.
-# A matrix over a thousand tokens, of all their channels too, fits the memory of an assignment.
+# What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads,
+# tokens, channels. A matrix over a thousand tokens, of all their channels too, fits the memory of an
+# assignment.
 LARGE = (
     Case(batch=5, num_kv_heads=9, group=2, length=20, head_dim=64, value_dim=64, num_queries=3),
     Case(length=1030, group=2, head_dim=64, value_dim=64, num_queries=3),
@@ -127,7 +144,10 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
             return [("score", (keys,), {}), ("score", (keys[0, 0],), {}), ("anchor", (keys[:, :, None],), {})]
         case "lagkv":
             settings = {"keep_ratio": 0.5, "sink_size": 3, "lag_size": case.length // 5}
-            return [("score", (keys, values, case.next_keys, case.next_values), {}), ("select", (keys, values), settings)]
+            return [
+                ("score", (keys, values, case.next_keys, case.next_values), {}),
+                ("select", (keys, values), settings),
+            ]
         case "gvote":
             weights = oracle("gvote.attention_weights")(query, for_each_reader(keys, queries))
             return [
@@ -159,7 +179,9 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
 
 
 def _sizes(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
-    """The functions that the file has, beside the oracle, at the sizes of a model; a mask has to be that of the oracle."""
+    """The functions that the file has, beside the oracle, at the sizes of a model; a mask has to be that
+    of the oracle.
+    """
 
     def check(impl: Implementation, seed: int) -> None:
         for case in (replace(each, seed=seed) for each in LARGE):
@@ -174,21 +196,31 @@ def _sizes(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Che
                 else:
                     agrees(impl, path, *args, **kwargs)
 
-    sentence = "What holds for a few numbers holds for 5 batch items of 9 heads, for 128 channels, and for a thousand tokens."
+    sentence = (
+        "What holds for a few numbers holds for 5 batch items of 9 heads, for 128 channels, and for a "
+        "thousand tokens."
+    )
     asked = dict.fromkeys(f"{stem}.{name}" for name, _, _ in _at_a_size(stem, LARGE[0]) if name != "anchor")
     return Check(tuple(asked), sentence, check, {"seed": seeds()}, examples=1)
 
 
 def _scales(impl: Implementation, case: Case) -> None:
-    """Keys whose squares the dtype of a kernel does not hold, and those whose norms somebody takes for zero."""
+    """Keys whose squares the dtype of a kernel does not hold, and those whose norms somebody takes for
+    zero.
+    """
     allowed = impl.allowance("keydiff.score", case.keys)
     for scale in (2.0**-66, 2.0**66):
-        allowed.check(impl.keydiff.score(impl.round(case.keys) * scale), f"the score of keys of about {scale:.0e}")
+        allowed.check(
+            impl.keydiff.score(impl.round(case.keys) * scale), f"the score of keys of about {scale:.0e}"
+        )
 
 
 def _strides(impl: Any, case: Case) -> None:
     """Keys that lie in the memory channel by channel, as a transposed tensor does."""
-    allowed, keys = impl.allowance("keydiff.score", case.keys), np.asfortranarray(impl.round(case.keys), dtype=np.float32)
+    allowed, keys = (
+        impl.allowance("keydiff.score", case.keys),
+        np.asfortranarray(impl.round(case.keys), dtype=np.float32),
+    )
     allowed.check(impl.child.call("score", keys), "the score of a transposed tensor")
 
 
@@ -196,21 +228,32 @@ LONG_PROMPT = 8192
 
 
 def _blocks(impl: Implementation) -> None:
-    """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that spread attention evenly."""
+    """A prompt whose matrix of weights alone takes the memory that the assignment gives, with keys that
+    spread attention evenly.
+    """
     got = impl.h2o.score(np.ones((1, 1, LONG_PROMPT, 2)), np.zeros((1, 1, LONG_PROMPT, 2)))
-    expected = np.cumsum(1 / np.arange(LONG_PROMPT, 0, -1))[::-1]  # query m gives 1 / (m + 1) to each token up to m
+    # query m gives 1 / (m + 1) to each token up to m
+    expected = np.cumsum(1 / np.arange(LONG_PROMPT, 0, -1))[::-1]
     Allowance(expected[None, None], 1e-9, 1e-9).check(got, "the score of equal keys")
 
 
 def _kernel(impl: Any, seed: int) -> None:
-    """The scores depend on what a Triton kernel writes: all move when each number that it writes is changed."""
+    """The scores depend on what a Triton kernel writes: all move when each number that it writes is
+    changed.
+    """
     keys = np.random.default_rng(seed).standard_normal((1, 2, 70, 64), dtype=np.float32)
     plain = impl.child.call("score", keys)
-    with contextlib.suppress(ValueError, StudentError):  # a file that notices the change has read what the kernel wrote
+    # a file that notices the change has read what the kernel wrote
+    with contextlib.suppress(ValueError, StudentError):
         changed = impl.child.call("score", keys, change_launches=True)
         if np.shape(changed) == np.shape(plain) and (np.asarray(changed) == plain).any():
-            told = "scores stay the same when every number that a Triton kernel writes is changed: no kernel computes them"
-            raise Violation(told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None)
+            told = (
+                "scores stay the same when every number that a Triton kernel writes is changed: no kernel "
+                "computes them"
+            )
+            raise Violation(
+                told, "scores that a function with @triton.jit writes, launched as kernel[grid](...)", None
+            )
 
 
 MOST_SCORES = 2**18  # in the rows of a judge
@@ -218,12 +261,18 @@ Row = tuple[np.ndarray, int, np.ndarray | None]
 
 
 def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Check:
-    """Check that the student's rows of scores show the mistakes that the step names, on copies of top_k that have them.
+    """Check that the student's rows of scores show the mistakes that the step names, on copies of top_k
+    that have them.
 
-    A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are many, show all of them.
+    A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are
+    many, show all of them.
     """
     mutants = load_mutants().items()
-    bank = {name: one for name, one in mutants if one.of == "selection.top_k" and (one.above or name in step.catches)}
+    bank = {
+        name: one
+        for name, one in mutants
+        if one.of == "selection.top_k" and (one.above or name in step.catches)
+    }
     wanted = set(step.catches)
 
     def check(impl: Any) -> None:
@@ -231,9 +280,15 @@ def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Chec
             shown = _shown(bank, _row(impl.child.call(step.name), step.longest))
             _require(bank, missing=wanted - shown, others=shown - wanted)
             return
-        answers = [impl.child.call(step.name, int(each)) for each in np.random.default_rng(seed).integers(2**31, size=2)]
+        answers = [
+            impl.child.call(step.name, int(each))
+            for each in np.random.default_rng(seed).integers(2**31, size=2)
+        ]
         for answer in answers:
-            must(isinstance(answer, tuple | list), f"{step.name} returned one {type(answer).__name__}, wanted a list of rows")
+            must(
+                isinstance(answer, tuple | list),
+                f"{step.name} returned one {type(answer).__name__}, wanted a list of rows",
+            )
             rows = [_row(each, MOST_SCORES) for each in answer]
             must(
                 sum(len(scores) for scores, _, _ in rows) <= MOST_SCORES,
@@ -251,7 +306,8 @@ def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Chec
         ]
         if missing := small.difference(*(_shown(bank, row) for row in drawn)):
             raise Violation(
-                f"{told}: those that are drawn do not show: {'; '.join(bank[name].misconception for name in sorted(missing))}"
+                f"{told}: those that are drawn do not show: "
+                f"{'; '.join(bank[name].misconception for name in sorted(missing))}"
             )
 
     return Check((f"rows.{step.name}",), step.title + ".", check)
@@ -267,11 +323,19 @@ def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> No
 
 
 def _row(answer: Any, longest: int) -> Row:
-    """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes it."""
-    must(isinstance(answer, tuple | list) and len(answer) in (2, 3), "a row is (scores, budget) or (scores, budget, protected)")
+    """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes
+    it.
+    """
+    must(
+        isinstance(answer, tuple | list) and len(answer) in (2, 3),
+        "a row is (scores, budget) or (scores, budget, protected)",
+    )
     scores, budget, protected = (*answer, None)[:3]
     must(
-        isinstance(scores, np.ndarray) and scores.ndim == 1 and scores.dtype.kind == "f" and not np.isnan(scores).any(),
+        isinstance(scores, np.ndarray)
+        and scores.ndim == 1
+        and scores.dtype.kind == "f"
+        and not np.isnan(scores).any(),
         "scores: wanted an array [T] of floats, none of them NaN",
     )
     must(0 < len(scores) <= longest, f"scores: got {len(scores)}, wanted 1 to {longest}")
@@ -321,7 +385,8 @@ CHECKS: dict[str, Check | Callable[..., Check]] = {
     ),
     "strides": Check(
         ("keydiff.score",),
-        "A transposed tensor with the same numbers has the same scores: use the strides or call .contiguous().",
+        "A transposed tensor with the same numbers has the same scores: use the strides or call "
+        ".contiguous().",
         _strides,
         {"case": seeded_cases(min_length=2, kinds=("normal",))},
     ),

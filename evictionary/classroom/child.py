@@ -1,4 +1,6 @@
-"""The parent's side of a child process that runs one student file: start it, call its functions, watch the time, end it."""
+"""The parent's side of a child process that runs one student file: start it, call its functions, watch the
+time, end it.
+"""
 
 import os
 import re
@@ -20,7 +22,8 @@ from evictionary.spec_tests.judge.remote import Gone, Remote
 START_SECONDS = 120.0
 BANNED = ("reference", "optimized", "spec_tests", "workbench", "evictionary", "__editable__", "tutorials", "kvpress", "pytest",
     "_pytest", "hypothesis")  # fmt: skip
-# A message can carry the secret inputs out, so that it is short: with the kind of the error and its place, 500 characters.
+# A message can carry the secret inputs out, so that it is short: with the kind of the error and its place,
+# 500 characters.
 LONGEST_MESSAGE, LONGEST_KIND, LONGEST_PLACE, MOST_FUNCTIONS = 500, 60, 160, 1000
 # The answers of all assignments have at most 0.2 MiB; a failing law keeps several of them.
 LARGEST_ANSWER = 4 * 2**20
@@ -29,7 +32,11 @@ LARGEST_ANSWER = 4 * 2**20
 def closed(site: Path) -> list[str]:
     """Folders that a child may never read: the clone that holds this file, and the installed package."""
     project = Path(worker.__file__).resolve().parents[2]
-    folders = {site.resolve(), project, Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})).resolve()}
+    folders = {
+        site.resolve(),
+        project,
+        Path(sysconfig.get_path("purelib", vars={"base": sys.base_prefix})).resolve(),
+    }
     entries = [each for folder in folders if folder.is_dir() for each in folder.iterdir()]
     found = [each for each in entries if re.split("[.-]", each.name)[0] in BANNED]
     # Installed, this file lies beside NumPy, which the child needs.
@@ -37,19 +44,26 @@ def closed(site: Path) -> list[str]:
 
 
 def visible(text: Any) -> str:
-    """A student's text with U+FFFD for control characters, half characters and whatever else cannot be shown."""
-    return "".join(each if each.isprintable() or each in "\t\n\u00a0\u3000" else "\ufffd" for each in str(text))
+    """A student's text with U+FFFD for control characters, half characters and whatever else cannot be
+    shown.
+    """
+    return "".join(
+        each if each.isprintable() or each in "\t\n\u00a0\u3000" else "\ufffd" for each in str(text)
+    )
 
 
 def clean(text: Any, longest: int = LONGEST_MESSAGE) -> str:
     """A student's text, visible and cut to `longest` characters."""
     shown = visible(str(text)[:longest])
-    return shown if len(str(text)) <= longest else f"{shown} ... and {len(str(text)) - longest} characters more"
+    return (
+        shown if len(str(text)) <= longest else f"{shown} ... and {len(str(text)) - longest} characters more"
+    )
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a child for one requirement: seconds of waiting and of processor time, bytes of memory and of an answer.
+    """The limits of a child for one requirement: seconds of waiting and of processor time, bytes of memory
+    and of an answer.
 
     With each_call the seconds of waiting are those of one call.
     """
@@ -62,7 +76,9 @@ class Limits:
 
 
 class StudentError(Exception):
-    """The student's code raised something other than ValueError: `kind`, the message, and the line of the student's file."""
+    """The student's code raised something other than ValueError: `kind`, the message, and the line of the
+    student's file.
+    """
 
     def __init__(self, kind: str, message: str, place: str) -> None:
         kind, place = kind[:LONGEST_KIND], place[:LONGEST_PLACE]
@@ -76,11 +92,13 @@ def as_tuple(name: str, fields: dict[str, Any]) -> Any:
 
 
 class Child:
-    """One student file in a process of its own. Use it as a context manager; `functions` names the functions of the file.
+    """One student file in a process of its own. Use it as a context manager; `functions` names the
+    functions of the file.
 
-    `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code. `strict` is for code that
-    nobody trusts, and names functions whose results have to be memory of their own: arguments come at the addresses of earlier
-    ones, what torch allocates holds NaN, and a function of a library that the file replaces counts as tried.
+    `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code. `strict`
+    is for code that nobody trusts, and names functions whose results have to be memory of their own:
+    arguments come at the addresses of earlier ones, what torch allocates holds NaN, and a function of a
+    library that the file replaces counts as tried.
 
     Raises StudentError if the file cannot be imported and Gone if the process gives no answer.
     """
@@ -142,19 +160,27 @@ class Child:
         except BaseException:
             self.remote.close()
             raise
-        public = [name for name in reply["functions"] if isinstance(name, str) and name.isidentifier() and name[0] != "_"]
+        public = [
+            name
+            for name in reply["functions"]
+            if isinstance(name, str) and name.isidentifier() and name[0] != "_"
+        ]
         self.functions = public[:MOST_FUNCTIONS]
         return self
 
     def __exit__(self, *_: object) -> None:
         self.remote.close()
 
-    def call(self, name: str, *args: Any, time_it: bool = False, change_launches: bool = False, **kwargs: Any) -> Any:
+    def call(
+        self, name: str, *args: Any, time_it: bool = False, change_launches: bool = False, **kwargs: Any
+    ) -> Any:
         """Call a function of the student's file; with `time_it`, return its median milliseconds on a GPU.
 
-        With `change_launches`, 1 is added to every number that a Triton kernel writes meanwhile, in the interpreter.
+        With `change_launches`, 1 is added to every number that a Triton kernel writes meanwhile, in the
+        interpreter.
 
-        A ValueError is raised unchanged, because laws expect it; any other exception is raised as StudentError.
+        A ValueError is raised unchanged, because laws expect it; any other exception is raised as
+        StudentError.
         """
         if self.limits.each_call:
             self.remote.allow(self.limits.wall_seconds)
@@ -175,12 +201,18 @@ class Child:
                 reply, values = wire.read(self.remote.receive(text), self.remote.receive(body), self.named)
         except Gone as gone:
             self.is_late = self.is_late or gone.is_late
-            raise Gone(f"{gone}: an endless loop, or waiting for something?", True) if gone.is_late else gone from None
+            raise (
+                Gone(f"{gone}: an endless loop, or waiting for something?", True) if gone.is_late else gone
+            ) from None
         except Exception as error:  # the student's process may have written anything into the pipe
             self.remote.end(f"{UNREADABLE} ({clean(error)})")
         told = reply.get("tried")
         if isinstance(told, list) and len(self.tried) < sandbox.MOST_TRIED:
-            self.tried |= {clean(each, sandbox.LONGEST_TRIED) for each in told[: sandbox.MOST_TRIED] if isinstance(each, str)}
+            self.tried |= {
+                clean(each, sandbox.LONGEST_TRIED)
+                for each in told[: sandbox.MOST_TRIED]
+                if isinstance(each, str)
+            }
         return reply, values
 
 
@@ -189,7 +221,8 @@ UNREADABLE = "gave an answer that cannot be read"
 
 # What a student's code can do where a wall is missing, after it removes the audit hook.
 OPEN = {
-    "landlock": "read the seed file, the submissions and your home, and change or delete submissions and grades",
+    "landlock": "read the seed file, the submissions and your home, and change or delete submissions and "
+    "grades",
     "system calls": "send what it reads over the network, and slow or end other programs of yours",
     "limits": "fill the memory and the disk",
 }

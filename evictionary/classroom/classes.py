@@ -1,4 +1,6 @@
-"""A class: several processes grade many submissions, with progress; finished grades are not computed again."""
+"""A class: several processes grade many submissions, with progress; finished grades are not computed
+again.
+"""
 
 import csv
 import hashlib
@@ -51,12 +53,14 @@ class Order:
         return hashlib.sha256(b"evictionary/" + self.secret).hexdigest()[:16]
 
 
-def find(paths: Sequence[Path], file: str, output: Path | None = None) -> tuple[dict[str, Handed], list[Path]]:
+def find(
+    paths: Sequence[Path], file: str, output: Path | None = None
+) -> tuple[dict[str, Handed], list[Path]]:
     """The submissions by student, and the entries of a folder that are none.
 
-    A submission is a path itself, or an entry of a folder with more than the assignment's `file`. Hidden entries and the folder
-    `output` are skipped. A student with two submissions has none: the result of that student says why. Raises UsageError if a path
-    does not exist.
+    A submission is a path itself, or an entry of a folder with more than the assignment's `file`. Hidden
+    entries and the folder `output` are skipped. A student with two submissions has none: the result of that
+    student says why. Raises UsageError if a path does not exist.
     """
     found: dict[str, Handed] = {}
     left_out: list[Path] = []
@@ -82,7 +86,8 @@ def _is_mistaken(path: Path) -> bool:
 
 
 def _entries(folder: Path, file: str, output: Path | None, left_out: list[Path]) -> list[Path]:
-    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of them.
+    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of
+    them.
 
     What else it holds is added to left_out.
     """
@@ -91,7 +96,12 @@ def _entries(folder: Path, file: str, output: Path | None, left_out: list[Path])
     others: list[Path] = []
     for each in sorted(folder.iterdir()):
         if not each.name.startswith((".", "__")) and os.path.realpath(each) != grades:
-            is_one = each.is_dir() or each.is_symlink() or each.name.endswith(submissions.ENDINGS) or _is_mistaken(each)
+            is_one = (
+                each.is_dir()
+                or each.is_symlink()
+                or each.name.endswith(submissions.ENDINGS)
+                or _is_mistaken(each)
+            )
             (found if is_one else others).append(each)
     found.sort(key=_is_mistaken)
     if [each.name for each in found if not _is_mistaken(each)] == [Path(file).name] and not found[0].is_dir():
@@ -128,18 +138,22 @@ def _judge(order: Order, assignment: Assignment, source: bytes, constants: dict[
 
 
 def _failed(order: Order, error: Exception) -> Judgement:
-    why = f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
+    why = (
+        f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
+    )
     return empty(order.loaded, why)
 
 
 def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any], list[str]]:
     """The settings that a grade depends on, beside the student's file, and notes on the id.
 
-    A grade with the same settings is not computed again. With personal constants this starts a process that reads the id out of
-    the archive.
+    A grade with the same settings is not computed again. With personal constants this starts a process that
+    reads the id out of the archive.
     """
     assignment = order.loaded
-    personal_id, note = submissions.personal_id(path, student, order.roster) if order.personal else (student, "")
+    personal_id, note = (
+        submissions.personal_id(path, student, order.roster) if order.personal else (student, "")
+    )
     settings = {
         "schema": formats.SCHEMA,
         "suite": __version__,
@@ -148,7 +162,9 @@ def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any],
         "examples": order.examples,
         "constants": assignment.constants_of(personal_id) if order.personal else {},
         "personal_id": personal_id,
-        "assignment_sha256": hashlib.sha256(repr((replace(assignment, folder=Path()), order.seconds)).encode()).hexdigest(),
+        "assignment_sha256": hashlib.sha256(
+            repr((replace(assignment, folder=Path()), order.seconds)).encode()
+        ).hexdigest(),
     }
     return settings, [note] if note else []
 
@@ -166,18 +182,28 @@ def _as_json(
         **judgement.as_json(),
     }
     for line in content["lines"]:
-        line["message"], line["repro"] = _within_walls(line["message"], order), line["repro"] and OUTSIDE + line["repro"]
+        line["message"], line["repro"] = (
+            _within_walls(line["message"], order),
+            line["repro"] and OUTSIDE + line["repro"],
+        )
     return content
 
 
-OUTSIDE = "# This runs the student's code with your rights, outside of the walls. `evictionary grade --law` runs it inside.\n"
+OUTSIDE = (
+    "# This runs the student's code with your rights, outside of the walls. `evictionary grade --law` "
+    "runs it inside.\n"
+)
 
 
 def _within_walls(message: str, order: Order) -> str:
-    """A message for a grade, which an instructor may follow: the command of a law runs in a child, and the script is named."""
+    """A message for a grade, which an instructor may follow: the command of a law runs in a child, and the
+    script is named.
+    """
     inside = rf"evictionary grade \1 --assignment {order.assignment} --law \2"
     message = re.sub(r"evictionary judge (\S+) --law (\S+)", inside, message)
-    return message.replace("to see it again, run\n", "to see it again, run (this runs the student's code with your rights)\n")
+    return message.replace(
+        "to see it again, run\n", "to see it again, run (this runs the student's code with your rights)\n"
+    )
 
 
 def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
@@ -193,7 +219,9 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
             constants = _settings(order, student, path)[0]["constants"]
             line = _judge(order, replace(one, steps=(judged,)), _readable(path, one), constants).lines[0]
             return replace(line, message=_within_walls(line.message, order))
-    known = sorted({each.rpartition("::")[2] for step in one.steps for each in (*step.laws, step.check) if each})
+    known = sorted(
+        {each.rpartition("::")[2] for step in one.steps for each in (*step.laws, step.check) if each}
+    )
     raise UsageError(f"--law: got {law!r}, wanted one of {', '.join(known)}")
 
 
@@ -203,7 +231,8 @@ def _readable(path: Handed, assignment: Assignment) -> bytes:
 
 
 def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, Judgement]]:
-    """What an assignment gives to a right answer, by default the reference, and to its starter, each with the points it should get.
+    """What an assignment gives to a right answer, by default the reference, and to its starter, each with
+    the points it should get.
 
     Raises UsageError if the answer cannot be read, or the reference has no method of that name.
     """
@@ -216,9 +245,14 @@ def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, i
 
 
 def run(
-    order: Order, found: dict[str, Handed], output: Path, jobs: int, advance: Callable[[str], None] = lambda student: None
+    order: Order,
+    found: dict[str, Handed],
+    output: Path,
+    jobs: int,
+    advance: Callable[[str], None] = lambda student: None,
 ) -> Iterator[dict[str, Any]]:
-    """Grade the submissions, write their folders under `output`, and yield each grade as soon as it is finished.
+    """Grade the submissions, write their folders under `output`, and yield each grade as soon as it is
+    finished.
 
     A submission that was graded with the same file, seeds and settings is read from its folder.
     """
@@ -231,10 +265,14 @@ def run(
             waiting[student] = path
 
     def written(student: str, result: dict[str, Any] | Exception) -> dict[str, Any]:
-        """Write a grade, or why there is none. What cannot be written in a format of a platform is a failure of the grader."""
+        """Write a grade, or why there is none. What cannot be written in a format of a platform is a
+        failure of the grader.
+        """
         path = found[student]
         if isinstance(result, Exception):
-            result = _as_json(order, _settings(order, student, path)[0], student, path, "", _failed(order, result))
+            result = _as_json(
+                order, _settings(order, student, path)[0], student, path, "", _failed(order, result)
+            )
         formats.write(result, output / student, list(order.formats))
         return result
 
@@ -250,9 +288,15 @@ def run(
         yield grade
 
 
-def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
-    """The grade of each student, or what ended its process. A process that dies breaks its pool: the others go on, each alone."""
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+def _in_processes(
+    order: Order, waiting: dict[str, Handed], jobs: int
+) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
+    """The grade of each student, or what ended its process. A process that dies breaks its pool: the
+    others go on, each alone.
+    """
+    pool = ProcessPoolExecutor(
+        jobs, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts
+    )
     lost = []
     try:
         futures = {pool.submit(grade_one, order, student, path): student for student, path in waiting.items()}
@@ -263,7 +307,8 @@ def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterat
             else:
                 yield student, error if isinstance(error, Exception) else future.result()
     except BaseException:
-        # Interrupted: running submissions are ended, waiting ones are not started. The next run goes on from here.
+        # Interrupted: running submissions are ended, waiting ones are not started. The next run goes on from
+        # here.
         for process in multiprocessing.active_children():
             process.terminate()
         raise
@@ -274,14 +319,18 @@ def _in_processes(order: Order, waiting: dict[str, Handed], jobs: int) -> Iterat
 
 
 def _leave_interrupts() -> None:
-    """Set up a process of the pool: Ctrl-C is left to the parent, which ends the process; temporary folders are deleted then."""
+    """Set up a process of the pool: Ctrl-C is left to the parent, which ends the process; temporary
+    folders are deleted then.
+    """
     sandbox.end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
 def _stored(order: Order, student: str, path: Handed, output: Path) -> dict[str, Any] | None:
-    """The grade in a student's folder, if it has all files and was made from the same file with the same settings."""
+    """The grade in a student's folder, if it has all files and was made from the same file with the same
+    settings.
+    """
     try:
         grade = formats.read(output / student / formats.GRADE)
         digest = hashlib.sha256(submissions.read(path, order.loaded)).hexdigest()
@@ -294,14 +343,18 @@ def _stored(order: Order, student: str, path: Handed, output: Path) -> dict[str,
 
 
 def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The result of the class: the distribution of points, how many pass each step, the most frequent misconceptions."""
+    """The result of the class: the distribution of points, how many pass each step, the most frequent
+    misconceptions.
+    """
     steps: dict[str, Counter[str]] = {}
     for grade in grades:
         for line in grade["lines"]:
             steps.setdefault(line["name"], Counter())[line["verdict"]] += 1
     ids = Counter(grade["personal_id"] for grade in grades)
     names = Counter(_alike(grade["student"]) for grade in grades)
-    mistakes = Counter(mistake for grade in grades for line in grade["lines"] for mistake in line["misconceptions"])
+    mistakes = Counter(
+        mistake for grade in grades for line in grade["lines"] for mistake in line["misconceptions"]
+    )
     return {
         "submissions": len(grades),
         "errors": sum(bool(grade["error"]) for grade in grades),
@@ -312,26 +365,43 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "notes": {grade["student"]: grade["notes"] for grade in grades if grade["notes"]},
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
         "steps": {name: dict(counts) for name, counts in steps.items()},
-        "walls_missing": sorted({name for grade in grades for name, stands in grade["walls"].items() if not stands}),
+        "walls_missing": sorted(
+            {name for grade in grades for name, stands in grade["walls"].items() if not stands}
+        ),
         "misconceptions": dict(mistakes.most_common(10)),
         "grading_seconds": round(sum(grade["seconds"] for grade in grades), 1),
     }
 
 
 def _alike(student: str) -> str:
-    """What is left of a name without capitals, spaces and the ways to write an accent: one folder to some systems."""
+    """What is left of a name without capitals, spaces and the ways to write an accent: one folder to some
+    systems.
+    """
     return "".join(unicodedata.normalize("NFKC", student).casefold().split())
 
 
 def gradebook(grades: Sequence[dict[str, Any]]) -> str:
-    """The table that a course's platform imports: a line for each student with the id, the points and what became of each step."""
+    """The table that a course's platform imports: a line for each student with the id, the points and what
+    became of each step.
+    """
     content = io.StringIO()
     rows = csv.writer(content, lineterminator="\n")
     rows.writerow(("id", "points", "of", "comment"))
     for grade in sorted(grades, key=lambda one: str(one["student"])):
-        lost = [f"{line['name']}: {line['verdict']}, {line['reason']}" for line in grade["lines"] if line["verdict"] != "passed"]
+        lost = [
+            f"{line['name']}: {line['verdict']}, {line['reason']}"
+            for line in grade["lines"]
+            if line["verdict"] != "passed"
+        ]
         comment = grade["error"] or "; ".join(lost) or "full marks"
-        rows.writerow((_no_formula(grade["student"]), grade["score"], grade["max_score"], _no_formula(" ".join(comment.split()))))
+        rows.writerow(
+            (
+                _no_formula(grade["student"]),
+                grade["score"],
+                grade["max_score"],
+                _no_formula(" ".join(comment.split())),
+            )
+        )
     return content.getvalue()
 
 
@@ -341,7 +411,9 @@ def _no_formula(text: str) -> str:
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
-    """The grades that are written in a folder of grades. Raises UsageError for a damaged one, and if there is none."""
+    """The grades that are written in a folder of grades. Raises UsageError for a damaged one, and if there
+    is none.
+    """
     grades = []
     for path in sorted(folder.glob(f"*/{formats.GRADE}")):
         with usage(f"grades: {path} is no grade of this version", ValueError, ValidationError):

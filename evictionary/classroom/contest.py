@@ -1,6 +1,7 @@
 """The open assignment: a student's scorer in the embedded model, beside LagKV, under one budget.
 
-The model runs in the parent. The scorer runs in a child process and is sent the keys and values of one layer at a time.
+The model runs in the parent. The scorer runs in a child process and is sent the keys and values of one layer
+at a time.
 """
 
 import math
@@ -29,7 +30,9 @@ load_model = cache(load)  # the embedded one, once in a process
 
 
 class Measured(NamedTuple):
-    """Whether an answer is right, and how far the final state is from the full cache's, relative to its length."""
+    """Whether an answer is right, and how far the final state is from the full cache's, relative to its
+    length.
+    """
 
     is_right: bool
     error: float
@@ -50,7 +53,8 @@ class Text:
 
 @cache
 def texts(seed: int) -> list[Text]:
-    """Read five texts, of a check as of a grade, with random places of the number: what `check` says holds for a grade too.
+    """Read five texts, of a check as of a grade, with random places of the number: what `check` says holds
+    for a grade too.
 
     They are read once for all submissions that a process grades.
     """
@@ -97,9 +101,11 @@ def remote_score(child: Child) -> Any:
 
 
 def missing_quarters(value: float, enough: float, width: float) -> int:
-    """How many quarters of the points a value costs that should be at most `enough`: one for each begun width above, at most four.
+    """How many quarters of the points a value costs that should be at most `enough`: one for each begun
+    width above, at most four.
 
-    With all or nothing, five texts decided about forty points: one file had them at four seeds and not at the fifth.
+    With all or nothing, five texts decided about forty points: one file had them at four seeds and not at the
+    fifth.
     """
     return min(4, max(0, math.ceil(round((value - enough) / width, 9))))
 
@@ -114,26 +120,34 @@ class Contest(Run):
         try:
             measured = self._measured(result)
         except Exception as error:
-            told = error if isinstance(error, Gone | StudentError | ValueError) else error.__cause__  # the model wraps it
+            # the model wraps it
+            told = error if isinstance(error, Gone | StudentError | ValueError) else error.__cause__
             if not isinstance(told, Gone | StudentError | ValueError):
                 raise
             scores.verdict, scores.reason, scores.message = "failed", str(told), str(told)
             return
         scores.verdict, scores.points = "passed", scores.max_points
         right, wanted = (sum(one.is_right for one in each) for each in zip(*measured, strict=True))
-        distance, limit = (float(np.mean([one.error for one in each])) for each in zip(*measured, strict=True))
+        distance, limit = (
+            float(np.mean([one.error for one in each])) for each in zip(*measured, strict=True)
+        )
         answers.reason = f"{right} of {len(measured)} answers right, LagKV has {wanted}"
         closer.reason = f"relative distance {distance:.4f}, LagKV's is {limit:.4f}"
         missing = missing_quarters(wanted - right, 0, 0.5), missing_quarters(distance / limit, NEAR, 0.1)
         for line, quarters in zip((answers, closer), missing, strict=True):
-            line.verdict, line.points = "failed" if quarters else "passed", line.max_points * (4 - quarters) // 4
+            line.verdict, line.points = (
+                "failed" if quarters else "passed",
+                line.max_points * (4 - quarters) // 4,
+            )
         result.leaderboard = [
             {"name": f"right of {len(measured)}", "value": right, "order": "desc"},
             {"name": "relative distance", "value": round(distance, 5), "order": "asc"},
         ]
 
     def _measured(self, result: Judgement) -> list[tuple[Measured, Measured]]:
-        """The scorer and LagKV on each text, which is read once the scores of random keys have been found usable."""
+        """The scorer and LagKV on each text, which is read once the scores of random keys have been found
+        usable.
+        """
         with self.child() as child:
             result.walls = child.walls
             score = remote_score(child)
@@ -142,5 +156,7 @@ class Contest(Run):
             first, again = score(keys, values), score(keys, values)
             require(torch.equal(first, again), "the same keys and values scored twice differ", wrong)
             require(len(first.unique()) > 1, "every token has the same score", wrong)
-            method = replace(resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={})
+            method = replace(
+                resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={}
+            )
             return [(run_method(method, text), text.lagkv) for text in texts(self.seed("texts"))]

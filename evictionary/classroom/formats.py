@@ -1,4 +1,6 @@
-"""grade.json, the one canonical result, and the files derived from it: Gradescope, Classroom 50, JUnit and Markdown."""
+"""grade.json, the one canonical result, and the files derived from it: Gradescope, Classroom 50, JUnit and
+Markdown.
+"""
 
 import json
 import os
@@ -47,7 +49,11 @@ def gradescope(grade: dict[str, Any]) -> str:
             }
             for number, line in enumerate(grade["lines"], 1)
         ],
-        "extra_data": {"assignment": grade["assignment"], "schema": grade["schema"], "graded_at": grade["graded_at"]},
+        "extra_data": {
+            "assignment": grade["assignment"],
+            "schema": grade["schema"],
+            "graded_at": grade["graded_at"],
+        },
     }
     if grade["leaderboard"]:
         content["leaderboard"] = grade["leaderboard"]
@@ -62,7 +68,9 @@ def blocked(grade: dict[str, Any]) -> str:
 
 
 def classroom50(grade: dict[str, Any]) -> str:
-    """result.json of Classroom 50: strict keys, whole numbers. Names and ids come from the environment variables of its runner."""
+    """result.json of Classroom 50: strict keys, whole numbers. Names and ids come from the environment
+    variables of its runner.
+    """
     here = os.environ.get
     commit = here("COMMIT_URL", "local")
     content = {
@@ -107,9 +115,13 @@ def junit(grade: dict[str, Any]) -> str:
         timestamp=grade["graded_at"].removesuffix("Z"),
     )
     for line in grade["lines"]:
-        case = ElementTree.SubElement(suite, "testcase", classname=visible(grade["student"]), name=_named(line, "name"))
+        case = ElementTree.SubElement(
+            suite, "testcase", classname=visible(grade["student"]), name=_named(line, "name")
+        )
         if line["verdict"] == "failed":
-            ElementTree.SubElement(case, "failure", message=visible(line["reason"]), type="law").text = visible(line["message"])
+            ElementTree.SubElement(
+                case, "failure", message=visible(line["reason"]), type="law"
+            ).text = visible(line["message"])
         elif line["verdict"] != "passed":
             ElementTree.SubElement(case, "skipped", message=visible(line["reason"] or grade["error"]))
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
@@ -118,7 +130,11 @@ def junit(grade: dict[str, Any]) -> str:
 def markdown(grade: dict[str, Any]) -> str:
     """A Markdown page: the points, and the first failure in full."""
     lines = [f"# {cell(grade['title'])}: {grade['score']} of {grade['max_score']}", ""]
-    file = f"{cell(grade['file'])} (SHA-256 {grade['source_sha256'][:16]})" if grade["source_sha256"] else cell(grade["file"])
+    file = (
+        f"{cell(grade['file'])} (SHA-256 {grade['source_sha256'][:16]})"
+        if grade["source_sha256"]
+        else cell(grade["file"])
+    )
     lines += [f"Student {cell(grade['student'])}, file {file or 'none'}, graded {grade['graded_at']}.", ""]
     if grade["error"]:
         lines += [f"Nothing could be judged: {cell(grade['error'])}", ""]
@@ -135,7 +151,14 @@ def markdown(grade: dict[str, Any]) -> str:
     first = next((line for line in grade["lines"] if line["verdict"] == "failed" and line["message"]), None)
     if first:
         fence = "`" * 8  # a student's message may hold a fence of its own
-        lines += ["", f"## {cell(first['title'])}", "", fence, visible(first["message"]).replace(fence, ""), fence]
+        lines += [
+            "",
+            f"## {cell(first['title'])}",
+            "",
+            fence,
+            visible(first["message"]).replace(fence, ""),
+            fence,
+        ]
         lines += ["", f"To read: {first['read']}."] if first["read"] else []
     return "\n".join(lines) + "\n"
 
@@ -153,7 +176,9 @@ def now() -> str:
 
 
 def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
-    """Write grade.json and the derived files into the folder; grade.json is last: its presence means that the grading is done."""
+    """Write grade.json and the derived files into the folder; grade.json is last: its presence means that
+    the grading is done.
+    """
     validator("grade").validate(grade)
     folder.mkdir(parents=True, exist_ok=True)
     for name in formats:
@@ -174,11 +199,16 @@ def _named(line: dict[str, Any], key: str) -> str:
 
 
 def _told(line: dict[str, Any]) -> str:
-    parts = [line["reason"], line["message"], f"To read: {line['read']}." if line["read"] and line["verdict"] != "passed" else ""]
+    parts = [
+        line["reason"],
+        line["message"],
+        f"To read: {line['read']}." if line["read"] and line["verdict"] != "passed" else "",
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
-# What Markdown reads as more than text, bare addresses too; a number in its place means the character and nothing else.
+# What Markdown reads as more than text, bare addresses too; a number in its place means the character and
+# nothing else.
 _MARKS = re.compile(r"[\\`*_\[\]!|<>&~#@]|:(?=//)|(?<=www)\.", re.IGNORECASE)
 
 

@@ -1,4 +1,6 @@
-"""Checks the laws on one submission: oracle, seeds and verdict stay in the parent, the student's code runs in a child process."""
+"""Checks the laws on one submission: oracle, seeds and verdict stay in the parent, the student's code runs
+in a child process.
+"""
 
 import contextlib
 import functools
@@ -57,9 +59,10 @@ def judge(
 ) -> Judgement:
     """Judge the text of a student's file, step by step.
 
-    Each law has a seed of its own, made from the secret of a grade, or without one from check_seed. constants are the student's own
-    defaults, where the course uses them. origin is the path that the repro names; seconds bounds the waiting for the child in each
-    step. explain looks for the smallest counterexample of the first failure.
+    Each law has a seed of its own, made from the secret of a grade, or without one from check_seed. constants
+    are the student's own defaults, where the course uses them. origin is the path that the repro names;
+    seconds bounds the waiting for the child in each step. explain looks for the smallest counterexample of
+    the first failure.
     """
     started = time.monotonic()
     result = empty(assignment)
@@ -69,19 +72,32 @@ def judge(
         return result
     with put_down(source, assignment.stem) as path:
         kind = _contest().Contest if assignment.contest else ByLaws
-        run = kind(assignment, path, origin or assignment.file, secret, examples, constants or {}, seconds, check_seed)
+        run = kind(
+            assignment,
+            path,
+            origin or assignment.file,
+            secret,
+            examples,
+            constants or {},
+            seconds,
+            check_seed,
+        )
         run.judge_steps(result, explained=not explain)
     if run.tried:
         result.notes.append(f"the code tried: {', '.join(sorted(run.tried))}")
     for line in result.lines:
-        line.reason, line.message, line.repro = (clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro))
+        line.reason, line.message, line.repro = (
+            clean(each, LONGEST_TEXT) for each in (line.reason, line.message, line.repro)
+        )
     result.seconds = round(time.monotonic() - started, 2)
     return result
 
 
 @contextlib.contextmanager
 def put_down(source: bytes, stem: str) -> Iterator[Path]:
-    """A file of this text in a folder of its own, for a child to read. A warning would only repeat what a law says."""
+    """A file of this text in a folder of its own, for a child to read. A warning would only repeat what a
+    law says.
+    """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
         path = Path(folder) / f"{stem}.py"
         path.write_bytes(source)
@@ -92,14 +108,19 @@ def put_down(source: bytes, stem: str) -> Iterator[Path]:
 
 
 def _contest() -> types.ModuleType:
-    return importlib.import_module("evictionary.classroom.contest")  # it imports torch, which other assignments need not have
+    # it imports torch, which other assignments need not have
+    return importlib.import_module("evictionary.classroom.contest")
 
 
 def lacking(assignment: Assignment) -> str:
     """Which library this machine lacks for the assignment and how to get it, or an empty string."""
-    for module in ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ():
+    for module in (
+        ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ()
+    ):
         if importlib.util.find_spec(module) is None:
-            return f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
+            return (
+                f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
+            )
     return ""
 
 
@@ -116,13 +137,18 @@ def blocked(assignment: Assignment) -> str:
 
 
 def gpu_milliseconds(assignment: Assignment, path: Path) -> float:
-    """The median time of the student's score on this machine's GPU, in a child without limits: CUDA does not run with them."""
+    """The median time of the student's score on this machine's GPU, in a child without limits: CUDA does
+    not run with them.
+    """
     keys = np.random.default_rng(0).standard_normal(TIMED_SHAPE, dtype=np.float32)
-    with Child(path, assignment.stem, library="torch", limits=assignment.limits(300), device="cuda", confine=False) as child:
+    with Child(
+        path, assignment.stem, library="torch", limits=assignment.limits(300), device="cuda", confine=False
+    ) as child:
         return float(child.call("score", keys, time_it=True))
 
 
-# The oracle's results by input: a class is graded with the same seeds, so most inputs come again with the next submission.
+# The oracle's results by input: a class is graded with the same seeds, so most inputs come again with the
+# next submission.
 _remembered: dict[bytes, Allowance] = {}
 MOST_REMEMBERED = 20_000
 
@@ -134,8 +160,8 @@ class _WrongForm(Violation):
 class _Judged(Implementation):
     """An implementation that calls the oracle once for each input.
 
-    calm says that inputs on which a softmax without its maximum overflows are left out, because another step judges them. child is
-    the student's process, for what is no function of a method.
+    calm says that inputs on which a softmax without its maximum overflows are left out, because another step
+    judges them. child is the student's process, for what is no function of a method.
     """
 
     calm = False
@@ -159,13 +185,17 @@ class _Judged(Implementation):
             raise
 
     def native(self, value: Any) -> Any:
-        """Rows of channels in the memory, however the law came by them: a step of its own asks about strides."""
+        """Rows of channels in the memory, however the law came by them: a step of its own asks about
+        strides.
+        """
         found = super().native(value)
         return np.require(found, requirements="C") if isinstance(found, np.ndarray) else found
 
     @contextlib.contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
-        """As the laws have it, but what is wanted is said to a student: the words that the message has to have."""
+        """As the laws have it, but what is wanted is said to a student: the words that the message has to
+        have.
+        """
         try:
             with super().refuses(pattern):
                 yield
@@ -217,12 +247,18 @@ class ByLaws(Run):
             for line in (each for each in result.lines if not each.laws):
                 line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
             told = f"{self.unloadable}. No step is judged before it can."
-            result.lines.insert(0, Line("file", "", "Your file can be loaded", 0, "failed", reason=self.unloadable, message=told))
+            result.lines.insert(
+                0,
+                Line(
+                    "file", "", "Your file can be loaded", 0, "failed", reason=self.unloadable, message=told
+                ),
+            )
 
     def judge(self, step: Step, line: Line, result: Judgement) -> None:
         """Judge one step, and explain the first failure.
 
-        A step that runs out of time is judged once more with three times as much time, because the machine may have been busy.
+        A step that runs out of time is judged once more with three times as much time, because the machine
+        may have been busy.
         """
         failing, late = self._try(step, line, result, patience=1)
         if late and not self.is_slow:
@@ -230,12 +266,15 @@ class ByLaws(Run):
             failing, self.is_slow = self._try(step, line, result, patience=3)
         if failing is not None and not self.explained:
             self.explained = True
-            # In another child, because this takes more calls than judging; the verdict does not depend on this child.
+            # In another child, because this takes more calls than judging; the verdict does not depend on
+            # this child.
             with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
                 self.explain(failing, self.implementation(child, step), line, step)
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
-        """Check the laws of a step on a child; returns the first law that fails, and whether the time ran out."""
+        """Check the laws of a step on a child; returns the first law that fails, and whether the time ran
+        out.
+        """
         line.verdict, failing, loaded = "failed", None, False
         try:
             with self.child(patience=patience) as child:
@@ -244,7 +283,9 @@ class ByLaws(Run):
                 implementation = self.implementation(child, step)
                 for law in self.laws(step):
                     missing = law.missing(implementation)[1]
-                    word, message = ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
+                    word, message = (
+                        ("failed", missing) if missing else outcome(self.drawn(law, step), implementation)
+                    )
                     line.laws[law.name] = word
                     if word != "passed" and not line.reason:
                         died = message.startswith(Gone.__name__)
@@ -266,10 +307,11 @@ class ByLaws(Run):
             return None, is_late
 
     def implementation(self, child: Child, step: Step) -> Implementation:
-        """The functions of the child as an implementation; arrays are sent as NumPy, whatever library the child uses.
+        """The functions of the child as an implementation; arrays are sent as NumPy, whatever library the
+        child uses.
 
-        The paper's defaults are filled in if a law leaves them out, because a student's own constants may differ; the step that
-        is about these constants has to see the student's.
+        The paper's defaults are filled in if a law leaves them out, because a student's own constants may
+        differ; the step that is about these constants has to see the student's.
         """
         one = self.assignment
         module, by_paper = types.ModuleType(one.stem), reference(one.stem)
@@ -281,7 +323,11 @@ class ByLaws(Run):
         return judged
 
     def laws(self, step: Step) -> list[Law]:
-        own = [checks.law(step, self.assignment.stem, self.constants, self.seed(step.check))] if step.check else []
+        own = (
+            [checks.law(step, self.assignment.stem, self.constants, self.seed(step.check))]
+            if step.check
+            else []
+        )
         return [*(load_laws()[name] for name in step.laws), *own]
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
@@ -328,7 +374,9 @@ def plain(message: str) -> str:
 
 
 def _stated(law: Law, implementation: Implementation, message: str) -> str:
-    """The law that fails, what is wrong, and the input of the last call if it is short; nothing smaller has been looked for."""
+    """The law that fails, what is wrong, and the input of the last call if it is short; nothing smaller
+    has been looked for.
+    """
     given = implementation.calls[-1].arguments if implementation.calls else {}
     is_short = 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN
     shown = f"  an input        {report.indented(report.arguments(given))}\n" if is_short else ""
@@ -336,13 +384,16 @@ def _stated(law: Law, implementation: Implementation, message: str) -> str:
 
 
 TWO_ANSWERS = (
-    "your function gives two answers to one input, or fails on it only sometimes: does it keep something between calls (a global, "
+    "your function gives two answers to one input, or fails on it only sometimes: does it keep something "
+    "between calls (a global, "
     "a default argument, a cache), or draw random numbers?"
 )
 
 
 def _told(error: BaseException) -> BaseException:
-    """The error to show: the first one of a group; one of our own if the same input fails at one time and not at another."""
+    """The error to show: the first one of a group; one of our own if the same input fails at one time and
+    not at another.
+    """
     if isinstance(error, Flaky):
         inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
         return inner if isinstance(inner, Gone) else Violation(TWO_ANSWERS)
@@ -350,7 +401,9 @@ def _told(error: BaseException) -> BaseException:
 
 
 def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
-    """Put the last call whose result is not the oracle's at the end: that call is shown, and a law may make right ones after it."""
+    """Put the last call whose result is not the oracle's at the end: that call is shown, and a law may
+    make right ones after it.
+    """
     if not calls or calls[-1].result is None:  # the last call raised
         return
     for place in reversed(range(len(calls))):
@@ -359,14 +412,17 @@ def _last_the_one_that_failed(calls: list[Call], dtype: str) -> None:
             return
 
 
-WANTED = "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert or by chance"
+WANTED = (
+    "\n  wanted          a ValueError: bad input is refused by `raise ValueError(...)`, not by assert "
+    "or by chance"
+)
 
 
 def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) -> Callable[..., Any]:
     """A function of the child as one of this process.
 
-    by_paper, the reference's function of that name if there is one, gives the form of the result, and the defaults of arguments
-    for which a student may have personal constants.
+    by_paper, the reference's function of that name if there is one, gives the form of the result, and the
+    defaults of arguments for which a student may have personal constants.
     """
     if not isinstance(by_paper, types.FunctionType):
         return functools.partial(child.call, name)
@@ -380,7 +436,9 @@ def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) ->
             right = by_paper(*args, **kwargs)
         except Exception:  # bad input; the law says what is right then
             if sum(getattr(part, "size", 1) for part in _parts(answer)) > MOST_UNASKED:
-                raise _WrongForm(f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse") from None
+                raise _WrongForm(
+                    f"{name} returned more than {MOST_UNASKED} numbers for an input that it should refuse"
+                ) from None
             return answer
         return _of_the_form(name, answer, right, max(map(_precision, args), default=0))
 
@@ -388,10 +446,11 @@ def _proxy(child: Child, name: str, by_paper: Any, constants: dict[str, Any]) ->
 
 
 def _of_the_form(name: str, answer: Any, right: Any, precision: int) -> Any:
-    """The answer, if it has the parts, the shapes and the precision of the right one, or that of the input where it is lower.
+    """The answer, if it has the parts, the shapes and the precision of the right one, or that of the input
+    where it is lower.
 
-    A list may stand for a tuple. Raises StudentError for other parts, and Violation for other arrays: before they are converted
-    or kept. The laws judge the numbers.
+    A list may stand for a tuple. Raises StudentError for other parts, and Violation for other arrays: before
+    they are converted or kept. The laws judge the numbers.
     """
     fields = getattr(right, "_fields", ())
     answer = tuple(answer) if isinstance(answer, list) and isinstance(right, tuple) else answer
@@ -401,16 +460,25 @@ def _of_the_form(name: str, answer: Any, right: Any, precision: int) -> Any:
     if not (alike and all(isinstance(part, known) for part in got) and len(got) == len(wanted)):
         kind = type(answer).__name__
         shown = f"a {kind} of {len(answer)}" if isinstance(answer, tuple | list) else f"one {kind}"
-        several = f"{type(right).__name__}({', '.join(fields)})" if fields else f"a tuple of {len(wanted)} arrays"
+        several = (
+            f"{type(right).__name__}({', '.join(fields)})" if fields else f"a tuple of {len(wanted)} arrays"
+        )
         expected = several if isinstance(right, tuple) else "one array or number"
         raise StudentError("TypeError", f"{name} returned {shown}, wanted {expected}", "")
     kept = answer if sum(np.size(part) for part in got) <= MOST_UNASKED else None
     for part, one in zip(got, wanted, strict=True):
         if isinstance(one, int) and not isinstance(part, int | np.integer):
-            raise _WrongForm(f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {one}", one, part)
+            raise _WrongForm(
+                f"{name} returned {part!r}, a {type(part).__name__}; wanted a whole number, such as {one}",
+                one,
+                part,
+            )
         if np.shape(part) != np.shape(one):
             raise _WrongForm(f"{name} returned shape {np.shape(part)}, wanted {np.shape(one)}", None, kept)
         if 0 < _precision(part) < min(_precision(one), precision):
-            told = f"{name} returned {part.dtype}, wanted {one.dtype}, the dtype of its input: compute in {one.dtype}"
+            told = (
+                f"{name} returned {part.dtype}, wanted {one.dtype}, the dtype of its input: compute in "
+                f"{one.dtype}"
+            )
             raise _WrongForm(told, None, kept)
     return answer

@@ -14,9 +14,11 @@ from evictionary.classroom.child import Child, as_tuple
 
 @dataclass
 class Line:
-    """The verdict on one step: passed, failed, not judged yet or blocked, its points, the laws, and the message for a failure.
+    """The verdict on one step: passed, failed, not judged yet or blocked, its points, the laws, and the
+    message for a failure.
 
-    Blocked means that this machine cannot judge it, which is not the student's doing; the next run of the grader tries again.
+    Blocked means that this machine cannot judge it, which is not the student's doing; the next run of the
+    grader tries again.
     """
 
     name: str
@@ -35,7 +37,8 @@ class Line:
 
 @dataclass
 class Judgement:
-    """The result of one submission. `error` says why nothing could be judged; `walls` names the protections around the child.
+    """The result of one submission. `error` says why nothing could be judged; `walls` names the
+    protections around the child.
 
     `notes` are for the instructor alone: what is odd about the file or about what it does.
     """
@@ -57,16 +60,21 @@ class Judgement:
 
 def empty(assignment: Assignment, error: str = "") -> Judgement:
     """A judgement without any judged step."""
-    lines = [Line(step.name, step.requirement, step.title, step.points, read=step.read) for step in assignment.steps]
+    lines = [
+        Line(step.name, step.requirement, step.title, step.points, read=step.read)
+        for step in assignment.steps
+    ]
     return Judgement(lines, error)
 
 
 @dataclass
 class Run:
-    """One submission that is being judged: the file, how a process for it is started, what its inputs are drawn from.
+    """One submission that is being judged: the file, how a process for it is started, what its inputs are
+    drawn from.
 
-    origin is the path that messages name. Without a secret the seeds are those of `check_seed`. constants are the student's own
-    defaults; seconds replaces the assignment's limit for each step; tried is what the code tried and was refused.
+    origin is the path that messages name. Without a secret the seeds are those of `check_seed`. constants are
+    the student's own defaults; seconds replaces the assignment's limit for each step; tried is what the code
+    tried and was refused.
     """
 
     assignment: Assignment
@@ -80,10 +88,17 @@ class Run:
     tried: set[str] = field(default_factory=set)
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
-        """A process that runs the file, and may take `patience` times its limit; changes are of its settings."""
+        """A process that runs the file, and may take `patience` times its limit; changes are of its
+        settings.
+        """
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))
-        settings: dict[str, Any] = {"library": one.library, "interpret": one.interpret, "limits": limits, **changes}
+        settings: dict[str, Any] = {
+            "library": one.library,
+            "interpret": one.interpret,
+            "limits": limits,
+            **changes,
+        }
         return Child(self.path, one.stem, named=named(one.stem), tried=self.tried, **settings)
 
     def seed(self, name: str) -> int:
@@ -101,10 +116,16 @@ def reference(stem: str) -> types.ModuleType:
 
 
 def named(stem: str) -> Callable[[str, dict[str, Any]], Any]:
-    """The reference's named tuples by name: the child's result gets a class that the laws know; other tuples stay plain."""
+    """The reference's named tuples by name: the child's result gets a class that the laws know; other
+    tuples stay plain.
+    """
 
     def of(name: str, fields: dict[str, Any]) -> Any:
         known: Any = getattr(reference(stem), name.rpartition(".")[2], None)
-        return known(*fields.values()) if getattr(known, "_fields", None) == tuple(fields) else as_tuple(name, fields)
+        return (
+            known(*fields.values())
+            if getattr(known, "_fields", None) == tuple(fields)
+            else as_tuple(name, fields)
+        )
 
     return of

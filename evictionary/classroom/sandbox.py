@@ -1,7 +1,8 @@
-"""The walls around a student's code, which the child puts up before it loads the file: each holds where another is missing.
+"""The walls around a student's code, which the child puts up before it loads the file: each holds where
+another is missing.
 
-The child loads this file by its path, so that it imports the standard library alone. `seccomp.py` writes the filter of system
-calls.
+The child loads this file by its path, so that it imports the standard library alone. `seccomp.py` writes the
+filter of system calls.
 """
 
 import ctypes
@@ -22,7 +23,12 @@ def confined(setup: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     site, folder = setup["site"], os.path.dirname(setup["path"])
     needed = [sys.base_prefix, site, folder]
     roots = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", folder, site]
-    readable = [kept for root in roots if os.path.exists(root) for kept in without(os.path.realpath(root), setup["closed"])]
+    readable = [
+        kept
+        for root in roots
+        if os.path.exists(root)
+        for kept in without(os.path.realpath(root), setup["closed"])
+    ]
     walls: dict[str, Any] = {"audit hook": True}
     if os.getuid() == 0:
         walls["user nobody"] = become_nobody(needed)
@@ -31,11 +37,15 @@ def confined(setup: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     walls["limits"] = limit(setup["cpu_seconds"], setup["memory"])
     walls["landlock"] = landlock(readable, [site])
     walls["system calls"] = filter_calls(bytes.fromhex(setup["filter"]))
-    return walls, guard([*readable, site + os.sep + "__pycache__"], setup["banned"], setup["library"], setup["path"])
+    return walls, guard(
+        [*readable, site + os.sep + "__pycache__"], setup["banned"], setup["library"], setup["path"]
+    )
 
 
 def without(path: str, closed: list[str]) -> list[str]:
-    """The path, or its entries without the forbidden ones: Landlock opens a folder together with everything below it."""
+    """The path, or its entries without the forbidden ones: Landlock opens a folder together with
+    everything below it.
+    """
     if path in closed:
         return []
     if not any(each.startswith(path.rstrip(os.sep) + os.sep) for each in closed):
@@ -47,7 +57,9 @@ def without(path: str, closed: list[str]) -> list[str]:
 
 
 def filter_calls(program: bytes) -> bool:
-    """Have the kernel refuse the system calls of `seccomp.program` permanently; False if there is no filter for this machine."""
+    """Have the kernel refuse the system calls of `seccomp.program` permanently; False if there is no
+    filter for this machine.
+    """
     if not program:
         return False
     prctl = ctypes.CDLL(None).prctl
@@ -67,7 +79,8 @@ def end_with_parent() -> None:
 
 
 def landlock(readable: list[str], listable: list[str]) -> int:
-    """Forbid this process all files but the readable ones, all writing, TCP and signals to others; Linux 5.13 and newer.
+    """Forbid this process all files but the readable ones, all writing, TCP and signals to others; Linux
+    5.13 and newer.
 
     Returns the kernel's version of Landlock, 0 if the kernel has none or refuses.
     """
@@ -98,21 +111,34 @@ def landlock(readable: list[str], listable: list[str]) -> int:
     return version if done == 0 else 0
 
 
-# To look at the frames and objects of others, and to follow what they do. Libraries do it too, and there is nothing to find: where
-# the file does it, it is written down and not refused.
-_LOOKING = ("sys._getframe", "sys._current_", "sys.settrace", "sys.setprofile", "sys.addaudithook", "gc.", "object.__setattr__")
+# To look at the frames and objects of others, and to follow what they do. Libraries do it too, and there is
+# nothing to find: where the file does it, it is written down and not refused.
+_LOOKING = (
+    "sys._getframe",
+    "sys._current_",
+    "sys.settrace",
+    "sys.setprofile",
+    "sys.addaudithook",
+    "gc.",
+    "object.__setattr__",
+)
 _DENIED = (
-    "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn", "os.kill", "os.killpg", "subprocess.Popen",
-    "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir", "os.rmdir", "os.truncate",
-    "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr", "os.removexattr", "resource.setrlimit", "resource.prlimit",
+    "os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "os.spawn", "os.kill", "os.killpg",
+    "subprocess.Popen",
+    "pty.spawn", "socket.", "ctypes.", "os.symlink", "os.link", "os.remove", "os.rename", "os.mkdir",
+    "os.rmdir", "os.truncate",
+    "os.chmod", "os.chown", "os.chflags", "os.utime", "os.setxattr", "os.removexattr", "resource.setrlimit",
+    "resource.prlimit",
 )  # fmt: skip
 
 
-THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}  # what a file may import beside the standard library
+# what a file may import beside the standard library
+THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}
 
 
 def asked_by(file: str) -> bool:
-    """Whether the event of an audit hook is the file's doing, or that of a text that it runs, and not a library's.
+    """Whether the event of an audit hook is the file's doing, or that of a text that it runs, and not a
+    library's.
 
     The frame is that to which an error leads: asking for a frame would be an event of its own.
     """
@@ -126,11 +152,12 @@ def asked_by(file: str) -> bool:
 
 
 def guard(readable: list[str], banned: list[str], library: str, file: str) -> list[str]:
-    """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing, programs, the network.
+    """Refuse, by an audit hook, actions that no scorer needs: the oracle, other people's files, writing,
+    programs, the network.
 
-    The hook gives clear messages. A student who knows the interpreter well can evade it; then the other protections hold.
-    library is that of the assignment: its file may import that and the standard library. What torch imports itself is its affair.
-    The list that is returned names what the code tries from now on.
+    The hook gives clear messages. A student who knows the interpreter well can evade it; then the other
+    protections hold. library is that of the assignment: its file may import that and the standard library.
+    What torch imports itself is its affair. The list that is returned names what the code tries from now on.
     """
     roots = tuple(os.path.realpath(path) + os.sep for path in readable)
     closed, denied = frozenset(banned), _DENIED  # own references: a student can replace a module's names
@@ -170,7 +197,9 @@ def guard(readable: list[str], banned: list[str], library: str, file: str) -> li
 
 
 def limit(cpu_seconds: int, memory: int) -> bool:
-    """Bound processor time, memory, files (none may grow, few are open) and processes (no new one); False if a limit is missing."""
+    """Bound processor time, memory, files (none may grow, few are open) and processes (no new one); False
+    if a limit is missing.
+    """
     holds = True
     for name, value in (
         (resource.RLIMIT_CPU, cpu_seconds),
@@ -178,7 +207,8 @@ def limit(cpu_seconds: int, memory: int) -> bool:
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NPROC, 0),
-        (resource.RLIMIT_NOFILE, MOST_OPEN),  # each pipe has a buffer in the kernel, which counts as nobody's memory
+        # each pipe has a buffer in the kernel, which counts as nobody's memory
+        (resource.RLIMIT_NOFILE, MOST_OPEN),
     ):
         try:
             resource.setrlimit(name, (value, value))
@@ -199,7 +229,9 @@ def reaches(user: int, paths: list[str]) -> bool:
 
 
 def become_nobody(readable: list[str]) -> bool:
-    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot read the files."""
+    """Become the user nobody: the limit on processes does not bind root. Stay root if that user cannot
+    read the files.
+    """
     if not reaches(NOBODY, readable):
         return False
     try:
@@ -212,7 +244,8 @@ def become_nobody(readable: list[str]) -> bool:
 
 
 def drop_rights(readable: list[str]) -> bool:
-    """Give up all capabilities of root for good, but that of reading where root needs it to reach Python; Linux.
+    """Give up all capabilities of root for good, but that of reading where root needs it to reach Python;
+    Linux.
 
     The process can then be traced by nobody, and the kernel keeps no core of it, not even through a pipe.
     """
@@ -223,6 +256,7 @@ def drop_rights(readable: list[str]) -> bool:
     for number in range(64):
         if not kept >> number & 1:
             libc.prctl(24, number, 0, 0, 0)  # out of the bounding set
-    # Version 3 of the call, this process; effective, permitted and inheritable capabilities, the low words and the high ones.
+    # Version 3 of the call, this process; effective, permitted and inheritable capabilities, the low words
+    # and the high ones.
     done = libc.capset(struct.pack("=Ii", 0x20080522, 0), struct.pack("=6I", kept, kept, 0, 0, 0, 0)) == 0
     return libc.prctl(4, 0, 0, 0, 0) == 0 and done

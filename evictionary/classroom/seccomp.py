@@ -1,9 +1,10 @@
-"""A filter of system calls for the child: the kernel refuses the calls that no scorer needs. Linux on x86-64 and 64-bit ARM.
+"""A filter of system calls for the child: the kernel refuses the calls that no scorer needs. Linux on
+x86-64 and 64-bit ARM.
 
-Landlock keeps a child from files. It does not forbid starting programs with root's rights, slowing or limiting the grader's own
-process, sockets other than TCP, changing the mode of a file, or memory that outlives the process. The filter forbids them, for the
-child and all its threads, and no code in the child can remove the filter. `program` writes it in the kernel's format (classic
-BPF); `sandbox.py` installs it.
+Landlock keeps a child from files. It does not forbid starting programs with root's rights, slowing or
+limiting the grader's own process, sockets other than TCP, changing the mode of a file, or memory that
+outlives the process. The filter forbids them, for the child and all its threads, and no code in the child can
+remove the filter. `program` writes it in the kernel's format (classic BPF); `sandbox.py` installs it.
 """
 
 import platform
@@ -13,16 +14,20 @@ import tomllib
 from pathlib import Path
 
 # For each call its number on x86-64 and on 64-bit ARM, 0 if that machine does not have the call.
-_REFUSED: dict[str, list[int]] = tomllib.loads((Path(__file__).parent / "system_calls.toml").read_text(encoding="utf-8"))
+_REFUSED: dict[str, list[int]] = tomllib.loads(
+    (Path(__file__).parent / "system_calls.toml").read_text(encoding="utf-8")
+)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 _CLONE3, _PRLIMIT = 435, (302, 261)
 # Calls that are refused with some values of an argument: the numbers, the argument's offset, the values.
 _FCNTL, _PRCTL, _IOCTL = (72, 25), (157, 167), (16, 29)
 _REFUSED_WITH = (
-    # The owner and the number of a file's signal, leases and notices about files, the size of a pipe's buffer.
+    # The owner and the number of a file's signal, leases and notices about files, the size of a pipe's
+    # buffer.
     (_FCNTL, 8, (8, 10, 15, 1024, 1026, 1031)),
     (_IOCTL, 8, (0x5452, 0x8901, 0x8902)),  # the same signals: FIOASYNC, FIOSETOWN, SIOCSPGRP
-    (_PRCTL, 0, (1, 4)),  # the signal at the grader's end, and whether others may look into the process or keep its core
+    # the signal at the grader's end, and whether others may look into the process or keep its core
+    (_PRCTL, 0, (1, 4)),
 )
 
 # Instructions: load a word, jump if equal, if at least, return.
@@ -53,7 +58,8 @@ def program(machine: str | None = None) -> bytes:
         (_LOAD, 0, 0, _NUMBER),
         (_AT_LEAST, 0, 1, _X32),
         (_RETURN, 0, 0, _KILL),
-        (_EQUAL, 0, 1, _CLONE3),  # its flags cannot be read here; if it seems to be missing, the C library uses clone
+        # its flags cannot be read here; if it seems to be missing, the C library uses clone
+        (_EQUAL, 0, 1, _CLONE3),
         (_RETURN, 0, 0, _ERROR | _ENOSYS),
     ]
     for number in refused(machine).values():
@@ -66,7 +72,8 @@ def program(machine: str | None = None) -> bytes:
             *tests,
             (_RETURN, 0, 0, _ALLOW),
         ]
-    # prlimit64 may read the limits of this process: its first argument is 0, and both halves of its third, the new limit, are.
+    # prlimit64 may read the limits of this process: its first argument is 0, and both halves of its third,
+    # the new limit, are.
     lines += [(_EQUAL, 0, 7, _PRLIMIT[column])]
     for place, otherwise in ((0, 4), (16, 2), (20, 0)):
         lines += [(_LOAD, 0, 0, _ARGUMENTS + place), (_EQUAL, int(otherwise == 0), otherwise, 0)]

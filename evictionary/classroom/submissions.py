@@ -44,18 +44,27 @@ def is_id(student: str) -> bool:
 
 
 def student_of(path: Path) -> str:
-    """The student's id: the name of the file or folder without its ending; a name that cannot be an id gets a digest of its own."""
+    """The student's id: the name of the file or folder without its ending; a name that cannot be an id
+    gets a digest of its own.
+    """
     name = path.name
     if not path.is_dir():
-        name = next((name.removesuffix(ending) for ending in (*ENDINGS, *MISTAKEN) if name.endswith(ending)), path.stem)
+        name = next(
+            (name.removesuffix(ending) for ending in (*ENDINGS, *MISTAKEN) if name.endswith(ending)),
+            path.stem,
+        )
     if is_id(name):
         return name
     # Old archives leave names that are not valid UTF-8; students choose others to disturb the grader.
-    return f"{visible(name[:20]).translate(_NO_BREAKS)}-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}"
+    return (
+        f"{visible(name[:20]).translate(_NO_BREAKS)}-{hashlib.sha256(os.fsencode(path.name)).hexdigest()[:8]}"
+    )
 
 
 def packed_id(path: Path) -> str | None:
-    """The id that `submit --student` packed: from an archive, a folder that holds one, or one that a platform has unpacked."""
+    """The id that `submit --student` packed: from an archive, a folder that holds one, or one that a
+    platform has unpacked.
+    """
     try:
         found = json.loads(_content(path, MANIFEST))["student"]
     except Exception:  # no manifest, or one that a stranger wrote; `read` says what is wrong with an archive
@@ -64,27 +73,39 @@ def packed_id(path: Path) -> str | None:
 
 
 def personal_id(path: Handed, student: str, roster: Collection[str] = ()) -> tuple[str, str]:
-    """The id that the student's constants are drawn from, and what the instructor should know about it, or an empty text.
+    """The id that the student's constants are drawn from, and what the instructor should know about it, or
+    an empty text.
 
-    It is the submission's name if the roster has that, else the id in the archive if the roster has it, else the name again.
-    Without a roster it is the id in the archive. Browsers add a number to the name of a second download: "ada (1)" is ada's file.
+    It is the submission's name if the roster has that, else the id in the archive if the roster has it, else
+    the name again. Without a roster it is the id in the archive. Browsers add a number to the name of a
+    second download: "ada (1)" is ada's file.
     """
     name = re.sub(r"[ _]*\(\d+\)$", "", student) or student
     packed = None if isinstance(path, str) else packed_id(path)
     if packed is None or packed == name:
         return name, f"{name!r} is not on the roster" if roster and name not in roster else ""
     if not roster:
-        return packed, f"the constants are those of {packed!r}, an id that the student wrote; the submission is named {name!r}"
+        return (
+            packed,
+            f"the constants are those of {packed!r}, an id that the student wrote; the submission is named "
+            f"{name!r}",
+        )
     if name not in roster and packed in roster:
         return packed, ""
-    why = "the submission is named" if name in roster else "the roster does not have it; the submission is named"
+    why = (
+        "the submission is named"
+        if name in roster
+        else "the roster does not have it; the submission is named"
+    )
     return name, f"the archive says {packed!r}, and {why} {name!r}"
 
 
 def read(path: Handed, assignment: Assignment) -> bytes:
-    """The bytes of the assignment's file, from a folder, an archive, a folder with one archive, or the file itself.
+    """The bytes of the assignment's file, from a folder, an archive, a folder with one archive, or the
+    file itself.
 
-    Raises BadSubmission for links, paths that leave the archive, too large files, and where there is nothing to read.
+    Raises BadSubmission for links, paths that leave the archive, too large files, and where there is nothing
+    to read.
     """
     if isinstance(path, str):
         raise BadSubmission(path)
@@ -92,21 +113,29 @@ def read(path: Handed, assignment: Assignment) -> bytes:
 
 
 def _content(path: Path, name: str) -> bytes:
-    """The bytes of the file `name`. The path is that file by any name, an archive, or a folder with one of them."""
+    """The bytes of the file `name`. The path is that file by any name, an archive, or a folder with one of
+    them.
+    """
     place = _place(path, name)
     for each in (path, place):
         require(not each.is_symlink(), f"{visible(each.name)} is a symbolic link")
-    require(place.is_file(), f"there is no file {visible(place.name)}{_instead(path) if path.is_dir() else ''}")
+    require(
+        place.is_file(), f"there is no file {visible(place.name)}{_instead(path) if path.is_dir() else ''}"
+    )
     if place.suffix == Path(name).suffix:
         return _read_file(place)
     if place.name.endswith(ARCHIVES):
         return _from_archive(place, name)
-    told = next((told.format(name=name) for ending, told in MISTAKEN.items() if place.name.endswith(ending)), "")
+    told = next(
+        (told.format(name=name) for ending, told in MISTAKEN.items() if place.name.endswith(ending)), ""
+    )
     raise BadSubmission(f"{visible(place.name)} {told}" if told else f"{visible(place.name)}: wanted {KINDS}")
 
 
 def _place(path: Path, name: str) -> Path:
-    """Where a file is in a folder: the only archive of a folder without the file, as platforms store an upload, or the file."""
+    """Where a file is in a folder: the only archive of a folder without the file, as platforms store an
+    upload, or the file.
+    """
     if not path.is_dir():
         return path
     packed = [each for each in path.iterdir() if each.name.endswith(ARCHIVES) and each.name[0] != "."]
@@ -117,21 +146,35 @@ def _instead(folder: Path) -> str:
     """What a folder holds in place of the assignment's file, as the end of a sentence."""
     names = [visible(each.name) for each in folder.iterdir()]
     packed = sorted(each for each in names if each.endswith(ARCHIVES))
-    return f", and {len(packed)} archives: {', '.join(packed[:5])}; wanted one" if packed else archives.there_is(names)
+    return (
+        f", and {len(packed)} archives: {', '.join(packed[:5])}; wanted one"
+        if packed
+        else archives.there_is(names)
+    )
 
 
 def oddities(source: bytes) -> list[str]:
-    """What a reader would not see in a file: an encoding in which a comment may be code, and marks that turn text around."""
+    """What a reader would not see in a file: an encoding in which a comment may be code, and marks that
+    turn text around.
+    """
     try:
         encoding = tokenize.detect_encoding(io.BytesIO(source).readline)[0]
     except SyntaxError:  # an encoding that Python does not know; the file does not load either
         return []
     told = []
     if encoding not in ("utf-8", "utf-8-sig"):
-        told.append(f"the file is in {clean(encoding, 40)}, not in UTF-8: what a reader sees as a comment may be code")
-    marks = {f"U+{ord(each):04X}" for each in source.decode("utf-8", "ignore") if unicodedata.bidirectional(each) in TURNING}
+        told.append(
+            f"the file is in {clean(encoding, 40)}, not in UTF-8: what a reader sees as a comment may be code"
+        )
+    marks = {
+        f"U+{ord(each):04X}"
+        for each in source.decode("utf-8", "ignore")
+        if unicodedata.bidirectional(each) in TURNING
+    }
     if marks:
-        told.append(f"the file has marks that change the order in which its text is shown: {', '.join(sorted(marks))}")
+        told.append(
+            f"the file has marks that change the order in which its text is shown: {', '.join(sorted(marks))}"
+        )
     return told
 
 
@@ -146,9 +189,14 @@ def _require_size(path: Path, largest: int) -> None:
 
 
 def _from_archive(path: Path, name: str) -> bytes:
-    """The file of an archive, read by a process of its own: nothing that an archive does to its reader is done to the grader."""
+    """The file of an archive, read by a process of its own: nothing that an archive does to its reader is
+    done to the grader.
+    """
     _require_size(path, archives.LARGEST_ARCHIVE)
-    command, told = [sys.executable, "-I", "-S", "-B", archives.__file__, str(path), name], "the archive cannot be read"
+    command, told = (
+        [sys.executable, "-I", "-S", "-B", archives.__file__, str(path), name],
+        "the archive cannot be read",
+    )
     try:
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=READ_SECONDS)
     except subprocess.TimeoutExpired:
@@ -160,7 +208,8 @@ def _from_archive(path: Path, name: str) -> bytes:
 
 
 def pack(assignment: Assignment, work: Path, output: Path, student: str | None = None) -> list[str]:
-    """Write the archive to hand in: the assignment's file and a manifest with its SHA-256 and the id. Returns the names in it.
+    """Write the archive to hand in: the assignment's file and a manifest with its SHA-256 and the id.
+    Returns the names in it.
 
     Raises BadSubmission where the file is one that the grader would refuse.
     """

@@ -1,7 +1,9 @@
-"""Functions of the contract as tasks of two benchmarks of generated kernels; `evictionary verify` judges what comes back.
+"""Functions of the contract as tasks of two benchmarks of generated kernels; `evictionary verify` judges
+what comes back.
 
-`flashinfer-bench`: a definition in JSON, as version 0.1.2 of that package reads it. `kernelbench`: a file with a class `Model`,
-`get_inputs` and `get_init_inputs`. The reference in both is that of the method, in NumPy and float64, with nothing to install.
+`flashinfer-bench`: a definition in JSON, as version 0.1.2 of that package reads it. `kernelbench`: a file
+with a class `Model`, `get_inputs` and `get_init_inputs`. The reference in both is that of the method, in
+NumPy and float64, with nothing to install.
 """
 
 import json
@@ -25,9 +27,11 @@ MEANINGS = {
 }  # fmt: skip
 FIXED = {"H_kv": 8, "H_q": 32, "D": 128, "D_v": 128}
 SIZES = {**FIXED, "B": 1, "T": 4096, "M": 16, "S": 16}
-# Arguments that any numbers are; a matrix that has to be a covariance, or weights, would need more words than a task has.
+# Arguments that any numbers are; a matrix that has to be a covariance, or weights, would need more words than
+# a task has.
 FREE = {
-    "keys", "values", "next_keys", "next_values", "queries", "query", "scores", "sampled_queries", "kept", "budget", "p",
+    "keys", "values", "next_keys", "next_values", "queries", "query", "scores", "sampled_queries", "kept",
+    "budget", "p",
     "keep_ratio", "sink_size", "lag_size",
 }  # fmt: skip
 RUN = '''
@@ -70,7 +74,9 @@ def get_init_inputs():
 
 
 def tasks() -> list[dict[str, Any]]:
-    """The definition of each function that takes free arrays and numbers and gives one array, as flashinfer-bench has it."""
+    """The definition of each function that takes free arrays and numbers and gives one array, as
+    flashinfer-bench has it.
+    """
     impl, found = load("reference"), []
     for path in contract_functions():
         arguments = memory.arguments_of(impl, path, NAMED)
@@ -127,7 +133,9 @@ def kernelbench(task: dict[str, Any]) -> str:
         drawn = f"torch.rand({shape}) < 0.5" if each["dtype"] == "bool" else f"torch.randn({shape})"
         inputs.append(drawn if shape else repr(memory.ARGUMENTS[key](case)))
     names = ", ".join(task["inputs"])
-    return task["reference"] + MODEL.format(says=task["description"].split(" (")[0], names=names, inputs=", ".join(inputs))
+    return task["reference"] + MODEL.format(
+        says=task["description"].split(" (")[0], names=names, inputs=", ".join(inputs)
+    )
 
 
 def write(form: str, folder: Path) -> list[str]:
@@ -136,7 +144,10 @@ def write(form: str, folder: Path) -> list[str]:
     if form == "kernelbench":
         texts = {f"{number}_{task['name']}.py": kernelbench(task) for number, task in enumerate(made, 1)}
     else:
-        texts = {f"definitions/{one['op_type']}/{one['name']}.json": json.dumps(one, indent=1) + "\n" for one in made}
+        texts = {
+            f"definitions/{one['op_type']}/{one['name']}.json": json.dumps(one, indent=1) + "\n"
+            for one in made
+        }
     for name, text in texts.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

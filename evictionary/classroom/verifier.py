@@ -1,8 +1,9 @@
-"""Verify code that nobody trusts: the laws on new inputs, then the time, then the laws again, in one process behind walls.
+"""Verify code that nobody trusts: the laws on new inputs, then the time, then the laws again, in one
+process behind walls.
 
-The laws, the seeds, the expected values and the clock stay in this process. What the code is given lies where earlier inputs were;
-what it answers is copied before it is looked at. Code that is right only at first, only for some inputs, or only until its time is
-taken is wrong here.
+The laws, the seeds, the expected values and the clock stay in this process. What the code is given lies where
+earlier inputs were; what it answers is copied before it is looked at. Code that is right only at first, only
+for some inputs, or only until its time is taken is wrong here.
 """
 
 import contextlib
@@ -33,7 +34,8 @@ from evictionary.spec_tests.verdict.diagnosis import sign
 SCHEMA = "evictionary/verify/1"
 EXAMPLES = 12
 LIMITS = Limits(20.0, 3600, 8 * 2**30, 2**28, each_call=True)
-# What the time is taken of, how often, and from which share of the time of a new input an old one counts as remembered.
+# What the time is taken of, how often, and from which share of the time of a new input an old one counts as
+# remembered.
 TIMED = Case(num_kv_heads=4, group=2, length=2048, head_dim=64, value_dim=64)
 TIMES, REMEMBERED, LEAST_SECONDS = 5, 0.5, 2e-3
 TURNS = 3  # chance makes an old input fast once; who remembers is fast each time
@@ -66,10 +68,12 @@ def library_of(source: bytes) -> tuple[str, bool]:
 
 @dataclass
 class Untrusted(ByLaws):
-    """A file of which some functions are judged by all of their laws, on the inputs that it is said to accept.
+    """A file of which some functions are judged by all of their laws, on the inputs that it is said to
+    accept.
 
-    `outcomes` has for each law what became of it at first and afterwards: holds, fails, or why it was not asked. `reasons` say what
-    is wrong beside the laws, by kind; `seconds_of` is the processor time of a call of each function.
+    `outcomes` has for each law what became of it at first and afterwards: holds, fails, or why it was not
+    asked. `reasons` say what is wrong beside the laws, by kind; `seconds_of` is the processor time of a call
+    of each function.
     """
 
     examples: int = EXAMPLES
@@ -94,7 +98,9 @@ class Untrusted(ByLaws):
         asked = (law.functions for law in load_laws().values() if known.issuperset(law.functions))
         provided = dict.fromkeys(path for functions in asked for path in functions)
         self.functions = self.functions or tuple(provided)
-        if missing := sorted({*self.functions} - {*provided}) or ([] if provided else [f"a function of {stem}"]):
+        if missing := sorted({*self.functions} - {*provided}) or (
+            [] if provided else [f"a function of {stem}"]
+        ):
             self.reasons["missing"] = f"the file does not have {', '.join(missing)}, or no law asks it"
         for name in set(vars(judged.modules[stem])) - {each.split(".")[1] for each in self.functions}:
             delattr(judged.modules[stem], name)
@@ -103,10 +109,15 @@ class Untrusted(ByLaws):
 
     def laws(self, step: Step) -> list[Law]:
         known = {*self.functions, ANY}
-        return [*(law for law in load_laws().values() if law.functions and known.issuperset(law.functions)), IN_TURN]
+        return [
+            *(law for law in load_laws().values() if law.functions and known.issuperset(law.functions)),
+            IN_TURN,
+        ]
 
     def ask(self, step: Step, plan: Callable[[int], None], advance: Callable[[str], None]) -> None:
-        """The laws, the time, and the laws again, all of one process: what it remembers, it remembers here."""
+        """The laws, the time, and the laws again, all of one process: what it remembers, it remembers
+        here.
+        """
         with self.child() as child:
             self.walls = child.walls
             judged = self.implementation(child, step)
@@ -132,7 +143,9 @@ class Untrusted(ByLaws):
         if judged.child.remote.gone:
             return ENDED
         word, message = outcome(self.drawn(law, step), judged)
-        if message.startswith(NothingToAsk.__name__) or (message.startswith("RuntimeError") and "got no input of" in message):
+        if message.startswith(NothingToAsk.__name__) or (
+            message.startswith("RuntimeError") and "got no input of" in message
+        ):
             return message.partition(": ")[2]
         if word != "passed" and judged.child.remote.gone:
             self.reasons.setdefault("no answer", plain(message) if word != "timed out" else message)
@@ -147,7 +160,8 @@ class Untrusted(ByLaws):
         return self.strict or law.kind not in UNCOUNTED
 
     def take_time(self, judged: Any) -> None:
-        """Each function on new inputs, and on the same ones at once again: the answers have to be right, and each to take its time.
+        """Each function on new inputs, and on the same ones at once again: the answers have to be right,
+        and each to take its time.
 
         The kernel of the system counts the processor time; that of a function that does nothing is taken off.
         """
@@ -160,16 +174,22 @@ class Untrusted(ByLaws):
                     if len(seconds["idle"]) < TIMES:
                         break
                     new, old, none = map(min, seconds.values())  # what else runs on the machine only adds
-                    # A function of a millisecond may cost no more at its best than the passing of its arguments at its best.
+                    # A function of a millisecond may cost no more at its best than the passing of its
+                    # arguments at its best.
                     self.seconds_of[path] = max(0.0, statistics.median(seconds["new"]) - none)
                     if new - none <= LEAST_SECONDS or old - none >= REMEMBERED * (new - none):
                         break
                 else:
-                    told = f"{path} takes {new - none:.2g} s for a new input, and {max(0, old - none):.2g} s for one just given"
+                    told = (
+                        f"{path} takes {new - none:.2g} s for a new input, and {max(0, old - none):.2g} s "
+                        "for one just given"
+                    )
                     self.reasons["remembered"] = f"{told}: it remembers answers"
 
     def times_of(self, judged: Any, idling: Any, path: str, name: str, turn: int) -> dict[str, list[float]]:
-        """The processor time of each call, which has to answer right; no call where the domain has no input of this size."""
+        """The processor time of each call, which has to answer right; no call where the domain has no
+        input of this size.
+        """
         seconds: dict[str, list[float]] = {"new": [], "old": [], "idle": []}
         for number in range(turn * TIMES, (turn + 1) * TIMES):
             case = replace(TIMED, seed=self.seed(f"{path} {number}") % 2**16)
@@ -182,7 +202,9 @@ class Untrusted(ByLaws):
                 got = child.call(name, **arguments)
                 seconds[word].append(child.remote.busy() - before)
                 if word != "idle":
-                    memory.agree_within_rounding(judged, path, arguments, expected, got, "is wrong while its time is taken")
+                    memory.agree_within_rounding(
+                        judged, path, arguments, expected, got, "is wrong while its time is taken"
+                    )
         return seconds
 
     def explain_failure(self, step: Step) -> None:
@@ -199,7 +221,9 @@ class Untrusted(ByLaws):
 
 
 def in_turn(impl: Any, case: Case, seed: int) -> None:
-    """Inputs that differ little, one after the other: an answer that is remembered by a part or a sum of its input is wrong."""
+    """Inputs that differ little, one after the other: an answer that is remembered by a part or a sum of
+    its input is wrong.
+    """
     generator = np.random.default_rng(seed)
     for path, arguments, _ in memory.callables(impl, case):
         for name in ("keys", "values", "queries", "query", "scores"):
@@ -213,7 +237,9 @@ def in_turn(impl: Any, case: Case, seed: int) -> None:
                 asked = {**arguments, name: other}
                 got = memory.function_of(impl, path)(**asked)
                 expected = oracle(path)(**asked)
-                memory.agree_within_rounding(impl, path, asked, expected, got, f"does not see that {name} has changed")
+                memory.agree_within_rounding(
+                    impl, path, asked, expected, got, f"does not see that {name} has changed"
+                )
 
 
 SENTENCE = "An input in which one number is another, or two have changed places, has an answer of its own."
@@ -233,8 +259,8 @@ def verify(
 ) -> dict[str, Any]:
     """Verify the text of a file: what `evictionary verify` prints.
 
-    Without functions, all are judged that it has of this file of the reference. settings are those of `Untrusted`: examples,
-    seconds for a call, domain, strict. plan and advance are told the progress.
+    Without functions, all are judged that it has of this file of the reference. settings are those of
+    `Untrusted`: examples, seconds for a call, domain, strict. plan and advance are told the progress.
     """
     library, interpret = library_of(source)
     step = Step("verify", "MEM-3", "", 0)
@@ -260,15 +286,23 @@ def told(run: Untrusted) -> dict[str, Any]:
     left_out = {name: each[0] for name, each in run.outcomes.items() if name not in (*hold, *fail)}
     reasons = dict(run.reasons)
     if later := [name for name in fail if name in counted and run.outcomes[name][0] == HOLDS]:
-        reasons["later"] = f"{len(later)} laws hold at first and fail afterwards: the code is right for a while or for some inputs"
+        reasons["later"] = (
+            f"{len(later)} laws hold at first and fail afterwards: the code is right for a while or for some "
+            "inputs"
+        )
     if run.tried:
-        meanings = {each: next(told for begun, told in MEANINGS.items() if each.startswith(begun)) for each in sorted(run.tried)}
+        meanings = {
+            each: next(told for begun, told in MEANINGS.items() if each.startswith(begun))
+            for each in sorted(run.tried)
+        }
         reasons["tried"] = "; ".join(f"{told}: {each}" for each, told in meanings.items())
     asked = [name for name in counted if name not in left_out or left_out[name] == ENDED]
     failing = [name for name in fail if name in counted]
     if failing:
         reasons["laws"] = f"{len(failing)} of {len(asked)} laws fail"
-    elif not reasons and not {*run.functions} <= {path for name in hold if name in known for path in known[name].functions}:
+    elif not reasons and not {*run.functions} <= {
+        path for name in hold if name in known for path in known[name].functions
+    }:
         reasons["laws"] = f"no law of one of {', '.join(run.functions)} was asked"
     correct, cheats = not reasons, {"tried", "remembered", "time"} & {*reasons}
     score = 0.0 if cheats or not asked else sum(name in hold for name in asked) / len(asked)

@@ -1,8 +1,8 @@
 """The program of the child process: it loads one student file and answers calls, and holds no secrets.
 
-It is started as `python -I -S worker.py SITE WIRE SANDBOX` with two pipes: where NumPy is, the file that reads and writes frames,
-and `sandbox.py`. It imports the standard library, these and, if the assignment needs it, torch. Expected values, seeds and
-verdicts stay in the parent.
+It is started as `python -I -S worker.py SITE WIRE SANDBOX` with two pipes: where NumPy is, the file that
+reads and writes frames, and `sandbox.py`. It imports the standard library, these and, if the assignment needs
+it, torch. Expected values, seeds and verdicts stay in the parent.
 """
 
 import contextlib
@@ -42,10 +42,17 @@ HINTS = (  # a part of an error, and what it comes from
 
 
 def describe(error: BaseException, path: str) -> dict[str, Any]:
-    """An exception as the parent shows it: its type, its message and the last line of the student's file in it."""
-    # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried by the student.
-    lines = [line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path]
-    place = f"{os.path.basename(path)}:{lines[-1]}: {linecache.getline(path, lines[-1]).strip()}" if lines else ""
+    """An exception as the parent shows it: its type, its message and the last line of the student's file
+    in it.
+    """
+    # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried
+    # by the student.
+    lines = [
+        line for frame, line in traceback.walk_tb(error.__traceback__) if frame.f_code.co_filename == path
+    ]
+    place = (
+        f"{os.path.basename(path)}:{lines[-1]}: {linecache.getline(path, lines[-1]).strip()}" if lines else ""
+    )
     hint = next((hint for part, hint in HINTS if part in f"{type(error).__name__} {error}"), "")
     return {
         "error": type(error).__name__,
@@ -57,10 +64,12 @@ def describe(error: BaseException, path: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def watched_launches() -> Iterator[dict[str, float]]:
-    """Triton's interpreter as the grader needs it: places that a load leaves out hold NaN, unless it says what else they hold.
+    """Triton's interpreter as the grader needs it: places that a load leaves out hold NaN, unless it says
+    what else they hold.
 
-    The number "added" of what is returned is added to every number that a kernel writes: an answer that a kernel computes changes
-    too. The interpreter is the same object before and after, so that a file does not see when the grader looks.
+    The number "added" of what is returned is added to every number that a kernel writes: an answer that a
+    kernel computes changes too. The interpreter is the same object before and after, so that a file does not
+    see when the grader looks.
     """
     import numpy as np
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
@@ -69,12 +78,18 @@ def watched_launches() -> Iterator[dict[str, float]]:
 
     def watch(name: str, change: Callable[..., tuple[Any, ...]]) -> None:
         originals[name] = original = getattr(InterpreterBuilder, name)
-        watched = functools.wraps(original)(lambda self, *args, **named: original(self, *change(*args), **named))
+        watched = functools.wraps(original)(
+            lambda self, *args, **named: original(self, *change(*args), **named)
+        )
         del watched.__wrapped__
         setattr(InterpreterBuilder, name, watched)
 
     def changed(value: Any) -> Any:
-        return dataclasses.replace(value, data=value.data + state["added"]) if value.data.dtype.kind == "f" else value
+        return (
+            dataclasses.replace(value, data=value.data + state["added"])
+            if value.data.dtype.kind == "f"
+            else value
+        )
 
     def filled(place: Any, mask: Any, other: Any, *rest: Any) -> tuple[Any, ...]:
         dtype = _get_np_dtype(place.get_element_ty())
@@ -92,7 +107,8 @@ def watched_launches() -> Iterator[dict[str, float]]:
             setattr(InterpreterBuilder, name, original)
 
 
-# What torch may do to the keys of a kernel: allocate, move, look whether they are finite. Anything else is arithmetic.
+# What torch may do to the keys of a kernel: allocate, move, look whether they are finite. Anything else is
+# arithmetic.
 MOVES = re.compile(
     r"(new_)?(empty|zeros|ones|full)(_like|_strided)?|clone|contiguous|copy_|to|cpu|float|view|reshape|flatten|(un)?squeeze|expand|"
     r"transpose|swapaxes|movedim|permute|t|as_strided|detach|narrow|select|split|unbind|chunk|cat|stack|pad|fill_|zero_|"
@@ -103,7 +119,9 @@ SMALL_KEYS = 4096  # of fewer numbers a step between two launches may be as larg
 
 @contextlib.contextmanager
 def kernels_alone(keys: Any) -> Iterator[None]:
-    """Raise TypeError if torch or NumPy does arithmetic with as many numbers as the keys have: a kernel has to."""
+    """Raise TypeError if torch or NumPy does arithmetic with as many numbers as the keys have: a kernel
+    has to.
+    """
     import torch
     from torch.overrides import TorchFunctionMode
 
@@ -115,7 +133,8 @@ def kernels_alone(keys: Any) -> Iterator[None]:
             numbers = [each for each in (*args, *(kwargs or {}).values()) if isinstance(each, torch.Tensor)]
             leaves = name in ("numpy", "tolist", "__array__", "__dlpack__")
             is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
-            is_total = name in ("sum", "mean") and is_float and result.numel() == 1  # NaN or infinite if one of them is
+            # NaN or infinite if one of them is
+            is_total = name in ("sum", "mean") and is_float and result.numel() == 1
             if leaves or (is_float and not is_total and not MOVES.fullmatch(name)):
                 counts[name] += max((each.numel() for each in numbers), default=0)
             return result
@@ -123,7 +142,10 @@ def kernels_alone(keys: Any) -> Iterator[None]:
     with Counting():
         yield
     if counts.total() >= max(keys.numel(), SMALL_KEYS):
-        told = f"{', '.join(sorted(counts))} on {counts.total()} numbers outside of a kernel, for {keys.numel()} numbers of keys"
+        told = (
+            f"{', '.join(sorted(counts))} on {counts.total()} numbers outside of a kernel, for "
+            f"{keys.numel()} numbers of keys"
+        )
         raise TypeError(f"{told}: a kernel has to compute with the keys")
 
 
@@ -131,7 +153,11 @@ def numbers(value: Any) -> Any:
     """The bytes of an array, of each array of a tuple in turn; anything else as it is."""
     if isinstance(value, tuple):
         return [numbers(entry) for entry in value]
-    return value.detach().cpu().numpy().tobytes() if hasattr(value, "detach") else getattr(value, "tobytes", lambda: value)()
+    return (
+        value.detach().cpu().numpy().tobytes()
+        if hasattr(value, "detach")
+        else getattr(value, "tobytes", lambda: value)()
+    )
 
 
 def in_memory_of(result: Any, given: Any) -> bool:
@@ -141,8 +167,14 @@ def in_memory_of(result: Any, given: Any) -> bool:
     if isinstance(result, tuple | list):
         return any(in_memory_of(entry, given) for entry in result)
     if hasattr(result, "untyped_storage") and hasattr(given, "untyped_storage"):
-        return bool(given.numel()) and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
-    return isinstance(result, np.ndarray) and isinstance(given, np.ndarray) and np.may_share_memory(result, given)
+        return (
+            bool(given.numel()) and result.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+        )
+    return (
+        isinstance(result, np.ndarray)
+        and isinstance(given, np.ndarray)
+        and np.may_share_memory(result, given)
+    )
 
 
 def answer(
@@ -154,13 +186,15 @@ def answer(
 ) -> Any:
     """Call a function. Raises TypeError if it returns nothing, or has written into an argument by then.
 
-    A function that owes memory of its own may not return that of an argument. Of code that nobody trusts it is known whether
-    it owes that, and nothing may be its answer.
+    A function that owes memory of its own may not return that of an argument. Of code that nobody trusts it
+    is known whether it owes that, and nothing may be its answer.
     """
     code = getattr(getattr(function, "__wrapped__", function), "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code else ()
     named = itertools.zip_longest(names[: len(arguments)], range(1, 1 + len(arguments)))
-    given = dict(zip((name or f"argument {place}" for name, place in named), arguments, strict=True)) | keywords
+    given = (
+        dict(zip((name or f"argument {place}" for name, place in named), arguments, strict=True)) | keywords
+    )
     before = {name: numbers(value) for name, value in given.items()}
     result = function(*arguments, **keywords)
     called = getattr(function, "__name__", "the function")
@@ -191,12 +225,21 @@ WATCHED = (
 def functions_there() -> dict[tuple[str, str], Any]:
     """The functions of the modules that a clock or a comparison needs, and that a file might replace."""
     modules = {name: vars(sys.modules[name]) for name in WATCHED if name in sys.modules}
-    return {(module, name): value for module, names in modules.items() for name, value in names.items() if callable(value)}
+    return {
+        (module, name): value
+        for module, names in modules.items()
+        for name, value in names.items()
+        if callable(value)
+    }
 
 
 def replaced(before: dict[tuple[str, str], Any]) -> list[str]:
     """The functions that are others than before."""
-    return [f"replace {module}.{name}" for (module, name), was in before.items() if vars(sys.modules[module]).get(name) is not was]
+    return [
+        f"replace {module}.{name}"
+        for (module, name), was in before.items()
+        if vars(sys.modules[module]).get(name) is not was
+    ]
 
 
 LARGEST_PLACE = 2**16  # numbers of an argument that comes where an earlier one was
@@ -225,7 +268,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         return (getattr(module, kind, None) or namedtuple(kind, fields))(*fields.values())
 
     def placed(array: Any) -> Any:
-        """The array at the address of an earlier argument of its kind: a file that knows inputs by their addresses is wrong."""
+        """The array at the address of an earlier argument of its kind: a file that knows inputs by their
+        addresses is wrong.
+        """
         taken.append((len(taken), array.shape, array.strides, array.dtype.str))
         if array.size > LARGEST_PLACE:
             return array
@@ -284,7 +329,14 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 result = ask(asked, arguments, keywords, owes_memory)
             reply({}, result)
         except wire.BadMessage as error:
-            reply({"error": "TypeError", "message": f"{message['call']} returned {error}", "place": "", "value_error": False})
+            reply(
+                {
+                    "error": "TypeError",
+                    "message": f"{message['call']} returned {error}",
+                    "place": "",
+                    "value_error": False,
+                }
+            )
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             reply(describe(error, path))
 

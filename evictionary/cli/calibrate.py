@@ -25,12 +25,16 @@ app = typer.Typer()
 @app.command(
     epilog="Examples: [bold]evictionary calibrate --text-file book.txt --output book.calibration[/], then "
     "[bold]evictionary run --method q_filters --option calibration=book.calibration ...[/]   "
-    "[bold]evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 --recipe longest=1000[/], then "
-    "[bold]evictionary run --method duo_attention --option calibration=book.calibration --option sink_size=16 "
+    "[bold]evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 --recipe "
+    "longest=1000[/], then "
+    "[bold]evictionary run --method duo_attention --option calibration=book.calibration --option "
+    "sink_size=16 "
     "--option recent_size=64 ...[/]"
 )
 def calibrate(
-    text_file: Annotated[Path, typer.Option(help="A UTF-8 text file of some hundred to some thousand words.")],
+    text_file: Annotated[
+        Path, typer.Option(help="A UTF-8 text file of some hundred to some thousand words.")
+    ],
     output: Annotated[Path, typer.Option(help="The file to write.")],
     model: ModelName = "embedded",
     train_gates: Annotated[
@@ -38,21 +42,26 @@ def calibrate(
         typer.Option(
             parser=whole,
             metavar="STEPS",
-            help="Train DuoAttention's gates on so many prompts with a hidden number, instead of estimating them from the text. "
-            "With the embedded model a step takes 5 to 10 seconds of one core; after each, OUTPUT.training holds the state.",
+            help="Train DuoAttention's gates on so many prompts with a hidden number, instead of estimating "
+            "them from the text. "
+            "With the embedded model a step takes 5 to 10 seconds of one core; after each, OUTPUT.training "
+            "holds the state.",
         ),
     ] = None,
     recipe: Annotated[
         list[str] | None,
         typer.Option(
-            help="A setting of the training, name=value, repeated. By default shortest=256 and longest=448 (the tokens of a "
-            "prompt), sink_size=16 and recent_size=64 (what a streaming head sees), penalty=0.005 (a larger one makes more heads "
+            help="A setting of the training, name=value, repeated. By default shortest=256 and longest=448 "
+            "(the tokens of a "
+            "prompt), sink_size=16 and recent_size=64 (what a streaming head sees), penalty=0.005 (a larger "
+            "one makes more heads "
             "streaming ones), learning_rate=0.02, seed=0."
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the same model.
+    """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the
+    same model.
 
     A training that was stopped goes on where it stopped if you repeat the command.
     """
@@ -73,7 +82,11 @@ def calibrate(
         loaded, tokenizer = load(model)
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         layers = of_text(loaded, ids)
-        found: dict[str, Any] = {"output": str(output), "layers": len(layers), "tokens": min(ids.shape[1], MOST)}
+        found: dict[str, Any] = {
+            "output": str(output),
+            "layers": len(layers),
+            "tokens": min(ids.shape[1], MOST),
+        }
         if chosen:
             with measuring() as advance:
                 trained = gate_training.train(loaded, tokenizer, chosen, f"{output}.training", advance)
@@ -81,6 +94,8 @@ def calibrate(
                 layers[layer]["gates"] = gates
             found |= {"model": model} | gate_training.summary(chosen, trained)
         write(loaded, layers, output)
-    gates_trained = f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
+    gates_trained = (
+        f"; {found['retrieval_heads']} of {found['heads']} heads keep all tokens" if chosen else ""
+    )
     told = f"{output}: {found['layers']} layers, from {found['tokens']} tokens{gates_trained}"
     show(as_json, found, [Text(told)], indent=None)

@@ -23,7 +23,12 @@ from evictionary.errors import require
 
 app = typer.Typer()
 
-COLOURS = {"holds here": "green", "does not hold here": "red", "undecided": "yellow", "other model needed": "yellow"}
+COLOURS = {
+    "holds here": "green",
+    "does not hold here": "red",
+    "undecided": "yellow",
+    "other model needed": "yellow",
+}
 
 
 @app.command(
@@ -34,34 +39,50 @@ def claims(
     papers: Annotated[
         list[str] | None,
         typer.Option(
-            help="Some of expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; all by default."
+            help="Some of expected_attention, keydiff, lagkv, momentkv, gvote, comma-separated or repeated; "
+            "all by default."
         ),
     ] = None,
     only: Annotated[
         list[str] | None,
-        typer.Option(help="Ids of claims, comma-separated or repeated: KD-7, or 'KD-7 (diversity)' for one of them."),
+        typer.Option(
+            help="Ids of claims, comma-separated or repeated: KD-7, or 'KD-7 (diversity)' for one of them."
+        ),
     ] = None,
     model: ModelName = "embedded",
     output: Annotated[
-        Path, typer.Option(help="The folder for results.jsonl (a later run continues it), the pictures and the pages.")
+        Path,
+        typer.Option(
+            help="The folder for results.jsonl (a later run continues it), the pictures and the pages."
+        ),
     ] = Path("claims"),
-    seeds: Annotated[int, whole_number("Texts of each kind, at least 2: an interval needs 12 texts of all kinds together.")] = 3,
-    seed: Annotated[int, whole_number("The seed of the first text; each later text of a kind has the next seed.")] = 0,
+    seeds: Annotated[
+        int, whole_number("Texts of each kind, at least 2: an interval needs 12 texts of all kinds together.")
+    ] = 3,
+    seed: Annotated[
+        int, whole_number("The seed of the first text; each later text of a kind has the next seed.")
+    ] = 0,
     seeds_of: Annotated[
-        list[str] | None, typer.Option(help="Another number of texts for some papers, comma-separated or repeated: gvote=4.")
+        list[str] | None,
+        typer.Option(help="Another number of texts for some papers, comma-separated or repeated: gvote=4."),
     ] = None,
     texts: Annotated[
         list[str] | None,
-        typer.Option(help="Some of repetitive, varied, records, sums, code, chat, comma-separated or repeated; all by default."),
+        typer.Option(
+            help="Some of repetitive, varied, records, sums, code, chat, comma-separated or repeated; all by "
+            "default."
+        ),
     ] = None,
     jobs: Annotated[int, whole_number("Processes that share the texts.")] = 1,
     dask: DaskCluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and what would change it.
+    """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and
+    what would change it.
 
-    A claim holds here, or does not, where whole intervals say so; otherwise it is undecided. A run that was stopped goes on where
-    it stopped if you repeat the command. One text of all papers takes about a minute of one core.
+    A claim holds here, or does not, where whole intervals say so; otherwise it is undecided. A run that was
+    stopped goes on where it stopped if you repeat the command. One text of all papers takes about a minute of
+    one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
         asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
@@ -78,7 +99,9 @@ def claims(
         given = "".join(f" {option} '{','.join(names)}'" for option, names in options.items() if names)
         lines = carry_out(plan, output, jobs, dask)
         messages.print("intervals, pictures and pages", style="italic")
-        result = experiment.report(plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}")
+        result = experiment.report(
+            plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}"
+        )
         experiment.write(result, output)
     pages = f"Numbers, pictures and a page for each paper: [bold]{output}[/]"
     show(as_json, result | {"output": str(output)}, [_table(result), pages])

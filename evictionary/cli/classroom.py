@@ -39,11 +39,16 @@ if TYPE_CHECKING:
 app = typer.Typer()
 
 Name = Annotated[str, typer.Argument(help=f"The assignment: {', '.join(names()) or 'none is installed'}.")]
-Assignments = Annotated[Path | None, typer.Option(help="A folder of your own assignments, in place of those that come with this.")]
+Assignments = Annotated[
+    Path | None, typer.Option(help="A folder of your own assignments, in place of those that come with this.")
+]
 Work = Annotated[Path, typer.Option(help="The folder of your own files.")]
 Student = Annotated[
     str | None,
-    typer.Option(help="Your id, if your course draws the constants from it; `start` writes it down for the other commands."),
+    typer.Option(
+        help="Your id, if your course draws the constants from it; `start` writes it down for the other "
+        "commands."
+    ),
 ]
 WHO = "student.txt"  # in the folder of the student's files
 MOST_SHOWN = 10
@@ -70,7 +75,10 @@ def start(
         chosen = load(assignment, assignments)
         path = work / chosen.file
         student = _who(work, student)
-        require(not path.exists(), f"assignment: {path} exists already and may hold your work; move it away to begin anew")
+        require(
+            not path.exists(),
+            f"assignment: {path} exists already and may hold your work; move it away to begin anew",
+        )
         with usage(f"--work: got {work}, wanted {FOLDER}", OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(chosen.starter_for(student), encoding="utf-8")
@@ -80,9 +88,12 @@ def start(
     told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
     missing = lacking(chosen)
     wants_float64 = any(step.check != "rows" for step in chosen.steps)
-    only = "Only NumPy is there." + (" Arrays come in float64, and results must be float64 too." if wants_float64 else "")
+    only = "Only NumPy is there." + (
+        " Arrays come in float64, and results must be float64 too." if wants_float64 else ""
+    )
     parts = [
-        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in [bold]{escape(str(path))}[/].",
+        f"[bold]{chosen.title}[/]: {chosen.max_score} points in {len(chosen.steps)} steps. Write in "
+        f"[bold]{escape(str(path))}[/].",
         f"The handout: {escape(str(handout))}",
         only if chosen.library == "numpy" else "",
         missing and Text(f"Here `check` cannot judge it: {missing}", "yellow"),
@@ -96,11 +107,14 @@ def check(
     assignment: Name,
     work: Work = Path("work"),
     student: Student = None,
-    seed: Annotated[int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")] = None,
+    seed: Annotated[
+        int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")
+    ] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge your file on drawn inputs: the points of each step and, for the first failure, what to do about it.
+    """Judge your file on drawn inputs: the points of each step and, for the first failure, what to do
+    about it.
 
     The exit code is 0 with full marks, 1 below, and 2 if this machine cannot judge the assignment.
     """
@@ -113,7 +127,14 @@ def check(
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
         drawn = secrets.randbelow(10**6) if seed is None else seed
-        judged = grading.judge(source, chosen, constants=constants, origin=str(path), seconds=chosen.seconds / 4, check_seed=drawn)
+        judged = grading.judge(
+            source,
+            chosen,
+            constants=constants,
+            origin=str(path),
+            seconds=chosen.seconds / 4,
+            check_seed=drawn,
+        )
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)
     again = f"{_command('check', chosen, work, assignments)} --seed {drawn}"
@@ -124,18 +145,25 @@ def check(
         raise typer.Exit(2 if is_blocked else 1)
 
 
-def _begun(assignment: str, assignments: Path | None, work: Path, student: str | None) -> "tuple[Assignment, Path, str | None]":
+def _begun(
+    assignment: str, assignments: Path | None, work: Path, student: str | None
+) -> "tuple[Assignment, Path, str | None]":
     """An assignment, the student's file and id. Raises UsageError where `start` has not written the file."""
     from evictionary.classroom.assignment import load
 
     chosen = load(assignment, assignments)
     begin = _command("start", chosen, work, assignments)
-    require((work / chosen.file).is_file(), f"--work: got {work}, wanted a folder with {chosen.file}; `{begin}` writes it")
+    require(
+        (work / chosen.file).is_file(),
+        f"--work: got {work}, wanted a folder with {chosen.file}; `{begin}` writes it",
+    )
     return chosen, work / chosen.file, _who(work, student)
 
 
 def _who(work: Path, student: str | None) -> str | None:
-    """The id of --student, or the one that `start` wrote down. Raises UsageError for one that no folder can have."""
+    """The id of --student, or the one that `start` wrote down. Raises UsageError for one that no folder
+    can have.
+    """
     if student is None and (work / WHO).is_file():
         student = (work / WHO).read_text(encoding="utf-8", errors="replace").strip()
     return student if student is None else _as_id(student)
@@ -151,17 +179,27 @@ def _as_id(student: str) -> str:
 
 def _command(name: str, chosen: "Assignment", work: Path, assignments: Path | None) -> str:
     """The command to type next, with the folders of this command."""
-    options = ("" if work == Path("work") else f" --work {work}") + (f" --assignments {assignments}" if assignments else "")
+    options = ("" if work == Path("work") else f" --work {work}") + (
+        f" --assignments {assignments}" if assignments else ""
+    )
     return f"evictionary {name} {chosen.name}{options}"
 
 
 def _judged(chosen: "Assignment", judged: "Judgement", path: Path, again: str) -> Iterator[Any]:
-    """The points of each step, and the first failure in full; its script is written beside the student's file."""
+    """The points of each step, and the first failure in full; its script is written beside the student's
+    file.
+    """
     table = plain_table("step", "requirement", "points", "verdict", right=("points",), title=chosen.title)
     for line in judged.lines:
         verdict = f"[{COLOURS[line.verdict]}]{line.verdict}[/]"
-        shown = f"{verdict}, {escape(line.reason)}" if line.verdict in ("not judged yet", "blocked") or chosen.contest else verdict
-        table.add_row(f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown)
+        shown = (
+            f"{verdict}, {escape(line.reason)}"
+            if line.verdict in ("not judged yet", "blocked") or chosen.contest
+            else verdict
+        )
+        table.add_row(
+            f"{line.name}: {line.title}", line.requirement, f"{line.points} of {line.max_points}", shown
+        )
     yield table
     yield f"[bold]{judged.score} of {chosen.max_score} points[/] in {judged.seconds:.0f} s"
     if blocked := next((line.reason for line in judged.lines if line.verdict == "blocked"), ""):
@@ -188,7 +226,10 @@ def _hidden(chosen: "Assignment", cases: int) -> str:
 
     if chosen.contest:
         return "\nThe grader asks about five longer texts; nobody knows their numbers and places beforehand."
-    laws, each = sum(len(step.laws) for step in chosen.steps), GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps)
+    laws, each = (
+        sum(len(step.laws) for step in chosen.steps),
+        GRADE_EXAMPLES * max(step.thoroughness for step in chosen.steps),
+    )
     told = f"\nThe grader checks the same {laws} laws on your file with up to {each} secret inputs each: "
     return f"{told}up to {cases} hidden cases, and no hidden rule." if laws else ""
 
@@ -215,7 +256,9 @@ def submit(
     assignment: Name,
     work: Work = Path("work"),
     student: Student = None,
-    output: Annotated[Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The archive to write; the assignment's name with .zip by default.")
+    ] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
@@ -233,52 +276,83 @@ def submit(
             packed = submissions.pack(chosen, work, target, student)
     is_begun = path.read_text(encoding="utf-8", errors="replace") != chosen.starter_for(student)
     if not is_begun:
-        messages.print(f"{path} is still the starter file, as `start` wrote it.", style="yellow", markup=False, soft_wrap=True)
+        messages.print(
+            f"{path} is still the starter file, as `start` wrote it.",
+            style="yellow",
+            markup=False,
+            soft_wrap=True,
+        )
     told = {"assignment": chosen.name, "archive": str(target), "files": packed, "begun": is_begun}
     said = f"[bold]{escape(str(target))}[/] holds {' and '.join(packed)}. Hand it in."
     show(as_json, told, [said], indent=None, soft_wrap=True)
 
 
-@app.command(epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]")
+@app.command(
+    epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]"
+)
 def grade(
     assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
     submission: Annotated[
-        list[Path] | None, typer.Argument(help="Files, archives or folders, or one folder that holds many of them.")
+        list[Path] | None,
+        typer.Argument(help="Files, archives or folders, or one folder that holds many of them."),
     ] = None,
-    seed_file: Annotated[Path | None, typer.Option(help="A file of secret bytes; without it, new seeds are drawn.")] = None,
+    seed_file: Annotated[
+        Path | None, typer.Option(help="A file of secret bytes; without it, new seeds are drawn.")
+    ] = None,
     formats: Annotated[
         list[str] | None,
         typer.Option(
             "--format",
             "--formats",
-            help="Some of gradescope, classroom50, junit, markdown, comma-separated or repeated; all by default.",
+            help="Some of gradescope, classroom50, junit, markdown, comma-separated or repeated; all by "
+            "default.",
         ),
     ] = None,
-    output: Annotated[Path, typer.Option(help="The folder for the grades; each student gets a folder in it.")] = Path("grades"),
+    output: Annotated[
+        Path, typer.Option(help="The folder for the grades; each student gets a folder in it.")
+    ] = Path("grades"),
     jobs: Annotated[int, typer.Option(help="How many submissions are graded at the same time.")] = 1,
-    examples: Annotated[int | None, typer.Option(help="How many inputs each law draws; 25 by default.")] = None,
-    seconds: Annotated[float | None, typer.Option(help="The time limit of a student's code in each step, in seconds.")] = None,
+    examples: Annotated[
+        int | None, typer.Option(help="How many inputs each law draws; 25 by default.")
+    ] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="The time limit of a student's code in each step, in seconds.")
+    ] = None,
     personal: Annotated[
-        bool, typer.Option(help="Draw sink size, lag size and epsilon from the id in each archive, or its name.")
+        bool,
+        typer.Option(help="Draw sink size, lag size and epsilon from the id in each archive, or its name."),
     ] = False,
     roster: Annotated[
-        Path | None, typer.Option(help="The ids of the course for --personal: a file with one in the first column of each line.")
+        Path | None,
+        typer.Option(
+            help="The ids of the course for --personal: a file with one in the first column of each line."
+        ),
     ] = None,
-    student: Annotated[str | None, typer.Option(help="The student's id for a single submission; its file name by default.")] = None,
-    law: Annotated[str | None, typer.Option(help="Judge a single submission by this law only, and write no grade.")] = None,
+    student: Annotated[
+        str | None, typer.Option(help="The student's id for a single submission; its file name by default.")
+    ] = None,
+    law: Annotated[
+        str | None, typer.Option(help="Judge a single submission by this law only, and write no grade.")
+    ] = None,
     try_it: Annotated[
         bool,
         typer.Option(
-            "--try", help="Try an assignment: a right answer, by default the reference, has all points, the starter none."
+            "--try",
+            help="Try an assignment: a right answer, by default the reference, has all points, the starter "
+            "none.",
         ),
     ] = False,
     assignments: Assignments = None,
     without_walls: Annotated[
-        bool, typer.Option("--without-walls", help="Grade even where the walls around a student's code are missing.")
+        bool,
+        typer.Option(
+            "--without-walls", help="Grade even where the walls around a student's code are missing."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Grade submissions with secret seeds: write grade.json for each, and the files that course platforms read.
+    """Grade submissions with secret seeds: write grade.json for each, and the files that course platforms
+    read.
 
     A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
     """
@@ -291,7 +365,10 @@ def grade(
         chosen = load(assignment, assignments)
         wanted = names_in(formats) or list(written.FORMATS)
         for name in wanted:
-            require(name in written.FORMATS, f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}")
+            require(
+                name in written.FORMATS,
+                f"--format: got {name!r}, wanted some of {', '.join(written.FORMATS)}",
+            )
         for argument, count in (("--jobs", jobs), ("--examples", examples)):
             require(count is None or count >= 1, f"{argument}: got {count}, wanted at least 1")
         require(seconds is None or 0 < seconds < math.inf, f"--seconds: got {seconds}, wanted more than 0")
@@ -305,11 +382,16 @@ def grade(
         elif submission:
             found, left_out = classes.find(submission, chosen.file, output)
         if left_out:
-            told = f"Left out, because a submission is {submissions.KINDS}: {_few([path.name for path in left_out])}"
+            told = (
+                f"Left out, because a submission is {submissions.KINDS}: "
+                f"{_few([path.name for path in left_out])}"
+            )
             messages.print(told, style="yellow", markup=False)
         missing = missing_walls(without_walls)
         secret = os.urandom(32) if try_it else _secret(seed_file)
-        order = classes.Order(assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments)
+        order = classes.Order(
+            assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments
+        )
         require(len(found) <= 1 or not (try_it or law), f"submission: got {len(found)}, wanted a single one")
         if try_it:
             tried = list(classes.tried(order, *found.values()))
@@ -328,7 +410,12 @@ def grade(
 
 
 def _graded(
-    order: "Order", found: "dict[str, Handed]", output: Path, jobs: int, missing: list[str], left_out: list[Path]
+    order: "Order",
+    found: "dict[str, Handed]",
+    output: Path,
+    jobs: int,
+    missing: list[str],
+    left_out: list[Path],
 ) -> dict[str, Any]:
     """Grade the class and write what it comes to; returns the summary."""
     from evictionary.classroom import classes
@@ -344,10 +431,15 @@ def _graded(
 
 @app.command(epilog="Example: [bold]evictionary gradebook grades[/]")
 def gradebook(
-    grades: Annotated[Path, typer.Argument(help="The folder that `evictionary grade` wrote, with a folder for each student.")],
+    grades: Annotated[
+        Path,
+        typer.Argument(help="The folder that `evictionary grade` wrote, with a folder for each student."),
+    ],
     as_json: AsJson = False,
 ) -> None:
-    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and summary.json. Runs no code."""
+    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and
+    summary.json. Runs no code.
+    """
     with exit_codes():
         from evictionary.classroom import classes
 
@@ -355,7 +447,9 @@ def gradebook(
     show(as_json, result, _class(result, grades))
 
 
-def _sum_up(grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float) -> dict[str, Any]:
+def _sum_up(
+    grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float
+) -> dict[str, Any]:
     """Write what the grades of a class come to; returns the summary."""
     from evictionary.classroom import classes, submissions
 
@@ -369,7 +463,9 @@ def _sum_up(grades: list[dict[str, Any]], output: Path, missing: list[str], left
 
 
 def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
-    """Whether a file has the points that an assignment should give it, and if not, what became of each step."""
+    """Whether a file has the points that an assignment should give it, and if not, what became of each
+    step.
+    """
     is_right = judged.score == wanted
     yield Text(f"{name}: {judged.score} points, wanted {wanted}", "green" if is_right else "red")
     for line in judged.lines if not is_right else []:
@@ -377,7 +473,9 @@ def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
 
 
 def _roster(path: Path) -> frozenset[str]:
-    with usage(f"--roster: got {path}, wanted a text file with one id in each line", OSError, ValueError, csv.Error):
+    with usage(
+        f"--roster: got {path}, wanted a text file with one id in each line", OSError, ValueError, csv.Error
+    ):
         rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     ids = frozenset(row[0].strip() for row in rows if row and row[0].strip())
     require(ids, f"--roster: got {path} without an id, wanted one in each line")
@@ -386,7 +484,9 @@ def _roster(path: Path) -> frozenset[str]:
 
 def _of_one(paths: list[Path]) -> Path:
     """The single submission of a student who is named; whatever it holds, there will be a result for it."""
-    require(len(paths) == 1, f"--student: got one id for {len(paths)} submissions, wanted a single submission")
+    require(
+        len(paths) == 1, f"--student: got one id for {len(paths)} submissions, wanted a single submission"
+    )
     require(paths[0].exists(), f"submission: got {paths[0]}, wanted a file or folder that exists")
     return paths[0].resolve() if paths[0].is_dir() else paths[0]
 
@@ -397,16 +497,23 @@ def _few(names: list[str]) -> str:
 
 def _secret(seed_file: Path | None) -> bytes:
     if seed_file is None:
-        messages.print("No --seed-file: the seeds are new, and a second run will have others.", style="yellow")
+        messages.print(
+            "No --seed-file: the seeds are new, and a second run will have others.", style="yellow"
+        )
         return os.urandom(32)
     with usage(f"--seed-file: got {seed_file}, wanted a file that can be read", OSError):
         secret = seed_file.read_bytes()
-    require(len(secret.strip()) >= 8, f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 secret bytes")
+    require(
+        len(secret.strip()) >= 8,
+        f"--seed-file: got {seed_file} with {len(secret)} bytes, wanted at least 8 secret bytes",
+    )
     return secret
 
 
 def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
-    """The summary of a class for people: the distribution of the points, the steps, and what the instructor should know."""
+    """The summary of a class for people: the distribution of the points, the steps, and what the
+    instructor should know.
+    """
     count, largest = result["submissions"], max(result["distribution"].values())
     title = f"{count} submission" + "s" * (count != 1)
     table = plain_table("points", "submissions", "", right=("points", "submissions"), title=title)
@@ -415,14 +522,22 @@ def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
     yield table
     for name, counts in result["steps"].items():
         yield f"{name}: " + ", ".join(f"{count} {word}" for word, count in counts.items())
-    yield from (Text(f"{count} of the submissions: {each}", "dim") for each, count in result["misconceptions"].items())
+    yield from (
+        Text(f"{count} of the submissions: {each}", "dim") for each, count in result["misconceptions"].items()
+    )
     notes = [f"{student}: {'; '.join(each)}" for student, each in result["notes"].items()]
     more, missing = len(notes) - MOST_SHOWN, ", ".join(result["walls_missing"])
     to_know = {
-        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": _few(result["unjudged"]),
-        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": _few(result["blocked"]),
+        f"{result['errors']} could not be judged; the error in grade.json says why: {{}}": _few(
+            result["unjudged"]
+        ),
+        "Blocked, and to be graded on another machine: {}; the verdict in grade.json says why": _few(
+            result["blocked"]
+        ),
         "Handed in under an id that another one has too: {}": _few(result["one_id"]),
-        "Names that differ only in capitals, spaces or accents: {}": _few([repr(name) for name in result["alike"]]),
+        "Names that differ only in capitals, spaces or accents: {}": _few(
+            [repr(name) for name in result["alike"]]
+        ),
         "{}": "\n".join(notes[:MOST_SHOWN]),
         "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
         "Walls missing here: {}. The page on isolation says what is open then.": missing,

@@ -48,25 +48,36 @@ def whole_number(help: str) -> Any:
 
 DaskCluster = Annotated[
     str | None,
-    typer.Option(help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."),
+    typer.Option(
+        help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelName = Annotated[
-    str, typer.Option("--model", help="A Hugging Face name, a local folder, or 'embedded' for SmolLM2-135M-Instruct.")
+    str,
+    typer.Option(
+        "--model", help="A Hugging Face name, a local folder, or 'embedded' for SmolLM2-135M-Instruct."
+    ),
 ]
 # What a method is given in a cache.
-Ratio = Annotated[float, typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1).")]
+Ratio = Annotated[
+    float,
+    typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1)."),
+]
 Budget = Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")]
-Options = Annotated[list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")]
+Options = Annotated[
+    list[str] | None, typer.Option(help="An option of the method, as name=value; may be repeated.")
+]
 RandomSeed = Annotated[int, whole_number("The seed for methods that draw random numbers.")]
 
 
 @contextmanager
 def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
-    """Turn errors into one line and an exit code: 2 for an argument that cannot be used, 1 for a failure, 130 for Ctrl-C.
+    """Turn errors into one line and an exit code: 2 for an argument that cannot be used, 1 for a failure,
+    130 for Ctrl-C.
 
-    Text that a user's method prints goes to standard error: standard output is for results. `stopped` is the advice after Ctrl-C,
-    `extra` the extra that the command needs if a module is missing.
+    Text that a user's method prints goes to standard error: standard output is for results. `stopped` is the
+    advice after Ctrl-C, `extra` the extra that the command needs if a module is missing.
     """
     code = 1
     try:
@@ -82,7 +93,8 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
         if needed is None:
             raise
         told = (
-            f"[bold red]failed[/] this command needs {error.name}, which is not installed: install evictionary with its extra, "
+            f"[bold red]failed[/] this command needs {error.name}, which is not installed: install "
+            "evictionary with its extra, "
             f"from a clone [bold]pip install 'path/to/the/clone\\[{extra or needed}]'[/]"
         )
     except (MethodError, InstallError, OSError) as error:
@@ -91,10 +103,13 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
     raise typer.Exit(code)
 
 
-def show(as_json: bool, found: Any, parts: Iterable[Any], *, indent: int | None = 1, soft_wrap: bool = False) -> None:
+def show(
+    as_json: bool, found: Any, parts: Iterable[Any], *, indent: int | None = 1, soft_wrap: bool = False
+) -> None:
     """Print a result as JSON, or its parts for people, one below the other, without those that are empty.
 
-    A string may have markup. A Text is printed as it is, in lines of any length; with soft_wrap the strings are too.
+    A string may have markup. A Text is printed as it is, in lines of any length; with soft_wrap the strings
+    are too.
     """
     if as_json:
         typer.echo(json.dumps(found, indent=indent))
@@ -104,7 +119,9 @@ def show(as_json: bool, found: Any, parts: Iterable[Any], *, indent: int | None 
 
 
 def plain_table(*columns: str, right: Container[str] = (), **named: Any) -> Table:
-    """A table without a frame; what stands in the columns `right` ends at their right edge, and is not wrapped."""
+    """A table without a frame; what stands in the columns `right` ends at their right edge, and is not
+    wrapped.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", **named)
     for column in columns:
         is_right = column in right
@@ -119,7 +136,14 @@ def extra_with(module: str) -> str | None:
     for text in metadata.requires("evictionary") or []:
         requirement = Requirement(text)
         if requirement.name == module.split(".")[0] and requirement.marker:
-            return next((extra for extra in ("torch", "model", "cluster") if requirement.marker.evaluate({"extra": extra})), None)
+            return next(
+                (
+                    extra
+                    for extra in ("torch", "model", "cluster")
+                    if requirement.marker.evaluate({"extra": extra})
+                ),
+                None,
+            )
     return None
 
 
@@ -149,7 +173,9 @@ def text_of(argument: str, path: Path) -> str:
 
 
 def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
-    """The names that an option was given, or None without the option. Raises UsageError for an option without any name."""
+    """The names that an option was given, or None without the option. Raises UsageError for an option
+    without any name.
+    """
     names = names_in(texts)
     require(not texts or names, f"{argument}: got {','.join(texts or [])!r}, wanted at least one name")
     return names
@@ -160,7 +186,9 @@ def numbers_in(argument: str, texts: list[str]) -> list[float]:
     try:
         return [float(part) for part in text.split(",")]
     except ValueError:
-        raise UsageError(f"{argument}: got {text!r}, wanted numbers with commas between them, such as 0.25,0.5") from None
+        raise UsageError(
+            f"{argument}: got {text!r}, wanted numbers with commas between them, such as 0.25,0.5"
+        ) from None
 
 
 def require_writable(output: Path) -> None:
@@ -176,7 +204,9 @@ def require_seed(seed: int) -> None:
 
 
 def can_write_into(folder: Path) -> bool:
-    """Whether a file can be made in the folder, by making one: on some file systems the permissions do not tell."""
+    """Whether a file can be made in the folder, by making one: on some file systems the permissions do not
+    tell.
+    """
     try:
         tempfile.TemporaryFile(dir=folder).close()
     except OSError:
@@ -196,7 +226,9 @@ LOG_SECONDS = 30.0
 
 @contextmanager
 def _bar(first: str, form: str, width: int, *, elapsed: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, or lines where that is a log file, as a function of a text and the steps that are done and planned."""
+    """A bar on stderr, or lines where that is a log file, as a function of a text and the steps that are
+    done and planned.
+    """
     # A command that shows no bar does not wait for the import.
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -252,7 +284,8 @@ def missing_walls(without: bool) -> list[str]:
     require(
         not harm or without,
         f"--without-walls: {told} Nothing was run. Run it in a container of its own "
-        "(the page of that name in the documentation), or give --without-walls if there is nothing here to lose",
+        "(the page of that name in the documentation), or give --without-walls if there is nothing here to "
+        "lose",
     )
     if harm:
         messages.print(told, style="yellow", markup=False)

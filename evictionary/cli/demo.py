@@ -30,20 +30,27 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary demo[/]   [bold]evictionary demo --methods keydiff,my_scorer.py --ratios 0.5 --json[/]"
+    epilog="Examples: [bold]evictionary demo[/]   [bold]evictionary demo --methods keydiff,my_scorer.py "
+    "--ratios 0.5 --json[/]"
 )
 def demo(
     output: Annotated[Path, typer.Option(help="The file to write the report to.")] = Path("report.html"),
     model: ModelName = "embedded",
     methods: Annotated[
-        list[str] | None, typer.Option(help="Names or files, comma-separated or repeated; all methods by default.")
+        list[str] | None,
+        typer.Option(help="Names or files, comma-separated or repeated; all methods by default."),
     ] = None,
-    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, comma-separated or repeated.")] = ["0.25,0.5,0.75"],  # noqa: B006
+    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, comma-separated or repeated.")] = [
+        "0.25,0.5,0.75"
+    ],  # noqa: B006
     depths: Annotated[
-        list[str], typer.Option(help="Where the number stands, as fractions of the text, comma-separated or repeated.")
+        list[str],
+        typer.Option(help="Where the number stands, as fractions of the text, comma-separated or repeated."),
     ] = ["0.1,0.3,0.5,0.7,0.9"],  # noqa: B006
     tokens: Annotated[int, whole_number("About how many tokens each text has.")] = 1500,
-    seed: Annotated[int, whole_number("The seed of the texts, the hidden numbers and the random baseline.")] = 0,
+    seed: Annotated[
+        int, whole_number("The seed of the texts, the hidden numbers and the random baseline.")
+    ] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Hide a number in a long text, compress the cache with every method, and ask for the number."""
@@ -58,7 +65,15 @@ def demo(
         loaded, tokenizer = load_model(model)
         with progress() as (plan, advance):
             result = experiment.run(
-                loaded, tokenizer, names, ratios=removed, depths=places, seed=seed, tokens=tokens, plan=plan, advance=advance
+                loaded,
+                tokenizer,
+                names,
+                ratios=removed,
+                depths=places,
+                seed=seed,
+                tokens=tokens,
+                plan=plan,
+                advance=advance,
             )
             advance("writing the report")
             experiment.write(result, output)

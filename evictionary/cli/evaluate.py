@@ -29,7 +29,8 @@ from evictionary.errors import require
 
 app = typer.Typer()
 
-# The names stand here because the tasks import torch, and the help must not wait for torch; a test compares the names.
+# The names stand here because the tasks import torch, and the help must not wait for torch; a test compares
+# the names.
 TASKS = (
     "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy,"
     "perplexity,perplexity_decoding"
@@ -50,42 +51,62 @@ class Format(StrEnum):
 
 @app.command(
     "eval",
-    epilog="Examples: [bold]evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios 0.5,0.75 "
+    epilog="Examples: [bold]evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios "
+    "0.5,0.75 "
     "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2[/]   "
-    "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 --dask local[/]",
+    "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 "
+    "--dask local[/]",
 )
 def evaluate(
     output: Annotated[
-        Path, typer.Option(help="The folder for results.jsonl (a later run continues it), the tables, the plots and the report.")
+        Path,
+        typer.Option(
+            help="The folder for results.jsonl (a later run continues it), the tables, the plots and the "
+            "report."
+        ),
     ] = Path("evaluation"),
     model: ModelName = "embedded",
     methods: Annotated[
         list[str] | None,
         typer.Option(
-            help="Names, files or compositions (keydiff+moments), comma-separated or repeated; options follow a colon: "
-            "lagkv:lag_size=128,sink_size=4. All methods by default; the full cache and random eviction always take part."
+            help="Names, files or compositions (keydiff+moments), comma-separated or repeated; options "
+            "follow a colon: "
+            "lagkv:lag_size=128,sink_size=4. All methods by default; the full cache and random eviction "
+            "always take part."
         ),
     ] = None,
     ratios: Annotated[
         list[str] | None,
-        typer.Option(help="Fractions to remove, comma-separated or repeated.", show_default="0.25,0.5,0.75 without --budgets"),
+        typer.Option(
+            help="Fractions to remove, comma-separated or repeated.",
+            show_default="0.25,0.5,0.75 without --budgets",
+        ),
     ] = None,
-    budgets: Annotated[list[str] | None, typer.Option(help="Tokens to keep in each head, comma-separated or repeated.")] = None,
+    budgets: Annotated[
+        list[str] | None, typer.Option(help="Tokens to keep in each head, comma-separated or repeated.")
+    ] = None,
     tasks: Annotated[
         list[str],
         typer.Option(
-            help=f"Some of {TASKS.replace(',', ', ')}; or, of texts that people wrote and `evictionary data` fetches, of "
+            help=f"Some of {TASKS.replace(',', ', ')}; or, of texts that people wrote and `evictionary data` "
+            "fetches, of "
             f"{REAL.replace(',', ', ')}."
         ),
     ] = [TASKS],  # noqa: B006
     lengths: Annotated[
         list[str],
         typer.Option(
-            "--lengths", "--tokens", help="Lengths of text and question together, in tokens, comma-separated or repeated."
+            "--lengths",
+            "--tokens",
+            help="Lengths of text and question together, in tokens, comma-separated or repeated.",
         ),
     ] = ["1000"],  # noqa: B006
-    samples: Annotated[int, whole_number("Prompts for each task and length; five prompts try all five depths.")] = 5,
-    seed: Annotated[int, whole_number("The seed of the first prompt; each later prompt has the next seed.")] = 0,
+    samples: Annotated[
+        int, whole_number("Prompts for each task and length; five prompts try all five depths.")
+    ] = 5,
+    seed: Annotated[
+        int, whole_number("The seed of the first prompt; each later prompt has the next seed.")
+    ] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: DaskCluster = None,
     format: Annotated[Format, typer.Option(help="The form in which the results are printed.")] = Format.TABLE,
@@ -119,7 +140,11 @@ def evaluate(
         typer.echo(eval_report.markdown(found["rows"]))
     else:
         written = f"Everything measured, plots and a report: [bold]{output}[/]"
-        show(as_json or format is Format.JSON, found | {"output": str(output)}, [*_tables(found["rows"]), written])
+        show(
+            as_json or format is Format.JSON,
+            found | {"output": str(output)},
+            [*_tables(found["rows"]), written],
+        )
     for failure in found["failures"]:
         text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
         messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)
@@ -128,16 +153,20 @@ def evaluate(
 
 
 def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Read 'keydiff,lagkv:lag_size=128,sink_size=4' as [('keydiff', {}), ('lagkv', {'lag_size': '128', 'sink_size': '4'})].
+    """Read 'keydiff,lagkv:lag_size=128,sink_size=4' as [('keydiff', {}), ('lagkv', {'lag_size': '128',
+    'sink_size': '4'})].
 
-    A part with '=' but without ':' is one more option of the method before it. Raises UsageError if no method stands before it.
+    A part with '=' but without ':' is one more option of the method before it. Raises UsageError if no method
+    stands before it.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     for part in ",".join(texts).split(","):
         left, equals, value = part.strip().partition("=")
         name, colon, option = left.rpartition(":") if equals else (left, ":", "")
         require(
-            colon or found, f"--methods: got {part.strip()!r} first, wanted a method's name before its options: lagkv:lag_size=128"
+            colon or found,
+            f"--methods: got {part.strip()!r} first, wanted a method's name before its options: "
+            "lagkv:lag_size=128",
         )
         if colon and left:
             found.append((name.strip(), {}))
@@ -163,10 +192,15 @@ def _tables(rows: list[dict[str, Any]]) -> Iterator[Table | str]:
         for start in range(0, len(names), columns):
             here = slice(start, start + columns)
             is_last = here.stop >= len(names)
-            headers = [name.replace("_", "\n") for name in ("asked", "removed", *names[here], *["mean"] * is_last)]
+            headers = [
+                name.replace("_", "\n") for name in ("asked", "removed", *names[here], *["mean"] * is_last)
+            ]
             shown = plain_table("method", *headers, right=headers, collapse_padding=True)
             for row in table:
-                cells = [*map(eval_report.cell_text, row["cells"][here]), *[eval_report.number(row["mean"])] * is_last]
+                cells = [
+                    *map(eval_report.cell_text, row["cells"][here]),
+                    *[eval_report.number(row["mean"])] * is_last,
+                ]
                 asked = row["asked"].removesuffix(" removed").removesuffix(" kept")
                 shown.add_row(row["label"], asked, eval_report.percent(row["removed"]), *cells)
             yield shown

@@ -5,7 +5,16 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import Budget, Options, RandomSeed, Ratio, exit_codes, options_in, require_seed, whole_number
+from evictionary.cli.console import (
+    Budget,
+    Options,
+    RandomSeed,
+    Ratio,
+    exit_codes,
+    options_in,
+    require_seed,
+    whole_number,
+)
 
 app = typer.Typer()
 
@@ -16,23 +25,30 @@ app = typer.Typer()
 )
 def export(
     folder: Annotated[Path, typer.Argument(help="The folder to write; the folder of a model will do.")],
-    method: Annotated[str, typer.Option(help="A method's name, or a composition: snapkv+ada_kv, keydiff+moments.")] = "keydiff",
+    method: Annotated[
+        str, typer.Option(help="A method's name, or a composition: snapkv+ada_kv, keydiff+moments.")
+    ] = "keydiff",
     compression_ratio: Ratio = 0.5,
     budget: Budget = None,
     option: Options = None,
     every: Annotated[
         int | None,
         whole_number(
-            "Compress again after this many new tokens, such as 64; by default only the prompt is compressed, "
+            "Compress again after this many new tokens, such as 64; by default only the prompt is "
+            "compressed, "
             "with momentkv each token."
         ),
     ] = None,
     seed: RandomSeed = 0,
 ) -> None:
-    """Write a folder for model.generate(custom_generate=FOLDER): plain transformers code can use it unchanged."""
+    """Write a folder for model.generate(custom_generate=FOLDER): plain transformers code can use it
+    unchanged.
+    """
     with exit_codes(extra="model"):
         require_seed(seed)
         from evictionary.cache.export import export as write
 
-        path = write(folder, method, compression_ratio, options_in(option or []), budget, every=every, seed=seed)
+        path = write(
+            folder, method, compression_ratio, options_in(option or []), budget, every=every, seed=seed
+        )
     typer.echo(str(path))

@@ -17,69 +17,102 @@ MEMORY = "memory"
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain head_dim=64,128 --json[/]"
+    epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain "
+    "head_dim=64,128 --json[/]"
     "   [bold]evictionary judge --exec ./my_binary[/]"
 )
 def judge(
     path: Annotated[
         str | None,
-        typer.Argument(show_default=False, help="A package, a folder of files as in reference/, one such file, or pyproject.toml."),
+        typer.Argument(
+            show_default=False,
+            help="A package, a folder of files as in reference/, one such file, or pyproject.toml.",
+        ),
     ] = None,
     command: Annotated[
         str | None,
         typer.Option(
-            "--exec", metavar="COMMAND", help="Instead of a path: a program in any language, which answers over its standard input."
+            "--exec",
+            metavar="COMMAND",
+            help="Instead of a path: a program in any language, which answers over its standard input.",
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(parser=number, metavar="SECONDS", help="How long a function or a program may take for one call.")
+        float,
+        typer.Option(
+            parser=number, metavar="SECONDS", help="How long a function or a program may take for one call."
+        ),
     ] = 60.0,
     methods: Annotated[
-        list[str] | None, typer.Option("--method", help="Judge these methods only, such as keydiff; by default all that are there.")
+        list[str] | None,
+        typer.Option(
+            "--method", help="Judge these methods only, such as keydiff; by default all that are there."
+        ),
     ] = None,
     law: Annotated[str | None, typer.Option(help="Run only this law (copy its name from a report).")] = None,
     domain: Annotated[
         list[str] | None,
         typer.Option(
-            help="The inputs that it accepts: head_dim=64,128, also value_dim, group, lag_size, batch, dtype, min_length, "
-            "max_length, length_multiple_of; may be given several times. A DOMAIN in the file or package says the same."
+            help="The inputs that it accepts: head_dim=64,128, also value_dim, group, lag_size, batch, "
+            "dtype, min_length, "
+            "max_length, length_multiple_of; may be given several times. A DOMAIN in the file or package "
+            "says the same."
         ),
     ] = None,
     device: Annotated[
         str,
         typer.Option(
-            help="The device that torch implementations run on, or `compiled`: kernels run as Triton compiles them, without a GPU."
+            help="The device that torch implementations run on, or `compiled`: kernels run as Triton "
+            "compiles them, without a GPU."
         ),
     ] = "cpu",
     dtype: Annotated[
-        str | None, typer.Option(help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32.")
+        str | None,
+        typer.Option(
+            help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32."
+        ),
     ] = None,
     profile: Annotated[
         str, typer.Option(help="How many inputs a law draws: quick 4, student 25, default 50, thorough 500.")
     ] = "default",
     jobs: Annotated[
         int | None,
-        typer.Option(min=1, help="How many processes; by default two where there are two processors, and one on a GPU."),
+        typer.Option(
+            min=1, help="How many processes; by default two where there are two processors, and one on a GPU."
+        ),
     ] = None,
-    strict: Annotated[bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")
+    ] = False,
     expected_failures: Annotated[
-        Path | None, typer.Option(help="File that lists the ids or laws that may fail, one a line, each with a reason.")
+        Path | None,
+        typer.Option(help="File that lists the ids or laws that may fail, one a line, each with a reason."),
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="A folder for conformance.json, junit.xml and badge.json.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="A folder for conformance.json, junit.xml and badge.json.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Judge an implementation by the laws of the functions that it provides.
 
-    Three classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning is our decision; and
-    refusal, bad input that must raise. The exit code is 0 where the mathematics holds, 1 where it does not, and 2 where there is
-    nothing to judge.
+    Three classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning
+    is our decision; and refusal, bad input that must raise. The exit code is 0 where the mathematics holds, 1
+    where it does not, and 2 where there is nothing to judge.
     """
     with exit_codes(extra="torch"):
-        nothing = "nothing to judge: give a file, folder or package, or --exec COMMAND. Example: evictionary judge my_kernels"
+        nothing = (
+            "nothing to judge: give a file, folder or package, or --exec COMMAND. Example: evictionary "
+            "judge my_kernels"
+        )
         require(path is not None or command is not None, nothing)
-        require(path is None or command is None, f"path: got {path} and --exec {command}, wanted one of the two")
+        require(
+            path is None or command is None, f"path: got {path} and --exec {command}, wanted one of the two"
+        )
         require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
-        require(path is None or not path.endswith((".py", "/")) or Path(path).exists(), f"{path}: no such file or folder")
+        require(
+            path is None or not path.endswith((".py", "/")) or Path(path).exists(),
+            f"{path}: no such file or folder",
+        )
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
@@ -87,33 +120,43 @@ def judge(
         chosen = _law_files(laws, names)
         with tempfile.TemporaryDirectory() as temporary:
             folder = report or Path(temporary)
-            # With an equals sign: pytest takes what stands alone for a path of tests, and loads the conftest.py beside it.
+            # With an equals sign: pytest takes what stands alone for a path of tests, and loads the
+            # conftest.py beside it.
             options = [
                 f"--impl={path}" if command is None else f"--exec={command}",
                 f"--call-timeout={timeout}",
                 *[f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"],
                 *[f"--domain={each}" for each in domain or []],
                 *[f"--method={each}" for each in names if MEMORY not in names],
-                *[f"--{name}={value}" for name, value in {"dtype": dtype, "expected-failures": expected_failures}.items() if value],
+                *[
+                    f"--{name}={value}"
+                    for name, value in {"dtype": dtype, "expected-failures": expected_failures}.items()
+                    if value
+                ],
                 *(["--strict"] if strict else []),
                 *([f"-k={law}"] if law else []),
             ]
             jobs = jobs or (min(2, os.cpu_count() or 1) if device in ("cpu", "compiled") and not law else 1)
             options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
             if jobs > 1:
-                os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # the processes share the cores: none takes all for a product
+                # the processes share the cores: none takes all for a product
+                os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
             code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
             verdict = folder / "conformance.json"
             if as_json and verdict.is_file():
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
             if report and verdict.is_file():
-                messages.print(f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False)
+                messages.print(
+                    f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False
+                )
         require(code in (0, 1), f"path: nothing of {path or command} was judged; the lines above say why")
     raise typer.Exit(code)
 
 
 def _law_files(laws: Path, methods: list[str]) -> list[Path]:
-    """The files of the laws that judge an implementation: of these methods and of the memory of their functions, or of all."""
+    """The files of the laws that judge an implementation: of these methods and of the memory of their
+    functions, or of all.
+    """
     from evictionary.spec_tests.judge.law import judging_files
 
     known = [path.stem.removeprefix("test_") for path in judging_files(laws)]
@@ -123,12 +166,21 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
 
 
 def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: bool) -> int:
-    """Run pytest in this process with nothing of the project around it: not its configuration, its plugins or its cache."""
+    """Run pytest in this process with nothing of the project around it: not its configuration, its plugins
+    or its cache.
+    """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest
 
-    alone = [f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain", "-p", "no:cacheprovider"]
+    alone = [
+        f"--rootdir={laws.parent}",
+        f"--config-file={os.devnull}",
+        "--assert=plain",
+        "-p",
+        "no:cacheprovider",
+    ]
     alone += ["-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.plugin"]
     if not quiet:
-        sys.stdout = sys.__stdout__  # the verdict is the result, and exit_codes sends what a command prints to standard error
+        # the verdict is the result, and exit_codes sends what a command prints to standard error
+        sys.stdout = sys.__stdout__
     return int(pytest.main([*chosen, *options, *alone, "-q", "--no-header"]))

@@ -17,11 +17,13 @@ ADDITIONS = {
 
 @app.command(epilog="Example: [bold]evictionary methods --json[/]")
 def methods(as_json: AsJson = False) -> None:
-    """List the methods: which tokens each keeps, its paper, its functions (score, select, compress, attend) and its options.
+    """List the methods: which tokens each keeps, its paper, its functions (score, select, compress,
+    attend) and its options.
 
-    Methods compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads of a layer share its
-    budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction for the evicted tokens:
-    snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py, composes in the same way.
+    Methods compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads
+    of a layer share its budget, pyramid_kv gives more to lower layers, and moments adds MomentKV's correction
+    for the evicted tokens: snapkv+pyramid_kv+ada_kv, keydiff+moments. A file of your own, path/to/file.py,
+    composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 
@@ -34,5 +36,8 @@ def methods(as_json: AsJson = False) -> None:
         table.add_row("", f"[dim]{paper}{', '.join(each['seams'])}{options}[/]")
     for name, meaning in ADDITIONS.items():
         table.add_row(f"[bold]+{name}[/]", meaning)
-    composing = "\nMethods compose: a method, then allocators, then moments: snapkv+pyramid_kv+ada_kv or keydiff+moments."
+    composing = (
+        "\nMethods compose: a method, then allocators, then moments: snapkv+pyramid_kv+ada_kv or "
+        "keydiff+moments."
+    )
     show(as_json, found, [table, composing])

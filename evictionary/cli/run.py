@@ -33,7 +33,8 @@ FULL, AUTO = "full cache", "auto"
 
 
 @app.command(
-    epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 --prompt-file book.txt "
+    epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 "
+    "--prompt-file book.txt "
     '--question "Who wrote it?" --question "When?"[/]'
 )
 def run(
@@ -43,7 +44,8 @@ def run(
     method: Annotated[
         str,
         typer.Option(
-            help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, keydiff+moments; or auto: "
+            help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, "
+            "keydiff+moments; or auto: "
             "what cost least in our study of one small model at the nearest ratio."
         ),
     ] = "keydiff",
@@ -53,7 +55,8 @@ def run(
     every: Annotated[
         int | None,
         whole_number(
-            "Compress again after this many new tokens, such as 64, and read the text in blocks of that size; by default only the "
+            "Compress again after this many new tokens, such as 64, and read the text in blocks of that "
+            "size; by default only the "
             "prompt is compressed, with momentkv each token."
         ),
     ] = None,
@@ -79,7 +82,9 @@ def run(
         why = None
         if method == AUTO:
             require(
-                budget is None, f"--budget: got {budget} with --method auto, wanted a --compression-ratio: the study has ratios"
+                budget is None,
+                f"--budget: got {budget} with --method auto, wanted a --compression-ratio: the study has "
+                "ratios",
             )
             method, why = recommended(compression_ratio)
 
@@ -88,7 +93,11 @@ def run(
         loaded, tokenizer = load_model(model)
         asked = [tokenize(tokenizer, text, each) for each in question]
         context_ids = asked[0][0]
-        caches = {chosen.name: EvictingCache(loaded, chosen, compression_ratio, options, budget, every=every, seed=seed)}
+        caches = {
+            chosen.name: EvictingCache(
+                loaded, chosen, compression_ratio, options, budget, every=every, seed=seed
+            )
+        }
         if full:
             caches[FULL] = EvictingCache(loaded, method=None)
         answers: dict[str, list[str]] = {name: [] for name in caches}
@@ -124,7 +133,10 @@ def run(
         "answers": both,
     }
     kept = f"{cache.tokens_kept:.5g} of {cache.get_seq_length()} tokens kept in each head"
-    told = [f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB", Text(note or "", "yellow")]
+    told = [
+        f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB",
+        Text(note or "", "yellow"),
+    ]
     for one in both:
         full_answer = Text(f"full cache: {one['full_answer']}" if full else "", "dim")
         told += [
@@ -136,7 +148,9 @@ def run(
 
 
 def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
-    """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise None."""
+    """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise
+    None.
+    """
     from evictionary.methods.method import tokens_to_keep
 
     length = cache.get_seq_length()
@@ -145,7 +159,11 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
         return None
     if cache.tokens_kept < length:
         own = "own_budget" in chosen.traits
-        why = "it sets its own budget" if own else "no partition is shared, and the sinks and the last partition stay whole"
+        why = (
+            "it sets its own budget"
+            if own
+            else "no partition is shared, and the sinks and the last partition stay whole"
+        )
         if not own and "recursive" not in chosen.traits:
             why = "what it protects, or reads in one block, is more than that"
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"

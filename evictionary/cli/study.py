@@ -22,39 +22,55 @@ from evictionary.errors import require
 
 app = typer.Typer()
 
-# These stand here because the study imports torch, and the help must not wait for torch; a test compares them.
+# These stand here because the study imports torch, and the help must not wait for torch; a test compares
+# them.
 TASKS = "passkey7,needle_multikey,variables,copy,perplexity"
 FEWEST = 12
 
 
 @app.command(
     epilog="Examples: [bold]evictionary study --jobs 2[/]   "
-    "[bold]evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 12 --output mine --json[/]"
+    "[bold]evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 12 --output mine "
+    "--json[/]"
 )
 def study(
     output: Annotated[
-        Path, typer.Option(help="The folder for results.jsonl (a later run continues it), the summary, the table and the picture.")
+        Path,
+        typer.Option(
+            help="The folder for results.jsonl (a later run continues it), the summary, the table and the "
+            "picture."
+        ),
     ] = Path("study"),
     model: ModelName = "embedded",
     methods: Annotated[
-        list[str] | None, typer.Option(help="Names or files, comma-separated or repeated; all methods and random by default.")
+        list[str] | None,
+        typer.Option(help="Names or files, comma-separated or repeated; all methods and random by default."),
     ] = None,
-    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, comma-separated or repeated.")] = ["0.5,0.75,0.9"],  # noqa: B006
+    ratios: Annotated[list[str], typer.Option(help="Fractions to remove, comma-separated or repeated.")] = [
+        "0.5,0.75,0.9"
+    ],  # noqa: B006
     tasks: Annotated[list[str], typer.Option(help="Some of the tasks of `evictionary eval`.")] = [TASKS],  # noqa: B006
     length: Annotated[int, whole_number("Length of text and question together, in tokens.")] = 512,
     samples: Annotated[int, whole_number("Prompts for each task.")] = 40,
-    seed: Annotated[int, whole_number("The seed of the first prompt; each later prompt has the next seed.")] = 0,
+    seed: Annotated[
+        int, whole_number("The seed of the first prompt; each later prompt has the next seed.")
+    ] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: DaskCluster = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure each method with each allocator, with and without MomentKV's correction, on the same prompts, and say which is best.
+    """Measure each method with each allocator, with and without MomentKV's correction, on the same
+    prompts, and say which is best.
 
-    The cost of a composition is what its eviction adds to -log p of the right answer, in nats for each token. A run that was
-    stopped goes on where it stopped if you repeat the command. With the defaults it takes four to thirteen hours of one core.
+    The cost of a composition is what its eviction adds to -log p of the right answer, in nats for each token.
+    A run that was stopped goes on where it stopped if you repeat the command. With the defaults it takes four
+    to thirteen hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
-        require(samples >= FEWEST, f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing")
+        require(
+            samples >= FEWEST,
+            f"--samples: got {samples}, wanted at least {FEWEST}: an interval of fewer prompts says nothing",
+        )
         require_seed(seed)
         removed = numbers_in("--ratios", ratios)
         names = given_names("--methods", methods)
@@ -71,8 +87,10 @@ def study(
         )
         found = experiment.write(carry_out(plan, output, jobs, dask), output)
     best = [
-        f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} nats a token "
-        f"({entry['interval'][0]:.3f} to {entry['interval'][1]:.3f}); {len(entry['as_good'])} others cannot be told from it"
+        f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} "
+        "nats a token "
+        f"({entry['interval'][0]:.3f} to {entry['interval'][1]:.3f}); {len(entry['as_good'])} others cannot "
+        "be told from it"
         for entry in found["recommended"]
     ]
     written = f"Table, picture and every measurement: [bold]{output}[/]"

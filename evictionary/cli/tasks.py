@@ -22,7 +22,9 @@ def tasks(
     form: Annotated[Form, typer.Option("--format", help="The benchmark that reads them.")],
     as_json: AsJson = False,
 ) -> None:
-    """Write functions of the contract as tasks of a benchmark of generated kernels; `verify` judges what comes back."""
+    """Write functions of the contract as tasks of a benchmark of generated kernels; `verify` judges what
+    comes back.
+    """
     with exit_codes():
         from evictionary.classroom import tasks as made
 

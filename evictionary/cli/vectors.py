@@ -12,39 +12,54 @@ app = typer.Typer()
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary vectors --output vectors --method keydiff[/]   [bold]evictionary vectors --check vectors[/]"
+    epilog="Examples: [bold]evictionary vectors --output vectors --method keydiff[/]   [bold]evictionary "
+    "vectors --check vectors[/]"
 )
 def vectors(
-    output: Annotated[Path | None, typer.Option(help="The folder for the cases, their schema and vectors.json, the index.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="The folder for the cases, their schema and vectors.json, the index.")
+    ] = None,
     check: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Instead: say whether the files of a folder are as its index says.")
+        Path | None,
+        typer.Option(
+            metavar="FOLDER", help="Instead: say whether the files of a folder are as its index says."
+        ),
     ] = None,
     methods: Annotated[
-        list[str] | None, typer.Option("--method", help="Of these methods only, such as keydiff; by default all.")
+        list[str] | None,
+        typer.Option("--method", help="Of these methods only, such as keydiff; by default all."),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the test cases as JSON, for implementations that cannot be called from Python.
 
-    A file for each requirement holds inputs, what the reference gives, the error that float32 and float64 allow, and which planted
-    mistakes each case catches. All methods take three minutes or so. With --check the exit code is 1 where a file has been changed.
+    A file for each requirement holds inputs, what the reference gives, the error that float32 and float64
+    allow, and which planted mistakes each case catches. All methods take three minutes or so. With --check
+    the exit code is 1 where a file has been changed.
     """
     with exit_codes():
         from evictionary.spec_tests.verdict import vectors as made
 
-        require((output is None) != (check is None), f"--output: got {output} and --check {check}, wanted one of the two")
+        require(
+            (output is None) != (check is None),
+            f"--output: got {output} and --check {check}, wanted one of the two",
+        )
         if check is not None:
             with usage("--check", ValueError):
                 problems = made.check(check)
         elif output is not None:
             require(
-                not output.exists() or (output / made.INDEX).is_file() or (output.is_dir() and not any(output.iterdir())),
+                not output.exists()
+                or (output / made.INDEX).is_file()
+                or (output.is_dir() and not any(output.iterdir())),
                 f"--output: got {output}, which holds other things, wanted a new folder or one of vectors",
             )
             require_folder(output)
             names = given_names("--method", methods)
             laws = made.laws_of(names)
-            known = ", ".join(dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()))
+            known = ", ".join(
+                dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of())
+            )
             for name in names or []:
                 require(made.laws_of([name]), f"--method: got {name!r}, wanted some of {known}")
             with progress() as (plan, advance):
@@ -56,5 +71,8 @@ def vectors(
         raise typer.Exit(1 if problems else 0)
     entries = [entry for entry in index["files"].values() if "cases" in entry]
     cases, mistakes = (sum(entry[name] for entry in entries) for name in ("cases", "mistakes"))
-    told = f"{cases} cases of {len(entries)} requirements, which catch {mistakes} planted mistakes: [bold]{output}[/]"
+    told = (
+        f"{cases} cases of {len(entries)} requirements, which catch {mistakes} planted mistakes: "
+        f"[bold]{output}[/]"
+    )
     show(as_json, index, [told], soft_wrap=True)

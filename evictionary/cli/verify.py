@@ -7,41 +7,64 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import AsJson, exit_codes, messages, missing_walls, number, progress, require_seed, whole_number
+from evictionary.cli.console import (
+    AsJson,
+    exit_codes,
+    messages,
+    missing_walls,
+    number,
+    progress,
+    require_seed,
+    whole_number,
+)
 from evictionary.errors import did_you_mean, require, usage
 
 app = typer.Typer()
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary verify keydiff.py[/]   [bold]evictionary verify answer.py --method keydiff.score[/]"
+    epilog="Examples: [bold]evictionary verify keydiff.py[/]   [bold]evictionary verify answer.py --method "
+    "keydiff.score[/]"
 )
 def verify(
-    file: Annotated[Path, typer.Argument(help="A Python file with functions of the contract; it may be hostile.")],
+    file: Annotated[
+        Path, typer.Argument(help="A Python file with functions of the contract; it may be hostile.")
+    ],
     method: Annotated[
         str | None,
         typer.Option(
-            help="The function to judge, such as keydiff.score; by default all that the file has of the method of its name."
+            help="The function to judge, such as keydiff.score; by default all that the file has of the "
+            "method of its name."
         ),
     ] = None,
-    seed: Annotated[int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")] = None,
+    seed: Annotated[
+        int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")
+    ] = None,
     examples: Annotated[int, whole_number("How many inputs each law draws.")] = 12,
-    timeout: Annotated[float, typer.Option(parser=number, metavar="SECONDS", help="How long one call may take.")] = 20.0,
+    timeout: Annotated[
+        float, typer.Option(parser=number, metavar="SECONDS", help="How long one call may take.")
+    ] = 20.0,
     domain: Annotated[
         list[str] | None,
-        typer.Option(help="The inputs that it has to accept, as in `evictionary judge`; what the file says does not count."),
+        typer.Option(
+            help="The inputs that it has to accept, as in `evictionary judge`; what the file says does not "
+            "count."
+        ),
     ] = None,
-    strict: Annotated[bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")] = False,
+    strict: Annotated[
+        bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")
+    ] = False,
     without_walls: Annotated[
         bool, typer.Option("--without-walls", help="Run the code even where the walls around it are missing.")
     ] = False,
     as_json: AsJson = True,  # there is no other form; whoever gives it is understood
 ) -> None:
-    """Verify a file that nobody trusts, behind walls and with new inputs; print one JSON object, and a line for people on stderr.
+    """Verify a file that nobody trusts, behind walls and with new inputs; print one JSON object, and a
+    line for people on stderr.
 
-    The code is run in a process of its own: without network, files, other programs, and the reference. The laws are asked,
-    the time is taken, and the laws are asked again. The exit code is 0 where the code is correct, 1 where it is not, and 2
-    where nothing was judged.
+    The code is run in a process of its own: without network, files, other programs, and the reference. The
+    laws are asked, the time is taken, and the laws are asked again. The exit code is 0 where the code is
+    correct, 1 where it is not, and 2 where nothing was judged.
     """
     with exit_codes():
         from evictionary.classroom import verifier
@@ -55,7 +78,10 @@ def verify(
         name = method or file.stem
         wanted = f"a function or file of the contract, such as keydiff.score{did_you_mean(name, known)}"
         require(method is None or name in {*known, *stems}, f"--method: got {name!r}, wanted {wanted}")
-        require(name in {*known, *stems}, f"file: got {file.name!r}, wanted --method, or a file that has the name of a method")
+        require(
+            name in {*known, *stems},
+            f"file: got {file.name!r}, wanted --method, or a file that has the name of a method",
+        )
         require(examples >= 1, f"--examples: got {examples}, wanted at least 1")
         require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
         drawn = secrets.randbelow(2**31) if seed is None else seed
@@ -66,7 +92,9 @@ def verify(
         settings = {"examples": examples, "seconds": timeout, "domain": accepted, "strict": strict}
         with progress() as (plan, advance):
             functions = (name,) if name in known else ()
-            found = verifier.verify(source, name.split(".")[0], functions, seed=drawn, plan=plan, advance=advance, **settings)
+            found = verifier.verify(
+                source, name.split(".")[0], functions, seed=drawn, plan=plan, advance=advance, **settings
+            )
         style = "green" if found["correct"] else "red"
         messages.print(f"{found['verdict']} (seed {drawn})", style=style, markup=False, soft_wrap=True)
     typer.echo(json.dumps({"file": str(file), **found}, indent=1))

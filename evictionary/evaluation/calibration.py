@@ -1,4 +1,6 @@
-"""Calibrates methods on a text: the model reads it once, and the state of each layer is computed from its queries."""
+"""Calibrates methods on a text: the model reads it once, and the state of each layer is computed from its
+queries.
+"""
 
 from typing import Any
 
@@ -11,11 +13,14 @@ from evictionary.errors import UsageError
 from evictionary.evaluation.questions import prefill
 
 LEAST, MOST = 256, 4096
-"""Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not read."""
+"""Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
+read.
+"""
 
 
 def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.State]:
-    """The calibrated state of each layer from the first MOST tokens of ids [1, N], as far as the model's context goes.
+    """The calibrated state of each layer from the first MOST tokens of ids [1, N], as far as the model's
+    context goes.
 
     Raises UsageError for fewer than LEAST tokens.
     """
@@ -28,5 +33,7 @@ def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.
     positions = torch.arange(ids.shape[1], device=model.device)
     found: dict[int, Any] = {}
     for layer, recorded in cache.recorded.items():
-        found[layer] = calibration.of_states(model, layer, recorded["queries"], positions, cache.layers[layer].keys, positions)
+        found[layer] = calibration.of_states(
+            model, layer, recorded["queries"], positions, cache.layers[layer].keys, positions
+        )
     return found

@@ -1,4 +1,6 @@
-"""The demo: an evaluation of every method on a passkey at five depths, with |h - h_c| and pictures of which tokens survive."""
+"""The demo: an evaluation of every method on a passkey at five depths, with |h - h_c| and pictures of
+which tokens survive.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -25,12 +27,16 @@ RATIOS = (0.25, 0.5, 0.75)
 MAX_NEW_TOKENS = 12
 
 OPTIONS: dict[str, Any] = {"lag_size": 128}
-"""The demo sets these options where a method has them, and the row shows it: 1,500 tokens are below LagKV's 16 + 2 * 1024."""
+"""The demo sets these options where a method has them, and the row shows it: 1,500 tokens are below
+LagKV's 16 + 2 * 1024.
+"""
 
 
 @dataclass
 class Row:
-    """The results of one method at one ratio (None: it sets its own budget); the lists of `measured` have one entry per depth."""
+    """The results of one method at one ratio (None: it sets its own budget); the lists of `measured` have
+    one entry per depth.
+    """
 
     method: str
     options: dict[str, Any]
@@ -71,11 +77,26 @@ class Row:
 
     def summary(self) -> dict[str, Any]:
         """The row of the table: means over the prompts, and the number of right answers."""
-        names = ("bytes_before", "bytes_after", "tokens_before", "tokens_after", "error", "relative_error", "seconds")
+        names = (
+            "bytes_before",
+            "bytes_after",
+            "tokens_before",
+            "tokens_after",
+            "error",
+            "relative_error",
+            "seconds",
+        )
         right = self.measured["right"]
         means = {name: float(np.mean(self.measured[name])) for name in names}
         protected = catalogue.protected(self.method, self.options)
-        return {"label": self.label, "asked": self.asked, "protected": protected, **means, "right": sum(right), "of": len(right)}
+        return {
+            "label": self.label,
+            "asked": self.asked,
+            "protected": protected,
+            **means,
+            "right": sum(right),
+            "of": len(right),
+        }
 
     def as_json(self) -> dict[str, Any]:
         """Everything measured, and the summary."""
@@ -85,7 +106,9 @@ class Row:
 
 @dataclass
 class Result:
-    """The rows of the table in order, the pictures of the middle prompt, and the reasons why methods were left out."""
+    """The rows of the table in order, the pictures of the middle prompt, and the reasons why methods were
+    left out.
+    """
 
     model: str
     seed: int
@@ -95,14 +118,28 @@ class Result:
 
     def as_json(self) -> dict[str, Any]:
         """Everything but the pictures."""
-        return {"model": self.model, "seed": self.seed, "rows": [row.as_json() for row in self.rows], "left_out": self.left_out}
+        return {
+            "model": self.model,
+            "seed": self.seed,
+            "rows": [row.as_json() for row in self.rows],
+            "left_out": self.left_out,
+        }
 
 
 def write(result: Result, path: Path) -> None:
     """Write the report, one HTML file."""
     rows = [row.summary() for row in result.rows]
     path.parent.mkdir(parents=True, exist_ok=True)
-    put(path, render("demo.html", model=short_name(result.model), result=result, rows=rows, panels=panels(result.pictures)))
+    put(
+        path,
+        render(
+            "demo.html",
+            model=short_name(result.model),
+            result=result,
+            rows=rows,
+            panels=panels(result.pictures),
+        ),
+    )
 
 
 def options_of(name: str) -> dict[str, Any]:
@@ -111,7 +148,9 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def default_methods() -> tuple[list[str], dict[str, str]]:
-    """Every method with a torch path that needs only a prompt, and the baselines; and why the others are left out."""
+    """Every method with a torch path that needs only a prompt, and the baselines; and why the others are
+    left out.
+    """
     runnable, left_out = [], {}
     for name in catalogue.names():
         function = catalogue.entry(catalogue.definition(name))
@@ -139,8 +178,9 @@ def run(
 ) -> Result:
     """Run the full cache, and every method at every ratio, on one prompt for each depth.
 
-    `plan` is called once with the number of steps, `advance` before each step with its description.
-    Raises UsageError for an unknown method, a ratio or a depth out of range, or none of them; MethodError for a method that fails.
+    `plan` is called once with the number of steps, `advance` before each step with its description. Raises
+    UsageError for an unknown method, a ratio or a depth out of range, or none of them; MethodError for a
+    method that fails.
     """
     for name, values in (("ratios", ratios), ("depths", depths)):
         if not values:
@@ -148,12 +188,20 @@ def run(
     for ratio in ratios:
         tokens_to_keep(1, ratio)
     wanted, left_out = default_methods() if method_names is None else (method_names, {})
-    rows = [Row("full cache", {}, 0.0), *(row for name in dict.fromkeys(wanted) for row in _rows(name, ratios))]
+    rows = [
+        Row("full cache", {}, 0.0),
+        *(row for name in dict.fromkeys(wanted) for row in _rows(name, ratios)),
+    ]
     settings = [Setting(FULL), *(_setting(row, max(ratios)) for row in rows[1:])]
     made = (passkey.make(tokenizer, depth=depth, seed=seed, tokens=tokens) for depth in depths)
     prompts = [
         Prompt(
-            each.context_ids, each.question_ids, (each.answer,), (each.needle,), MAX_NEW_TOKENS, partial(score_number, each.answer)
+            each.context_ids,
+            each.question_ids,
+            (each.answer,),
+            (each.needle,),
+            MAX_NEW_TOKENS,
+            partial(score_number, each.answer),
         )
         for each in made
     ]
@@ -181,4 +229,6 @@ def _rows(name: str, ratios: Sequence[float]) -> Iterator[Row]:
 
 
 def _setting(row: Row, largest: float) -> Setting:
-    return Setting(row.method, row.options, largest if row.compression_ratio is None else row.compression_ratio)
+    return Setting(
+        row.method, row.options, largest if row.compression_ratio is None else row.compression_ratio
+    )

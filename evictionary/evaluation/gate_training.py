@@ -1,12 +1,13 @@
-"""Trains the gates of DuoAttention on passkeys: which heads must see the whole text to answer as the full model does.
+"""Trains the gates of DuoAttention on passkeys: which heads must see the whole text to answer as the full
+model does.
 
-The model stays as it is. Each head gives `gate * full attention + (1 - gate) * streaming attention`, and Adam lowers the squared
-distance of the final hidden states to those of the full model at the tokens of the answer, and a penalty on the gates. A run that
-was killed goes on where it stopped: its state is replaced as a whole after each step, and each step draws its prompt from the seed
-and its own number.
+The model stays as it is. Each head gives `gate * full attention + (1 - gate) * streaming attention`, and Adam
+lowers the squared distance of the final hidden states to those of the full model at the tokens of the answer,
+and a penalty on the gates. A run that was killed goes on where it stopped: its state is replaced as a whole
+after each step, and each step draws its prompt from the seed and its own number.
 
-The recipe is known from public code: mit-han-lab/duo-attention, duo_attn/train.py at 03dca84. Its learning rate, its schedule and
-its start at 1 are kept; the prompts are our own, with one number in each.
+The recipe is known from public code: mit-han-lab/duo-attention, duo_attn/train.py at 03dca84. Its learning
+rate, its schedule and its start at 1 are kept; the prompts are our own, with one number in each.
 """
 
 import dataclasses
@@ -36,10 +37,11 @@ ANSWER = 65
 class Recipe:
     """What decides the result of a training, for a given model.
 
-    steps, of one prompt each; shortest and longest, the tokens of a prompt, its question included; sink_size and recent_size, the
-    first and the last tokens that streaming attention sees; penalty, the factor of the sum of the gates; learning_rate, the
-    largest, after the first fifth of the steps and before the last; seed, of the prompts.
-    Raises UsageError for a value out of range, or where a streaming head would see all of the shortest prompt.
+    steps, of one prompt each; shortest and longest, the tokens of a prompt, its question included; sink_size
+    and recent_size, the first and the last tokens that streaming attention sees; penalty, the factor of the
+    sum of the gates; learning_rate, the largest, after the first fifth of the steps and before the last;
+    seed, of the prompts. Raises UsageError for a value out of range, or where a streaming head would see all
+    of the shortest prompt.
     """
 
     steps: int
@@ -52,25 +54,39 @@ class Recipe:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        least = {"steps": 1, "recent_size": 1, "sink_size": 0, "penalty": 0, "learning_rate": 0, "longest": self.shortest}
+        least = {
+            "steps": 1,
+            "recent_size": 1,
+            "sink_size": 0,
+            "penalty": 0,
+            "learning_rate": 0,
+            "longest": self.shortest,
+        }
         for name, low in least.items():
             if not getattr(self, name) >= low:
                 raise UsageError(f"{name}: got {getattr(self, name)}, wanted at least {low}")
         if self.shortest <= self.sink_size + self.recent_size:
             raise UsageError(
-                f"shortest: got prompts of {self.shortest} tokens, wanted more than the {self.sink_size + self.recent_size} of a "
+                f"shortest: got prompts of {self.shortest} tokens, wanted more than the "
+                f"{self.sink_size + self.recent_size} of a "
                 "streaming head, which would see everything"
             )
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: it rises for a fifth of the steps, and falls for the last fifth, from and to a tenth."""
+        """The learning rate of a step: it rises for a fifth of the steps, and falls for the last fifth,
+        from and to a tenth.
+        """
         part = max(1, self.steps // 5)
         return self.learning_rate * min(1, max((step + 1) / part, 0.1), max((self.steps - step) / part, 0.1))
 
 
 def recipe_of(steps: int, settings: Mapping[str, str]) -> Recipe:
-    """The recipe with these settings, which are texts. Raises UsageError for an unknown name or a text that is no number."""
-    defaults: dict[str, Any] = {each.name: each.default for each in dataclasses.fields(Recipe) if each.name != "steps"}
+    """The recipe with these settings, which are texts. Raises UsageError for an unknown name or a text
+    that is no number.
+    """
+    defaults: dict[str, Any] = {
+        each.name: each.default for each in dataclasses.fields(Recipe) if each.name != "steps"
+    }
     typed: dict[str, Any] = {}
     for name, text in settings.items():
         if name not in defaults:
@@ -83,16 +99,20 @@ def recipe_of(steps: int, settings: Mapping[str, str]) -> Recipe:
 
 
 class Trained(NamedTuple):
-    """Gates [1, H_kv] of each layer with full attention, and the curve: of each step the distance and the mean gate."""
+    """Gates [1, H_kv] of each layer with full attention, and the curve: of each step the distance and the
+    mean gate.
+    """
 
     gates: dict[int, torch.Tensor]
     curve: list[tuple[float, float]]
 
 
 class GatedModel:
-    """A model whose heads mix full and streaming attention by gates [layers, H_kv], one row for each layer with full attention.
+    """A model whose heads mix full and streaming attention by gates [layers, H_kv], one row for each layer
+    with full attention.
 
-    `final_states` of the full model are those with gates of None. Raises UsageError for a model whose attention is fixed.
+    `final_states` of the full model are those with gates of None. Raises UsageError for a model whose
+    attention is fixed.
     """
 
     def __init__(self, model: PreTrainedModel, sink_size: int, recent_size: int) -> None:
@@ -105,10 +125,15 @@ class GatedModel:
 
     def final_states(self, ids: torch.Tensor, rows: int, gates: torch.Tensor | None = None) -> torch.Tensor:
         """The final hidden states [rows, hidden] of the last tokens of ids [1, T], in float32 or wider."""
-        self._gates, self._mask = gates, _streaming_mask(ids.shape[1], self.sink_size, self.recent_size, self.model)
+        self._gates, self._mask = (
+            gates,
+            _streaming_mask(ids.shape[1], self.sink_size, self.recent_size, self.model),
+        )
         stop = watch(self, self.model)
         try:
-            states = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state[0, -rows:]
+            states = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state[
+                0, -rows:
+            ]
         finally:
             stop()
         return states.to(_at_least_float32(states.dtype))
@@ -119,7 +144,12 @@ class GatedModel:
         return layer_index if self._gates is not None and layer_index in self.layers else None
 
     def attend(
-        self, layer_index: int, module: torch.nn.Module, queries: torch.Tensor, mask: torch.Tensor | None, attention: Attention
+        self,
+        layer_index: int,
+        module: torch.nn.Module,
+        queries: torch.Tensor,
+        mask: torch.Tensor | None,
+        attention: Attention,
     ) -> tuple[torch.Tensor, None]:
         assert self._gates is not None
         full, streaming = attention(mask)[0], attention(self._mask)[0]  # [B, M, H_q, D_v]
@@ -127,13 +157,17 @@ class GatedModel:
         each = gates.repeat_interleave(full.shape[2] // self.num_kv_heads)[:, None]
         return each * full + (1 - each) * streaming, None
 
-    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None: ...
+    def see_batch(
+        self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
+    ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor) -> None: ...
 
 
 def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTrainedModel) -> torch.Tensor:
-    """The additive mask [1, 1, T, T] of tokens that see the first `sink_size` and, themselves among them, `recent_size` last."""
+    """The additive mask [1, 1, T, T] of tokens that see the first `sink_size` and, themselves among them,
+    `recent_size` last.
+    """
     places = torch.arange(length, device=model.device)
     ago = places[:, None] - places
     visible = (ago >= 0) & ((ago < recent_size) | (places < sink_size))
@@ -146,7 +180,9 @@ def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
 
 
 def prompt(tokenizer: Any, recipe: Recipe, step: int) -> tuple[torch.Tensor, int]:
-    """The ids [1, T] of a passkey prompt with its answer but the last token, and the number of states that say the answer."""
+    """The ids [1, T] of a passkey prompt with its answer but the last token, and the number of states that
+    say the answer.
+    """
     draw = random.Random(f"gates/{recipe.seed}/{step}")
     task, tokens = draw.choice(TASKS), draw.randint(recipe.shortest, recipe.longest)
     made = tasks.get(task).make(tokenizer, tokens, draw.randrange(2**31))
@@ -155,7 +191,9 @@ def prompt(tokenizer: Any, recipe: Recipe, step: int) -> tuple[torch.Tensor, int
 
 
 def distance(gated: GatedModel, ids: torch.Tensor, rows: int, gates: torch.Tensor) -> torch.Tensor:
-    """The mean squared distance of the last `rows` final hidden states to those of the full model; only gates get a gradient."""
+    """The mean squared distance of the last `rows` final hidden states to those of the full model; only
+    gates get a gradient.
+    """
     with torch.no_grad():
         wanted = gated.final_states(ids, rows)
     return (gated.final_states(ids, rows, gates) - wanted).square().mean()
@@ -168,16 +206,22 @@ def train(
     state: str | Path,
     advance: Callable[[Progress], None] = lambda progress: None,
 ) -> Trained:
-    """Train the gates, or go on with a training whose state is in that file; a finished one is read from it.
+    """Train the gates, or go on with a training whose state is in that file; a finished one is read from
+    it.
 
-    Raises UsageError for a state of another model or recipe, or prompts that are too short for the task or too long for the model.
+    Raises UsageError for a state of another model or recipe, or prompts that are too short for the task or
+    too long for the model.
     """
     state, start = Path(state), time.perf_counter()
     gated = GatedModel(model, recipe.sink_size, recipe.recent_size)
-    require_prompt(recipe.longest + ANSWER, getattr(model.config.get_text_config(), "max_position_embeddings", None))
+    require_prompt(
+        recipe.longest + ANSWER, getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    )
     for task in TASKS:  # the shortest prompt is refused now, not at the step that draws it
         tasks.get(task).make(tokenizer, recipe.shortest, recipe.seed)
-    gates = torch.ones(len(gated.layers), gated.num_kv_heads, dtype=_at_least_float32(model.dtype), device=model.device)
+    gates = torch.ones(
+        len(gated.layers), gated.num_kv_heads, dtype=_at_least_float32(model.dtype), device=model.device
+    )
     optimizer = torch.optim.Adam([gates])
     curve: list[tuple[float, float]] = []
     settings = {"schema": SCHEMA, "model": file.fingerprint(model), "recipe": dataclasses.asdict(recipe)}
@@ -197,17 +241,30 @@ def train(
         with torch.no_grad():
             gates.clamp_(0, 1)
         curve.append((lost.item(), gates.mean().item()))
-        tensors = {"gates": gates.detach(), **optimizer.state[gates], "curve": torch.tensor(curve, dtype=torch.float64)}
+        tensors = {
+            "gates": gates.detach(),
+            **optimizer.state[gates],
+            "curve": torch.tensor(curve, dtype=torch.float64),
+        }
         with replaced(state) as path:
-            file.write_tensors("output", path, settings, {name: each.cpu().contiguous() for name, each in tensors.items()})
+            file.write_tensors(
+                "output", path, settings, {name: each.cpu().contiguous() for name, each in tensors.items()}
+            )
         done, total = step + 1 - before, recipe.steps - before
-        text = f"gates, step {step + 1} of {recipe.steps}: distance {curve[-1][0]:.3g}, mean gate {curve[-1][1]:.3f}"
+        text = (
+            f"gates, step {step + 1} of {recipe.steps}: distance {curve[-1][0]:.3g}, mean gate "
+            f"{curve[-1][1]:.3f}"
+        )
         advance(Progress(done, total, text, (time.perf_counter() - start) / done * (total - done)))
-    return Trained({layer: row[None] for layer, row in zip(gated.layers, gates.detach().float(), strict=True)}, curve)
+    return Trained(
+        {layer: row[None] for layer, row in zip(gated.layers, gates.detach().float(), strict=True)}, curve
+    )
 
 
 def summary(recipe: Recipe, trained: Trained) -> dict[str, Any]:
-    """The recipe, the number of heads with a gate of at least 1/2, the gates by layer and the curve, ready for JSON."""
+    """The recipe, the number of heads with a gate of at least 1/2, the gates by layer and the curve, ready
+    for JSON.
+    """
     gates = {layer: [round(gate, 4) for gate in row[0].tolist()] for layer, row in trained.gates.items()}
     every = [gate for row in gates.values() for gate in row]
     return {
@@ -224,7 +281,8 @@ def _read(wanted: Mapping[str, Any], device: str, path: Path) -> dict[str, torch
     for name in ("model", "recipe"):
         if settings[name] != wanted[name]:
             raise UsageError(
-                f"output: got {path} of a training with another {name}, {settings[name]}, wanted {wanted[name]}: go on with that "
+                f"output: got {path} of a training with another {name}, {settings[name]}, wanted "
+                f"{wanted[name]}: go on with that "
                 "one, or delete the file to start again"
             )
     return tensors

@@ -13,7 +13,9 @@ from matplotlib.figure import Figure
 
 def render(template: str, **values: Any) -> str:
     """Render a file of evictionary/templates with `values`."""
-    environment = Environment(loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True)
+    environment = Environment(
+        loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True
+    )
     environment.filters["short"] = "{:.3g}".format
     environment.filters["range"] = _range
     environment.filters["interval"] = interval
@@ -34,7 +36,9 @@ def markdown(template: Path, filters: Mapping[str, Any] | None = None, **content
 
 
 def interval(number: Mapping[str, Any]) -> str:
-    """'0.12 to 0.34', the interval of a number with `low` and `high`, which are None if there are too few texts for one."""
+    """'0.12 to 0.34', the interval of a number with `low` and `high`, which are None if there are too few
+    texts for one.
+    """
     return "no interval" if number["low"] is None else f"{number['low']:.3g} to {number['high']:.3g}"
 
 
@@ -47,7 +51,8 @@ def _range(values: Mapping[str, float]) -> str:
 def drawn(figure: Figure, kind: str) -> bytes:
     """The figure as the bytes of a "png" or "svg" file."""
     buffer = io.BytesIO()
-    # a fixed salt and no date: the same results give the same file; text stays text, which is small and can be searched
+    # a fixed salt and no date: the same results give the same file; text stays text, which is small and can
+    # be searched
     with matplotlib.rc_context({"svg.hashsalt": "evictionary", "svg.fonttype": "none"}):
         figure.savefig(buffer, format=kind, metadata={"Date": None} if kind == "svg" else None)
     return buffer.getvalue()

@@ -14,21 +14,58 @@ from evictionary.evaluation.questions import tokenize
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
 """Where the number stands, as a fraction of the text."""
 
-PLACES = ("harbour", "orchard", "station", "library", "market", "bakery", "valley", "old mill", "garden", "village square")
-PEOPLE = ("The baker", "A fisherman", "The teacher", "Her neighbour", "The postman", "A young girl", "The gardener", "A painter")
-DEEDS = ("walked slowly to", "waited quietly near", "looked across", "told a story about", "came home from", "sat down beside")
-SKIES = ("The sky was grey.", "A soft rain fell.", "The wind was mild.", "The sun came out.", "It was a calm day.")
+PLACES = (
+    "harbour",
+    "orchard",
+    "station",
+    "library",
+    "market",
+    "bakery",
+    "valley",
+    "old mill",
+    "garden",
+    "village square",
+)
+PEOPLE = (
+    "The baker",
+    "A fisherman",
+    "The teacher",
+    "Her neighbour",
+    "The postman",
+    "A young girl",
+    "The gardener",
+    "A painter",
+)
+DEEDS = (
+    "walked slowly to",
+    "waited quietly near",
+    "looked across",
+    "told a story about",
+    "came home from",
+    "sat down beside",
+)
+SKIES = (
+    "The sky was grey.",
+    "A soft rain fell.",
+    "The wind was mild.",
+    "The sun came out.",
+    "It was a calm day.",
+)
 
 INTRODUCTION = "A secret number is hidden in the following text. Find it and remember it."
 NEEDLE = "The secret number is {0}. Remember it: {0} is the secret number."
 QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
 ANSWER_START = "The secret number mentioned in the text is"
-"""The words with which the model begins its answer by itself; starting after them halves the tokens to generate."""
+"""The words with which the model begins its answer by itself; starting after them halves the tokens to
+generate.
+"""
 
 
 @dataclass(frozen=True)
 class Passkey:
-    """One text with a number in it; `needle` is the range of token positions of the sentence that says the number."""
+    """One text with a number in it; `needle` is the range of token positions of the sentence that says the
+    number.
+    """
 
     context_ids: torch.Tensor
     question_ids: torch.Tensor
@@ -63,7 +100,8 @@ def sentences_of(tokenizer: Any, draw: Callable[[], str], tokens: int) -> list[s
 
 
 def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> Passkey:
-    """Return the text with the number at `depth`, about `tokens` tokens long. The same arguments give the same text.
+    """Return the text with the number at `depth`, about `tokens` tokens long. The same arguments give the
+    same text.
 
     Raises UsageError for a depth outside [0, 1] or fewer than 100 tokens.
     """
@@ -83,7 +121,9 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
-    """The needle's range of token positions (first, last + 1) in context ids [1, T], found in the decoded text."""
+    """The needle's range of token positions (first, last + 1) in context ids [1, T], found in the decoded
+    text.
+    """
     ids = context_ids[0].tolist()
     start = tokenizer.decode(ids).index(needle)
 

@@ -27,7 +27,9 @@ class Picture:
 
 def survivors(cache: EvictingCache) -> np.ndarray:
     """The tokens of a batch's first row that the cache still holds, as a mask [layers, H_kv, T]."""
-    masks = np.zeros((len(cache.layers), cache.layers[0].lengths.shape[1], cache.get_seq_length()), dtype=bool)
+    masks = np.zeros(
+        (len(cache.layers), cache.layers[0].lengths.shape[1], cache.get_seq_length()), dtype=bool
+    )
     for mask, layer in zip(masks, cache.layers, strict=True):
         _, _, positions, filled = layer.contents()
         for head in range(len(mask)):
@@ -41,7 +43,9 @@ def panels(pictures: list[Picture]) -> list[dict[str, str]]:
     for label, group in groupby(pictures, key=lambda picture: picture.label):
         own = list(group)
         figure = inline(drawn(survival_figure(own), "svg"))
-        found.append({"label": label, "removed": ", ".join(picture.asked for picture in own), "image": figure})
+        found.append(
+            {"label": label, "removed": ", ".join(picture.asked for picture in own), "image": figure}
+        )
     return found
 
 
@@ -54,9 +58,25 @@ def survival_figure(pictures: list[Picture]) -> Figure:
         layers, heads, length = picture.kept.shape
         rows = layers * heads
         colours = ListedColormap(["#00000000", KEPT_COLOUR])
-        axes.imshow(picture.kept.reshape(rows, length), aspect="auto", cmap=colours, vmin=0, vmax=1, interpolation="none")
-        axes.axvspan(picture.needle[0] - 0.5, picture.needle[1] - 0.5, color=NEEDLE_COLOUR, alpha=0.35, linewidth=0)
-        axes.plot(sum(picture.needle) / 2, -0.02 * rows, marker="v", color=NEEDLE_COLOUR, clip_on=False, markersize=6)
+        axes.imshow(
+            picture.kept.reshape(rows, length),
+            aspect="auto",
+            cmap=colours,
+            vmin=0,
+            vmax=1,
+            interpolation="none",
+        )
+        axes.axvspan(
+            picture.needle[0] - 0.5, picture.needle[1] - 0.5, color=NEEDLE_COLOUR, alpha=0.35, linewidth=0
+        )
+        axes.plot(
+            sum(picture.needle) / 2,
+            -0.02 * rows,
+            marker="v",
+            color=NEEDLE_COLOUR,
+            clip_on=False,
+            markersize=6,
+        )
         axes.set(xlim=(-0.5, length - 0.5), ylim=(rows - 0.5, -0.5))
         axes.set_title(f"removed: {picture.asked}", color=TEXT_COLOUR, fontsize=10, pad=10)
         axes.set_xlabel("position in the text", color=TEXT_COLOUR, fontsize=9)

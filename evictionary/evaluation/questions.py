@@ -27,7 +27,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely the model holds given tokens: for each, the logarithm of its probability, and whether it is the likeliest one."""
+    """How likely the model holds given tokens: for each, the logarithm of its probability, and whether it
+    is the likeliest one.
+    """
 
     log_probabilities: list[float]
     is_likeliest: list[bool]
@@ -38,12 +40,15 @@ class Likelihood:
         return -sum(self.log_probabilities) / len(self.log_probabilities)
 
 
-def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = "") -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format if it has one.
+def tokenize(
+    tokenizer: Any, context: str, question: str, answer_start: str = ""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format if it
+    has one.
 
-    The text is split between context and question, so the context can be compressed before the question is known. The question's
-    tokens end with `answer_start`, the first words of the answer; the model goes on from there.
-    Raises UsageError for an empty context or question.
+    The text is split between context and question, so the context can be compressed before the question is
+    known. The question's tokens end with `answer_start`, the first words of the answer; the model goes on
+    from there. Raises UsageError for an empty context or question.
     """
     for name, text in (("prompt", context), ("question", question)):
         if not text.strip():
@@ -56,12 +61,17 @@ def tokenize(tokenizer: Any, context: str, question: str, answer_start: str = ""
     else:
         before, after = f"{context.strip()}\n\n", f"{question.strip()}\nAnswer: {answer_start}".rstrip()
         before = (tokenizer.bos_token or "") + before
-    first, second = (tokenizer(part, return_tensors="pt", add_special_tokens=False)["input_ids"] for part in (before, after))
+    first, second = (
+        tokenizer(part, return_tensors="pt", add_special_tokens=False)["input_ids"]
+        for part in (before, after)
+    )
     return first, second
 
 
 @torch.no_grad()
-def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, block_size: int | None = None) -> None:
+def prefill(
+    model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, block_size: int | None = None
+) -> None:
     """Read the context [1, T] into the cache, in one forward or in blocks, without computing logits.
 
     A cache that compresses while it reads has compressed the last block too, then, whatever its length.
@@ -74,7 +84,9 @@ def prefill(model: PreTrainedModel, context_ids: torch.Tensor, cache: Cache, blo
 
 
 @torch.no_grad()
-def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torch.Tensor, max_new_tokens: int = 32) -> Answer:
+def ask(
+    model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torch.Tensor, max_new_tokens: int = 32
+) -> Answer:
     """Answer one question greedily and leave the cache as it was, ready for the next question.
 
     Raises UsageError if context, question and answer together exceed the model's context length.
@@ -83,7 +95,9 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
     stops = _stop_ids(model, tokenizer)
     token_ids: list[int] = []
     with _left_alone(cache) as borrowed:
-        output = model(question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True)
+        output = model(
+            question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True
+        )
         hidden_states = output.hidden_states[-1][0]
         while True:
             following = int(output.logits[0, -1].argmax())
@@ -92,18 +106,26 @@ def ask(model: PreTrainedModel, tokenizer: Any, cache: Cache, question_ids: torc
             token_ids.append(following)
             if len(token_ids) == max_new_tokens:
                 break
-            output = model(torch.tensor([[following]], device=model.device), past_key_values=borrowed, use_cache=True)
+            output = model(
+                torch.tensor([[following]], device=model.device), past_key_values=borrowed, use_cache=True
+            )
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
 
 
 @torch.no_grad()
 def likelihood(
-    model: PreTrainedModel, cache: Cache, question_ids: torch.Tensor, answer_ids: torch.Tensor, block_size: int | None = None
+    model: PreTrainedModel,
+    cache: Cache,
+    question_ids: torch.Tensor,
+    answer_ids: torch.Tensor,
+    block_size: int | None = None,
 ) -> Likelihood:
-    """How likely the answer [1, N] is after the question [1, M], with every token of it read as it is; the cache stays as it was.
+    """How likely the answer [1, N] is after the question [1, M], with every token of it read as it is; the
+    cache stays as it was.
 
-    All tokens are read in one forward, or in blocks: with block_size 1 as they are while decoding. The likeliest tokens are all of
-    the answer exactly where greedy decoding gives that answer. Raises UsageError as `ask` does.
+    All tokens are read in one forward, or in blocks: with block_size 1 as they are while decoding. The
+    likeliest tokens are all of the answer exactly where greedy decoding gives that answer. Raises UsageError
+    as `ask` does.
     """
     number = answer_ids.shape[1]
     tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(model.device)
@@ -111,7 +133,9 @@ def likelihood(
     logits = []
     with _left_alone(cache) as borrowed:
         for block in tokens.split(block_size or tokens.shape[1], dim=1):
-            read = model(block, past_key_values=borrowed, use_cache=True, logits_to_keep=min(number, block.shape[1]))
+            read = model(
+                block, past_key_values=borrowed, use_cache=True, logits_to_keep=min(number, block.shape[1])
+            )
             logits.append(read.logits[0].float())
     last = torch.cat(logits)[-number:]
     right = answer_ids[0].to(last.device)
@@ -122,7 +146,8 @@ def likelihood(
 @contextmanager
 def _left_alone(cache: Cache) -> Iterator[Cache]:
     """The cache, for tokens that are taken out of it again; a copy of one that cannot give them back."""
-    # A cache that evicts while it decodes, by a method or by a sliding window, cannot restore the evicted tokens.
+    # A cache that evicts while it decodes, by a method or by a sliding window, cannot restore the evicted
+    # tokens.
     if getattr(cache, "every", 0) or any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         yield copy.deepcopy(cache)
         return

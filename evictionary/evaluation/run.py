@@ -1,7 +1,7 @@
 """Measures methods on tasks: a plan for the store, and the measurement of one prompt.
 
-A unit of work is a prompt: a task, a length and a seed. The model reads the prompt's text once. Every method at every setting
-then compresses a copy of the same cache, and each gives a line.
+A unit of work is a prompt: a task, a length and a seed. The model reads the prompt's text once. Every method
+at every setting then compresses a copy of the same cache, and each gives a line.
 """
 
 import hashlib
@@ -40,7 +40,8 @@ FULL = "full"
 SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "versions")
 """The fields of a successful measurement that are never None."""
 
-GAIN = 1.0  # nats: a token needs the context if its loss is so much smaller with the full cache than without the context
+# nats: a token needs the context if its loss is so much smaller with the full cache than without the context
+GAIN = 1.0
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,16 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """Everything to measure: each method at each ratio and each budget, and the two baselines, on each prompt.
+    """Everything to measure: each method at each ratio and each budget, and the two baselines, on each
+    prompt.
 
-    `methods` are pairs of a name and options; lengths are in tokens, of context and question together. The fields of a line,
-    beside those that identify it: exact, partial, answer, expected, perplexity (of a text that goes on; then answer is None),
-    needing and needing_perplexity (how many of its tokens need the context, and theirs; for code), tokens (of the context),
-    tokens_kept, bytes_before, bytes_after, seconds (to compress, ask and answer), error (None, or why the method failed; then
-    there are no scores), source (a digest of a user's own file), versions.
-    Raises UsageError for an unknown name, a value out of range or an empty list.
+    `methods` are pairs of a name and options; lengths are in tokens, of context and question together. The
+    fields of a line, beside those that identify it: exact, partial, answer, expected, perplexity (of a text
+    that goes on; then answer is None), needing and needing_perplexity (how many of its tokens need the
+    context, and theirs; for code), tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds
+    (to compress, ask and answer), error (None, or why the method failed; then there are no scores), source (a
+    digest of a user's own file), versions. Raises UsageError for an unknown name, a value out of range or an
+    empty list.
     """
 
     model: str
@@ -105,7 +108,9 @@ class Plan(store.Plan):
             tokens_to_keep(1, 0.0, budget)
 
     def settings(self) -> list[Setting]:
-        """The full cache, then each method and the baselines at each ratio and budget, without repetitions."""
+        """The full cache, then each method and the baselines at each ratio and budget, without
+        repetitions.
+        """
         found = [Setting(FULL, ratio=0.0)]
         for name, options in [*self.methods, *((name, {}) for name in BASELINES)]:
             typed = checked(name, 0.0, options, None, 0)[1]
@@ -115,7 +120,9 @@ class Plan(store.Plan):
 
     def work(self) -> list[tuple[Unit, list[Setting]]]:
         settings = self.settings()
-        every = (Unit(task, length, seed) for task in self.tasks for length in self.lengths for seed in self.seeds)
+        every = (
+            Unit(task, length, seed) for task in self.tasks for length in self.lengths for seed in self.seeds
+        )
         return [(unit, settings) for unit in dict.fromkeys(every)]
 
     def named(self, unit: Unit, part: Setting) -> dict[str, Any]:
@@ -143,7 +150,9 @@ class Plan(store.Plan):
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
         for unit in {(unit.task, unit.length): unit for unit, _ in work}.values():
             prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-            require_prompt(prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest)
+            require_prompt(
+                prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest
+            )
 
     def measure(self, unit: Unit, parts: Sequence[Setting]) -> Iterator[Line]:
         model, tokenizer = loaded(self.model)
@@ -163,7 +172,8 @@ def require_some(plan: store.Plan, *names: str) -> None:
 
 
 class Measurement(NamedTuple):
-    """The result of one setting on one prompt: its line without the model and the unit, the answer, and the cache.
+    """The result of one setting on one prompt: its line without the model and the unit, the answer, and
+    the cache.
 
     The answer is None if the method failed, or if the text goes on without a question.
     """
@@ -179,8 +189,12 @@ def label(line: Mapping[str, Any]) -> str:
     return f"{line['method']} ({options})" if options else line["method"]
 
 
-def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence[Setting], seed: int) -> Iterator[Measurement]:
-    """Read one prompt, then compress a copy of its cache by each setting and ask it. `seed` is for methods that draw."""
+def measure(
+    model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence[Setting], seed: int
+) -> Iterator[Measurement]:
+    """Read one prompt, then compress a copy of its cache by each setting and ask it. `seed` is for methods
+    that draw.
+    """
     chosen = {setting.method: resolve(setting.method) for setting in settings if setting.method != FULL}
     record = frozenset().union(*(method.captured for method in chosen.values()))
     full = EvictingCache(model, method=None, record=record)
@@ -201,10 +215,16 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
             method = chosen.get(setting.method)
             arguments = (method, setting.ratio or 0.0, setting.options, setting.budget)
             cache = full if method is None else _compressed(model, full, arguments, prompt.every, seed)
-            found = {"tokens_kept": cache.tokens_kept, "bytes_before": full.nbytes, "bytes_after": cache.nbytes}
+            found = {
+                "tokens_kept": cache.tokens_kept,
+                "bytes_before": full.nbytes,
+                "bytes_after": cache.nbytes,
+            }
             with cache:
                 if method is not None:
-                    _require_shrunk(cache, method, Request(setting.ratio or 0.0, setting.budget, setting.options))
+                    _require_shrunk(
+                        cache, method, Request(setting.ratio or 0.0, setting.budget, setting.options)
+                    )
                 if prompt.continuation is None:
                     answer = ask(model, tokenizer, cache, prompt.question_ids, prompt.max_new_tokens)
                     scores = {**prompt.score(answer.text)._asdict(), "answer": answer.text}
@@ -213,13 +233,17 @@ def measure(model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence
             line |= {**found, **scores, "error": None}
         except MethodError as error:
             line["error"] = str(error)
-        yield Measurement(line | {"seconds": time.perf_counter() - start, "versions": versions()}, answer, cache)
+        yield Measurement(
+            line | {"seconds": time.perf_counter() - start, "versions": versions()}, answer, cache
+        )
 
 
 def _compressed(model: Any, full: EvictingCache, arguments: Any, every: int, seed: int) -> EvictingCache:
-    """A compressed copy that compresses again while decoding, if its method can; one that cannot compresses the prompt alone.
+    """A compressed copy that compresses again while decoding, if its method can; one that cannot
+    compresses the prompt alone.
 
-    So does a recursive method: again and again it keeps what each partition says, and not the amount that was asked for.
+    So does a recursive method: again and again it keeps what each partition says, and not the amount that was
+    asked for.
     """
     again = 0 if "recursive" in arguments[0].traits else every
     try:
@@ -235,31 +259,51 @@ def _needing(model: Any, full: EvictingCache, prompt: tasks.Prompt) -> list[bool
     with full:
         read = likelihood(model, full, prompt.question_ids, prompt.continuation)
     alone = likelihood(model, DynamicCache(config=model.config), prompt.alone, prompt.continuation)
-    return [with_it - without >= GAIN for with_it, without in zip(read.log_probabilities, alone.log_probabilities, strict=True)]
+    return [
+        with_it - without >= GAIN
+        for with_it, without in zip(read.log_probabilities, alone.log_probabilities, strict=True)
+    ]
 
 
 def _foretold(
-    model: Any, cache: EvictingCache, prompt: tasks.Prompt, continuation: torch.Tensor, needing: Sequence[bool]
+    model: Any,
+    cache: EvictingCache,
+    prompt: tasks.Prompt,
+    continuation: torch.Tensor,
+    needing: Sequence[bool],
 ) -> dict[str, Any]:
-    """exact: whether each token of the continuation is the likeliest one; partial: the share of those that are; the perplexity."""
-    found = likelihood(model, cache, prompt.question_ids, continuation, block_size=1 if prompt.every else None)
+    """exact: whether each token of the continuation is the likeliest one; partial: the share of those that
+    are; the perplexity.
+    """
+    found = likelihood(
+        model, cache, prompt.question_ids, continuation, block_size=1 if prompt.every else None
+    )
     right = sum(found.is_likeliest) / len(found.is_likeliest)
     line = {"exact": float(right == 1), "partial": right, "perplexity": math.exp(found.loss), "answer": None}
     if not needing:
         return line
     losses = [-log for log, needs in zip(found.log_probabilities, needing, strict=True) if needs]
-    return line | {"needing": len(losses), "needing_perplexity": math.exp(sum(losses) / len(losses)) if losses else None}
+    return line | {
+        "needing": len(losses),
+        "needing_perplexity": math.exp(sum(losses) / len(losses)) if losses else None,
+    }
 
 
 def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> None:
-    """Raise MethodError for a cache with more tokens than asked for: its score would stand beside those of smaller caches."""
+    """Raise MethodError for a cache with more tokens than asked for: its score would stand beside those of
+    smaller caches.
+    """
     length = cache.get_seq_length()
     layers = [index for index, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)]
-    each = [method.most(length, replace(request, layer_index=index, num_layers=len(cache.layers))) for index in layers]
+    each = [
+        method.most(length, replace(request, layer_index=index, num_layers=len(cache.layers)))
+        for index in layers
+    ]
     asked = sum(each) / len(each)
     if cache.tokens_kept > asked + 1e-6:
         raise MethodError(
-            f"{method.name}: the cache stores {cache.tokens_kept:.5g} of {length} tokens in each head, where {asked:.5g} were "
+            f"{method.name}: the cache stores {cache.tokens_kept:.5g} of {length} tokens in each head, where "
+            f"{asked:.5g} were "
             'asked for; a method that decides by itself how many stay says TRAITS = {"own_budget"}'
         )
 

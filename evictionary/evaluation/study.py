@@ -1,10 +1,12 @@
-"""Which selection, which allocator, which correction: every composition of the dictionary on the same prompts.
+"""Which selection, which allocator, which correction: every composition of the dictionary on the same
+prompts.
 
-The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each size, and the model then
-reads the question and the right answer. The loss is the mean of -log p over the tokens of the answer; a composition's *cost* is its
-loss minus that of the full cache, in nats for each token. An answer is exact where each of its tokens is the likeliest one, which
-is where greedy decoding gives it. A run that was stopped goes on; a line is one selector on one prompt at one ratio.
-The best of many compositions looks better than it is, so a final of a few of them on other prompts decides what is recommended.
+The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each
+size, and the model then reads the question and the right answer. The loss is the mean of -log p over the
+tokens of the answer; a composition's *cost* is its loss minus that of the full cache, in nats for each token.
+An answer is exact where each of its tokens is the likeliest one, which is where greedy decoding gives it. A
+run that was stopped goes on; a line is one selector on one prompt at one ratio. The best of many compositions
+looks better than it is, so a final of a few of them on other prompts decides what is recommended.
 """
 
 import functools
@@ -45,14 +47,16 @@ LEAST = 12
 """Prompts of each task, at least: a bootstrap of fewer says nothing of others."""
 
 Summary = dict[str, Any]
-"""model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at each ratio, on how many
-prompts; `finals`, the summary of the final, if one was held. A row's `own` says that the composition keeps more than was asked for:
-it is in no comparison at that ratio."""
+"""model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at
+each ratio, on how many prompts; `finals`, the summary of the final, if one was held. A row's `own` says
+that the composition keeps more than was asked for: it is in no comparison at that ratio.
+"""
 
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length` tokens.
+    """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length`
+    tokens.
 
     Raises UsageError for an unknown name, a value out of range or an empty list.
     """
@@ -87,9 +91,15 @@ class Plan(store.Plan):
         """The cells of a line are [loss, whether exact, tokens kept]."""
         model, tokenizer = loaded(self.model)
         prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-        answer = tasks.answer_ids(tokenizer, prompt.answers) if prompt.continuation is None else prompt.continuation
+        answer = (
+            tasks.answer_ids(tokenizer, prompt.answers)
+            if prompt.continuation is None
+            else prompt.continuation
+        )
         composed = {selector: compositions(selector) for selector, _ in parts}
-        record = frozenset().union(*(method.captured for methods in composed.values() for method in methods.values()))
+        record = frozenset().union(
+            *(method.captured for methods in composed.values() for method in methods.values())
+        )
         full = EvictingCache(model, method=None, record=record)
         prefill(model, prompt.context_ids, full)
 
@@ -103,7 +113,11 @@ class Plan(store.Plan):
             cells, error = {}, None
             try:
                 for name, method in composed[selector].items():
-                    arguments = _remembering(method, scores[selector], len(full.layers)), ratio, OPTIONS.get(selector)
+                    arguments = (
+                        _remembering(method, scores[selector], len(full.layers)),
+                        ratio,
+                        OPTIONS.get(selector),
+                    )
                     with EvictingCache.from_prefilled(model, full, *arguments, seed=unit.seed) as cache:
                         cells[name] = cell(cache)
             except MethodError as failed:
@@ -120,7 +134,9 @@ def selectors() -> list[str]:
 
 
 def compositions(selector: str) -> dict[str, Method]:
-    """The selector alone, with each allocator, and each of these with MomentKV's correction, as far as they can be composed."""
+    """The selector alone, with each allocator, and each of these with MomentKV's correction, as far as
+    they can be composed.
+    """
     found: dict[str, Method] = {}
     for allocator, correction in itertools.product(("", *catalogue.allocators()), ("", MOMENTS)):
         name = "+".join(part for part in (selector, allocator, correction) if part)
@@ -136,8 +152,14 @@ def compositions(selector: str) -> dict[str, Method]:
 
 
 def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
-    """The method with the scores of each layer computed only once, where they do not depend on the size asked for."""
-    if method.is_select or method.prompt_function or {"budget", "compression_ratio", "keep_ratio"} & set(method.inputs):
+    """The method with the scores of each layer computed only once, where they do not depend on the size
+    asked for.
+    """
+    if (
+        method.is_select
+        or method.prompt_function
+        or {"budget", "compression_ratio", "keep_ratio"} & set(method.inputs)
+    ):
         return method
     if len(scores) == layers:
         return replace(method, function=lambda layer_index: scores[layer_index], inputs=("layer_index",))
@@ -149,15 +171,21 @@ def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
         scores[layer_index] = method.function(**arguments)
         return scores[layer_index]
 
-    return replace(method, function=score, inputs=(*(name for name in method.inputs if name != "layer_index"), "layer_index"))
+    return replace(
+        method,
+        function=score,
+        inputs=(*(name for name in method.inputs if name != "layer_index"), "layer_index"),
+    )
 
 
 def summarise(lines: Sequence[Line]) -> Summary:
-    """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with intervals.
+    """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with
+    intervals.
 
-    A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over the tasks with a
-    question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all compositions share the draws, so
-    differences are of the same prompts. A ratio with fewer than LEAST prompts of a task is left out; UsageError where all are.
+    A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over
+    the tasks with a question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all
+    compositions share the draws, so differences are of the same prompts. A ratio with fewer than LEAST
+    prompts of a task is left out; UsageError where all are.
     """
     names = {line["selector"] for line in lines}
     by_prompt: dict[tuple[float, str, int], dict[str, Line]] = {}
@@ -165,7 +193,11 @@ def summarise(lines: Sequence[Line]) -> Summary:
         if line["error"] is None:
             by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})[line["selector"]] = line
     whole = {key: found for key, found in by_prompt.items() if set(found) == names}
-    found: Summary = {"model": lines[0]["model"], "length": lines[0]["length"], "versions": lines[0]["versions"]}
+    found: Summary = {
+        "model": lines[0]["model"],
+        "length": lines[0]["length"],
+        "versions": lines[0]["versions"],
+    }
     found |= {"rows": [], "effects": [], "recommended": []}
     for ratio in sorted({key[0] for key in whole}):
         by_task = {
@@ -183,20 +215,30 @@ def summarise(lines: Sequence[Line]) -> Summary:
             found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
     if not found["rows"]:
         raise UsageError(
-            f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command goes on"
+            f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same "
+            "command goes on"
         )
     return found
 
 
-def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> tuple[list[dict[str, Any]], np.ndarray]:
+def _rows(
+    ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]
+) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
     keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
     asked = [task for task in by_task if task not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
-    costs, draws, exact, kept, length = {}, np.zeros((len(keys), DRAWS)), np.zeros(len(keys)), np.zeros(len(keys)), 0.0
+    costs, draws, exact, kept, length = (
+        {},
+        np.zeros((len(keys), DRAWS)),
+        np.zeros(len(keys)),
+        np.zeros(len(keys)),
+        0.0,
+    )
     for task, prompts in by_task.items():
-        cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])  # [keys, prompts, 3]
+        # [keys, prompts, 3]
+        cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])
         full = np.array([next(iter(each.values()))["full"] for each in prompts])
         cost = cells[:, :, 0] - full[:, 0]
         counts = generator.multinomial(len(prompts), [1 / len(prompts)] * len(prompts), size=DRAWS)
@@ -224,7 +266,9 @@ def _rows(ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]) -> 
 
 
 def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
-    """What each addition changes in the cost at a ratio, on average over the compositions that lack it and can have it."""
+    """What each addition changes in the cost at a ratio, on average over the compositions that lack it and
+    can have it.
+    """
     place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
     for addition in (*catalogue.allocators(), MOMENTS):
@@ -237,7 +281,9 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
         if not pairs:
             continue
         changes = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]
-        low, high = np.percentile(np.mean([draws[one] - draws[other] for one, other in pairs], axis=0), [2.5, 97.5])
+        low, high = np.percentile(
+            np.mean([draws[one] - draws[other] for one, other in pairs], axis=0), [2.5, 97.5]
+        )
         found.append(
             {
                 "addition": addition,
@@ -252,23 +298,33 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
 
 
 def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[str, Any]:
-    """The composition of the least cost at a ratio, and those whose difference to it has an interval that holds 0."""
+    """The composition of the least cost at a ratio, and those whose difference to it has an interval that
+    holds 0.
+    """
     indices = [index for index, row in enumerate(rows) if not row["own"]]
     best = min(indices, key=lambda index: rows[index]["cost"])
     lows = np.percentile(draws[indices] - draws[best], 2.5, axis=1)
-    equals = [rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best]
-    return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {"as_good": equals}
+    equals = [
+        rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best
+    ]
+    return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {
+        "as_good": equals
+    }
 
 
 def recommended(ratio: float) -> tuple[str, str]:
-    """The composition that the stored study recommends for removing a fraction, and a sentence that says how far to trust it."""
+    """The composition that the stored study recommends for removing a fraction, and a sentence that says
+    how far to trust it.
+    """
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
     prompts = sum(entry["prompts"].values())
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
-        f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} prompts of "
-        f"{stored['length']} tokens with one small model, {stored['model']}{others}: your model and text may want another one"
+        f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
+        "prompts of "
+        f"{stored['length']} tokens with one small model, {stored['model']}{others}: your model and text may "
+        "want another one"
     )
 
 
@@ -290,7 +346,9 @@ def markdown(found: Summary) -> str:
     names = sorted(cost, key=lambda name: (name in own, cost[name]))
     head = ["composition", "protected", *(f"{100 * ratio:g} % removed" for ratio in ratios)]
     protected = {name: catalogue.protected(name, OPTIONS.get(name.partition("+")[0], {})) for name in names}
-    cells = {name: [_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios] for name in names}
+    cells = {
+        name: [_cell(at[name, ratio]) if (name, ratio) in at else "" for ratio in ratios] for name in names
+    }
     body = [[f"`{name}`", protected[name], *cells[name]] for name in names]
     return table(head, body, "llr") + "\n"
 
@@ -310,7 +368,9 @@ COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}
 
 
 def picture(found: Summary) -> Figure:
-    """The cost of each composition: selectors down, a panel for each ratio, a colour for each allocator; hollow without moments."""
+    """The cost of each composition: selectors down, a panel for each ratio, a colour for each allocator;
+    hollow without moments.
+    """
     rows = [row for row in found["rows"] if not row["own"]]
     ratios = sorted({row["ratio"] for row in rows})
     best: dict[str, float] = {}
@@ -319,11 +379,18 @@ def picture(found: Summary) -> Figure:
         best[selector] = min(best.get(selector, np.inf), row["cost"])
     order = sorted(best, key=lambda name: best[name], reverse=True)
     figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
-    for axes, ratio in zip(figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True):
+    for axes, ratio in zip(
+        figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True
+    ):
         for row in (row for row in rows if row["ratio"] == ratio):
             selector, *additions = row["method"].split("+")
             allocator = next((name for name in additions if name != MOMENTS), "")
-            height = order.index(selector) + 0.2 * list(COLOURS).index(allocator) - 0.2 + 0.07 * (MOMENTS in additions)
+            height = (
+                order.index(selector)
+                + 0.2 * list(COLOURS).index(allocator)
+                - 0.2
+                + 0.07 * (MOMENTS in additions)
+            )
             axes.plot(row["interval"], [height] * 2, color=COLOURS[allocator], linewidth=1)
             face = COLOURS[allocator] if MOMENTS in additions else "white"
             axes.plot(row["cost"], height, "o", color=COLOURS[allocator], markerfacecolor=face, markersize=4)
@@ -334,8 +401,14 @@ def picture(found: Summary) -> Figure:
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
     figure.supxlabel("cost: nats for each token of the answer more than the full cache", fontsize=9)
-    marks = [("the same budget for each head", "", "white"), *((name, name, "white") for name in COLOURS if name)]
+    marks = [
+        ("the same budget for each head", "", "white"),
+        *((name, name, "white") for name in COLOURS if name),
+    ]
     marks += [("with MomentKV's correction", "", COLOURS[""])]
-    handles = [axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0] for label, name, face in marks]
+    handles = [
+        axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0]
+        for label, name, face in marks
+    ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)
     return figure

@@ -1,8 +1,9 @@
-"""Tasks made offline from a seed: passkeys, needles, variables, word counts, copying, questions, and texts that go on.
+"""Tasks made offline from a seed: passkeys, needles, variables, word counts, copying, questions, and texts
+that go on.
 
-The kinds of tasks come from RULER (arXiv 2404.06654) and LagKV's 64-digit passkey (arXiv 2504.04704). Most texts are our own; the
-tasks with questions, essays or code take texts that people wrote. The question always follows the context, so a cache can be
-compressed before the question is known.
+The kinds of tasks come from RULER (arXiv 2404.06654) and LagKV's 64-digit passkey (arXiv 2504.04704). Most
+texts are our own; the tasks with questions, essays or code take texts that people wrote. The question always
+follows the context, so a cache can be compressed before the question is known.
 """
 
 import difflib
@@ -38,13 +39,17 @@ WORDS = _NOUNS.split()
 """Everyday nouns: the keys of needles, the words to count and the words to copy."""
 
 CONTINUED, AGAIN = 64, 16
-"""The tokens of a text that the model is to foretell, and those after which a cache that decodes them compresses again."""
+"""The tokens of a text that the model is to foretell, and those after which a cache that decodes them
+compresses again.
+"""
 
 SENTENCE = 32  # tokens, for the answer of a question: it may come as a sentence
 
 
 class Score(NamedTuple):
-    """exact is 1 for an answer without a mistake, else 0; partial, in [0, 1], is the right share of the answer."""
+    """exact is 1 for an answer without a mistake, else 0; partial, in [0, 1], is the right share of the
+    answer.
+    """
 
     exact: float
     partial: float
@@ -54,11 +59,12 @@ class Score(NamedTuple):
 class Prompt:
     """One text with a question about it.
 
-    context_ids [1, T] and question_ids [1, M] together have at most the requested number of tokens. `needles` are the ranges of
-    context positions [first, one past last) that hold the answer; the tuple is empty if the whole text holds the answer.
-    A text that goes on has its next tokens [1, N] as `continuation`: they are given to the model, not asked for. `every` is the
-    number of tokens after which the cache compresses again while the model reads them. `alone` [1, K] is read in the place of
-    context and question where the tokens of the continuation that need the context are asked for.
+    context_ids [1, T] and question_ids [1, M] together have at most the requested number of tokens. `needles`
+    are the ranges of context positions [first, one past last) that hold the answer; the tuple is empty if the
+    whole text holds the answer. A text that goes on has its next tokens [1, N] as `continuation`: they are
+    given to the model, not asked for. `every` is the number of tokens after which the cache compresses again
+    while the model reads them. `alone` [1, K] is read in the place of context and question where the tokens
+    of the continuation that need the context are asked for.
     """
 
     context_ids: torch.Tensor
@@ -92,22 +98,29 @@ def get(name: str) -> Task:
 
 
 def score_number(answer: str, text: str) -> Score:
-    """exact: the number appears, ignoring thousands separators and spaces; partial: the share of its digits in the right place.
+    """exact: the number appears, ignoring thousands separators and spaces; partial: the share of its
+    digits in the right place.
 
     If the text has several numbers, the best one counts. A random number has a tenth of its digits in place.
     """
     joined = re.sub(r"[,\s]", "", text)
     if answer in joined:
         return Score(1.0, 1.0)
-    in_place = (sum(a == b for a, b in zip(answer, number, strict=False)) for number in re.findall(r"\d+", joined))
+    in_place = (
+        sum(a == b for a, b in zip(answer, number, strict=False)) for number in re.findall(r"\d+", joined)
+    )
     return Score(0.0, max(in_place, default=0) / len(answer))
 
 
 def score_all(answers: Sequence[str], text: str) -> Score:
-    """exact: every answer appears as a whole word, in any order; partial: the share of the answers that appear."""
+    """exact: every answer appears as a whole word, in any order; partial: the share of the answers that
+    appear.
+    """
     joined = re.sub(r"[,\s]", "", text)
     found = sum(
-        answer in joined if answer.isdigit() else re.search(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE) is not None
+        answer in joined
+        if answer.isdigit()
+        else re.search(rf"\b{re.escape(answer)}\b", text, re.IGNORECASE) is not None
         for answer in answers
     )
     return Score(float(found == len(answers)), found / len(answers))
@@ -120,7 +133,9 @@ def score_any(answers: Sequence[str], text: str) -> Score:
 
 
 def score_copy(answer: str, text: str) -> Score:
-    """exact: the words appear one after the other with nothing between; partial: the share of the words that appear in order."""
+    """exact: the words appear one after the other with nothing between; partial: the share of the words
+    that appear in order.
+    """
     wanted, got = answer.lower().split(), re.findall(r"\w+", text.lower())
     whole = any(got[start : start + len(wanted)] == wanted for start in range(len(got)))
     blocks = difflib.SequenceMatcher(None, wanted, got, autojunk=False).get_matching_blocks()
@@ -133,13 +148,19 @@ def _passkey(tokenizer: Any, tokens: int, seed: int, *, digits: int) -> Prompt:
     hidden = {passkey.NEEDLE.format(answer): _depth(seed)}
     ask = (passkey.QUESTION, passkey.ANSWER_START)
     score = partial(score_number, answer)
-    return _among(tokenizer, tokens, _sentences(draw, tokens), passkey.INTRODUCTION, hidden, ask, (answer,), score)
+    return _among(
+        tokenizer, tokens, _sentences(draw, tokens), passkey.INTRODUCTION, hidden, ask, (answer,), score
+    )
 
 
-def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int, queries: int = 1, essays: bool = False) -> Prompt:
-    """A text with `keys` things and `values` numbers for each; the question asks for all numbers of the first `queries` things.
+def _needles(
+    tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int, queries: int = 1, essays: bool = False
+) -> Prompt:
+    """A text with `keys` things and `values` numbers for each; the question asks for all numbers of the
+    first `queries` things.
 
-    The same things and numbers are hidden in everyday sentences and in essays. In essays a number counts whole or not at all.
+    The same things and numbers are hidden in everyday sentences and in essays. In essays a number counts
+    whole or not at all.
     """
     draw = random.Random(f"needles/{keys}/{values}/{seed}")
     things = draw.sample(WORDS, keys)
@@ -157,7 +178,17 @@ def _needles(tokenizer: Any, tokens: int, seed: int, *, keys: int, values: int, 
     ask = (question, f"The {asked} {'are' if many else 'is'}")
     score = partial(score_all, answers) if essays or len(answers) > 1 else partial(score_number, answers[0])
     others = _sentences(draw, tokens, essays)
-    return _among(tokenizer, tokens, others, introduction, hidden, ask, answers, score, [said[answer] for answer in answers])
+    return _among(
+        tokenizer,
+        tokens,
+        others,
+        introduction,
+        hidden,
+        ask,
+        answers,
+        score,
+        [said[answer] for answer in answers],
+    )
 
 
 def _variables(tokenizer: Any, tokens: int, seed: int, *, essays: bool = False) -> Prompt:
@@ -168,7 +199,9 @@ def _variables(tokenizer: Any, tokens: int, seed: int, *, essays: bool = False) 
     lines = [f"Set {name} = {before}." for name, before in zip(names, [value, *names], strict=False)]
     hidden = dict(zip(lines, _spread(draw, len(lines)), strict=True))
     introduction = "Variables are set in the following text. Keep track of their values."
-    question = f"Which {len(names)} variables have the value {value} in the end? Answer with their names only."
+    question = (
+        f"Which {len(names)} variables have the value {value} in the end? Answer with their names only."
+    )
     ask = (question, f"The {len(names)} variables with the value {value} are {names[0]},")
     answers, others = tuple(names[1:]), _sentences(draw, tokens, essays)
     return _among(tokenizer, tokens, others, introduction, hidden, ask, answers, partial(score_all, answers))
@@ -180,9 +213,14 @@ def _copy(tokenizer: Any, tokens: int, seed: int) -> Prompt:
     hidden = {f'The sign at the gate says: "{" ".join(words)}".': _depth(seed)}
     answer = " ".join(words[2:])
     introduction = "A sign is quoted in the following text. Remember every word on it."
-    ask = ("What does the sign at the gate say? Copy its words exactly.", f'The sign at the gate says: "{words[0]} {words[1]}')
+    ask = (
+        "What does the sign at the gate say? Copy its words exactly.",
+        f'The sign at the gate says: "{words[0]} {words[1]}',
+    )
     others = _sentences(draw, tokens)
-    return _among(tokenizer, tokens, others, introduction, hidden, ask, (answer,), partial(score_copy, answer))
+    return _among(
+        tokenizer, tokens, others, introduction, hidden, ask, (answer,), partial(score_copy, answer)
+    )
 
 
 def _common_words(tokenizer: Any, tokens: int, seed: int, *, essays: bool = False) -> Prompt:
@@ -200,26 +238,41 @@ def _common_words(tokenizer: Any, tokens: int, seed: int, *, essays: bool = Fals
 
 
 def _frequent_words(tokenizer: Any, tokens: int, seed: int, *, essays: bool = False) -> Prompt:
-    """A list of words whose counts fall with the square of their rank (Zipf's law with exponent 2), made up or of the essays."""
+    """A list of words whose counts fall with the square of their rank (Zipf's law with exponent 2), made
+    up or of the essays.
+    """
     draw = random.Random(f"frequent words/{seed}")
     known = real_texts.read().words if essays else []
-    made_up = partial(_distinct, tokens, lambda: "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3)))
+    made_up = partial(
+        _distinct,
+        tokens,
+        lambda: "".join(draw.choice("bdfgklmnprstvz") + draw.choice("aeiou") for _ in range(3)),
+    )
     words = draw.sample(known, len(known)) or made_up()
 
     def counts(total: int) -> dict[str, int]:
-        # total is the count of the first word; below 32 the third and fourth word have equal or nearly equal counts
+        # total is the count of the first word; below 32 the third and fourth word have equal or nearly equal
+        # counts
         return {word: total // rank**2 for rank, word in enumerate(words, start=1) if rank**2 <= total}
 
     return _in_list(tokenizer, tokens, draw, "Code words", words[:3], counts, range(32, max(33, tokens)))
 
 
 def _question(tokenizer: Any, tokens: int, seed: int, *, name: str) -> Prompt:
-    """A question about one or two paragraphs, which stand among others about near things, then among those of other questions."""
+    """A question about one or two paragraphs, which stand among others about near things, then among those
+    of other questions.
+    """
     every: Sequence[real_texts.Question] = getattr(real_texts.read(), name)
     asked = random.Random(name).sample(every, len(every))[seed % len(every)]  # each has its turn
     draw = random.Random(f"{name}/{seed}")
-    far = (paragraph for other in draw.sample(every, min(len(every), tokens // 20)) for paragraph in other.gold)
-    others = [each for each in dict.fromkeys([*draw.sample(asked.near, len(asked.near)), *far]) if each not in asked.gold]
+    far = (
+        paragraph for other in draw.sample(every, min(len(every), tokens // 20)) for paragraph in other.gold
+    )
+    others = [
+        each
+        for each in dict.fromkeys([*draw.sample(asked.near, len(asked.near)), *far])
+        if each not in asked.gold
+    ]
     depths = [_depth(seed)] if len(asked.gold) == 1 else _spread(draw, len(asked.gold))
     hidden = dict(zip(draw.sample(asked.gold, len(asked.gold)), depths, strict=True))
     introduction = "Read the following paragraphs. A question about them comes afterwards."
@@ -239,7 +292,9 @@ def _question(tokenizer: Any, tokens: int, seed: int, *, name: str) -> Prompt:
 
 
 def _code(tokenizer: Any, tokens: int, seed: int) -> Prompt:
-    """The body of a function as the continuation: its docstring stands among other functions, its first line at the end again."""
+    """The body of a function as the continuation: its docstring stands among other functions, its first
+    line at the end again.
+    """
     every, draw = real_texts.read().functions, random.Random(f"code/{seed}")
     name, head, body = random.Random("code").sample(every, len(every))[seed % len(every)]
     first_line = head[head.rindex(f"def {name}(") :].partition("\n")[0]
@@ -253,31 +308,41 @@ def _code(tokenizer: Any, tokens: int, seed: int) -> Prompt:
     context_ids, question_ids, continuation = _longest(tokens, parts, range(len(others) + 1))
     needles = (passkey.locate(tokenizer, context_ids, head),)
     score, alone = partial(score_copy, body), _ids(tokenizer, f"{start}{first_line}\n")
-    return Prompt(context_ids, question_ids, (body,), needles, continuation.shape[1], score, continuation, alone=alone)
+    return Prompt(
+        context_ids, question_ids, (body,), needles, continuation.shape[1], score, continuation, alone=alone
+    )
 
 
 def _prose(tokenizer: Any, tokens: int, seed: int, *, every: int) -> Prompt:
-    """A window of a long text, whose last tokens are the continuation; the window of the next seed is that many tokens later."""
+    """A window of a long text, whose last tokens are the continuation; the window of the next seed is that
+    many tokens later.
+    """
     least = CONTINUED + 1 + 8
     if tokens < least:
         raise UsageError(f"tokens: got {tokens}, wanted at least {least} for this task")
     first = seed * CONTINUED
     start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     last = first + tokens - len(start)
-    # no tokenizer makes tokens of more than 16 characters on average, so this much of the text holds the window
+    # no tokenizer makes tokens of more than 16 characters on average, so this much of the text holds the
+    # window
     ids = tokenizer(_documentation()[: 16 * last], add_special_tokens=False)["input_ids"][first:last]
     if len(start) + len(ids) < tokens:
-        raise UsageError(f"seed: got {seed}, wanted a smaller one: the text of this task ends before its window")
+        raise UsageError(
+            f"seed: got {seed}, wanted a smaller one: the text of this task ends before its window"
+        )
     window = torch.tensor([start + ids])
     context_ids, question_ids, continuation = window.split([tokens - CONTINUED - 1, 1, CONTINUED], dim=1)
     text = tokenizer.decode(continuation[0])
-    return Prompt(context_ids, question_ids, (text,), (), CONTINUED, partial(score_copy, text), continuation, every)
+    return Prompt(
+        context_ids, question_ids, (text,), (), CONTINUED, partial(score_copy, text), continuation, every
+    )
 
 
 @cache
 def _documentation() -> str:
-    """The language's reference, as every Python carries it for help(): half a million characters of English, another one in each
-    version."""
+    """The language's reference, as every Python carries it for help(): half a million characters of
+    English, another one in each version.
+    """
     from pydoc_data.topics import topics
 
     return "\n".join(topics[name] for name in sorted(topics))
@@ -289,30 +354,61 @@ TASKS = {
         Task("passkey7", "a number of 7 digits in a long text", partial(_passkey, digits=7)),
         Task("passkey64", "a number of 64 digits in a long text", partial(_passkey, digits=64)),
         Task("needle_single", "one thing has a number", partial(_needles, keys=1, values=1)),
-        Task("needle_multikey", "four things have a number each, and one is asked for", partial(_needles, keys=4, values=1)),
-        Task("needle_multivalue", "one thing has four numbers, and all are asked for", partial(_needles, keys=1, values=4)),
+        Task(
+            "needle_multikey",
+            "four things have a number each, and one is asked for",
+            partial(_needles, keys=4, values=1),
+        ),
+        Task(
+            "needle_multivalue",
+            "one thing has four numbers, and all are asked for",
+            partial(_needles, keys=1, values=4),
+        ),
         Task("variables", "a chain of five variables, each set to the one before it", _variables),
         Task("common_words", "a list of words: five occur five times as often as the others", _common_words),
-        Task("frequent_words", "a list of made-up words; the question asks for the three most frequent", _frequent_words),
+        Task(
+            "frequent_words",
+            "a list of made-up words; the question asks for the three most frequent",
+            _frequent_words,
+        ),
         Task("copy", "sixteen words in a long text, to be repeated", _copy),
-        Task("perplexity", f"the next {CONTINUED} tokens of a technical text, through a sliding window", partial(_prose, every=0)),
+        Task(
+            "perplexity",
+            f"the next {CONTINUED} tokens of a technical text, through a sliding window",
+            partial(_prose, every=0),
+        ),
         Task(
             "perplexity_decoding",
-            f"the next {CONTINUED} tokens of a technical text, read one by one; a method that can do so compresses after each "
+            f"the next {CONTINUED} tokens of a technical text, read one by one; a method that can do so "
+            "compresses after each "
             f"{AGAIN}",
             partial(_prose, every=AGAIN),
         ),
         Task(
-            "squad", "a question of SQuAD; its paragraph stands among others of the same article", partial(_question, name="squad")
+            "squad",
+            "a question of SQuAD; its paragraph stands among others of the same article",
+            partial(_question, name="squad"),
         ),
         Task(
             "hotpot",
             "a question of HotpotQA; the two paragraphs that it needs stand among others",
             partial(_question, name="hotpot"),
         ),
-        Task("essay_single", "one thing has a number, in essays", partial(_needles, keys=1, values=1, essays=True)),
-        Task("essay_multikey", "four things have a number each, in essays", partial(_needles, keys=4, values=1, essays=True)),
-        Task("essay_multivalue", "one thing has four numbers, in essays", partial(_needles, keys=1, values=4, essays=True)),
+        Task(
+            "essay_single",
+            "one thing has a number, in essays",
+            partial(_needles, keys=1, values=1, essays=True),
+        ),
+        Task(
+            "essay_multikey",
+            "four things have a number each, in essays",
+            partial(_needles, keys=4, values=1, essays=True),
+        ),
+        Task(
+            "essay_multivalue",
+            "one thing has four numbers, in essays",
+            partial(_needles, keys=1, values=4, essays=True),
+        ),
         Task(
             "essay_multiquery",
             "four things have a number each, in essays, and all are asked for",
@@ -320,10 +416,18 @@ TASKS = {
         ),
         Task("essay_variables", "a chain of five variables, in essays", partial(_variables, essays=True)),
         Task(
-            "essay_common_words", "a list of words of essays: five occur five times as often", partial(_common_words, essays=True)
+            "essay_common_words",
+            "a list of words of essays: five occur five times as often",
+            partial(_common_words, essays=True),
         ),
-        Task("essay_frequent_words", "a list of words of essays: the three most frequent", partial(_frequent_words, essays=True)),
-        Task("code", "the body of a function of HumanEval, whose docstring stands among other functions", _code),
+        Task(
+            "essay_frequent_words",
+            "a list of words of essays: the three most frequent",
+            partial(_frequent_words, essays=True),
+        ),
+        Task(
+            "code", "the body of a function of HumanEval, whose docstring stands among other functions", _code
+        ),
     )
 }
 """Every task by its name, in the order of the tables."""
@@ -365,7 +469,8 @@ def _sentences(draw: random.Random, tokens: int, essays: bool = False) -> list[s
 def _with(pieces: Sequence[str], hidden: Mapping[str, float]) -> list[str]:
     """The pieces with the hidden ones among them, each at its depth."""
     found = list(pieces)
-    for piece, depth in reversed(list(hidden.items())):  # from the last to the first: insertions do not shift earlier places
+    # from the last to the first: insertions do not shift earlier places
+    for piece, depth in reversed(list(hidden.items())):
         found.insert(round(depth * len(pieces)), piece)
     return found
 
@@ -382,7 +487,9 @@ def _among(
     needles: Sequence[str] | None = None,
     between: str = " ",
 ) -> Prompt:
-    """A prompt with the pieces `hidden`, each at its depth, among as many others as fit; the pieces `needles` hold the answer."""
+    """A prompt with the pieces `hidden`, each at its depth, among as many others as fit; the pieces
+    `needles` hold the answer.
+    """
 
     def parts(size: int) -> Sequence[torch.Tensor]:
         return tokenize(tokenizer, between.join([introduction, *_with(others[:size], hidden)]), *ask)
@@ -401,7 +508,9 @@ def _in_list(
     counts: Callable[[int], dict[str, int]],
     totals: range,
 ) -> Prompt:
-    """A shuffled list in which each word occurs as often as counts(total) says, and a question for the most frequent ones."""
+    """A shuffled list in which each word occurs as often as counts(total) says, and a question for the
+    most frequent ones.
+    """
     order = draw.getrandbits(64)
 
     question = f"Which {len(answers)} words occur most often in the list? Answer with the words only."
@@ -410,16 +519,27 @@ def _in_list(
     def parts(total: int) -> Sequence[torch.Tensor]:
         words = [word for word, count in counts(total).items() for _ in range(count)]
         random.Random(order).shuffle(words)
-        return tokenize(tokenizer, f"{title}, some of which occur more often than others: {' '.join(words)}.", *ask)
+        return tokenize(
+            tokenizer, f"{title}, some of which occur more often than others: {' '.join(words)}.", *ask
+        )
 
     context_ids, question_ids = _longest(tokens, parts, totals)
     return Prompt(
-        context_ids, question_ids, tuple(answers), (), _answer_tokens(tokenizer, answers), partial(score_all, tuple(answers))
+        context_ids,
+        question_ids,
+        tuple(answers),
+        (),
+        _answer_tokens(tokenizer, answers),
+        partial(score_all, tuple(answers)),
     )
 
 
-def _longest(tokens: int, parts: Callable[[int], Sequence[torch.Tensor]], sizes: range) -> Sequence[torch.Tensor]:
-    """The parts of a prompt, ids [1, N] each, at the largest size for which they have at most `tokens` tokens together."""
+def _longest(
+    tokens: int, parts: Callable[[int], Sequence[torch.Tensor]], sizes: range
+) -> Sequence[torch.Tensor]:
+    """The parts of a prompt, ids [1, N] each, at the largest size for which they have at most `tokens`
+    tokens together.
+    """
 
     def length(size: int) -> int:
         return sum(ids.shape[1] for ids in parts(size))
@@ -428,7 +548,9 @@ def _longest(tokens: int, parts: Callable[[int], Sequence[torch.Tensor]], sizes:
     while index > 0 and length(sizes[index]) > tokens:  # the length does not always grow with the size
         index -= 1
     if length(sizes[index]) > tokens:
-        raise UsageError(f"tokens: got {tokens}, wanted at least {length(sizes[0])} for this task with this tokenizer")
+        raise UsageError(
+            f"tokens: got {tokens}, wanted at least {length(sizes[0])} for this task with this tokenizer"
+        )
     return parts(sizes[index])
 
 
@@ -438,7 +560,9 @@ def _answer_tokens(tokenizer: Any, answers: Sequence[str]) -> int:
 
 
 def answer_ids(tokenizer: Any, answers: Sequence[str]) -> torch.Tensor:
-    """The right answer [1, N] as it follows the question, whose tokens end with the first words of the answer."""
+    """The right answer [1, N] as it follows the question, whose tokens end with the first words of the
+    answer.
+    """
     return _ids(tokenizer, " " + ", ".join(answers))
 
 

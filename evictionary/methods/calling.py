@@ -15,31 +15,37 @@ from evictionary.errors import MethodError, UsageError, require
 
 
 def typed_option(name: str, value: Any, default: Any) -> Any:
-    """Return `value` in the type of the option's default; text, as the command line gives it, is read as that type.
+    """Return `value` in the type of the option's default; text, as the command line gives it, is read as
+    that type.
 
     Raises UsageError with the option's name if the value does not fit.
     """
     wanted = type(default)
     if isinstance(value, str) and wanted is not str:
-        with contextlib.suppress(ValueError, SyntaxError):  # it stays text; only an option without a typed default accepts that
+        # it stays text; only an option without a typed default accepts that
+        with contextlib.suppress(ValueError, SyntaxError):
             value = ast.literal_eval(value.capitalize() if wanted is bool else value)
     if wanted is float and type(value) is int:
         value = float(value)
     require(
-        default is None or type(value) is wanted, f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}"
+        default is None or type(value) is wanted,
+        f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}",
     )
     return value
 
 
 def _article(wanted: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(wanted, f"a {wanted.__name__}")
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
+        wanted, f"a {wanted.__name__}"
+    )
 
 
 def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
     """Call a method's function with tensors, or with NumPy float64 arrays if it does not use torch.
 
-    Positional-only arguments work too. Raises UsageError where the function refuses an option, and MethodError, with the file and
-    line, for any other exception of the function, and for one that writes into its arguments: they are the model's own cache.
+    Positional-only arguments work too. Raises UsageError where the function refuses an option, and
+    MethodError, with the file and line, for any other exception of the function, and for one that writes into
+    its arguments: they are the model's own cache.
     """
     before = {name: _writes(value) for name, value in arguments.items()}
     given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
@@ -54,15 +60,22 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
         option = str(error).partition(":")[0]
         if option in arguments and isinstance(arguments[option], bool | int | float | str):
             raise UsageError(f"{label}: {error}") from None
-        raise MethodError(f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}") from error
+        raise MethodError(
+            f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}"
+        ) from error
     except (Exception, SystemExit) as error:
         told = f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}"
         if not as_torch and isinstance(error, AttributeError | TypeError):
-            told += "; it gets NumPy arrays, because its file does not import torch: `import torch` there gives it tensors"
+            told += (
+                "; it gets NumPy arrays, because its file does not import torch: `import torch` there "
+                "gives it tensors"
+            )
         raise MethodError(told) from error
     changed = [name for name, value in arguments.items() if _writes(value) != before[name]]
     require(
-        not changed, f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()", MethodError
+        not changed,
+        f"{label} writes into {', '.join(changed)}, wanted a function that changes a copy: x = x.clone()",
+        MethodError,
     )
     return result
 
@@ -100,10 +113,16 @@ def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> to
 
 
 def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the scores as a tensor [B, H_kv, T]. Raises MethodError for another shape, no real numbers, or NaN."""
+    """Return the scores as a tensor [B, H_kv, T]. Raises MethodError for another shape, no real numbers,
+    or NaN.
+    """
     wanted = f"scores of shape {list(shape)} ([B, H_kv, T]), real numbers, higher = keep"
     scores = _as_tensor(label, result, wanted, device)
-    require(tuple(scores.shape) == shape, f"{label} returned shape {list(scores.shape)}, wanted {wanted}", MethodError)
+    require(
+        tuple(scores.shape) == shape,
+        f"{label} returned shape {list(scores.shape)}, wanted {wanted}",
+        MethodError,
+    )
     require(
         scores.dtype != torch.bool and not scores.is_complex(),
         f"{label} returned dtype {scores.dtype}, wanted {wanted}; a kept mask comes from a `select`",
@@ -111,15 +130,25 @@ def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torc
     )
     if scores.isnan().any():
         batch, head, token = (int(index) for index in scores.isnan().nonzero()[0])
-        raise MethodError(f"{label} returned NaN (batch {batch}, head {head}, token {token}), wanted {wanted}")
+        raise MethodError(
+            f"{label} returned NaN (batch {batch}, head {head}, token {token}), wanted {wanted}"
+        )
     return scores
 
 
 def checked_kept(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the kept mask as a tensor [B, H_kv, T]. Raises MethodError for another shape or dtype, or an empty row."""
+    """Return the kept mask as a tensor [B, H_kv, T]. Raises MethodError for another shape or dtype, or an
+    empty row.
+    """
     wanted = f"a boolean mask of shape {list(shape)} ([B, H_kv, T]), True = keep"
     kept = _as_tensor(label, result, wanted, device)
-    require(tuple(kept.shape) == shape, f"{label} returned shape {list(kept.shape)}, wanted {wanted}", MethodError)
+    require(
+        tuple(kept.shape) == shape, f"{label} returned shape {list(kept.shape)}, wanted {wanted}", MethodError
+    )
     require(kept.dtype == torch.bool, f"{label} returned dtype {kept.dtype}, wanted {wanted}", MethodError)
-    require(kept.any(dim=-1).all(), f"{label} keeps no token in some head, wanted at least one token in each head", MethodError)
+    require(
+        kept.any(dim=-1).all(),
+        f"{label} keeps no token in some head, wanted at least one token in each head",
+        MethodError,
+    )
     return kept

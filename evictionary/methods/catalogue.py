@@ -1,8 +1,9 @@
 """Lists the methods from the file system, and the inputs that their functions read. It runs without torch.
 
-A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else registers it. Beside it
-`TRAITS = {"recursive"}` names the method's special properties, if it has any; a user's file may have it too. `INPUTS` names the
-inputs that the method brings along, each with its source and its meaning; `evictionary/policies/` computes them.
+A module of `reference/` with the attribute `METHOD = "one-line description"` is a method; nothing else
+registers it. Beside it `TRAITS = {"recursive"}` names the method's special properties, if it has any; a
+user's file may have it too. `INPUTS` names the inputs that the method brings along, each with its source and
+its meaning; `evictionary/policies/` computes them.
 """
 
 import importlib
@@ -34,7 +35,10 @@ SHARED = {
         "hidden_states",
         "[B, M, hidden], what the attention layer reads: of every prompt token, later of the last 128 tokens",
     ),
-    "replay_queries": ("replay_queries", "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself"),
+    "replay_queries": (
+        "replay_queries",
+        "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself",
+    ),
     "replay_keys": ("replay_keys", "[B, H_kv, T, D], after RoPE, of the same tokens"),
     "w_o": ("", "[H_q, D_v, hidden], the output projection of each query head"),
     "positions": ("", "[T], of the tokens in the text"),
@@ -46,7 +50,9 @@ SHARED = {
     "keep_ratio": ("", "fraction to keep"),
     "generator": ("", "a seeded torch.Generator, a new one for each layer and compression"),
 }
-"""The inputs that a cache has for every method: the state of the model that each is computed from, and its meaning."""
+"""The inputs that a cache has for every method: the state of the model that each is computed from, and its
+meaning.
+"""
 
 CALIBRATION = "calibration"
 REPLAYED = frozenset({"replay_queries", "replay_keys"})
@@ -58,7 +64,8 @@ TRAITS = {
     "own_budget": "decides by itself how many tokens stay: a compression ratio or a budget changes nothing",
     "moving_window": "evicts what leaves its window, even from a head with fewer tokens than the budget",
     "prompt_only": "needs the queries of all tokens, so it compresses the prompt and nothing after it",
-    "recursive": "compresses each token once and leaves it alone afterwards: a select with keep_ratio, sink_size (the tokens left "
+    "recursive": "compresses each token once and leaves it alone afterwards: a select with keep_ratio, "
+    "sink_size (the tokens left "
     "alone) and lag_size (the tokens of a partition)",
 }
 """The words that a module can name in TRAITS, and their meaning."""
@@ -74,20 +81,32 @@ def modules() -> dict[str, ModuleType]:
 
 def _declared() -> dict[str, tuple[str, str, str]]:
     """Each input that a method brought along: the stem of the method, the source and the meaning."""
-    return {name: (stem, *said) for stem, module in modules().items() for name, said in getattr(module, "INPUTS", {}).items()}
+    return {
+        name: (stem, *said)
+        for stem, module in modules().items()
+        for name, said in getattr(module, "INPUTS", {}).items()
+    }
 
 
 DECLARED = _declared()
-INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {name: meaning for name, (*_, meaning) in DECLARED.items()}
+INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {
+    name: meaning for name, (*_, meaning) in DECLARED.items()
+}
 """The arguments that a function can name in its signature, and their meaning."""
 
 DRAWN = frozenset({"generator", *DECLARED})
 """The inputs that may be random."""
 CALIBRATED = frozenset(name for name, (_, source, _) in DECLARED.items() if source == CALIBRATION)
-"""The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself."""
+"""The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt
+itself.
+"""
 
-_SOURCES = {name: source for name, (source, _) in SHARED.items()} | {name: source for name, (_, source, _) in DECLARED.items()}
-CAPTURED_FOR = {name: "queries" if source == CALIBRATION else source for name, source in _SOURCES.items() if source}
+_SOURCES = {name: source for name, (source, _) in SHARED.items()} | {
+    name: source for name, (_, source, _) in DECLARED.items()
+}
+CAPTURED_FOR = {
+    name: "queries" if source == CALIBRATION else source for name, source in _SOURCES.items() if source
+}
 """The inputs that only the running model has, and the model state from which each input is computed."""
 
 
@@ -114,19 +133,25 @@ def definition(name: str) -> ModuleType:
 
 
 def protected(name: str, options: Mapping[str, Any]) -> str:
-    """What a method keeps whatever its scores, 'first 4, last 32' tokens; a dash for none, and for a file of one's own."""
+    """What a method keeps whatever its scores, 'first 4, last 32' tokens; a dash for none, and for a file
+    of one's own.
+    """
     if name.partition("+")[0] not in {*names(), *BASELINES}:
         return "-"
     module = definition(name.partition("+")[0])
     said = getattr(module, "PROTECTED", None)
     functions = [function for function in (entry(module), getattr(module, "select_prompt", None)) if function]
-    known = {key: value for function in functions for key, value in split_signature(function)[1].items()} | dict(options)
+    known = {
+        key: value for function in functions for key, value in split_signature(function)[1].items()
+    } | dict(options)
     parts = [f"{place} {known[key]}" for place, keys in PROTECTING.items() for key in keys if known.get(key)]
     return ", ".join([*parts, *([said] if said else [])]) or "-"
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Name, description, paper (arXiv number or None), seams, inputs and options with their defaults, of a known method."""
+    """Name, description, paper (arXiv number or None), seams, inputs and options with their defaults, of a
+    known method.
+    """
     module = definition(name)
     function = entry(module)
     inputs, options, _ = split_signature(function) if function else ([], {}, [])
@@ -142,7 +167,9 @@ def describe(name: str) -> dict[str, Any]:
 
 def description(module: ModuleType) -> str:
     """METHOD, or the first line of the module's docstring."""
-    return getattr(module, "METHOD", None) or (module.__doc__ or "a method of your own").strip().splitlines()[0]
+    return (
+        getattr(module, "METHOD", None) or (module.__doc__ or "a method of your own").strip().splitlines()[0]
+    )
 
 
 def paper(module: ModuleType) -> str | None:

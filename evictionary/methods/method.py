@@ -1,4 +1,6 @@
-"""A method: its inputs, its options, its traits, and the kept mask that it chooses for the states of one layer."""
+"""A method: its inputs, its options, its traits, and the kept mask that it chooses for the states of one
+layer.
+"""
 
 import functools
 import inspect
@@ -21,8 +23,10 @@ from evictionary.optimized import selection
 from evictionary.optimized.softmax import Softmax, of_model
 
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
-"""A callback that computes an input that only the running model knows. Its arguments: the name of the input, the states of a piece
-and `kv_heads`, its heads, and the position of its next token. It returns that input by name, and others computed with it."""
+"""A callback that computes an input that only the running model knows. Its arguments: the name of the
+input, the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that
+input by name, and others computed with it.
+"""
 
 OBSERVED = 32
 """The number of last queries of the prompt that `select_prompt` receives (MK-P)."""
@@ -32,11 +36,13 @@ OBSERVED = 32
 class Request:
     """The settings for one call of a method on the states of one layer.
 
-    Args: compression_ratio, the fraction to remove of the tokens that each row has seen, or budget, the tokens to keep in each
-    head, which replaces the ratio; options, the method's own; layer_index, of num_layers; seed, for methods that draw; filled
-    [B, H_kv, T], False where there is no token, None for a token everywhere; seen, the tokens that each row has read without
-    padding, None for T each; is_prompt, whether the states cover all tokens of a prompt (later, queries and hidden_states cover
-    only the last tokens); cap, that of the attention logits; state, that of the layer, for its policies; supply, see Supply.
+    Args: compression_ratio, the fraction to remove of the tokens that each row has seen, or budget, the
+    tokens to keep in each head, which replaces the ratio; options, the method's own; layer_index, of
+    num_layers; seed, for methods that draw; filled [B, H_kv, T], False where there is no token, None for a
+    token everywhere; seen, the tokens that each row has read without padding, None for T each; is_prompt,
+    whether the states cover all tokens of a prompt (later, queries and hidden_states cover only the last
+    tokens); cap, that of the attention logits; state, that of the layer, for its policies; supply, see
+    Supply.
     """
 
     compression_ratio: float = 0.0
@@ -55,12 +61,13 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """One way to decide which tokens stay: a `select` function, or a `score` function whose highest scores stay.
+    """One way to decide which tokens stay: a `select` function, or a `score` function whose highest scores
+    stay.
 
-    `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words of catalogue.TRAITS.
-    A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method: `layer_budgets` divides a budget among layers,
-    `head_budgets` divides a budget among the heads of a layer by their scores, and `corrected` says that the moments of the
-    evicted tokens correct the attention.
+    `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words
+    of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
+    `layer_budgets` divides a budget among layers, `head_budgets` divides a budget among the heads of a layer
+    by their scores, and `corrected` says that the moments of the evicted tokens correct the attention.
     """
 
     name: str
@@ -95,16 +102,23 @@ class Method:
     def suppliers(self) -> list[ModuleType]:
         """The policies that compute its inputs."""
         return [
-            policies.load(stem) for stem in sorted({catalogue.DECLARED[name][0] for name in self.reads & catalogue.DECLARED.keys()})
+            policies.load(stem)
+            for stem in sorted(
+                {catalogue.DECLARED[name][0] for name in self.reads & catalogue.DECLARED.keys()}
+            )
         ]
 
     @property
     def captured(self) -> frozenset[str]:
         """The method's inputs that come only from the running model: some of "queries", "hidden_states"."""
-        return frozenset(catalogue.CAPTURED_FOR[name] for name in self.reads if name in catalogue.CAPTURED_FOR)
+        return frozenset(
+            catalogue.CAPTURED_FOR[name] for name in self.reads if name in catalogue.CAPTURED_FOR
+        )
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the given options in the types of their defaults. Raises UsageError for one that cannot be used."""
+        """Return the given options in the types of their defaults. Raises UsageError for one that cannot
+        be used.
+        """
         # keep_ratio is the only input that a user may set instead of the budget, as papers report it.
         known = self.options | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
         for name in given or {}:
@@ -116,16 +130,21 @@ class Method:
     def kept(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """Return the kept mask [B, H_kv, T] of one layer.
 
-        `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries, hidden_states and
-        moments. The method gets rows and heads without empty places. Raises UsageError for a request out of range or for states
-        that the method names but that were not recorded, MethodError for errors inside the method.
+        `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries,
+        hidden_states and moments. The method gets rows and heads without empty places. Raises UsageError for
+        a request out of range or for states that the method names but that were not recorded, MethodError for
+        errors inside the method.
         """
         keys = states["keys"]
         shape = tuple(keys.shape[:3])
         seen = request.seen or [shape[2]] * shape[0]
         request = replace(request, seen=seen, options=self.typed_options(request.options))
         kept = torch.zeros(shape, dtype=torch.bool, device=keys.device)
-        scores = torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device) if self.head_budgets else kept
+        scores = (
+            torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device)
+            if self.head_budgets
+            else kept
+        )
         one_head = "positions" in self.inputs and "positions" in states
         is_shared = False
         for piece in pieces(shape, request.filled, one_row=len(set(seen)) > 1, one_head=one_head):
@@ -159,11 +178,18 @@ class Method:
     def _of_piece(
         self, states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], request: Request, seen: int
     ) -> torch.Tensor:
-        """The kept mask [b, h, n] of a piece of a cache of `shape`, or its scores where the heads share a budget."""
+        """The kept mask [b, h, n] of a piece of a cache of `shape`, or its scores where the heads share a
+        budget.
+        """
         keys, options, function = states["keys"], dict(request.options), self.function
         own_shape, length = tuple(keys.shape[:3]), keys.shape[2]
         amount = min(self.amount(seen, request), length)
-        if amount == length and "keep_ratio" not in options and not self.head_budgets and "moving_window" not in self.traits:
+        if (
+            amount == length
+            and "keep_ratio" not in options
+            and not self.head_budgets
+            and "moving_window" not in self.traits
+        ):
             return torch.ones(own_shape, dtype=torch.bool, device=keys.device)
         removed = request.compression_ratio if request.budget is None else 1 - amount / length
         available: dict[str, Any] = {
@@ -183,9 +209,13 @@ class Method:
         if self.prompt_function is not None and request.is_prompt:
             function = self.prompt_function
             if amount == 1 and "sink_size" in inspect.signature(function).parameters:
-                options["sink_size"] = 0  # a budget of one token has no room for sinks beside the newest token
-            if self.head_budgets and "floor_ratio" in inspect.signature(function).parameters:  # it shares the budget out itself
-                options["floor_ratio"] = inspect.signature(self.head_budgets).parameters["floor_ratio"].default
+                # a budget of one token has no room for sinks beside the newest token
+                options["sink_size"] = 0
+            # it shares the budget out itself
+            if self.head_budgets and "floor_ratio" in inspect.signature(function).parameters:
+                options["floor_ratio"] = (
+                    inspect.signature(self.head_budgets).parameters["floor_ratio"].default
+                )
             if "queries" in states:
                 available["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
         inputs = self.inputs if function is self.function else catalogue.split_signature(function)[0]
@@ -193,7 +223,8 @@ class Method:
         for own in policies.hooks(self.policies, "arguments"):
             options |= own(self, settings, request.state, length, amount, removed, row)
         if not catalogue.DRAWN.isdisjoint(inputs):
-            # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to be saved with a cache
+            # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to
+            # be saved with a cache
             place = 0 if request.is_prompt else seen
             head = piece.heads.start or 0 if "generator" in inputs else 0
             mixed = request.seed * 1_000_003 + request.layer_index + place * 2_654_435_761 + head * 40_503
@@ -201,7 +232,8 @@ class Method:
         for name in inputs:
             if name not in available and request.supply is not None:
                 available |= request.supply(name, available, seen)
-        if available.get("queries") is not None:  # a longer history serves only query_mean and query_covariance
+        # a longer history serves only query_mean and query_covariance
+        if available.get("queries") is not None:
             available["queries"] = available["queries"][:, :, -length:]
         self._require(inputs, available)
         arguments = {name: available[name] for name in inputs} | _accepted(function, options)
@@ -219,19 +251,24 @@ class Method:
             record = sorted({catalogue.CAPTURED_FOR.get(name, name) for name in absent})
             raise UsageError(
                 f"method {self.name}: reads {', '.join(absent)}, which this prefilled cache did not record; "
-                f"prefill with record=({', '.join(map(repr, record))},) or run the prompt through the EvictingCache"
+                f"prefill with record=({', '.join(map(repr, record))},) or run the prompt through the "
+                "EvictingCache"
             )
 
     def most(self, length: int, request: Request) -> int:
         """The most tokens of a prompt of `length` tokens that the heads of a layer may keep on average.
 
-        This is what the request asks for, or more where the method says so: one that sets its own budget may keep all.
+        This is what the request asks for, or more where the method says so: one that sets its own budget may
+        keep all.
         """
         if "own_budget" in self.traits:
             return length
         amount = self.amount(length, request)
         options = {**self.options, **request.options}
-        said = [own(self, options, length, amount, request.compression_ratio) for own in policies.hooks(self.policies, "most")]
+        said = [
+            own(self, options, length, amount, request.compression_ratio)
+            for own in policies.hooks(self.policies, "most")
+        ]
         return max([amount, *said])
 
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:

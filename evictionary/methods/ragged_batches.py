@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-OF_QUERIES = ("queries", "replay_queries", "query", "query_mean", "query_covariance", "sampled_queries", "sinks")
+OF_QUERIES = (
+    "queries",
+    "replay_queries",
+    "query",
+    "query_mean",
+    "query_covariance",
+    "sampled_queries",
+    "sinks",
+)
 OF_TOKENS = ("queries", "hidden_states")
 
 
@@ -19,7 +27,9 @@ class Piece:
     places: torch.Tensor | None  # None: all of them
 
 
-def pieces(shape: tuple[int, ...], filled: torch.Tensor | None, *, one_row: bool, one_head: bool) -> list[Piece]:
+def pieces(
+    shape: tuple[int, ...], filled: torch.Tensor | None, *, one_row: bool, one_head: bool
+) -> list[Piece]:
     """The pieces of a cache of `shape`: one piece, or one for each row, or one for each head."""
     if filled is None and not one_row and not one_head:
         return [Piece(slice(None), slice(None), None)]
@@ -41,10 +51,13 @@ def query_heads(piece: Piece, states: torch.Tensor, shape: tuple[int, ...]) -> s
     return slice(piece.heads.start * group, piece.heads.stop * group)
 
 
-def cut(states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_prompt: bool, seen: int) -> dict[str, Any]:
+def cut(
+    states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], *, is_prompt: bool, seen: int
+) -> dict[str, Any]:
     """The states of a piece.
 
-    A prompt's queries and hidden states: those of the piece's places. Recent queries and hidden states: only the last `seen`.
+    A prompt's queries and hidden states: those of the piece's places. Recent queries and hidden states: only
+    the last `seen`.
     """
     own: dict[str, Any] = {}
     for name, value in states.items():

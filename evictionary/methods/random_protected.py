@@ -1,4 +1,6 @@
-"""Random eviction with the protection that other methods have: the first tokens and the last ones stay. It belongs to no paper."""
+"""Random eviction with the protection that other methods have: the first tokens and the last ones stay. It
+belongs to no paper.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,14 @@ if TYPE_CHECKING:
 METHOD = "keeps the first tokens, the last ones, and random tokens between them (the baseline to beat)"
 
 
-def score(keys: torch.Tensor, generator: torch.Generator, *, sinks: int = 4, window: int = 32) -> torch.Tensor:
-    """Return scores [B, H_kv, T]: uniform ones, and above these the first `sinks` tokens, and then the last `window`, latest first.
+def score(
+    keys: torch.Tensor, generator: torch.Generator, *, sinks: int = 4, window: int = 32
+) -> torch.Tensor:
+    """Return scores [B, H_kv, T]: uniform ones, and above these the first `sinks` tokens, and then the
+    last `window`, latest first.
 
-    So a budget without room for all of them keeps the first tokens and the newest. Raises ValueError for a negative number.
+    So a budget without room for all of them keeps the first tokens and the newest. Raises ValueError for a
+    negative number.
     """
     for name, count in (("sinks", sinks), ("window", window)):
         if count < 0:

@@ -22,18 +22,23 @@ MOMENTS = "moments"
 
 
 def resolve(method: str) -> Method:
-    """Return the method of that name, or of that user file: `path/to/file.py` or `path/to/file.py:function`.
+    """Return the method of that name, or of that user file: `path/to/file.py` or
+    `path/to/file.py:function`.
 
-    A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them compose: allocators
-    (`ada_kv`, `pyramid_kv`) and `moments`, the correction by moments, follow the method. Raises UsageError for an unknown name, a
-    file that cannot be imported, or a function with an argument that cannot be supplied.
+    A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them
+    compose: allocators (`ada_kv`, `pyramid_kv`) and `moments`, the correction by moments, follow the method.
+    Raises UsageError for an unknown name, a file that cannot be imported, or a function with an argument that
+    cannot be supplied.
     """
     parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, additions = parts.groups() if parts else (method, "")
     found = _resolve_one(base)
     composed = additions.split("+")[1:]
     for index, addition in enumerate(composed):
-        require(addition not in composed[:index], f"method: got {addition!r} twice in {method!r}, wanted each addition once")
+        require(
+            addition not in composed[:index],
+            f"method: got {addition!r} twice in {method!r}, wanted each addition once",
+        )
         found = _compose(found, addition)
     return replace(found, name=method)
 
@@ -50,7 +55,8 @@ def _compose(method: Method, addition: str) -> Method:
         return replace(method, layer_budgets=module.budgets)
     require(
         not method.is_select,
-        f"method: {method.name} chooses its tokens itself, but {addition} divides a budget by scores; wanted a scorer first",
+        f"method: {method.name} chooses its tokens itself, but {addition} divides a budget by scores; wanted "
+        "a scorer first",
     )
     return replace(method, head_budgets=module.select)
 
@@ -66,7 +72,8 @@ def _resolve_one(method: str) -> Method:
     )
     if method not in known:
         raise UsageError(
-            f"method: got {method!r}{did_you_mean(method, known)}, wanted one of {', '.join(known)}, or path/to/file.py"
+            f"method: got {method!r}{did_you_mean(method, known)}, wanted one of {', '.join(known)}, or "
+            "path/to/file.py"
         )
     if method not in BASELINES and importlib.util.find_spec(f"evictionary.optimized.{method}"):
         optimized = importlib.import_module(f"evictionary.optimized.{method}")
@@ -87,19 +94,28 @@ def _import_file(path: Path) -> ModuleType:
     try:
         return import_file(f"user_method_{path.stem}", path)
     except (Exception, SystemExit) as error:
-        raise UsageError(f"method: {path} cannot be imported: {describe_exception(error, str(path.resolve()))}") from error
+        raise UsageError(
+            f"method: {path} cannot be imported: {describe_exception(error, str(path.resolve()))}"
+        ) from error
 
 
 def _from_module(module: ModuleType, name: str, function_name: str | None = None) -> Method:
     function = getattr(module, function_name, None) if function_name else catalogue.entry(module)
     if not callable(function):
-        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and value.__module__ == module.__name__]
+        own = [
+            key
+            for key, value in vars(module).items()
+            if inspect.isfunction(value) and value.__module__ == module.__name__
+        ]
         wanted = f"a function {function_name}" if function_name else "a function score or select"
-        raise UsageError(f"method: got {name}, wanted {wanted} in it; it has {', '.join(own) or 'no functions'}")
+        raise UsageError(
+            f"method: got {name}, wanted {wanted} in it; it has {', '.join(own) or 'no functions'}"
+        )
     inputs, options, missing = catalogue.split_signature(function)
     require(
         not missing,
-        f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be supplied; wanted "
+        f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be "
+        "supplied; wanted "
         f"some of {', '.join(INPUTS)}, or an argument with a default, which becomes an option",
     )
     package, _, stem = module.__name__.rpartition(".")
@@ -111,7 +127,9 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
         "recursive" not in traits or not lacking,
         f"TRAITS of {name}: got 'recursive', wanted {function.__name__} to take {', '.join(lacking)} then",
     )
-    imports_torch = re.search(r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE)
+    imports_torch = re.search(
+        r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE
+    )
     return Method(
         name=name,
         module=module,

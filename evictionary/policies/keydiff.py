@@ -1,4 +1,6 @@
-"""KeyDiff in a cache: the sum of the unit keys goes from one compression to the next, which saves a pass over the keys."""
+"""KeyDiff in a cache: the sum of the unit keys goes from one compression to the next, which saves a pass
+over the keys.
+"""
 
 from collections.abc import Callable
 
@@ -12,7 +14,11 @@ from evictionary.policies import Compression, State
 def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
     """KD-8 with the anchor that KD-6 has kept up to date, where kernels read the keys once then."""
     keys, before = compression.keys, compression.state.pop("anchor", None)
-    if not compression.every or compression.method.head_budgets is not None or not kernels_for("keydiff", keys):
+    if (
+        not compression.every
+        or compression.method.head_budgets is not None
+        or not kernels_for("keydiff", keys)
+    ):
         return None
     added = None if before is None else keydiff.update_anchor(before, keys[:, :, -compression.new :], None)
     anchor = keydiff.anchor_sum(keys) if added is None else added

@@ -1,6 +1,8 @@
-"""LagKV in a cache, and every method that compresses each token once (TRAITS = {"recursive"}), or solves for a keep_ratio.
+"""LagKV in a cache, and every method that compresses each token once (TRAITS = {"recursive"}), or solves
+for a keep_ratio.
 
-The state is `static`: the tokens of each row that have been compressed, or are sinks, and are left alone from now on.
+The state is `static`: the tokens of each row that have been compressed, or are sinks, and are left alone from
+now on.
 """
 
 import inspect
@@ -33,7 +35,8 @@ def keeps_all(method: Any, options: Mapping[str, Any], state: State, stored: int
 def arguments(
     method: Any, options: Mapping[str, Any], state: State, length: int, amount: int, removed: float, row: int
 ) -> dict[str, Any]:
-    """LK-13: the fraction of a partition that stays meets the budget of a prompt; what is static counts among the sinks.
+    """LK-13: the fraction of a partition that stays meets the budget of a prompt; what is static counts
+    among the sinks.
 
     Partitions that come one after another all keep the same fraction.
     """
@@ -77,7 +80,9 @@ def most(method: Any, options: Mapping[str, Any], length: int, amount: int, remo
     return max(amount, lagkv.retained_length(length, keep_ratio=keep_ratio, **sizes))
 
 
-def _keep_ratio(method: Any, options: Mapping[str, Any], state: State, length: int, amount: int, removed: float) -> Any:
+def _keep_ratio(
+    method: Any, options: Mapping[str, Any], state: State, length: int, amount: int, removed: float
+) -> Any:
     """The option, the method's own solution for a budget, or the fraction that is not removed."""
     solve = getattr(method.module, "keep_ratio_for", None)
     if "keep_ratio" in options:
@@ -85,6 +90,10 @@ def _keep_ratio(method: Any, options: Mapping[str, Any], state: State, length: i
     if solve is None or "static" in state:
         return float(1 - Decimal(repr(float(removed))))
     try:
-        return solve(length, amount, **{name: options[name] for name in inspect.signature(solve).parameters if name in options})
+        return solve(
+            length,
+            amount,
+            **{name: options[name] for name in inspect.signature(solve).parameters if name in options},
+        )
     except ValueError as error:
         raise UsageError(f"option {error}") from None

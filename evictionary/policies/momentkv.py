@@ -1,4 +1,6 @@
-"""MomentKV in a cache, and its correction beside any method (`+moments`): evicted tokens live on in the moments of each head."""
+"""MomentKV in a cache, and its correction beside any method (`+moments`): evicted tokens live on in the
+moments of each head.
+"""
 
 import math
 from collections.abc import Callable
@@ -24,7 +26,9 @@ def opened(compression: Compression) -> State:
 
 
 def evicted(compression: Compression, kept: torch.Tensor) -> None:
-    """MK-25: the tokens that go join the moments. Where every place holds a token, the same pass copies those that stay."""
+    """MK-25: the tokens that go join the moments. Where every place holds a token, the same pass copies
+    those that stay.
+    """
     keys, values, moments = compression.keys, compression.values, moments_of(compression.state)
     assert moments is not None
     if compression.filled is None:
@@ -35,7 +39,9 @@ def evicted(compression: Compression, kept: torch.Tensor) -> None:
 
 
 def part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
-    """MK-9, MK-11: the evicted tokens' part, from their moments: output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M]."""
+    """MK-9, MK-11: the evicted tokens' part, from their moments: output [B, H_q, M, D_v] and log-sum-exp
+    [B, H_q, M].
+    """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     mean_key, mean_value, covariance = momentkv.recover(moments)
     grouped = queries.to(mean_key.dtype).reshape(batch, moments.count.shape[1], -1, head_dim)
@@ -43,7 +49,9 @@ def part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.T
     log_sum_exp = count.log() + (grouped @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
     log_sum_exp = log_sum_exp.masked_fill(moments.count[..., None] == 0, -math.inf)
     output = mean_value[:, :, None] + grouped @ covariance.mT / (count[..., None] * math.sqrt(head_dim))
-    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(batch, num_query_heads, num_queries)
+    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(
+        batch, num_query_heads, num_queries
+    )
 
 
 def stepping(method: Any) -> Callable[..., torch.Tensor] | None:
@@ -58,12 +66,14 @@ def step(
     state: State,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    """MK-A1 in place: the attention [B, H_q, D_v] of a new token, which takes the slot of the evicted token or none.
+    """MK-A1 in place: the attention [B, H_q, D_v] of a new token, which takes the slot of the evicted
+    token or none.
 
-    Args: query [B, H_q, D]; key and value of the token, [B, H_kv, D]; slots, the keys, values and positions of a full layer;
-    state, with moments; position [B, H_kv] of the token. Changes the slots and the state.
+    Args: query [B, H_q, D]; key and value of the token, [B, H_kv, D]; slots, the keys, values and positions
+    of a full layer; state, with moments; position [B, H_kv] of the token. Changes the slots and the state.
     """
-    # What the step before has written is not looked at again; the kernels are reached by the function that looks.
+    # What the step before has written is not looked at again; the kernels are reached by the function that
+    # looks.
     moments = moments_of(state)
     assert moments is not None
     run = momentkv.step if kernels_for("momentkv", *slots[:2]) else momentkv.step_trusted

@@ -1,13 +1,15 @@
 """Triton kernels under the entries of `optimized`, with the same file and function names.
 
-The entries check the arguments before they call a launcher here; the kernels check nothing, and no file here imports an entry.
-`launching.py` says where the kernels run. Without a GPU, `TRITON_INTERPRET=1 pytest spec_tests --impl optimized` checks every law
-on them, and `tests/kernels/test_kernels.py` adds tests beyond the laws. The machine code, which the interpreter cannot see, is
-checked by compiling for several GPUs (`compiling.py`).
+The entries check the arguments before they call a launcher here; the kernels check nothing, and no file here
+imports an entry. `launching.py` says where the kernels run. Without a GPU, `TRITON_INTERPRET=1 pytest
+spec_tests --impl optimized` checks every law on them, and `tests/kernels/test_kernels.py` adds tests beyond
+the laws. The machine code, which the interpreter cannot see, is checked by compiling for several GPUs
+(`compiling.py`).
 
-A kernel file has the launchers, the kernels, and `CONFIGURATIONS`: the calls to compile offline. Its docstring gives the torch
-expression that it equals, the work of each launch, the memory read and written, and the reason for the tile sizes.
-Rules that every kernel keeps: float32 inside, whatever the inputs; offsets in int64; every load masked with its `other`; no
-float atomics and fixed-order reductions, so that two runs agree in every bit; no length becomes a constant of a kernel, so that
-a growing cache does not recompile; bfloat16 is converted right after the load, since the interpreter cannot compute with it.
+A kernel file has the launchers, the kernels, and `CONFIGURATIONS`: the calls to compile offline. Its
+docstring gives the torch expression that it equals, the work of each launch, the memory read and written, and
+the reason for the tile sizes. Rules that every kernel keeps: float32 inside, whatever the inputs; offsets in
+int64; every load masked with its `other`; no float atomics and fixed-order reductions, so that two runs agree
+in every bit; no length becomes a constant of a kernel, so that a growing cache does not recompile; bfloat16
+is converted right after the load, since the interpreter cannot compute with it.
 """

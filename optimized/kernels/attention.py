@@ -1,25 +1,29 @@
-r"""Flash-decoding over a cache in parts: ragged heads, recent tokens, the moments of evicted ones (ATT-1 to ATT-3).
+r"""Flash-decoding over a cache in parts: ragged heads, recent tokens, the moments of evicted ones (ATT-1
+to ATT-3).
 
-It equals, in torch, for one query head and its KV head, with the n kept tokens and the recent ones in `keys` and `values`, of which
-the query sees the first `visible`, and float32 moments n_e, s_k, s_v, S:
+It equals, in torch, for one query head and its KV head, with the n kept tokens and the recent ones in `keys`
+and `values`, of which the query sees the first `visible`, and float32 moments n_e, s_k, s_v, S:
 
     logits = keys[:visible].float() @ query.float() / math.sqrt(head_dim)
     evicted_logit = n_e.log() + query @ s_k / n_e / math.sqrt(head_dim)
     evicted_value = s_v / n_e + (S - torch.outer(s_v, s_k / n_e)) @ query / (n_e * math.sqrt(head_dim))
-    logits, values = torch.cat([logits, evicted_logit[None]]), torch.cat([values[:visible].float(), evicted_value[None]])
+    logits, values = torch.cat([logits, evicted_logit[None]]), torch.cat([values[:visible].float(),
+    evicted_value[None]])
     output, log_sum_exp = logits.softmax(dim=0) @ values, logits.logsumexp(dim=0)
 
 The G query heads of a group and their M queries are the rows of one product with the keys that they share.
 
-First launch, `attend_chunks`: the flat storage and the recent segment are cut into chunks that never cross a head, and one program
-takes one chunk and one block of rows, with an online softmax in powers of two. The lengths of ragged heads are only on the GPU, and
-the host does not wait for them: the launch has as many programs as N tokens in B * H_kv heads can need, a `Plan` says which head
-each takes, and unused programs stop at once. The chunks are as short as it takes to fill a GPU; with many blocks of rows a head is
-one chunk, and K and V are read once for each block.
-Second launch, `merge_chunks`: one program weighs the partial results of one query row, in the order of the chunks, and the moments
-as one virtual token more. A row without tokens and moments gives output 0 and log-sum-exp -inf.
+First launch, `attend_chunks`: the flat storage and the recent segment are cut into chunks that never cross a
+head, and one program takes one chunk and one block of rows, with an online softmax in powers of two. The
+lengths of ragged heads are only on the GPU, and the host does not wait for them: the launch has as many
+programs as N tokens in B * H_kv heads can need, a `Plan` says which head each takes, and unused programs stop
+at once. The chunks are as short as it takes to fill a GPU; with many blocks of rows a head is one chunk, and
+K and V are read once for each block. Second launch, `merge_chunks`: one program weighs the partial results of
+one query row, in the order of the chunks, and the moments as one virtual token more. A row without tokens and
+moments gives output 0 and log-sum-exp -inf.
 
-A cache in pages (`PagedCache`) differs in one thing: a token is found by the block table of its sequence, in pools of any strides.
+A cache in pages (`PagedCache`) differs in one thing: a token is found by the block table of its sequence, in
+pools of any strides.
 
 Queries go in waves whose partial results fit `WORKSPACE`.
 """
@@ -47,9 +51,11 @@ class Plan(NamedTuple):
 
     chunk: int  # tokens
     programs: int  # the most chunks that the heads can have
-    heads: torch.Tensor | None = None  # [programs] int32: the head of each chunk, B * H_kv where there is no chunk
+    # [programs] int32: the head of each chunk, B * H_kv where there is no chunk
+    heads: torch.Tensor | None = None
     first_chunk: torch.Tensor | None = None  # [B * H_kv + 2] int64: the chunks of the heads before
-    first_token: torch.Tensor | None = None  # [B * H_kv + 2] int64: the tokens of the heads before, and 0 behind the last
+    # [B * H_kv + 2] int64: the tokens of the heads before, and 0 behind the last
+    first_token: torch.Tensor | None = None
     table: torch.Tensor | None = None  # [B, pages]: the pages of each sequence; None for flat storage
     pages: int = 0
 
@@ -59,9 +65,12 @@ def plan(cache: CompressedCache | PagedCache, chunk: int) -> Plan:
     lengths = cache.lengths.flatten()
     programs = most_tokens(cache) // chunk + len(lengths)
     first_chunk, first_token = (
-        torch.nn.functional.pad(counts.cumsum(0), (1, 1)) for counts in ((lengths + chunk - 1) // chunk, lengths)
+        torch.nn.functional.pad(counts.cumsum(0), (1, 1))
+        for counts in ((lengths + chunk - 1) // chunk, lengths)
     )
-    heads = torch.searchsorted(first_chunk[1:-1], torch.arange(programs, device=lengths.device), right=True, out_int32=True)
+    heads = torch.searchsorted(
+        first_chunk[1:-1], torch.arange(programs, device=lengths.device), right=True, out_int32=True
+    )
     found = Plan(chunk, programs, heads, first_chunk, first_token)
     if not isinstance(cache, PagedCache):
         return found
@@ -78,7 +87,9 @@ def most_tokens(cache: CompressedCache | PagedCache | None) -> int:
 
 
 def chunk_size(tokens: int, row_blocks: int) -> int:
-    """Return the tokens of a chunk: with `row_blocks` blocks of query rows, fewer and longer chunks fill a GPU."""
+    """Return the tokens of a chunk: with `row_blocks` blocks of query rows, fewer and longer chunks fill a
+    GPU.
+    """
     wanted = triton.next_power_of_2(triton.cdiv(tokens, max(1, PROGRAMS_WANTED // row_blocks)))
     return max(CHUNKS[0], min(wanted, CHUNKS[1] * row_blocks))
 
@@ -93,20 +104,23 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-1..3: attention of every query over the parts of a cache, one of which may be None.
 
-    Args: queries [B, H_q, M, D]; cache, ragged; recent, keys [B, H_kv, R, D] and values after those of the cache, causal: the last
-    M are the tokens of the queries; moments of evicted tokens, float32; plans, of this cache, by the size of their chunks: one that
-    is missing is made and added; kept [B, H_kv, R], boolean, which recent tokens take part, where there is no cache.
-    Returns as `optimized.attention.attend`.
+    Args: queries [B, H_q, M, D]; cache, ragged; recent, keys [B, H_kv, R, D] and values after those of the
+    cache, causal: the last M are the tokens of the queries; moments of evicted tokens, float32; plans, of
+    this cache, by the size of their chunks: one that is missing is made and added; kept [B, H_kv, R],
+    boolean, which recent tokens take part, where there is no cache. Returns as `optimized.attention.attend`.
     """
     batch, num_query_heads, num_queries, _ = queries.shape
     part: Any = recent if cache is None else cache
     bytes_each = 4 * batch * num_query_heads * part[1].shape[-1]
-    wave = max(1, WORKSPACE // (4 * bytes_each))  # each row has a result in two or three chunks of its head, at least
+    # each row has a result in two or three chunks of its head, at least
+    wave = max(1, WORKSPACE // (4 * bytes_each))
     parts = []
     for first in range(0, num_queries, wave):
         end = min(first + wave, num_queries)
         seen = recent and tuple(states[:, :, : states.shape[2] - num_queries + end] for states in recent)
-        parts.append(_attend(queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans, kept))
+        parts.append(
+            _attend(queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans, kept)
+        )
     if len(parts) == 1:
         return parts[0]
     output, log_sum_exp = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
@@ -148,9 +162,11 @@ def _attend(
     log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
     scale = math.log2(math.e) / math.sqrt(head_dim)
     launch(attend_chunks, (programs * row_blocks,))(
-        strided(queries), *flat, *dense, None if kept is None else kept.contiguous(), stored, partial, partial_log,
+        strided(queries), *flat, *dense, None if kept is None else kept.contiguous(), stored, partial,
+        partial_log,
         num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, KEPT=kept is not None, PAGE=keys.shape[1] if paged else 0, BLOCK_DV=padded(value_dim), **tile,
+        STORED=cache is not None, KEPT=kept is not None, PAGE=keys.shape[1] if paged else 0,
+        BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     launch(merge_chunks, (heads * rows,))(
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
@@ -170,7 +186,12 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
         # Three tiles in flight do not fit into the 64 KB of an AMD GPU.
         tile = {"BLOCK_ROWS": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if is_amd(queries) else 3}
     else:
-        tile = {"BLOCK_ROWS": min(32, padded(rows)), "BLOCK_T": 32 if wide else 64, "num_warps": 4, "num_stages": 2 if wide else 3}
+        tile = {
+            "BLOCK_ROWS": min(32, padded(rows)),
+            "BLOCK_T": 32 if wide else 64,
+            "num_warps": 4,
+            "num_stages": 2 if wide else 3,
+        }
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
@@ -178,10 +199,13 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
 def attend_chunks(
     queries, keys, values, recent_keys, recent_values, kept_ptr, plan, partial_ptr, partial_log_ptr,
     num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    STORED: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent tokens) * row blocks."""
+    """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent
+    tokens) * row blocks.
+    """
     row_blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     program = tl.program_id(0).to(tl.int64) // row_blocks
     row = (tl.program_id(0) % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -190,7 +214,10 @@ def attend_chunks(
     first = (program - plan.programs) % tl.maximum(chunks_each, 1) * plan.chunk
     tokens = length - first
     visible = tokens - num_queries + 1 + row % num_queries  # each query sees the tokens up to its own
-    keys_here, values_here = at_head(recent_keys, head, num_kv_heads), at_head(recent_values, head, num_kv_heads)
+    keys_here, values_here = (
+        at_head(recent_keys, head, num_kv_heads),
+        at_head(recent_values, head, num_kv_heads),
+    )
     key_stride_t, key_stride_d = recent_keys.stride_t, recent_keys.stride_d
     value_stride_t, value_stride_d = recent_values.stride_t, recent_values.stride_d
     if STORED:
@@ -204,7 +231,10 @@ def attend_chunks(
         first = tl.where(is_recent, first, 0 if PAGE else before + own_first)
         tokens = tl.where(is_recent, tokens, own_tokens)
         visible = tl.where(is_recent, visible, own_tokens)
-        keys_here, values_here = tl.where(is_recent, keys_here, keys.ptr), tl.where(is_recent, values_here, values.ptr)
+        keys_here, values_here = (
+            tl.where(is_recent, keys_here, keys.ptr),
+            tl.where(is_recent, values_here, values.ptr),
+        )
         key_stride_t, key_stride_d = (
             tl.where(is_recent, key_stride_t, keys.stride_t),
             tl.where(is_recent, key_stride_d, keys.stride_d),
@@ -214,7 +244,9 @@ def attend_chunks(
     if tokens > 0:
         channels = tl.arange(0, BLOCK_D)
         value_channels = tl.arange(0, BLOCK_DV)
-        query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(DOT_DTYPE)
+        query = load_queries(queries, head, row, channels, num_kv_heads, rows, num_queries, head_dim).to(
+            DOT_DTYPE
+        )
         own_keys = Rows(keys_here + first * key_stride_t, key_stride_t, key_stride_d)
         own_values = Rows(values_here + first * value_stride_t, value_stride_t, value_stride_d)
         highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
@@ -230,7 +262,10 @@ def attend_chunks(
             if PAGE:
                 place = own_first + token
                 in_page = token < tl.where(is_recent, 0, end)
-                kv_head, own_table = own_head % num_kv_heads, plan.table + own_head // num_kv_heads * plan.pages
+                kv_head, own_table = (
+                    own_head % num_kv_heads,
+                    plan.table + own_head // num_kv_heads * plan.pages,
+                )
                 page = tl.load(own_table + place // PAGE, mask=in_page, other=0)
                 key_row = tl.where(is_recent, token, row_of_slot(keys, page, place % PAGE, kv_head))
                 value_row = tl.where(is_recent, token, row_of_slot(values, page, place % PAGE, kv_head))
@@ -255,7 +290,9 @@ def merge_chunks(
     num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
     STORED: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Merge the chunks and moments of one query row: `sum_c 2^log_c * output_c / sum_c 2^log_c`. Grid: heads * rows."""
+    """Merge the chunks and moments of one query row: `sum_c 2^log_c * output_c / sum_c 2^log_c`. Grid:
+    heads * rows.
+    """
     head, row = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
     first, stored = head * 0, head * 0
     if STORED:
@@ -269,7 +306,11 @@ def merge_chunks(
     for start in range(0, (stored + chunks_each).to(tl.int32), 16):
         parts = start + tl.arange(0, 16)
         inside = parts < stored + chunks_each
-        target = tl.where(parts < stored, first + parts, plan.programs + head * chunks_each + parts - stored) * rows + row
+        target = (
+            tl.where(parts < stored, first + parts, plan.programs + head * chunks_each + parts - stored)
+            * rows
+            + row
+        )
         logs = tl.load(partial_log_ptr + target, mask=inside, other=float("-inf"))
         partial = tl.load(
             partial_ptr + target[:, None] * value_dim + channels[None, :],
@@ -284,7 +325,18 @@ def merge_chunks(
         highest = higher
     if MOMENTS:
         log_evicted, estimate = evicted_token(
-            queries, moments, head, row, channels, num_kv_heads, num_queries, rows, head_dim, value_dim, scale, BLOCK_D
+            queries,
+            moments,
+            head,
+            row,
+            channels,
+            num_kv_heads,
+            num_queries,
+            rows,
+            head_dim,
+            value_dim,
+            scale,
+            BLOCK_D,
         )
         higher = tl.maximum(highest, log_evicted)
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -303,9 +355,22 @@ def merge_chunks(
 
 @triton.jit
 def evicted_token(
-    queries, moments, head, row, channels, num_kv_heads, num_queries, rows, head_dim, value_dim, scale, BLOCK_D: tl.constexpr
+    queries,
+    moments,
+    head,
+    row,
+    channels,
+    num_kv_heads,
+    num_queries,
+    rows,
+    head_dim,
+    value_dim,
+    scale,
+    BLOCK_D: tl.constexpr,
 ):
-    """MK-9, MK-11: the evicted tokens of a head as one token for a query row: its logit in base 2, its value [BLOCK_DV]."""
+    """MK-9, MK-11: the evicted tokens of a head as one token for a query row: its logit in base 2, its
+    value [BLOCK_DV].
+    """
     count = tl.load(moments.count + head).to(tl.float32)
     divisor = tl.maximum(count, 1.0)
     value_sum = tl.load(moments.value_sum + head * value_dim + channels, mask=channels < value_dim, other=0.0)
@@ -318,7 +383,9 @@ def evicted_token(
         inner = start + tl.arange(0, BLOCK_D)
         inside = inner < head_dim
         query = load_row(query_ptr, inner, head_dim, queries.stride_d)
-        mean_key = tl.div_rn(tl.load(moments.key_sum + head * head_dim + inner, mask=inside, other=0.0), divisor)
+        mean_key = tl.div_rn(
+            tl.load(moments.key_sum + head * head_dim + inner, mask=inside, other=0.0), divisor
+        )
         sums = tl.load(
             moments.value_key_sum + (head * value_dim + channels[:, None]) * head_dim + inner[None, :],
             mask=(channels < value_dim)[:, None] & inside[None, :], other=0.0,
@@ -344,5 +411,7 @@ def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
 
 
 CONFIGURATIONS = configurations(
-    _launch, *({"head_dim": head_dim, "rows": rows} for head_dim in HEAD_DIMS for rows in (4, 64)), tensor_cores=["attend_chunks"]
+    _launch,
+    *({"head_dim": head_dim, "rows": rows} for head_dim in HEAD_DIMS for rows in (4, 64)),
+    tensor_cores=["attend_chunks"],
 )

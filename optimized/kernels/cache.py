@@ -4,12 +4,14 @@ It equals, in torch:
 
     keys[kept], values[kept], kept.nonzero()[:, 2]
 
-A running count of the mask, torch's cumulative sum, gives every kept token its row. The host reads the last number, because it
-allocates the compressed cache and needs the number of kept tokens for that. Then one program takes a tile of
-tokens of one head and copies its kept rows, K and V; rows that are not kept are not read. Rows leave in the order of their
-positions and next to one another, so the writes are contiguous although the reads skip.
+A running count of the mask, torch's cumulative sum, gives every kept token its row. The host reads the last
+number, because it allocates the compressed cache and needs the number of kept tokens for that. Then one
+program takes a tile of tokens of one head and copies its kept rows, K and V; rows that are not kept are not
+read. Rows leave in the order of their positions and next to one another, so the writes are contiguous
+although the reads skip.
 
-The tile holds 4,096 elements for 4 warps: with 128 channels of 16 bits, sixteen threads copy a row, 16 bytes each.
+The tile holds 4,096 elements for 4 warps: with 128 channels of 16 bits, sixteen threads copy a row, 16 bytes
+each.
 """
 
 from typing import NamedTuple
@@ -28,12 +30,16 @@ ELEMENTS_OF_A_TILE = 4096
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
-    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order, as `optimized.cache.compress`."""
+    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order, as
+    `optimized.cache.compress`.
+    """
     rows = kept.reshape(-1).cumsum(0)
     return copy_kept(keys, values, kept.contiguous(), rows, int(rows[-1]))
 
 
-def copy_kept(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int) -> CompressedCache:
+def copy_kept(
+    keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows: torch.Tensor, total: int
+) -> CompressedCache:
     """Copy the `total` kept tokens to the rows in `rows` [B * H_kv * T], counted from 1."""
     batch, num_heads, length, head_dim = keys.shape
     cache = empty_cache(keys, values, total, kept.sum(dim=-1))
@@ -41,13 +47,16 @@ def copy_kept(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, rows
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     tiles = triton.cdiv(length, block_t)
     launch(copy_rows, (batch * num_heads * tiles,))(
-        strided(keys), strided(values), kept, Copy(*cache[:3], rows), num_heads, length, tiles, head_dim, values.shape[-1],
+        strided(keys), strided(values), kept, Copy(*cache[:3], rows), num_heads, length, tiles, head_dim,
+        values.shape[-1],
         BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
     return cache
 
 
-def empty_cache(keys: torch.Tensor, values: torch.Tensor, total: int, lengths: torch.Tensor) -> CompressedCache:
+def empty_cache(
+    keys: torch.Tensor, values: torch.Tensor, total: int, lengths: torch.Tensor
+) -> CompressedCache:
     """Return room for `total` tokens of `keys` and `values`."""
     return CompressedCache(
         keys.new_empty(total, keys.shape[-1]),
@@ -71,7 +80,9 @@ def copy_rows(
     keys, values, kept_ptr, copy, num_heads, length, tiles, head_dim, value_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Copy the kept rows of one tile of tokens of one head. Grid: heads * tiles, the tiles of a head together."""
+    """Copy the kept rows of one tile of tokens of one head. Grid: heads * tiles, the tiles of a head
+    together.
+    """
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -79,8 +90,18 @@ def copy_rows(
     kept = tl.load(kept_ptr + head * length + tokens, mask=inside, other=0) != 0
     rows = tl.load(copy.rows + head * length + tokens, mask=inside, other=1) - 1
     tl.store(copy.positions + rows, tokens, mask=kept)
-    copy_tile(head_of(keys, head, num_heads), copy.kept_keys, tokens, rows, tl.arange(0, BLOCK_D), kept, head_dim)
-    copy_tile(head_of(values, head, num_heads), copy.kept_values, tokens, rows, tl.arange(0, BLOCK_DV), kept, value_dim)
+    copy_tile(
+        head_of(keys, head, num_heads), copy.kept_keys, tokens, rows, tl.arange(0, BLOCK_D), kept, head_dim
+    )
+    copy_tile(
+        head_of(values, head, num_heads),
+        copy.kept_values,
+        tokens,
+        rows,
+        tl.arange(0, BLOCK_DV),
+        kept,
+        value_dim,
+    )
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

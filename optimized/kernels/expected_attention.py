@@ -1,4 +1,5 @@
-r"""Expected Attention (arXiv 2510.00636): the scores in three launches (EA-7 to EA-9); statistics are in `.._statistics`.
+r"""Expected Attention (arXiv 2510.00636): the scores in three launches (EA-7 to EA-9); statistics are in
+`.._statistics`.
 
 They equal, in torch, for one KV head and the query heads g of its group:
 
@@ -7,20 +8,21 @@ They equal, in torch, for one KV head and the query heads g of its group:
 
 K and V are read from memory once, for any group size; T * H_q float32 logits are written and read again.
 
-First launch, `split_covariances`: prepares each covariance Sigma. It is symmetric: with its channels in two halves a and b,
-k^T Sigma k is a^T Sigma_aa a + 2 b^T Sigma_ba a + b^T Sigma_bb b, three of four products. The launch stores Sigma_ba + Sigma_ab^T
-for 2 Sigma_ba, so that a Sigma that is not quite symmetric gives the same.
-Tensor cores multiply keys in their own dtype, in which a covariance has 8 bits (bfloat16) or 11. Keys are exact, so only Sigma has
-to be split: high + low, each in the dtype of the keys, is Sigma to 16 bits or more, for twice the multiplications. Sigma is first
-scaled by a power of two that brings its largest element to [2^13, 2^14): float16 has no numbers above 65,504, and fewer bits below
-2^-14. float32 keys are multiplied in full float32, which needs no second part.
-Second launch, `expected_logits`: one program takes one tile of tokens of one KV head. It walks the covariances of the group in
-slices of columns, first those of half b and then those of half a: K_tile @ Sigma_slice on tensor cores, plus the mean, times the
-same columns of the tile, summed along the row. The logits of the group are stored together, with the maximum and the sum of
-exponentials of the tile; the norms of the values go to the memory of the scores. A slice and not all of Sigma, because two
-programs of a multiprocessor have to share its registers.
-Third launch, `weigh_values`: one program takes a run of tokens, adds up the maxima and sums of its KV head in the order of the
-tiles, and turns logits and norms to scores.
+First launch, `split_covariances`: prepares each covariance Sigma. It is symmetric: with its channels in two
+halves a and b, k^T Sigma k is a^T Sigma_aa a + 2 b^T Sigma_ba a + b^T Sigma_bb b, three of four products. The
+launch stores Sigma_ba + Sigma_ab^T for 2 Sigma_ba, so that a Sigma that is not quite symmetric gives the
+same. Tensor cores multiply keys in their own dtype, in which a covariance has 8 bits (bfloat16) or 11. Keys
+are exact, so only Sigma has to be split: high + low, each in the dtype of the keys, is Sigma to 16 bits or
+more, for twice the multiplications. Sigma is first scaled by a power of two that brings its largest element
+to [2^13, 2^14): float16 has no numbers above 65,504, and fewer bits below 2^-14. float32 keys are multiplied
+in full float32, which needs no second part. Second launch, `expected_logits`: one program takes one tile of
+tokens of one KV head. It walks the covariances of the group in slices of columns, first those of half b and
+then those of half a: K_tile @ Sigma_slice on tensor cores, plus the mean, times the same columns of the tile,
+summed along the row. The logits of the group are stored together, with the maximum and the sum of
+exponentials of the tile; the norms of the values go to the memory of the scores. A slice and not all of
+Sigma, because two programs of a multiprocessor have to share its registers. Third launch, `weigh_values`: one
+program takes a run of tokens, adds up the maxima and sums of its KV head in the order of the tiles, and turns
+logits and norms to scores.
 """
 
 import math
@@ -38,16 +40,26 @@ from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
 
-# Parts of Sigma for half-precision keys: 2, or 1 for half the time and Sigma rounded to the dtype of the keys.
+# Parts of Sigma for half-precision keys: 2, or 1 for half the time and Sigma rounded to the dtype of the
+# keys.
 TERMS = 2
 TOKENS_OF_A_RUN = 512
 
 
 def score(
-    keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, epsilon: float
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_mean: torch.Tensor,
+    query_covariance: torch.Tensor,
+    epsilon: float,
 ) -> torch.Tensor:
-    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`, as `optimized.expected_attention.score`."""
-    means, covariances = (query_mean.float() / math.sqrt(keys.shape[-1])).contiguous(), query_covariance.float()
+    r"""EA-7..9: `(mean over the group of ahat_i + epsilon) |v_i|`, as
+    `optimized.expected_attention.score`.
+    """
+    means, covariances = (
+        (query_mean.float() / math.sqrt(keys.shape[-1])).contiguous(),
+        query_covariance.float(),
+    )
     batch, num_kv_heads, length, head_dim = keys.shape
     num_query_heads = means.shape[1]
     heads, readers, group = batch * num_kv_heads, batch * num_query_heads, num_query_heads // num_kv_heads
@@ -80,14 +92,21 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
     block_d, block_dv = padded(keys.shape[-1], 32), padded(values.shape[-1])
     wide = block_d > 128
     if not on_tensor_cores(keys):
-        # Without tensor cores each product takes registers of its own. With one stage all keys stay in registers too, and spill.
+        # Without tensor cores each product takes registers of its own. With one stage all keys stay in
+        # registers too, and spill.
         tile = {"BLOCK_T": 32, "BLOCK_N": 16, "num_warps": 8}
     else:
         tile = {"BLOCK_T": 64 if wide else 128, "BLOCK_N": 32 if wide else 64, "num_warps": 4 if wide else 8}
-        if block_d == 128:  # two programs on a multiprocessor; left alone, the compiler takes a few registers more
+        # two programs on a multiprocessor; left alone, the compiler takes a few registers more
+        if block_d == 128:
             tile |= register_limit(keys, 128)
     tile["BLOCK_N"] = min(tile["BLOCK_N"], block_d // 2)
-    return tile | {"BLOCK_H": block_d // 2, "BLOCK_DV": block_dv, "DOT_DTYPE": dot_dtype(keys), "num_stages": 2}
+    return tile | {
+        "BLOCK_H": block_d // 2,
+        "BLOCK_DV": block_dv,
+        "DOT_DTYPE": dot_dtype(keys),
+        "num_stages": 2,
+    }
 
 
 @triton.jit
@@ -125,12 +144,20 @@ def split_covariances(
 
 
 @triton.jit
-def times_sigma(keys, sigma_ptr, rows, columns, head_dim, product, TERMS: tl.constexpr, DOT_DTYPE: tl.constexpr):
-    """Return `product` + keys @ sigma, for the given rows and columns of the scaled covariance, all its terms."""
+def times_sigma(
+    keys, sigma_ptr, rows, columns, head_dim, product, TERMS: tl.constexpr, DOT_DTYPE: tl.constexpr
+):
+    """Return `product` + keys @ sigma, for the given rows and columns of the scaled covariance, all its
+    terms.
+    """
     sigma_ptr += rows[:, None] * head_dim + columns[None, :]
     inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
     for term in tl.static_range(TERMS):
-        sigma = tl.load(sigma_ptr + term * head_dim * head_dim, mask=inside, other=0.0).to(tl.float32).to(DOT_DTYPE)
+        sigma = (
+            tl.load(sigma_ptr + term * head_dim * head_dim, mask=inside, other=0.0)
+            .to(tl.float32)
+            .to(DOT_DTYPE)
+        )
         product = tl.dot(keys, sigma, acc=product, input_precision="ieee")
     return product
 
@@ -142,7 +169,9 @@ def expected_logits(
     GROUP: tl.constexpr, TERMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values. Grid: heads * tiles."""
+    """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values.
+    Grid: heads * tiles.
+    """
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -175,7 +204,9 @@ def expected_logits(
     mass = tl.sum(tl.exp(logits - highest[:, None]), axis=1)
     present = members < group
     reader = head * group + members
-    tl.store(logits_ptr + reader[:, None] * (tiles * BLOCK_T) + tokens[None, :], logits, mask=present[:, None])
+    tl.store(
+        logits_ptr + reader[:, None] * (tiles * BLOCK_T) + tokens[None, :], logits, mask=present[:, None]
+    )
     tl.store(highest_ptr + reader * tiles + tile, highest, mask=present)
     tl.store(mass_ptr + reader * tiles + tile, mass, mask=present)
     # value [BLOCK_T, BLOCK_DV]: the norms of its rows
@@ -192,7 +223,9 @@ def weigh_values(
     logits_ptr, highest_ptr, mass_ptr, scores_ptr, group, length, tiles, runs, epsilon,
     GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """EA-8, EA-9: scores = (mean over the group of exp(logit - maximum) / sum + epsilon) * norm. Grid: heads * runs."""
+    """EA-8, EA-9: scores = (mean over the group of exp(logit - maximum) / sum + epsilon) * norm. Grid:
+    heads * runs.
+    """
     program = tl.program_id(0).to(tl.int64)
     head, run = program // runs, program % runs
     members = tl.arange(0, GROUP)
@@ -210,13 +243,19 @@ def weigh_values(
         highest = higher
     tokens = run * BLOCK_T + tl.arange(0, BLOCK_T)
     stored = tiles * TILE  # a row of logits ends with its last tile, so that all rows are aligned
-    logits = tl.load(logits_ptr + reader[:, None] * stored + tokens[None, :], mask=(tokens < stored)[None, :], other=float("-inf"))
+    logits = tl.load(
+        logits_ptr + reader[:, None] * stored + tokens[None, :],
+        mask=(tokens < stored)[None, :],
+        other=float("-inf"),
+    )
     weights = tl.div_rn(tl.exp(logits - highest[:, None]), tl.broadcast_to(mass[:, None], [GROUP, BLOCK_T]))
     weights = tl.sum(tl.where((members < group)[:, None], weights, 0.0), axis=0)
     inside = tokens < length
     target = scores_ptr + head * length + tokens
     norms = tl.load(target, mask=inside, other=0.0)
-    tl.store(target, (tl.div_rn(weights, tl.zeros([BLOCK_T], tl.float32) + group) + epsilon) * norms, mask=inside)
+    tl.store(
+        target, (tl.div_rn(weights, tl.zeros([BLOCK_T], tl.float32) + group) + epsilon) * norms, mask=inside
+    )
 
 
 def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
@@ -228,7 +267,10 @@ def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
 
 CONFIGURATIONS = configurations(
     _launch,
-    *({"head_dim": head_dim, "group": group} for head_dim, group in zip(HEAD_DIMS, (4, 1, 2, 3, 8), strict=True)),
+    *(
+        {"head_dim": head_dim, "group": group}
+        for head_dim, group in zip(HEAD_DIMS, (4, 1, 2, 3, 8), strict=True)
+    ),
     tensor_cores=["expected_logits"],
     resident={"expected_logits": 2},
 )

@@ -2,18 +2,20 @@ r"""Expected Attention (arXiv 2510.00636): the statistics of the queries (EA-5, 
 
 They equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correction=0)` of one head.
 
-`sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The channels are
-taken as the two halves a and b that RoPE rotates into each other; b a^T is the transpose of a b^T, so three of four products are
-computed. Halves of 128 channels would take too many accumulators, as would the rotation of float32 queries; there each product has
-a program of its own. The shift s, the mean of a few queries spread over the sequence, is close to mu, so a large mu causes no
-cancellation: Sigma is sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds
-2^-9 / sqrt(N) of Sigma, far less than the statistical error sqrt(2 / N) of N queries.
+`sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The
+channels are taken as the two halves a and b that RoPE rotates into each other; b a^T is the transpose of a
+b^T, so three of four products are computed. Halves of 128 channels would take too many accumulators, as would
+the rotation of float32 queries; there each product has a program of its own. The shift s, the mean of a few
+queries spread over the sequence, is close to mu, so a large mu causes no cancellation: Sigma is sum / N - (mu
+- s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds 2^-9 / sqrt(N)
+of Sigma, far less than the statistical error sqrt(2 / N) of N queries.
 
-torch adds the splits and puts the four parts of Sigma together: once for a prompt, that is not worth a kernel. The number of
-splits follows from the number of heads, so the last bits may differ between batches, and are the same in every run.
+torch adds the splits and puts the four parts of Sigma together: once for a prompt, that is not worth a
+kernel. The number of splits follows from the number of heads, so the last bits may differ between batches,
+and are the same in every run.
 
-`unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers. Where positions
-follow one another, as in a prompt, a program carries the angles from tile to tile.
+`unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers.
+Where positions follow one another, as in a prompt, a program carries the angles from tile to tile.
 """
 
 import math
@@ -34,11 +36,15 @@ REFRESH = tl.constexpr(64)  # tiles
 
 
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as `optimized.expected_attention.query_statistics`."""
+    r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as
+    `optimized.expected_attention.query_statistics`.
+    """
     return _statistics(queries, None, None, None)
 
 
-def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+def unrotated_statistics(
+    queries: torch.Tensor, positions: torch.Tensor, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5 of queries after RoPE, as `optimized.expected_attention.unrotated_statistics`.
 
     An angle is the product of a position with a frequency, kept as a 32-bit fraction of a turn: whole turns
@@ -53,21 +59,29 @@ def unrotated_statistics(queries: torch.Tensor, positions: torch.Tensor, theta: 
 
 
 def _statistics(
-    queries: torch.Tensor, positions: torch.Tensor | None, contiguous: torch.Tensor | None, fractions: torch.Tensor | None
+    queries: torch.Tensor,
+    positions: torch.Tensor | None,
+    contiguous: torch.Tensor | None,
+    fractions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `sum_products`, and finish; with positions and fractions, the rotation of the queries is undone first."""
+    """Launch `sum_products`, and finish; with positions and fractions, the rotation of the queries is
+    undone first.
+    """
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
     count, half, odd = batch * num_heads, (head_dim + 1) // 2, head_dim % 2
     block_h = padded(half)
     each = block_h > 64 or (positions is not None and queries.dtype == torch.float32)
-    # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more registers.
+    # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more
+    # registers.
     threads = 512 if queries.dtype == torch.float32 and not each else 256
     block_t = max(16, threads * 16 // queries.element_size() // block_h)
-    # Two programs on a multiprocessor; left alone, the compiler takes a few registers more. With rotations it would spill some.
+    # Two programs on a multiprocessor; left alone, the compiler takes a few registers more. With rotations it
+    # would spill some.
     limited = positions is None and block_h == 64 and queries.dtype != torch.float32
     limit = register_limit(queries, 128) if limited else {}
-    # Tiles in flight: one program on a multiprocessor needs more than two. The products of float32 take longer than its loads.
+    # Tiles in flight: one program on a multiprocessor needs more than two. The products of float32 take
+    # longer than its loads.
     stages = 2 if positions is None else 1 if queries.dtype == torch.float32 else 3
     wanted = PROGRAMS_WANTED // (2 if each else 1)
     split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
@@ -79,7 +93,8 @@ def _statistics(
     launch(sum_products, (count * splits, 3 if each else 1))(
         strided(heads), places, contiguous, fractions, shifts, sums, products,
         num_heads, length, head_dim, split, splits,
-        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ROTATED=places is not None, ODD=odd,
+        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries),
+        ROTATED=places is not None, ODD=odd,
         num_warps=warps(queries, threads), num_stages=stages, **limit,
     )  # fmt: skip
     # b a^T is the transpose of a b^T.
@@ -95,12 +110,14 @@ def _statistics(
 
 @triton.jit
 def cos_and_sin(fraction):
-    """Return cos and sin of `fraction` / 2^32 turns, to 1e-7, by the series about the nearest quarter of a turn.
+    """Return cos and sin of `fraction` / 2^32 turns, to 1e-7, by the series about the nearest quarter of a
+    turn.
 
     The library's functions take any angle, and keep a table in memory for the large ones.
     """
     quarter = (fraction + (1 << 29)) >> 30
-    angle = (fraction - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09  # 2 pi / 2^32, at most pi / 4 away
+    # 2 pi / 2^32, at most pi / 4 away
+    angle = (fraction - (quarter << 30)).to(tl.float32) * 1.4629180792671596e-09
     square = angle * angle
     cos = 1 + square * (-1 / 2 + square * (1 / 24 + square * (-1 / 720 + square * (1 / 40320))))
     sin = angle * (1 + square * (-1 / 6 + square * (1 / 120 + square * (-1 / 5040 + square * (1 / 362880)))))
@@ -112,7 +129,9 @@ def cos_and_sin(fraction):
 
 @triton.jit
 def load_pairs(queries, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
-    """Load `queries` [N, D] as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens, BLOCK_H] twice."""
+    """Load `queries` [N, D] as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens,
+    BLOCK_H] twice.
+    """
     half = (head_dim + ODD) // 2
     pairs = tl.arange(0, BLOCK_H)
     first = load_tile(queries, tokens, pairs, tokens < end, half)
@@ -120,9 +139,13 @@ def load_pairs(queries, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.co
 
 
 @triton.jit
-def load_rotation(positions_ptr, stride_n, fractions_ptr, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
+def load_rotation(
+    positions_ptr, stride_n, fractions_ptr, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr
+):
     """Return cos and sin of RoPE's angles at the positions of `tokens`: float32 [tokens, BLOCK_H] twice."""
-    position = tl.load(positions_ptr + tokens.to(tl.int64) * stride_n, mask=tokens < end, other=0).to(tl.int32)
+    position = tl.load(positions_ptr + tokens.to(tl.int64) * stride_n, mask=tokens < end, other=0).to(
+        tl.int32
+    )
     pairs = tl.arange(0, BLOCK_H)
     fraction = tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0)
     # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
@@ -140,7 +163,9 @@ def add_products(
     first, second, first_shift, second_shift, inside, first_sum, second_sum, aa, ab, bb, which,
     EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries of a tile, less the shift, to the two sums, and their products to the three sums of products."""
+    """Add the queries of a tile, less the shift, to the two sums, and their products to the three sums of
+    products.
+    """
     first = tl.where(inside[:, None], first - first_shift[None, :], 0.0)
     second = tl.where(inside[:, None], second - second_shift[None, :], 0.0)
     first_sum += first
@@ -166,8 +191,8 @@ def sum_products(
 ):  # fmt: skip
     """Sums of q - s and of (q - s)(q - s)^T over one split of one head. Grid: heads * splits, products.
 
-    With the channels in two halves a and b, the products are a a^T, a b^T and b b^T; b a^T is the transpose of the second. EACH: a
-    program takes one of them.
+    With the channels in two halves a and b, the products are a a^T, a b^T and b b^T; b a^T is the transpose
+    of the second. EACH: a program takes one of them.
     """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, (program % splits).to(tl.int32)
@@ -177,7 +202,9 @@ def sum_products(
     first, second = load_pairs(own, sample, length, head_dim, BLOCK_H, ODD)
     if ROTATED:
         own_positions = at_head(positions, head, num_heads)
-        cos, sin = load_rotation(own_positions, positions.stride_d, fractions_ptr, sample, length, head_dim, BLOCK_H, ODD)
+        cos, sin = load_rotation(
+            own_positions, positions.stride_d, fractions_ptr, sample, length, head_dim, BLOCK_H, ODD
+        )
         first, second = turn(cos, sin, first, second)
     first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T
     end = tl.minimum((part + 1) * split, length)
@@ -188,14 +215,19 @@ def sum_products(
     bb = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
     which = tl.program_id(1)
     if ROTATED:
-        # The angles of a tile are those of the tile before it and one step: four products in place of two series. Errors add up, so
-        # a stretch of REFRESH tiles begins with the series. Where positions do not follow one another, each tile is a stretch.
+        # The angles of a tile are those of the tile before it and one step: four products in place of two
+        # series. Errors add up, so a stretch of REFRESH tiles begins with the series. Where positions do not
+        # follow one another, each tile is a stretch.
         pairs = tl.arange(0, BLOCK_H)
-        step_cos, step_sin = cos_and_sin(tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T)
+        step_cos, step_sin = cos_and_sin(
+            tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T
+        )
         stretch = tl.where(tl.load(contiguous_ptr), REFRESH * BLOCK_T, BLOCK_T)
         for begin in range(part * split, end, stretch):
             tokens = begin + tl.arange(0, BLOCK_T)
-            cos, sin = load_rotation(own_positions, positions.stride_d, fractions_ptr, tokens, end, head_dim, BLOCK_H, ODD)
+            cos, sin = load_rotation(
+                own_positions, positions.stride_d, fractions_ptr, tokens, end, head_dim, BLOCK_H, ODD
+            )
             for start in range(begin, tl.minimum(begin + stretch, end), BLOCK_T):
                 tokens = start + tl.arange(0, BLOCK_T)
                 first, second = load_pairs(own, tokens, end, head_dim, BLOCK_H, ODD)
@@ -210,7 +242,19 @@ def sum_products(
             tokens = start + tl.arange(0, BLOCK_T)
             first, second = load_pairs(own, tokens, end, head_dim, BLOCK_H, ODD)
             first_sum, second_sum, aa, ab, bb = add_products(
-                first, second, first_shift, second_shift, tokens < end, first_sum, second_sum, aa, ab, bb, which, EACH, DOT_DTYPE
+                first,
+                second,
+                first_shift,
+                second_shift,
+                tokens < end,
+                first_sum,
+                second_sum,
+                aa,
+                ab,
+                bb,
+                which,
+                EACH,
+                DOT_DTYPE,
             )
     half = (head_dim + ODD) // 2
     square = half * half
@@ -239,4 +283,6 @@ def _launch(dtype: torch.dtype, head_dim: int) -> None:
     unrotated_statistics(queries, torch.empty(4096, dtype=torch.int64, device="meta"), 10000.0)
 
 
-CONFIGURATIONS = configurations(_launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), tensor_cores=["sum_products"])
+CONFIGURATIONS = configurations(
+    _launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), tensor_cores=["sum_products"]
+)

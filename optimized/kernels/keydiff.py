@@ -1,25 +1,27 @@
-r"""KeyDiff (arXiv 2504.15364) in two launches: KD-8, `score_i = -cos(mu, k_i)` with mu the mean of the unit keys.
+r"""KeyDiff (arXiv 2504.15364) in two launches: KD-8, `score_i = -cos(mu, k_i)` with mu the mean of the
+unit keys.
 
 It equals, in torch:
 
     unit = torch.nn.functional.normalize(keys.float(), dim=-1)
     score = -torch.cosine_similarity(unit.mean(dim=-2, keepdim=True), keys.float(), dim=-1)
 
-The anchor needs every key before the first score, so the keys are read twice. First launch, `sum_unit_keys`: one program sums the
-unit keys of one split of one head, each element of a tile to its own accumulator, and folds the tile along the tokens once, at the
-end. It stores 1 / |k| of every key. Second launch, `score_keys`: one program adds up the partial sums of its head, in the order of
-the splits, and scores one split. Its programs start with the last split of the last head: what the first launch read last is still
-in the L2 cache.
+The anchor needs every key before the first score, so the keys are read twice. First launch, `sum_unit_keys`:
+one program sums the unit keys of one split of one head, each element of a tile to its own accumulator, and
+folds the tile along the tokens once, at the end. It stores 1 / |k| of every key. Second launch, `score_keys`:
+one program adds up the partial sums of its head, in the order of the splits, and scores one split. Its
+programs start with the last split of the last head: what the first launch read last is still in the L2 cache.
 
-With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys gains those of the block
-and loses those of the evicted keys (KD-6): `sum_unit_keys` sums either, and `score_keys` alone scores.
+With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys
+gains those of the block and loses those of the evicted keys (KD-6): `sum_unit_keys` sums either, and
+`score_keys` alone scores.
 
-The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by the number of tokens
-only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below an eighth of its keys, and the scores of a
-sequence are the same bits in every batch.
+The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by
+the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below
+an eighth of its keys, and the scores of a sequence are the same bits in every batch.
 
-Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is exact, so that the
-squares of keys around 1e-30 or 1e30 neither vanish nor overflow.
+Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is
+exact, so that the squares of keys around 1e-30 or 1e30 neither vanish nor overflow.
 """
 
 from typing import Any
@@ -68,20 +70,25 @@ def _splits(length: int, block_t: int) -> tuple[int, int]:
 
 
 def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
-    """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32; write 1 / |k| to `inverses` [.., T]."""
+    """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32; write 1 / |k| to
+    `inverses` [.., T].
+    """
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
     sums = floats(keys, batch * num_heads, splits, head_dim)
     launch(sum_unit_keys, (batch * num_heads * splits,))(
-        strided(heads), sums, sums if inverses is None else inverses, num_heads, length, head_dim, split, splits,
+        strided(heads), sums, sums if inverses is None else inverses, num_heads, length, head_dim, split,
+        splits,
         STORED=inverses is not None, **tile,
     )  # fmt: skip
     return sums
 
 
 def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
-    """Score the keys, of which `inverses` may have 1 / |k|, against the sum of `sums` [B * H_kv, parts, D] over its parts."""
+    """Score the keys, of which `inverses` may have 1 / |k|, against the sum of `sums` [B * H_kv, parts, D]
+    over its parts.
+    """
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
     split, splits = _splits(length, tile["BLOCK_T"])
@@ -108,7 +115,8 @@ def inverse_norms(keys):
     squares = tl.sum(keys * keys, axis=1)
     # A zero key has no direction: its cosine is 0.
     near = tl.rsqrt(tl.where(squares == 0, 1.0, squares))
-    # The hardware's root has 22 bits; a step of Newton's method gives the rest, and costs less than a rounded root and quotient.
+    # The hardware's root has 22 bits; a step of Newton's method gives the rest, and costs less than a rounded
+    # root and quotient.
     return tl.where(squares == 0, 0.0, near * (1.5 - 0.5 * squares * near * near))
 
 
@@ -142,7 +150,8 @@ def score_keys(
     keys, sums_ptr, inverses_ptr, scores_ptr, num_heads, length, head_dim, split, splits, parts,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED: `inverses` has 1 / |k|.
+    """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED:
+    `inverses` has 1 / |k|.
 
     Grid as in `sum_unit_keys`, in the opposite order.
     """
@@ -154,7 +163,9 @@ def score_keys(
     for first in range(0, parts, 16):
         rows = first + tl.arange(0, 16)
         offsets = (head * parts + rows)[:, None] * head_dim + channels[None, :]
-        folded += tl.load(sums_ptr + offsets, mask=(rows < parts)[:, None] & (channels < head_dim)[None, :], other=0.0)
+        folded += tl.load(
+            sums_ptr + offsets, mask=(rows < parts)[:, None] & (channels < head_dim)[None, :], other=0.0
+        )
     anchor = tl.sum(folded, axis=0)
     squares = tl.sum(anchor * anchor, axis=0)
     # The comparison with 0, not with more than 0, lets NaN through.
@@ -179,5 +190,7 @@ def _launch(dtype: torch.dtype, head_dim: int) -> None:
 
 
 CONFIGURATIONS = configurations(
-    _launch, *({"head_dim": head_dim} for head_dim in HEAD_DIMS), resident={"sum_unit_keys": 2, "score_keys": 3}
+    _launch,
+    *({"head_dim": head_dim} for head_dim in HEAD_DIMS),
+    resident={"sum_unit_keys": 2, "score_keys": 3},
 )

@@ -1,8 +1,9 @@
-r"""KNorm (arXiv 2406.11430): `score_i = -|k_i|`, the shortest kernel here and a good first one to read (KN-1).
+r"""KNorm (arXiv 2406.11430): `score_i = -|k_i|`, the shortest kernel here and a good first one to read
+(KN-1).
 
-It equals, in torch, `-torch.linalg.vector_norm(keys.float(), dim=-1)`. One program takes a tile of tokens of one head: one load,
-one sum along the channels, one store. A row is divided by its largest component first, so that no square leaves the range of
-float32.
+It equals, in torch, `-torch.linalg.vector_norm(keys.float(), dim=-1)`. One program takes a tile of tokens of
+one head: one load, one sum along the channels, one store. A row is divided by its largest component first, so
+that no square leaves the range of float32.
 """
 
 import torch
@@ -38,7 +39,11 @@ def score_norms(keys, scores_ptr, num_heads, length, head_dim, BLOCK_T: tl.const
     keys = load_tile(head_of(keys, head, num_heads), token, tl.arange(0, BLOCK_D), token < length, head_dim)
     largest = tl.max(tl.abs(keys), axis=1)
     keys = tl.div_rn(keys, tl.where(largest == 0, 1.0, largest)[:, None])
-    tl.store(scores_ptr + head * length + token, -largest * tl.sqrt_rn(tl.sum(keys * keys, axis=1)), mask=token < length)
+    tl.store(
+        scores_ptr + head * length + token,
+        -largest * tl.sqrt_rn(tl.sum(keys * keys, axis=1)),
+        mask=token < length,
+    )
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

@@ -1,13 +1,16 @@
 """Decides where the kernels run, and holds helpers that the launchers share.
 
-The kernels run on the device of the tensors: on a GPU, or on the CPU if TRITON_INTERPRET=1 is in the environment. Triton then runs
-them in its interpreter, slowly but with the same meaning, and the laws judge them through `optimized`. The variable has to be set
-before Triton is imported. Inputs that the kernels do not support take the torch path, on any device; on a GPU a warning says why.
+The kernels run on the device of the tensors: on a GPU, or on the CPU if TRITON_INTERPRET=1 is in the
+environment. Triton then runs them in its interpreter, slowly but with the same meaning, and the laws judge
+them through `optimized`. The variable has to be set before Triton is imported. Inputs that the kernels do not
+support take the torch path, on any device; on a GPU a warning says why.
 
-Triton launches on the current device, which need not be that of the tensors: a layer of a model may live on another GPU. So no
-entry gets a bare module of kernels, but one whose launchers make the device of the tensors the current one (`Launchers`).
+Triton launches on the current device, which need not be that of the tensors: a layer of a model may live on
+another GPU. So no entry gets a bare module of kernels, but one whose launchers make the device of the tensors
+the current one (`Launchers`).
 
-The entries of `optimized` import this file, also without Triton: it imports Triton and the kernels when they are needed.
+The entries of `optimized` import this file, also without Triton: it imports Triton and the kernels when they
+are needed.
 """
 
 import contextlib
@@ -30,8 +33,11 @@ PLAIN_ALONE = {"attention", "expected_attention", "gvote", "momentkv", "received
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-def kernels_for(stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM) -> ModuleType | None:
-    """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most `longest`.
+def kernels_for(
+    stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM
+) -> ModuleType | None:
+    """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most
+    `longest`.
 
     Tensors on a GPU that no kernel takes give a warning, the first time for each reason.
     """
@@ -46,7 +52,9 @@ def kernels_for(stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST
             if tensor.is_cuda:
                 got = str(tensor.dtype) if refused else f"{tensor.shape[-1]} channels"
                 wanted = ", ".join(map(str, DTYPES)) if refused else f"at most {longest}"
-                _warn_once(f"the {stem} kernels: got {got}, wanted {wanted}; the slower torch path takes their place")
+                _warn_once(
+                    f"the {stem} kernels: got {got}, wanted {wanted}; the slower torch path takes their place"
+                )
             return None
     return Launchers(importlib.import_module(f"{__package__}.{stem}"), tensors[0].device)
 
@@ -77,8 +85,8 @@ class Launchers(ModuleType):
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:
     """Return the launch of a kernel on a grid of programs, to be called with its arguments and options.
 
-    Products and sums are fused, whatever the default of this version of Triton is (3.10 changes it): rounding, registers and times
-    are those of the fused code.
+    Products and sums are fused, whatever the default of this version of Triton is (3.10 changes it):
+    rounding, registers and times are those of the fused code.
     """
     return functools.partial(kernel[grid], enable_fp_fusion=True)
 
@@ -103,7 +111,8 @@ def is_amd(states: torch.Tensor) -> bool:
 def on_tensor_cores(states: torch.Tensor) -> bool:
     """Return whether products of these states run on tensor cores: not in float32, and not before sm_80.
 
-    There Triton holds both factors in shared memory as float32, of which a program may have 64 KiB: its tiles are smaller.
+    There Triton holds both factors in shared memory as float32, of which a program may have 64 KiB: its tiles
+    are smaller.
     """
     from triton.runtime.driver import driver
 
@@ -113,10 +122,16 @@ def on_tensor_cores(states: torch.Tensor) -> bool:
 
 
 def register_limit(states: torch.Tensor, most: int, architecture: int = 90) -> dict[str, int]:
-    """Return the option that keeps a thread to `most` registers, for one architecture: on another one the same limit may spill."""
+    """Return the option that keeps a thread to `most` registers, for one architecture: on another one the
+    same limit may spill.
+    """
     from triton.runtime.driver import driver
 
-    return {} if is_interpreted(states) or driver.active.get_current_target().arch != architecture else {"maxnreg": most}
+    return (
+        {}
+        if is_interpreted(states) or driver.active.get_current_target().arch != architecture
+        else {"maxnreg": most}
+    )
 
 
 def warps(states: torch.Tensor, threads: int) -> int:
@@ -125,7 +140,9 @@ def warps(states: torch.Tensor, threads: int) -> int:
 
 
 def padded(size: int, least: int = 16) -> int:
-    """Return the smallest power of two >= `size` and >= `least`: Triton's tiles have no other sizes, the rest is masked."""
+    """Return the smallest power of two >= `size` and >= `least`: Triton's tiles have no other sizes, the
+    rest is masked.
+    """
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -144,7 +161,8 @@ def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
 def outputs(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Allocate outputs in the dtype of `like`; the launcher converts its result to that dtype.
 
-    The interpreter truncates float32 to bfloat16 instead of rounding: there the memory is float32, and torch rounds afterwards.
+    The interpreter truncates float32 to bfloat16 instead of rounding: there the memory is float32, and torch
+    rounds afterwards.
     """
     dtype = torch.float32 if is_interpreted(like) else like.dtype
     return torch.empty(shape, dtype=dtype, device=like.device)

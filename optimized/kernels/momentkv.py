@@ -1,41 +1,49 @@
-r"""MomentKV (arXiv 2606.01563): a decoding step in two launches (MK-A1). The moments of a prompt are in `momentkv_prompt`.
+r"""MomentKV (arXiv 2606.01563): a decoding step in two launches (MK-A1). The moments of a prompt are in
+`momentkv_prompt`.
 
-A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k, s_v, S:
+A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k,
+s_v, S:
 
     keys, values = torch.cat([keys, new_key[None]]).float(), torch.cat([values, new_value[None]]).float()
     covariance = S - torch.outer(s_v, s_k / n)
     residual = values - s_v / n - keys @ covariance.T / (n * math.sqrt(D))
     logits = query.float() @ keys.T / math.sqrt(D)
     evicted = (logits.softmax(dim=-1).mean(dim=0) * residual.norm(dim=-1)).argmin()
-    n, s_k, s_v, S = n + 1, s_k + keys[evicted], s_v + values[evicted], S + torch.outer(values[evicted], keys[evicted])
+    n, s_k, s_v, S = n + 1, s_k + keys[evicted], s_v + values[evicted], S + torch.outer(values[evicted],
+    keys[evicted])
     left = torch.arange(L + 1) != evicted
     estimate = s_v / n + query @ (S - torch.outer(s_v, s_k / n)).T / (n * math.sqrt(D))
-    weights = torch.cat([logits[:, left], (n.log() + query @ s_k / n / math.sqrt(D))[:, None]], dim=-1).softmax(dim=-1)
+    weights = torch.cat([logits[:, left], (n.log() + query @ s_k / n / math.sqrt(D))[:, None]],
+    dim=-1).softmax(dim=-1)
     output = weights[:, :-1] @ values[left] + weights[:, -1:] * estimate
 
-and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted: its slots are in any
-order, and `positions` says which token each holds. K and V are read once, the moments read and written once. The score is the
-mean over the group of probabilities, so it needs the sum of every query head: between the launches, a step stores the logits of
-the group and the norm of the residual of every token.
+and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted:
+its slots are in any order, and `positions` says which token each holds. K and V are read once, the moments
+read and written once. The score is the mean over the group of probabilities, so it needs the sum of every
+query head: between the launches, a step stores the logits of the group and the norm of the residual of every
+token.
 
-First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and multiplied twice: with the
-queries for the logits, and with the covariance for the residuals; only the norms of the residuals are stored. The same tile of
-values completes the residual and enters the online softmax. The new token is a tile of its own behind the last tile, so its score
-comes from the same instructions as the other scores, and an equal token does not win or lose by different rounding.
-Second launch, `replace_lowest`: one program takes some value channels of one head. Each finds the lowest score itself, adds that
-token to its part of the moments, and mixes its part of the output from the other tokens. All programs of a head read the evicted
-token, the count and the sum of keys; so the program that finishes last, and no other, writes them and the new token.
+First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and
+multiplied twice: with the queries for the logits, and with the covariance for the residuals; only the norms
+of the residuals are stored. The same tile of values completes the residual and enters the online softmax. The
+new token is a tile of its own behind the last tile, so its score comes from the same instructions as the
+other scores, and an equal token does not win or lose by different rounding. Second launch, `replace_lowest`:
+one program takes some value channels of one head. Each finds the lowest score itself, adds that token to its
+part of the moments, and mixes its part of the output from the other tokens. All programs of a head read the
+evicted token, the count and the sum of keys; so the program that finishes last, and no other, writes them and
+the new token.
 
-Removing the evicted token. The first launch attended over L + 1 tokens, the output needs L. Subtracting the evicted token's part
-is accurate as long as its weight is small, as it usually is; but a token with a value that the moments predict scores 0 for any
-attention weight. If its weight is more than an eighth in some query head, the sum and output of that head are computed again from
-the logits and values of the other tokens.
+Removing the evicted token. The first launch attended over L + 1 tokens, the output needs L. Subtracting the
+evicted token's part is accurate as long as its weight is small, as it usually is; but a token with a value
+that the moments predict scores 0 for any attention weight. If its weight is more than an eighth in some query
+head, the sum and output of that head are computed again from the logits and values of the other tokens.
 
-The tiles. A residual needs the whole covariance, [D_v, D], as one factor of a product; it stays on the multiprocessor for the
-whole walk. A covariance that is too large is taken in chunks of value channels; neighbouring programs then read K twice, from the
-L2 cache. A head is split only if the heads do not fill a GPU, since each split reads S; so the last bits of a result follow the
-batch. The covariance is rounded once, to the dtype of the keys (float16: multiplied first by a power of two that puts its largest
-entry below 2^15), and the residual is computed n times as large, so that one division a token replaces one for each channel.
+The tiles. A residual needs the whole covariance, [D_v, D], as one factor of a product; it stays on the
+multiprocessor for the whole walk. A covariance that is too large is taken in chunks of value channels;
+neighbouring programs then read K twice, from the L2 cache. A head is split only if the heads do not fill a
+GPU, since each split reads S; so the last bits of a result follow the batch. The covariance is rounded once,
+to the dtype of the keys (float16: multiplied first by a power of two that puts its largest entry below 2^15),
+and the residual is computed n times as large, so that one division a token replaces one for each channel.
 """
 
 import math
@@ -61,7 +69,9 @@ LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
-    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as `optimized.momentkv.score`."""
+    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as
+    `optimized.momentkv.score`.
+    """
     moments = contiguous(moments)
     walked, sizes = _walk(query, keys, values, moments)
     batch, num_kv_heads, length, _ = keys.shape
@@ -74,7 +84,9 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     return scores
 
 
-def attend(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments) -> torch.Tensor:
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
+) -> torch.Tensor:
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, as `optimized.momentkv.attend`."""
     output, _ = attend_parts(query[:, :, None], None, (keys, values), contiguous(moments), kept=kept)
     return output[:, :, 0]
@@ -90,7 +102,8 @@ def step(
     moments: Moments,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, as `optimized.momentkv.step`: two launches without waiting, which may be captured in a graph.
+    r"""MK-A1 in place, as `optimized.momentkv.step`: two launches without waiting, which may be captured
+    in a graph.
 
     The moments are float32 and contiguous; position is int64 [B, H_kv].
     """
@@ -101,11 +114,13 @@ def step(
     launch(replace_lowest, (batch * num_kv_heads * triton.cdiv(values.shape[3], block_v),))(
         strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
         strided(positions), position.contiguous(), moments, walked, output,
-        num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
+        num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, values.shape[3],
+        1 / math.sqrt(head_dim),
         GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
         BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
         num_warps=8 if keys.dtype == torch.float32 else 4,
-        **register_limit(keys, 192, 100),  # left alone, the compiler for sm_100 spills one to fit a third program
+        # left alone, the compiler for sm_100 spills one to fit a third program
+        **register_limit(keys, 192, 100),
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -161,28 +176,47 @@ def _walk(
 
 
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside the tiles."""
+    """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside
+    the tiles.
+    """
     block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
     if not on_tensor_cores(keys):
-        # Without tensor cores a row of 256 is spread over many threads; with AMD's, which support float32, over few.
+        # Without tensor cores a row of 256 is spread over many threads; with AMD's, which support float32,
+        # over few.
         num_warps = 8 if block_d <= 128 else 4 if is_amd(keys) else 16
-        tile = {"BLOCK_T": 32 if block_d <= 64 else 16, "BLOCK_DV": min(block_dv, 32), "num_warps": num_warps, "num_stages": 1}
+        tile = {
+            "BLOCK_T": 32 if block_d <= 64 else 16,
+            "BLOCK_DV": min(block_dv, 32),
+            "num_warps": num_warps,
+            "num_stages": 1,
+        }
     else:
-        tile = {"BLOCK_T": 32, "BLOCK_DV": min(block_dv, 16384 // block_d, 128), "num_warps": 4, "num_stages": 2}
+        tile = {
+            "BLOCK_T": 32,
+            "BLOCK_DV": min(block_dv, 16384 // block_d, 128),
+            "num_warps": 4,
+            "num_stages": 2,
+        }
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(keys)}
 
 
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """The value channels of a program of the second launch, which holds this part of S in registers: fewer for few heads."""
+    """The value channels of a program of the second launch, which holds this part of S in registers: fewer
+    for few heads.
+    """
     few = keys.shape[0] * keys.shape[1] * values.shape[3] <= 32 * PROGRAMS_WANTED
-    return min(padded(values.shape[3]), 16 if keys.dtype == torch.float32 or keys.shape[3] > 128 or few else 32)
+    return min(
+        padded(values.shape[3]), 16 if keys.dtype == torch.float32 or keys.shape[3] > 128 or few else 32
+    )
 
 
 @triton.jit
 def load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim):
     """MK-24: `Stilde = S - s_v kbar^T` of some value channels: S and Stilde, [BLOCK_V, BLOCK_D] each."""
     inside = (value_channels < value_dim)[:, None] & (channels < head_dim)[None, :]
-    sums = tl.load(value_key_sum + value_channels[:, None] * head_dim + channels[None, :], mask=inside, other=0.0)
+    sums = tl.load(
+        value_key_sum + value_channels[:, None] * head_dim + channels[None, :], mask=inside, other=0.0
+    )
     return sums, sums - value_sum[:, None] * mean_key[None, :]
 
 
@@ -196,7 +230,8 @@ def group_of(queries, head, num_kv_heads, group):
 def walk_cache(
     queries, new_keys, new_values, keys, values, moments, walked,
     num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, scale,
-    NEW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    NEW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Logits and residuals of one split of one head; NEW: with the new token, and the partial attention.
 
@@ -209,14 +244,21 @@ def walk_cache(
     rows = tl.arange(0, 16)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    query = load_tile(group_of(queries, head, num_kv_heads, group), rows, channels, rows < group, head_dim).to(DOT_DTYPE)
+    query = load_tile(
+        group_of(queries, head, num_kv_heads, group), rows, channels, rows < group, head_dim
+    ).to(DOT_DTYPE)
     key_base, value_base = at_head(keys, head, num_kv_heads), at_head(values, head, num_kv_heads)
-    new_key_base, new_value_base = at_head(new_keys, head, num_kv_heads), at_head(new_values, head, num_kv_heads)
+    new_key_base, new_value_base = (
+        at_head(new_keys, head, num_kv_heads),
+        at_head(new_values, head, num_kv_heads),
+    )
     if NEW:
         tl.store(walked.finished + head, 0)
     count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
     key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-    value_sum = tl.load(moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0)
+    value_sum = tl.load(
+        moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0
+    )
     _, covariance = load_covariance(
         moments.value_key_sum + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
         channels, value_channels, head_dim, value_dim,
@@ -227,7 +269,8 @@ def walk_cache(
         covariance *= up
         unscale = scale * down
     factor = tl.trans(covariance.to(DOT_DTYPE))  # [BLOCK_D, BLOCK_DV]
-    written = tl.where(chunk == 0, group, 0)  # all chunks of value channels compute the same numbers; the first chunk writes them
+    # all chunks of value channels compute the same numbers; the first chunk writes them
+    written = tl.where(chunk == 0, group, 0)
     highest = tl.full([16], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([16], dtype=tl.float32)
     output = tl.zeros([16, BLOCK_DV], dtype=tl.float32)
@@ -242,12 +285,19 @@ def walk_cache(
             row = tl.where(is_new, tl.arange(0, BLOCK_T), row)
             token = tl.where(is_new, length + row, row)
             inside = row < tl.where(is_new, 1, length)
-            keys_here, key_step = tl.where(is_new, new_key_base, key_base), tl.where(is_new, new_keys.stride_d, keys.stride_d)
+            keys_here, key_step = (
+                tl.where(is_new, new_key_base, key_base),
+                tl.where(is_new, new_keys.stride_d, keys.stride_d),
+            )
             values_here = tl.where(is_new, new_value_base, value_base)
             value_step = tl.where(is_new, new_values.stride_d, values.stride_d)
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]
-        key = load_tile(Rows(keys_here, keys.stride_t, key_step), row, channels, inside, head_dim).to(DOT_DTYPE)
-        value = load_tile(Rows(values_here, values.stride_t, value_step), row, value_channels, inside, value_dim)
+        key = load_tile(Rows(keys_here, keys.stride_t, key_step), row, channels, inside, head_dim).to(
+            DOT_DTYPE
+        )
+        value = load_tile(
+            Rows(values_here, values.stride_t, value_step), row, value_channels, inside, value_dim
+        )
         logits = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
         target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
         tl.store(target, logits, mask=(rows < written)[:, None] & inside[None, :])
@@ -258,7 +308,9 @@ def walk_cache(
         logits = tl.where(inside[None, :], logits, float("-inf"))
         highest, mass, weights, shrink = absorb(highest, mass, logits)
         if NEW:
-            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value.to(DOT_DTYPE), input_precision="ieee")
+            output = output * shrink[:, None] + tl.dot(
+                weights.to(DOT_DTYPE), value.to(DOT_DTYPE), input_precision="ieee"
+            )
     target = program * group + rows
     tl.store(walked.highest + target, highest, mask=rows < written)
     tl.store(walked.mass + target, mass, mask=rows < written)
@@ -271,7 +323,9 @@ def walk_cache(
 
 @triton.jit
 def load_splits(walked, head, parts, splits, group, GROUP: tl.constexpr):
-    """Return the largest logits, [SPLITS_AT_ONCE, GROUP], and the places of `parts` of the splits of a head."""
+    """Return the largest logits, [SPLITS_AT_ONCE, GROUP], and the places of `parts` of the splits of a
+    head.
+    """
     rows = tl.arange(0, GROUP)[None, :]
     inside = (parts < splits)[:, None] & (rows < group)
     places = (head * splits + parts)[:, None] * group + rows
@@ -284,7 +338,9 @@ def merge_splits(walked, head, splits, group, GROUP: tl.constexpr):
     top = tl.full([GROUP], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([GROUP], dtype=tl.float32)
     for first in range(0, splits, SPLITS_AT_ONCE):
-        highest, places, inside = load_splits(walked, head, first + tl.arange(0, SPLITS_AT_ONCE), splits, group, GROUP)
+        highest, places, inside = load_splits(
+            walked, head, first + tl.arange(0, SPLITS_AT_ONCE), splits, group, GROUP
+        )
         masses = tl.load(walked.mass + places, mask=inside, other=0.0)
         higher = tl.maximum(top, tl.max(highest, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -295,10 +351,14 @@ def merge_splits(walked, head, splits, group, GROUP: tl.constexpr):
 
 @triton.jit
 def merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP: tl.constexpr):
-    """Return the sum of weights times values of each query head, [GROUP, BLOCK_V], relative to its largest logit."""
+    """Return the sum of weights times values of each query head, [GROUP, BLOCK_V], relative to its largest
+    logit.
+    """
     output = top[:, None] * tl.zeros_like(value_channels).to(tl.float32)[None, :]
     for first in range(0, splits, SPLITS_AT_ONCE):
-        highest, places, inside = load_splits(walked, head, first + tl.arange(0, SPLITS_AT_ONCE), splits, group, GROUP)
+        highest, places, inside = load_splits(
+            walked, head, first + tl.arange(0, SPLITS_AT_ONCE), splits, group, GROUP
+        )
         partial = tl.load(
             walked.partial + places[:, :, None] * value_dim + value_channels[None, None, :],
             mask=inside[:, :, None] & (value_channels < value_dim)[None, None, :], other=0.0,
@@ -325,7 +385,9 @@ def score_tokens(walked, head, tokens, width, group, chunks, top, mass, count, G
 
 
 @triton.jit(do_not_specialize=["group", "width", "splits", "chunks"])
-def finish_scores(moments, walked, scores_ptr, group, width, splits, chunks, GROUP: tl.constexpr, BLOCK_L: tl.constexpr):
+def finish_scores(
+    moments, walked, scores_ptr, group, width, splits, chunks, GROUP: tl.constexpr, BLOCK_L: tl.constexpr
+):
     """scores[head, tokens] of one block. Grid: heads, blocks."""
     head = tl.program_id(0).to(tl.int64)
     tokens = tl.program_id(1) * BLOCK_L + tl.arange(0, BLOCK_L)
@@ -337,20 +399,25 @@ def finish_scores(moments, walked, scores_ptr, group, width, splits, chunks, GRO
 
 @triton.jit
 def mix(
-    queries, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
+    queries, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels,
+    value_channels,
     group, head_dim, value_dim, scale, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """MK-9, MK-11, MK-12, MK-37: mix the retained output with the estimate of the evicted output, for some value channels.
+    """MK-9, MK-11, MK-12, MK-37: mix the retained output with the estimate of the evicted output, for some
+    value channels.
 
-    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums of 2^(logit - top); count >= 0 as
-    float32, mean_key [BLOCK_D], value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
+    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums of 2^(logit - top); count >=
+    0 as float32, mean_key [BLOCK_D], value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the
+    evicted tokens.
     """
     rows = tl.arange(0, GROUP)
     divisor = tl.maximum(count, 1.0)
     all_queries = load_tile(queries, tl.arange(0, 16), channels, tl.arange(0, 16) < group, head_dim)
     for member in range(group):
         query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], all_queries, 0.0), axis=0)  # [BLOCK_D]
-        log_evicted = tl.where(count > 0, tl.log2(divisor) + tl.sum(query * mean_key, axis=0) * (scale * LOG2E), float("-inf"))
+        log_evicted = tl.where(
+            count > 0, tl.log2(divisor) + tl.sum(query * mean_key, axis=0) * (scale * LOG2E), float("-inf")
+        )
         slope = tl.sum(covariance * query[None, :], axis=1) * scale
         estimate = tl.div_rn(value_sum, divisor) + tl.div_rn(slope, divisor)
         own_mass = tl.sum(tl.where(rows == member, mass, 0.0), axis=0)
@@ -369,9 +436,12 @@ def mix(
 def replace_lowest(
     queries, new_keys, new_values, keys, values, positions, position_ptr, moments, walked, output_ptr,
     num_kv_heads, group, length, splits, chunks, head_dim, value_dim, scale,
-    GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Evict the token with the lowest score, put the new one into its slot, write the output. Grid: heads * value blocks."""
+    """Evict the token with the lowest score, put the new one into its slot, write the output. Grid: heads
+    * value blocks.
+    """
     blocks = (value_dim + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0).to(tl.int64) // blocks
     channels = tl.arange(0, BLOCK_D)
@@ -395,7 +465,8 @@ def replace_lowest(
         tl.where(is_new, new_keys.stride_d, keys.stride_d),
     )  # fmt: skip
     evicted_value = load_row(
-        tl.where(is_new, new_value, value_base + slot.to(tl.int64) * values.stride_t), value_channels, value_dim,
+        tl.where(is_new, new_value, value_base + slot.to(tl.int64) * values.stride_t), value_channels,
+        value_dim,
         tl.where(is_new, new_values.stride_d, values.stride_d),
     )  # fmt: skip
 
@@ -405,7 +476,10 @@ def replace_lowest(
         new_value, new_values.stride_d, value_channels, length, group, value_dim, GROUP, BLOCK_L, BLOCK_T,
     )  # fmt: skip
     count = (before + 1).to(tl.float32)
-    key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0) + evicted_key
+    key_sum = (
+        tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
+        + evicted_key
+    )
     mean_key = tl.div_rn(key_sum, count)
     value_sum, covariance = update_moments(
         moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
@@ -436,7 +510,9 @@ def find_lowest(
     walked, head, positions_ptr, stride_t, position, length, group, chunks, top, mass, count,
     GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Return the slot of the lowest score, of equal scores the latest position. Slot `length` is the new token."""
+    """Return the slot of the lowest score, of equal scores the latest position. Slot `length` is the new
+    token.
+    """
     EARLIEST: tl.constexpr = -(2**62)
     width = length + 1
     lowest = tl.full([BLOCK_L], float("inf"), dtype=tl.float32)
@@ -459,9 +535,11 @@ def find_lowest(
 @triton.jit
 def take_out(
     walked, head, retained, top, mass, slot, evicted_value, values, new_value, new_stride_d,
-    value_channels, length, group, value_dim, GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
+    value_channels, length, group, value_dim, GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Take the evicted token out of the attention of each query head: retained [GROUP, BLOCK_V], top and mass [GROUP] without it.
+    """Take the evicted token out of the attention of each query head: retained [GROUP, BLOCK_V], top and
+    mass [GROUP] without it.
 
     A share of more than an eighth is not subtracted: the sums are computed again from the other tokens.
     """
@@ -490,7 +568,9 @@ def take_out(
             states = tl.where((slots == length)[:, None], coming[None, :], states)  # [BLOCK_T, BLOCK_V]
             for member in range(group):
                 own_top = tl.sum(tl.where(rows == member, top, 0.0), axis=0)
-                logits = tl.load(walked.logits + (head * group + member) * width + slots, mask=stays, other=float("-inf"))
+                logits = tl.load(
+                    walked.logits + (head * group + member) * width + slots, mask=stays, other=float("-inf")
+                )
                 added = tl.sum(tl.exp2(logits - own_top)[:, None] * states, axis=0)
                 retained += tl.where((rows == member)[:, None], added[None, :], 0.0)
     else:
@@ -500,12 +580,20 @@ def take_out(
 
 
 @triton.jit
-def update_moments(moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim):
-    """Add the evicted token to some value channels of the moments; return their sum of values and their covariance."""
+def update_moments(
+    moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
+):
+    """Add the evicted token to some value channels of the moments; return their sum of values and their
+    covariance.
+    """
     inside = value_channels < value_dim
-    value_sum = tl.load(moments.value_sum + head * value_dim + value_channels, mask=inside, other=0.0) + evicted_value
+    value_sum = (
+        tl.load(moments.value_sum + head * value_dim + value_channels, mask=inside, other=0.0) + evicted_value
+    )
     value_key_sum = moments.value_key_sum + head * value_dim * head_dim
-    sums, _ = load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim)
+    sums, _ = load_covariance(
+        value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim
+    )
     sums += evicted_value[:, None] * evicted_key[None, :]
     # Threads of one program read the same numbers at their own pace: none may write before all have read.
     tl.debug_barrier()
@@ -522,13 +610,25 @@ def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
     query = torch.empty((32, 8 * group, head_dim), dtype=dtype, device="meta")
     positions = torch.empty((32, 8, 1024), dtype=torch.int64, device="meta")
     moments = zero_moments(cache, cache)
-    step(query, cache[:, :, 0], cache[:, :, 1], cache, cache, positions, moments, positions[:, :, 0].contiguous())
+    step(
+        query,
+        cache[:, :, 0],
+        cache[:, :, 1],
+        cache,
+        cache,
+        positions,
+        moments,
+        positions[:, :, 0].contiguous(),
+    )
     score(query, cache, cache, moments)
 
 
 CONFIGURATIONS = configurations(
     _launch,
-    *({"head_dim": head_dim, "group": group} for head_dim, group in zip(HEAD_DIMS, (4, 1, 8, 3, 8), strict=True)),
+    *(
+        {"head_dim": head_dim, "group": group}
+        for head_dim, group in zip(HEAD_DIMS, (4, 1, 8, 3, 8), strict=True)
+    ),
     tensor_cores=["walk_cache"],
     scalar=["finish_scores"],
 )

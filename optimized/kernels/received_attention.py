@@ -1,26 +1,30 @@
-r"""The attention that every key receives, in the manner of FlashAttention: no T x T matrix (H2-1, SN-1, TO-1, MK-P).
+r"""The attention that every key receives, in the manner of FlashAttention: no T x T matrix (H2-1, SN-1,
+TO-1, MK-P).
 
 It equals, in torch, for one query head, whose M queries are those of the last M of T tokens:
 
     later = torch.arange(T) > torch.arange(T - M, T)[:, None]
-    weights = (queries.float() @ keys.float().T / math.sqrt(head_dim)).masked_fill(later, -math.inf).softmax(dim=-1)
+    weights = (queries.float() @ keys.float().T / math.sqrt(head_dim)).masked_fill(later,
+    -math.inf).softmax(dim=-1)
     received = weights.sum(dim=0)
     output = weights @ values.float()
 
-A weight needs the normaliser of its row, which needs every key that the row sees; a sum over a column needs every row. So the
-products are computed twice, a tile at a time, and only the logarithms of the normalisers lie in memory between the two passes.
-Such a logarithm is rounded as a logit is, no more: kept apart, maximum and sum gave the same error for logits from 6 to 400.
-First launch, `sum_rows`: one program takes a block of rows and walks the keys that they see, with a running maximum and sum (the
-online softmax, in powers of two). Few rows, such as SnapKV's window, would leave a GPU idle: then the keys are cut into splits, one
-program each, and `merge_splits` adds up their sums. Where the output is wanted too, the walk is the attention of the prompt
-itself, in one split.
-Second launch, `sum_columns`: one program keeps a block of keys and walks the rows that see one of them. Its tile lies the other way
-round, keys by rows, so that a column of the attention is a row of the tile: tensor cores then have full tiles for a single query
-too, and the sum stays within a few threads.
+A weight needs the normaliser of its row, which needs every key that the row sees; a sum over a column needs
+every row. So the products are computed twice, a tile at a time, and only the logarithms of the normalisers
+lie in memory between the two passes. Such a logarithm is rounded as a logit is, no more: kept apart, maximum
+and sum gave the same error for logits from 6 to 400. First launch, `sum_rows`: one program takes a block of
+rows and walks the keys that they see, with a running maximum and sum (the online softmax, in powers of two).
+Few rows, such as SnapKV's window, would leave a GPU idle: then the keys are cut into splits, one program
+each, and `merge_splits` adds up their sums. Where the output is wanted too, the walk is the attention of the
+prompt itself, in one split. Second launch, `sum_columns`: one program keeps a block of keys and walks the
+rows that see one of them. Its tile lies the other way round, keys by rows, so that a column of the attention
+is a row of the tile: tensor cores then have full tiles for a single query too, and the sum stays within a few
+threads.
 
-The rows of a KV head are the queries of its whole group in the order of time: row r is query r // G of query head r % G. The group
-shares every key that is read, and the rows that see a key are the last ones. Sums have a fixed order, without atomics.
-The programs with most work start first. Their number follows from the prompt alone, so a sequence has the same bits in any batch.
+The rows of a KV head are the queries of its whole group in the order of time: row r is query r // G of query
+head r % G. The group shares every key that is read, and the rows that see a key are the last ones. Sums have
+a fixed order, without atomics. The programs with most work start first. Their number follows from the prompt
+alone, so a sequence has the same bits in any batch.
 """
 
 from typing import Any
@@ -39,12 +43,16 @@ LEAST_TOKENS_OF_A_SPLIT = 512
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""H2-1: the attention that every token receives from the queries, mean over the group, as `optimized.h2o.score`."""
+    r"""H2-1: the attention that every token receives from the queries, mean over the group, as
+    `optimized.h2o.score`.
+    """
     queries, keys = _by_channels(queries), _by_channels(keys)
     return _sum_columns(queries, keys, _sum_rows(queries, keys, None)[0])
 
 
-def attend_and_score(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_and_score(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-6 and H2-1: the causal attention's output and the score, as `optimized.h2o.attend_and_score`."""
     queries, keys, values = (_by_channels(states) for states in (queries, keys, values))
     logs, output = _sum_rows(queries, keys, values)
@@ -65,20 +73,36 @@ def _sizes(queries: torch.Tensor, keys: torch.Tensor) -> tuple[tuple[int, int, i
 
 
 def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
-    """Return the constants of a pass over the keys; `widest` is the number of channels of the values, if they are read."""
+    """Return the constants of a pass over the keys; `widest` is the number of channels of the values, if
+    they are read.
+    """
     block_d = padded(queries.shape[3])
     wide = max(block_d, padded(widest)) > 128
     if not on_tensor_cores(queries):
-        tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8 if block_d > 64 or wide else 4, "num_stages": 2}
+        tile = {
+            "BLOCK_ROWS": 16,
+            "BLOCK_T": 16 if wide else 32,
+            "num_warps": 8 if block_d > 64 or wide else 4,
+            "num_stages": 2,
+        }
     else:
         # On AMD the addresses of an output of 128 rows would spill.
         block_rows = min(64 if wide or (widest and is_amd(queries)) else 128, padded(rows))
-        tile = {"BLOCK_ROWS": block_rows, "BLOCK_T": 32 if wide else 64, "num_warps": 8 if block_rows > 32 else 4, "num_stages": 2}
+        tile = {
+            "BLOCK_ROWS": block_rows,
+            "BLOCK_T": 32 if wide else 64,
+            "num_warps": 8 if block_rows > 32 else 4,
+            "num_stages": 2,
+        }
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
-def _sum_rows(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32, and with values the output."""
+def _sum_rows(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32, and with
+    values the output.
+    """
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     value_dim = 0 if values is None else values.shape[3]
     tile = _tile(queries, rows, value_dim)
@@ -107,7 +131,11 @@ def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) 
     tile = _tile(queries, rows)
     if on_tensor_cores(queries):
         wide = tile["BLOCK_D"] > 128
-        tile |= {"BLOCK_T": 64 if wide else 128, "BLOCK_ROWS": min(32 if wide else 64, padded(rows)), "num_warps": 4 if wide else 8}
+        tile |= {
+            "BLOCK_T": 64 if wide else 128,
+            "BLOCK_ROWS": min(32 if wide else 64, padded(rows)),
+            "num_warps": 4 if wide else 8,
+        }
     scores = floats(queries, *keys.shape[:3])
     launch(sum_columns, (heads * triton.cdiv(shape[2], tile["BLOCK_T"]),))(
         strided(queries), strided(keys), logs, scores, num_kv_heads, *shape, **tile
@@ -117,7 +145,9 @@ def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) 
 
 @triton.jit
 def load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D: tl.constexpr):
-    """Load rows of a KV head as float32 [rows, BLOCK_D]: row r is query r // group of head r % group of the group."""
+    """Load rows of a KV head as float32 [rows, BLOCK_D]: row r is query r // group of head r % group of
+    the group.
+    """
     query_head = (head % num_kv_heads) * group + row % group
     offsets = (head // num_kv_heads) * queries.stride_b + query_head * queries.stride_h
     offsets += (row // group).to(tl.int64) * queries.stride_t
@@ -129,7 +159,8 @@ def load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BL
 @triton.jit
 def scale_of(head_dim):
     """The factor of a product of query and key, whose logit is in powers of two."""
-    return tl.div_rn(1.4426950408889634, tl.sqrt_rn(tl.cast(head_dim, tl.float32)))  # a constant 1 has no `to`
+    # a constant 1 has no `to`
+    return tl.div_rn(1.4426950408889634, tl.sqrt_rn(tl.cast(head_dim, tl.float32)))
 
 
 @triton.jit
@@ -141,11 +172,14 @@ def row_logits(query, key, token, last, head_dim):
 
 @triton.jit(do_not_specialize=["num_queries", "length", "split"])
 def sum_rows(
-    queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim, value_dim, split,
-    ATTEND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim,
+    value_dim, split,
+    ATTEND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen; ATTEND: the output of the row too.
+    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen; ATTEND:
+    the output of the row too.
 
     Grid: heads * blocks of rows * splits.
     """
@@ -159,7 +193,10 @@ def sum_rows(
     query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
     own_keys, own_values = head_of(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
     channels = tl.arange(0, BLOCK_DV)
-    end = tl.minimum(tl.minimum((part + 1) * split, length), length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1)
+    end = tl.minimum(
+        tl.minimum((part + 1) * split, length),
+        length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1,
+    )
     highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
     output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
@@ -174,24 +211,31 @@ def sum_rows(
     logs = highest + tl.log2(tl.where(mass == 0, 1.0, mass))
     tl.store(logs_ptr + (head * splits + part) * rows + row, logs, mask=row < rows)
     if ATTEND:
-        target = ((head * group + row % group) * num_queries + row // group) * value_dim  # int64, as `head` is
+        # int64, as `head` is
+        target = ((head * group + row % group) * num_queries + row // group) * value_dim
         inside = (row < rows)[:, None] & (channels < value_dim)[None, :]
         tl.store(output_ptr + target[:, None] + channels[None, :], output / mass[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
 def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, BLOCK_ROWS: tl.constexpr):
-    """merged[head, row] = log2 of the sum over the splits of 2^logs[head, split, row]. Grid: heads * blocks of rows."""
+    """merged[head, row] = log2 of the sum over the splits of 2^logs[head, split, row]. Grid: heads *
+    blocks of rows.
+    """
     program = tl.program_id(0).to(tl.int64)
     blocks = tl.cdiv(rows, BLOCK_ROWS)
     head, row = program // blocks, program % blocks * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     part = tl.arange(0, MOST_SPLITS)
     inside = (part < splits)[:, None] & (row < rows)[None, :]
-    logs = tl.load(logs_ptr + (head * splits + part)[:, None] * rows + row[None, :], mask=inside, other=float("-inf"))
+    logs = tl.load(
+        logs_ptr + (head * splits + part)[:, None] * rows + row[None, :], mask=inside, other=float("-inf")
+    )
     highest = tl.max(logs, axis=0)
     shift = tl.where(row < rows, highest, 0.0)
     mass = tl.sum(tl.exp2(logs - shift[None, :]), axis=0)
-    tl.store(merged_ptr + head * rows + row, shift + tl.log2(tl.where(row < rows, mass, 1.0)), mask=row < rows)
+    tl.store(
+        merged_ptr + head * rows + row, shift + tl.log2(tl.where(row < rows, mass, 1.0)), mask=row < rows
+    )
 
 
 @triton.jit(do_not_specialize=["num_queries", "length"])
@@ -199,7 +243,9 @@ def sum_columns(
     queries, keys, logs_ptr, scores_ptr, num_kv_heads, group, num_queries, length, head_dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log). Grid: heads * blocks of keys."""
+    """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log). Grid: heads *
+    blocks of keys.
+    """
     program = tl.program_id(0).to(tl.int64)
     rows, blocks = group * num_queries, tl.cdiv(length, BLOCK_T)
     head, block = program // blocks, (program % blocks).to(tl.int32)  # the first keys are seen by most
@@ -210,7 +256,9 @@ def sum_columns(
     received = tl.zeros([BLOCK_T], dtype=tl.float32)
     for start in range(first, rows, BLOCK_ROWS):
         row = start + tl.arange(0, BLOCK_ROWS)
-        query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
+        query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(
+            DOT_DTYPE
+        )
         # A row that is not there has an infinite normaliser, and gives nothing.
         logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
         logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim)

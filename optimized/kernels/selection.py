@@ -1,24 +1,28 @@
-r"""Top-k by radix threshold: find the k-th highest score, keep the scores above it, and of its equals the lowest positions.
+r"""Top-k by radix threshold: find the k-th highest score, keep the scores above it, and of its equals the
+lowest positions.
 
 It equals, in torch:
 
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
-Eviction needs only the mask, no sorted values and no indices, so nothing is sorted. A float32 becomes a 32-bit unsigned key of
-the same order (`ordered`), and the k-th highest key is found one byte at a time, the highest byte first: a histogram of the 256
-values of that byte, among the keys that agree with the bytes already found, says which value holds the k-th key and how many of
-those keys are still to be kept. Four bytes give the threshold and the number of its equals to keep; one last walk over the row,
-in the order of the positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2 cache; a tile
+Eviction needs only the mask, no sorted values and no indices, so nothing is sorted. A float32 becomes a
+32-bit unsigned key of the same order (`ordered`), and the k-th highest key is found one byte at a time, the
+highest byte first: a histogram of the 256 values of that byte, among the keys that agree with the bytes
+already found, says which value holds the k-th key and how many of those keys are still to be kept. Four bytes
+give the threshold and the number of its equals to keep; one last walk over the row, in the order of the
+positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2 cache; a tile
 without a key that agrees with the bytes found so far needs no histogram.
 
-Two schedules. `keep_rows`: one program walks its row five times, in one launch; it serves short rows, and as many rows as fill a
-GPU. `count_byte`, four times, then `keep_chunks`: for a few long rows, one program takes a chunk of a row, and the histograms of
-a row are added with integer atomics, whose order cannot change the result. Every program of the next launch reads the finished
-histograms and computes the bytes found so far by itself: 256 numbers a byte, cheaper than an extra launch. The
-last histogram is also stored chunk by chunk, so that `keep_chunks` knows how many equals of the threshold lie in front of it.
+Two schedules. `keep_rows`: one program walks its row five times, in one launch; it serves short rows, and as
+many rows as fill a GPU. `count_byte`, four times, then `keep_chunks`: for a few long rows, one program takes
+a chunk of a row, and the histograms of a row are added with integer atomics, whose order cannot change the
+result. Every program of the next launch reads the finished histograms and computes the bytes found so far by
+itself: 256 numbers a byte, cheaper than an extra launch. The last histogram is also stored chunk by chunk, so
+that `keep_chunks` knows how many equals of the threshold lie in front of it.
 
-Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still keeps exactly k.
+Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still
+keeps exactly k.
 """
 
 import torch
@@ -51,7 +55,9 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
     last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
     grid = (rows.shape[0] * chunks,)
     for byte in range(4):
-        launch(count_byte, grid)(rows, shielded, counts, last_counts, *arguments, chunk, chunks, byte, **flags)
+        launch(count_byte, grid)(
+            rows, shielded, counts, last_counts, *arguments, chunk, chunks, byte, **flags
+        )
     launch(keep_chunks, grid)(
         rows, shielded, counts, last_counts, kept, *arguments, chunk, chunks, MOST_CHUNKS=MOST_CHUNKS, **flags
     )
@@ -59,39 +65,51 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
 
 
 def keep_each(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Keep the highest scores of each of the R rows [R, T]: R / len(counts) rows in turn have the same count, int32."""
+    """Keep the highest scores of each of the R rows [R, T]: R / len(counts) rows in turn have the same
+    count, int32.
+    """
     return _keep_rows(rows, rows, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
 
 
-def _keep_rows(rows: torch.Tensor, protected: torch.Tensor, count: int | torch.Tensor, sharing: int = 1) -> torch.Tensor:
-    """The mask [R, T] of the highest scores of each row, by one program; `protected` is a mask, or `rows` again for none."""
+def _keep_rows(
+    rows: torch.Tensor, protected: torch.Tensor, count: int | torch.Tensor, sharing: int = 1
+) -> torch.Tensor:
+    """The mask [R, T] of the highest scores of each row, by one program; `protected` is a mask, or `rows`
+    again for none.
+    """
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
     # A program walks its whole row: the more threads, the fewer steps.
     block = 8192 if rows.shape[1] > 2048 else padded(rows.shape[1], 256)
     threads = 1024 if block > 2048 else min(256, block // 4)
     launch(keep_rows, (rows.shape[0],))(
         rows, protected, kept, *rows.stride(), *protected.stride(), rows.shape[1], count, sharing,
-        PROTECTED=protected is not rows, EACH=isinstance(count, torch.Tensor), BLOCK=block, num_warps=warps(rows, threads),
+        PROTECTED=protected is not rows, EACH=isinstance(count, torch.Tensor), BLOCK=block,
+        num_warps=warps(rows, threads),
     )  # fmt: skip
     return kept
 
 
 @triton.jit
 def ordered(values):
-    """Return unsigned keys in the order of the float32 `values`: -0 as 0, NaN below all, and 0xFFFFFFFF above all unused."""
+    """Return unsigned keys in the order of the float32 `values`: -0 as 0, NaN below all, and 0xFFFFFFFF
+    above all unused.
+    """
     bits = tl.where(values == 0, 0.0, values).to(tl.uint32, bitcast=True)
-    # A negative number grows as its bits fall, so all its bits are flipped. A positive number only moves above the negative ones.
+    # A negative number grows as its bits fall, so all its bits are flipped. A positive number only moves
+    # above the negative ones.
     keys = tl.where(bits >> 31 != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(values == values, keys, 0)
 
 
 @triton.jit
 def keep_highest(keys, count):
-    """Return which `count` of the `keys` [BLOCK], held in registers, are highest; of equals the lowest positions.
+    """Return which `count` of the `keys` [BLOCK], held in registers, are highest; of equals the lowest
+    positions.
 
-    The threshold is found bit by bit, 32 dependent sums over registers. Counting the keys above each key would have no dependent
-    step, but its BLOCK * BLOCK comparisons need the registers that keep other programs resident. The keys beyond the end of a row
-    must be 0: they rank below every number, and by their position below NaN.
+    The threshold is found bit by bit, 32 dependent sums over registers. Counting the keys above each key
+    would have no dependent step, but its BLOCK * BLOCK comparisons need the registers that keep other
+    programs resident. The keys beyond the end of a row must be 0: they rank below every number, and by their
+    position below NaN.
     """
     threshold = tl.zeros([], dtype=tl.uint32)
     bit = tl.full([], 0x80000000, dtype=tl.uint32)
@@ -120,11 +138,14 @@ def load_ordered(
 
 @triton.jit
 def byte_counts(keys, inside, prefix, byte):
-    """Return the histogram [256] of one byte (0 is the highest) among the keys whose bytes before it are `prefix`."""
+    """Return the histogram [256] of one byte (0 is the highest) among the keys whose bytes before it are
+    `prefix`.
+    """
     leading = keys >> (24 - 8 * byte)
     matching = inside & ((leading >> 8) == prefix)
     counts = tl.zeros([256], dtype=tl.int32)
-    # A histogram takes many instructions for each key, and behind the first byte most tiles have nothing to count.
+    # A histogram takes many instructions for each key, and behind the first byte most tiles have nothing to
+    # count.
     if tl.max(matching.to(tl.int32), axis=0) > 0:
         counts = tl.histogram((leading & 0xFF).to(tl.int32), 256, mask=matching)
     return counts
@@ -132,7 +153,9 @@ def byte_counts(keys, inside, prefix, byte):
 
 @triton.jit
 def narrow(counts, prefix, left):
-    """Return the prefix with one more byte, and how many of the keys with that prefix are still to be kept."""
+    """Return the prefix with one more byte, and how many of the keys with that prefix are still to be
+    kept.
+    """
     values = tl.arange(0, 256)
     at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
     chosen = tl.sum((at_least >= left).to(tl.int32), axis=0) - 1
@@ -142,19 +165,24 @@ def narrow(counts, prefix, left):
 
 @triton.jit
 def count_keys(
-    scores, protected, start, end, prefix, byte, stride_t, protected_stride_t, PROTECTED: tl.constexpr, BLOCK: tl.constexpr
+    scores, protected, start, end, prefix, byte, stride_t, protected_stride_t, PROTECTED: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
     """Return `byte_counts` of the positions start .. end-1 of a row."""
     counts = tl.zeros([256], dtype=tl.int32)
     for first in range(start, end, BLOCK):
-        keys, inside = load_ordered(scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        keys, inside = load_ordered(
+            scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK
+        )
         counts += byte_counts(keys, inside, prefix, byte)
     return counts
 
 
 @triton.jit
 def find_prefix(counts_ptr, row, count, known):
-    """Return the first `known` bytes of the threshold of a row, from its histograms, and how many keys with them are to be kept."""
+    """Return the first `known` bytes of the threshold of a row, from its histograms, and how many keys
+    with them are to be kept.
+    """
     prefix = tl.zeros([], dtype=tl.uint32)
     left = count
     for byte in range(known):
@@ -164,7 +192,9 @@ def find_prefix(counts_ptr, row, count, known):
 
 @triton.jit
 def keep_from(keys, inside, threshold, left, seen):
-    """Return which keys are kept, where `seen` equals of the threshold lie before them, and the equals seen after them."""
+    """Return which keys are kept, where `seen` equals of the threshold lie before them, and the equals
+    seen after them.
+    """
     equal = ((keys == threshold) & inside).to(tl.int32)
     kept = (keys > threshold) | ((equal != 0) & (seen + tl.cumsum(equal, axis=0) <= left))
     return kept, seen + tl.sum(equal, axis=0)
@@ -172,21 +202,28 @@ def keep_from(keys, inside, threshold, left, seen):
 
 @triton.jit(do_not_specialize=["count", "sharing"])
 def keep_rows(
-    scores_ptr, protected_ptr, kept_ptr, stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, sharing,
+    scores_ptr, protected_ptr, kept_ptr, stride_row, stride_t, protected_stride_row, protected_stride_t,
+    length, count, sharing,
     PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """kept[row] = the mask of the `count` highest scores of a row; EACH: of count[row // sharing]. Grid: rows."""
+    """kept[row] = the mask of the `count` highest scores of a row; EACH: of count[row // sharing]. Grid:
+    rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
     prefix = tl.zeros([], dtype=tl.uint32)
     left = tl.load(count + row // sharing) if EACH else count
     for byte in range(4):
-        counts = count_keys(scores, protected, 0, length, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        counts = count_keys(
+            scores, protected, 0, length, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
+        )
         prefix, left = narrow(counts, prefix, left)
     seen = tl.zeros([], dtype=tl.int32)
     for first in range(0, length, BLOCK):
-        keys, inside = load_ordered(scores, protected, first, length, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        keys, inside = load_ordered(
+            scores, protected, first, length, stride_t, protected_stride_t, PROTECTED, BLOCK
+        )
         kept, seen = keep_from(keys, inside, prefix, left, seen)
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 
@@ -197,14 +234,18 @@ def count_byte(
     stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, chunk, chunks, byte,
     PROTECTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the histogram of one byte over one chunk of a row to that of the row; the last is stored too. Grid: rows * chunks."""
+    """Add the histogram of one byte over one chunk of a row to that of the row; the last is stored too.
+    Grid: rows * chunks.
+    """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
     prefix, _ = find_prefix(counts_ptr, row, count, byte)
     end = tl.minimum((part + 1) * chunk, length)
-    counts = count_keys(scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK)
+    counts = count_keys(
+        scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
+    )
     values = tl.arange(0, 256)
     tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
     if byte == 3:
@@ -223,13 +264,16 @@ def keep_chunks(
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
     prefix, left = find_prefix(counts_ptr, row, count, 4)
-    # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of the threshold.
+    # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of
+    # the threshold.
     before = tl.arange(0, MOST_CHUNKS)
     ties = last_counts_ptr + (row * chunks + before) * 256 + (prefix & 0xFF).to(tl.int64)
     seen = tl.sum(tl.load(ties, mask=before < part, other=0), axis=0)
     end = tl.minimum((part + 1) * chunk, length)
     for first in range(part * chunk, end, BLOCK):
-        keys, inside = load_ordered(scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK)
+        keys, inside = load_ordered(
+            scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK
+        )
         kept, seen = keep_from(keys, inside, prefix, left, seen)
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 

@@ -1,12 +1,14 @@
-r"""StreamingLLM (arXiv 2309.17453): the sinks and the most recent tokens are copied, and nothing else is read (SL-1, CACHE-1).
+r"""StreamingLLM (arXiv 2309.17453): the sinks and the most recent tokens are copied, and nothing else is
+read (SL-1, CACHE-1).
 
 It equals, in torch, for one head:
 
     kept = torch.cat([torch.arange(sinks), torch.arange(length - recent, length)])
     keys[kept], values[kept]
 
-The kept positions are known beforehand, so there are no scores and no selection, and the host waits for nothing. One launch: one
-program copies a tile of the kept rows of one head, K and V; the writes are contiguous.
+The kept positions are known beforehand, so there are no scores and no selection, and the host waits for
+nothing. One launch: one program copies a tile of the kept rows of one head, K and V; the writes are
+contiguous.
 """
 
 import torch
@@ -22,7 +24,9 @@ from .tiles import copy_tile, head_of
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) -> CompressedCache:
-    r"""SL-1, CACHE-1: the first `sinks` and the last `recent` tokens of every head, as `optimized.streaming_llm.compress`."""
+    r"""SL-1, CACHE-1: the first `sinks` and the last `recent` tokens of every head, as
+    `optimized.streaming_llm.compress`.
+    """
     batch, num_heads, length, head_dim = keys.shape
     kept = sinks + recent
     lengths = torch.full((batch, num_heads), kept, device=keys.device)
@@ -30,7 +34,8 @@ def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) 
     block_d, block_dv = padded(head_dim), padded(values.shape[-1])
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
     launch(copy_ends, (batch * num_heads * triton.cdiv(kept, block_t),))(
-        strided(keys), strided(values), Copy(*cache[:3]), num_heads, length, sinks, kept, head_dim, values.shape[-1],
+        strided(keys), strided(values), Copy(*cache[:3]), num_heads, length, sinks, kept, head_dim,
+        values.shape[-1],
         BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,
     )  # fmt: skip
     return cache
@@ -49,8 +54,18 @@ def copy_ends(
     token = tl.where(row < sinks, row, row + length - kept)
     target = head * kept + row
     tl.store(copy.positions + target, token, mask=inside)
-    copy_tile(head_of(keys, head, num_heads), copy.kept_keys, token, target, tl.arange(0, BLOCK_D), inside, head_dim)
-    copy_tile(head_of(values, head, num_heads), copy.kept_values, token, target, tl.arange(0, BLOCK_DV), inside, value_dim)
+    copy_tile(
+        head_of(keys, head, num_heads), copy.kept_keys, token, target, tl.arange(0, BLOCK_D), inside, head_dim
+    )
+    copy_tile(
+        head_of(values, head, num_heads),
+        copy.kept_values,
+        token,
+        target,
+        tl.arange(0, BLOCK_DV),
+        inside,
+        value_dim,
+    )
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

@@ -1,4 +1,6 @@
-"""Tensors as arguments of kernels: a pointer and its strides travel as one tuple, whose fields a kernel reads by name."""
+"""Tensors as arguments of kernels: a pointer and its strides travel as one tuple, whose fields a kernel
+reads by name.
+"""
 
 import math
 from typing import Any, NamedTuple
@@ -36,9 +38,11 @@ class Rows(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """A pool [P, S, H_kv, D] as rows of D numbers, `stride_t` elements apart: a page, a slot and a head are so many rows each.
+    """A pool [P, S, H_kv, D] as rows of D numbers, `stride_t` elements apart: a page, a slot and a head
+    are so many rows each.
 
-    The strides themselves in their place would hide from the compiler that a row begins at a multiple of 16 bytes.
+    The strides themselves in their place would hide from the compiler that a row begins at a multiple of 16
+    bytes.
     """
 
     ptr: Any
@@ -50,7 +54,9 @@ class Pages(NamedTuple):
 
 
 def pages(pool: torch.Tensor) -> Pages:
-    """Return a pool with its rows: pages with the tokens or the heads first, or those of one buffer for keys and values."""
+    """Return a pool with its rows: pages with the tokens or the heads first, or those of one buffer for
+    keys and values.
+    """
     page, slot, head, stride_d = pool.stride()
     stride_t = math.gcd(page, slot, head) or 1
     return Pages(pool, page // stride_t, slot // stride_t, head // stride_t, stride_t, stride_d)
@@ -70,7 +76,9 @@ def strided(tensor: torch.Tensor) -> Vectors | Tokens | Rows:
 
 @triton.jit
 def load_row(base, channels, head_dim, stride_d):
-    """One vector as float32 [BLOCK], read as one row of a tile of 32: by few threads, several channels each, not by all."""
+    """One vector as float32 [BLOCK], read as one row of a tile of 32: by few threads, several channels
+    each, not by all.
+    """
     rows = tl.arange(0, 32)[:, None]
     inside = (rows == 0) & (channels < head_dim)[None, :]
     states = tl.load(base + rows * 16 + channels.to(tl.int64)[None, :] * stride_d, mask=inside, other=0.0)

@@ -1,8 +1,10 @@
-r"""CriticalKV to read: attention times the length of what a value adds to the residual stream (CK-1 to CK-4).
+r"""CriticalKV to read: attention times the length of what a value adds to the residual stream (CK-1 to
+CK-4).
 
-Two launches, and those of `snapkv` and `selection`. `sum_projections` has one program for each tile of tokens: it multiplies the
-values by a tile of the output projection at a time and adds up absolute numbers, so that no product is stored. `attend_window` has
-one program for each of the last queries, and writes its weights of the tokens before the window.
+Two launches, and those of `snapkv` and `selection`. `sum_projections` has one program for each tile of
+tokens: it multiplies the values by a tile of the output projection at a time and adds up absolute numbers, so
+that no product is stored. `attend_window` has one program for each of the last queries, and writes its
+weights of the tokens before the window.
 """
 
 import math
@@ -29,8 +31,12 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     return norms
 
 
-def importance(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5) -> torch.Tensor:
-    r"""CK-2, CK-3: queries [B, H_q, M, D] of the last tokens and keys [B, H_kv, T, D] give [B, H_kv, T - window_size]."""
+def importance(
+    queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5
+) -> torch.Tensor:
+    r"""CK-2, CK-3: queries [B, H_q, M, D] of the last tokens and keys [B, H_kv, T, D] give [B, H_kv, T -
+    window_size].
+    """
     num_kv_heads, length, head_dim = keys.shape[1:]
     last = (queries[:, :, -window_size:] * head_dim**-0.5).contiguous()
     weights = keys.new_empty(*last.shape[:3], length - window_size)
@@ -69,7 +75,9 @@ def score(
 def sum_projections(
     values_ptr, w_o_ptr, norms_ptr, num_kv_heads, group, length, hidden, D: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """CK-1: norms[head, t] = sum of |W_o^g v_t| over the residual stream, mean over the group. Grid: KV heads, tiles of tokens."""
+    """CK-1: norms[head, t] = sum of |W_o^g v_t| over the residual stream, mean over the group. Grid: KV
+    heads, tiles of tokens.
+    """
     head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -89,8 +97,12 @@ def sum_projections(
 
 
 @triton.jit
-def attend_window(queries_ptr, keys_ptr, weights_ptr, group, window, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """CK-2: weights[query, t] = its attention to the tokens before the window. Grid: the queries of the window."""
+def attend_window(
+    queries_ptr, keys_ptr, weights_ptr, group, window, length, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """CK-2: weights[query, t] = its attention to the tokens before the window. Grid: the queries of the
+    window.
+    """
     row = tl.program_id(0).to(tl.int64)
     keys_ptr += row // window // group * length * D
     before, seen = length - window, length - window + row % window + 1
@@ -99,4 +111,6 @@ def attend_window(queries_ptr, keys_ptr, weights_ptr, group, window, length, D: 
     for first in range(0, before, BLOCK):
         positions = first + tl.arange(0, BLOCK)
         logits = tile_logits(query, keys_ptr, first, before, D, BLOCK)
-        tl.store(weights_ptr + row * before + positions, tl.exp(logits - highest) / total, mask=positions < before)
+        tl.store(
+            weights_ptr + row * before + positions, tl.exp(logits - highest) / total, mask=positions < before
+        )

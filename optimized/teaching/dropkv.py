@@ -1,8 +1,10 @@
-r"""DropKV to read: how far the output of the last queries moves when one token alone is evicted (DK-1, DK-2).
+r"""DropKV to read: how far the output of the last queries moves when one token alone is evicted (DK-1,
+DK-2).
 
-Two launches, and the mean over neighbours of `snapkv`. First, one program for each query of the window walks over the tokens that
-it sees and writes the square of `p_j / (1 - p_j) |v_j - o|`. Then one program for each tile of tokens sums them over a group.
-The token of the largest weight is set apart: where its weight rounds to 1, that form is infinity times 0.
+Two launches, and the mean over neighbours of `snapkv`. First, one program for each query of the window walks
+over the tokens that it sees and writes the square of `p_j / (1 - p_j) |v_j - o|`. Then one program for each
+tile of tokens sums them over a group. The token of the largest weight is set apart: where its weight rounds
+to 1, that form is infinity times 0.
 """
 
 import math
@@ -18,9 +20,16 @@ BLOCK = 64  # tokens of a tile
 
 
 def score(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    *,
+    window_size: int = 32,
+    kernel_size: int = 7,
 ) -> torch.Tensor:
-    r"""DK-2: queries [B, H_q, M, D] of the last tokens, keys, values [B, H_kv, T, D_v] give scores [B, H_kv, T]."""
+    r"""DK-2: queries [B, H_q, M, D] of the last tokens, keys, values [B, H_kv, T, D_v] give scores [B,
+    H_kv, T].
+    """
     batch, num_kv_heads, length, head_dim = keys.shape
     before, group = length - window_size, queries.shape[1] // num_kv_heads
     scores = torch.full_like(keys[..., 0], math.inf)
@@ -37,9 +46,12 @@ def score(
 
 @triton.jit
 def drop_one(
-    queries_ptr, keys_ptr, values_ptr, changes_ptr, group, window, length, D: tl.constexpr, DV: tl.constexpr, BLOCK: tl.constexpr
+    queries_ptr, keys_ptr, values_ptr, changes_ptr, group, window, length, D: tl.constexpr, DV: tl.constexpr,
+    BLOCK: tl.constexpr
 ):  # fmt: skip
-    """DK-1: changes[query, j] = the square of the change of the output without token j. Grid: the queries of the window."""
+    """DK-1: changes[query, j] = the square of the change of the output without token j. Grid: the queries
+    of the window.
+    """
     row = tl.program_id(0).to(tl.int64)
     head, seen = row // window // group, length - window + row % window + 1
     keys_ptr, values_ptr = keys_ptr + head * length * D, values_ptr + head * length * DV
@@ -50,16 +62,23 @@ def drop_one(
         logits = tile_logits(query, keys_ptr, first, seen, D, BLOCK)
         place = tl.where(tl.max(logits, axis=0) > highest, first + tl.argmax(logits, axis=0), place)
         highest = tl.maximum(highest, tl.max(logits, axis=0))
-    # The output without the token of the largest weight, from sums that count from the largest logit of the others.
+    # The output without the token of the largest weight, from sums that count from the largest logit of the
+    # others.
     second = tl.full([], float("-inf"), dtype=tl.float32)
     total, without = tl.zeros([], dtype=tl.float32), tl.zeros([DV], dtype=tl.float32)
     for first in range(0, seen, BLOCK):
         positions = first + tl.arange(0, BLOCK)
-        logits = tl.where(positions == place, float("-inf"), tile_logits(query, keys_ptr, first, seen, D, BLOCK))
+        logits = tl.where(
+            positions == place, float("-inf"), tile_logits(query, keys_ptr, first, seen, D, BLOCK)
+        )
         higher = tl.maximum(second, tl.max(logits, axis=0))
         if higher > float("-inf"):
             powers, kept = tl.exp(logits - higher), tl.exp(second - higher)
-            tile = tl.load(values_ptr + positions[:, None] * DV + channels[None, :], mask=(positions < seen)[:, None], other=0.0)
+            tile = tl.load(
+                values_ptr + positions[:, None] * DV + channels[None, :],
+                mask=(positions < seen)[:, None],
+                other=0.0,
+            )
             total = total * kept + tl.sum(powers, axis=0)
             without = without * kept + tl.sum(powers[:, None] * tile, axis=0)
             second = higher
@@ -68,17 +87,27 @@ def drop_one(
     output = largest * value + largest * odds * without
     for first in range(0, seen, BLOCK):
         positions = first + tl.arange(0, BLOCK)
-        tile = tl.load(values_ptr + positions[:, None] * DV + channels[None, :], mask=(positions < seen)[:, None], other=0.0)
+        tile = tl.load(
+            values_ptr + positions[:, None] * DV + channels[None, :],
+            mask=(positions < seen)[:, None],
+            other=0.0,
+        )
         weights = largest * tl.exp(tile_logits(query, keys_ptr, first, seen, D, BLOCK) - highest)
         is_largest = positions == place
         moved = tile - tl.where(is_largest[:, None], without[None, :], output[None, :])
         factor = tl.where(is_largest, weights, weights / tl.where(is_largest, 1.0, 1 - weights))
-        tl.store(changes_ptr + row * length + positions, factor * factor * tl.sum(moved * moved, axis=1), mask=positions < seen)
+        tl.store(
+            changes_ptr + row * length + positions,
+            factor * factor * tl.sum(moved * moved, axis=1),
+            mask=positions < seen,
+        )
 
 
 @triton.jit
 def sum_queries(changes_ptr, summed_ptr, group, window, length, BLOCK: tl.constexpr):
-    """DK-2: summed[head, t] = the changes of all queries of the group, over its heads. Grid: KV heads, tiles of tokens."""
+    """DK-2: summed[head, t] = the changes of all queries of the group, over its heads. Grid: KV heads,
+    tiles of tokens.
+    """
     head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

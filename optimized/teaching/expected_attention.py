@@ -1,8 +1,10 @@
-r"""Expected Attention to read: the statistics of the queries (EA-5), and the score from them (EA-7 to EA-9).
+r"""Expected Attention to read: the statistics of the queries (EA-5), and the score from them (EA-7 to
+EA-9).
 
-The statistics take one launch, one program for each head: a walk for the mean, and a walk for the covariance about it. The score
-takes three. First, one program for each query head and tile of tokens computes the expected logits. Then one program for each query
-head makes them a softmax. Last, one program for each KV head and tile averages the weights of the group and multiplies by |v|.
+The statistics take one launch, one program for each head: a walk for the mean, and a walk for the covariance
+about it. The score takes three. First, one program for each query head and tile of tokens computes the
+expected logits. Then one program for each query head makes them a softmax. Last, one program for each KV head
+and tile averages the weights of the group and multiplies by |v|.
 """
 
 import torch
@@ -16,16 +18,24 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     r"""EA-5: queries [..., N, D] before RoPE give their mean [..., D] and covariance [..., D, D]."""
     *heads, count, head_dim = queries.shape
     mean, covariance = queries.new_empty(*heads, head_dim), queries.new_empty(*heads, head_dim, head_dim)
-    describe[(mean.numel() // head_dim,)](queries.contiguous(), mean, covariance, count, head_dim, num_warps=8)
+    describe[(mean.numel() // head_dim,)](
+        queries.contiguous(), mean, covariance, count, head_dim, num_warps=8
+    )
     return mean, covariance
 
 
 def score(
-    keys: torch.Tensor, values: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor, *, epsilon: float = 0.02
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    query_mean: torch.Tensor,
+    query_covariance: torch.Tensor,
+    *,
+    epsilon: float = 0.02,
 ) -> torch.Tensor:
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`.
 
-    Keys [B, H_kv, T, D], values [B, H_kv, T, D_v], query_mean [B, H_q, D] and query_covariance [B, H_q, D, D] give [B, H_kv, T].
+    Keys [B, H_kv, T, D], values [B, H_kv, T, D_v], query_mean [B, H_q, D] and query_covariance [B, H_q, D, D]
+    give [B, H_kv, T].
     """
     batch, num_kv_heads, length, head_dim = keys.shape
     readers, tiles = batch * query_mean.shape[1], triton.cdiv(length, BLOCK)
@@ -59,13 +69,17 @@ def describe(queries_ptr, mean_ptr, covariance_ptr, count, D: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, columns, num_rows, D: tl.constexpr):
-    """Load some rows and columns of a matrix with D columns; zeros beyond its last row and its last column."""
+    """Load some rows and columns of a matrix with D columns; zeros beyond its last row and its last
+    column.
+    """
     inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
     return tl.load(base + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
-def expect(keys_ptr, mean_ptr, covariance_ptr, logits_ptr, group, length, D: tl.constexpr, BLOCK: tl.constexpr):
+def expect(
+    keys_ptr, mean_ptr, covariance_ptr, logits_ptr, group, length, D: tl.constexpr, BLOCK: tl.constexpr
+):
     """EA-7: logits[query head, t] = (mean + covariance k) . k. Grid: query heads, tiles of tokens."""
     query_head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -75,7 +89,9 @@ def expect(keys_ptr, mean_ptr, covariance_ptr, logits_ptr, group, length, D: tl.
     for first in range(0, D, 16):
         some = first + tl.arange(0, 16)
         covariance = load_tile(covariance_ptr + query_head * D * D, some, channels, D, D)
-        product = tl.dot(load_tile(keys_ptr, positions, some, length, D), covariance, product, input_precision="ieee")
+        product = tl.dot(
+            load_tile(keys_ptr, positions, some, length, D), covariance, product, input_precision="ieee"
+        )
     logits = tl.sum(product * load_tile(keys_ptr, positions, channels, length, D), axis=1)
     tl.store(logits_ptr + query_head * length + positions, logits, mask=positions < length)
 
@@ -100,12 +116,18 @@ def softmax_rows(logits_ptr, length, BLOCK: tl.constexpr):
 
 @triton.jit
 def weigh(weights_ptr, values_ptr, scores_ptr, epsilon, group, length, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """EA-9: scores[head, t] = (mean of the weights of the group + epsilon) |v_t|. Grid: KV heads, tiles of tokens."""
+    """EA-9: scores[head, t] = (mean of the weights of the group + epsilon) |v_t|. Grid: KV heads, tiles of
+    tokens.
+    """
     head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     weights = tl.zeros([BLOCK], dtype=tl.float32)
     for query_head in range(head * group, (head + 1) * group):
-        weights += tl.load(weights_ptr + query_head * length + positions, mask=positions < length, other=0.0) / group
+        weights += (
+            tl.load(weights_ptr + query_head * length + positions, mask=positions < length, other=0.0) / group
+        )
     rows, inside = head * length + positions, positions < length
-    values = tl.load(values_ptr + rows[:, None] * DV + tl.arange(0, DV)[None, :], mask=inside[:, None], other=0.0)
+    values = tl.load(
+        values_ptr + rows[:, None] * DV + tl.arange(0, DV)[None, :], mask=inside[:, None], other=0.0
+    )
     tl.store(scores_ptr + rows, (weights + epsilon) * tl.sqrt(tl.sum(values * values, axis=1)), mask=inside)

@@ -1,8 +1,10 @@
-r"""GVote to read: sampled queries vote, each for as many tokens as the current query needs (GV-A1 to GV-A3, GV-A9 to GV-A11).
+r"""GVote to read: sampled queries vote, each for as many tokens as the current query needs (GV-A1 to
+GV-A3, GV-A9 to GV-A11).
 
-The attention of the current query comes from `tova`. One launch finds its nucleus, one program for each query head; the size of the
-nucleus is the number of votes of a sample. One launch computes the logits of the samples, the launch of `selection` turns them into
-votes, and one program for each KV head and tile of tokens unites the votes of its group.
+The attention of the current query comes from `tova`. One launch finds its nucleus, one program for each query
+head; the size of the nucleus is the number of votes of a sample. One launch computes the logits of the
+samples, the launch of `selection` turns them into votes, and one program for each KV head and tile of tokens
+unites the votes of its group.
 """
 
 import torch
@@ -20,15 +22,21 @@ BLOCK = 64  # tokens of a tile
 
 
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
-    r"""GV-A2: weights [..., T] give the mask [..., T] of the fewest tokens that hold at least p of the mass; at least one."""
+    r"""GV-A2: weights [..., T] give the mask [..., T] of the fewest tokens that hold at least p of the
+    mass; at least one.
+    """
     kept = torch.empty(attention.shape, dtype=torch.bool, device=attention.device)
     length, beyond = attention.shape[-1], float(1 - as_fraction("p", p))
     keep_nucleus[(attention.numel() // length,)](attention.contiguous(), kept, length, beyond, BLOCK)
     return kept
 
 
-def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95) -> torch.Tensor:
-    r"""GV-A11: query [B, H_q, D], keys [B, H_kv, T, D] and sampled_queries [B, H_q, S, D] give kept [B, H_kv, T], ragged."""
+def select(
+    query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95
+) -> torch.Tensor:
+    r"""GV-A11: query [B, H_q, D], keys [B, H_kv, T, D] and sampled_queries [B, H_q, S, D] give kept [B,
+    H_kv, T], ragged.
+    """
     batch, num_query_heads, samples, head_dim = sampled_queries.shape
     num_kv_heads, length = keys.shape[1:3]
     counts = nucleus(last_attention(query, keys), p).sum(dim=-1)
@@ -47,12 +55,16 @@ def select(query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tenso
 def load_weights(weights_ptr, row, first, length, BLOCK: tl.constexpr):
     """Load the weights of a tile, 0 beyond the end of the row, and which of them lie before it."""
     positions = first + tl.arange(0, BLOCK)
-    return tl.load(weights_ptr + row * length + positions, mask=positions < length, other=0.0), positions < length
+    return tl.load(
+        weights_ptr + row * length + positions, mask=positions < length, other=0.0
+    ), positions < length
 
 
 @triton.jit
 def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
-    """kept[row] = the mask of the fewest weights that leave at most `beyond` of the mass to the others. Grid: rows."""
+    """kept[row] = the mask of the fewest weights that leave at most `beyond` of the mass to the others.
+    Grid: rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     mass = tl.zeros([], dtype=tl.float32)
     largest = tl.zeros([], dtype=tl.float32)
@@ -60,8 +72,8 @@ def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
         weights, _ = load_weights(weights_ptr, row, first, length, BLOCK)
         mass += tl.sum(weights, axis=0)
         largest = tl.maximum(largest, tl.max(weights, axis=0))
-    # The smallest weight that is needed: the largest one with at most `beyond` of the mass below it, found four bits at a time
-    # as in `selection`: the bits of numbers from 0 on are in the order of the numbers.
+    # The smallest weight that is needed: the largest one with at most `beyond` of the mass below it, found
+    # four bits at a time as in `selection`: the bits of numbers from 0 on are in the order of the numbers.
     bits = tl.zeros([], dtype=tl.uint32)
     for step in range(8):
         candidates = bits | (tl.arange(0, 16).to(tl.uint32) << (28 - 4 * step))
@@ -77,7 +89,8 @@ def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
     for first in range(0, length, BLOCK):
         weights, _ = load_weights(weights_ptr, row, first, length, BLOCK)
         tail += tl.sum(tl.where(weights <= threshold, weights, 0.0), axis=0)
-    # Of equal weights the first are needed, as long as more than `beyond` of the mass is left from there on; one always is.
+    # Of equal weights the first are needed, as long as more than `beyond` of the mass is left from there on;
+    # one always is.
     seen = tl.zeros([], dtype=tl.int32)
     for first in range(0, length, BLOCK):
         weights, inside = load_weights(weights_ptr, row, first, length, BLOCK)
@@ -85,12 +98,18 @@ def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
         before = seen + tl.cumsum(equal.to(tl.int32), axis=0) - 1
         needed = (before == 0) | (tail - before * threshold > beyond * mass)
         seen += tl.sum(equal.to(tl.int32), axis=0)
-        tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), (weights > threshold) | (equal & needed), mask=inside)
+        tl.store(
+            kept_ptr + row * length + first + tl.arange(0, BLOCK),
+            (weights > threshold) | (equal & needed),
+            mask=inside,
+        )
 
 
 @triton.jit
 def multiply(queries_ptr, keys_ptr, logits_ptr, voters, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """logits[voter, t] = q . k_t; `voters` queries read the same KV head. Grid: voters of all heads, tiles of tokens."""
+    """logits[voter, t] = q . k_t; `voters` queries read the same KV head. Grid: voters of all heads, tiles
+    of tokens.
+    """
     voter = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     channels, inside = tl.arange(0, D), positions < length
@@ -102,7 +121,9 @@ def multiply(queries_ptr, keys_ptr, logits_ptr, voters, length, D: tl.constexpr,
 
 @triton.jit
 def unite(votes_ptr, kept_ptr, voters, length, BLOCK: tl.constexpr):
-    """kept[head, t] = whether any of the `voters` of a KV head has voted for t. Grid: KV heads, tiles of tokens."""
+    """kept[head, t] = whether any of the `voters` of a KV head has voted for t. Grid: KV heads, tiles of
+    tokens.
+    """
     head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     kept = tl.zeros([BLOCK], dtype=tl.int32)

@@ -1,7 +1,8 @@
 r"""KeyDiff to read: `score_i = -cos(mu, k_i)`, mu the mean of the unit keys (KD-8).
 
-Two launches, since no score is known before the last key has entered the mean. First, one program for each head walks over its keys
-and averages their directions. Then one program for each tile of tokens reads its keys again and scores them.
+Two launches, since no score is known before the last key has entered the mean. First, one program for each
+head walks over its keys and averages their directions. Then one program for each tile of tokens reads its
+keys again and scores them.
 """
 
 import torch
@@ -30,7 +31,9 @@ def score(keys: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def unit_keys(keys_ptr, head, first, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the keys of a tile and divide each by its norm, [BLOCK, D]; a zero key has no direction and stays zero."""
+    """Load the keys of a tile and divide each by its norm, [BLOCK, D]; a zero key has no direction and
+    stays zero.
+    """
     positions = first + tl.arange(0, BLOCK)
     addresses = keys_ptr + (head * length + positions)[:, None] * D + tl.arange(0, D)[None, :]
     keys = tl.load(addresses, mask=(positions < length)[:, None], other=0.0)

@@ -1,4 +1,6 @@
-r"""KNorm to read: `score_i = -|k_i|` (KN-1). One launch; a program scores one tile of tokens, whatever head they are of."""
+r"""KNorm to read: `score_i = -|k_i|` (KN-1). One launch; a program scores one tile of tokens, whatever
+head they are of.
+"""
 
 import torch
 import triton
@@ -10,7 +12,9 @@ BLOCK = 64  # tokens of a tile
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: keys [..., T, D] give scores [..., T], at most 0, higher = keep."""
     scores = keys.new_empty(keys.shape[:-1])
-    minus_norms[(triton.cdiv(scores.numel(), BLOCK),)](keys.contiguous(), scores, scores.numel(), keys.shape[-1], BLOCK)
+    minus_norms[(triton.cdiv(scores.numel(), BLOCK),)](
+        keys.contiguous(), scores, scores.numel(), keys.shape[-1], BLOCK
+    )
     return scores
 
 

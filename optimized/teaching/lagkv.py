@@ -1,26 +1,43 @@
 r"""LagKV to read: how much a token varies, measured by the range of the next partition (LK-7 to LK-12).
 
-Four launches: two for the keys, and the same two for the values. The first has one program for each partition, which walks over
-the next partition for the range of each channel, and then over its own for the deviation of each token. The second turns the
-deviations of a partition into a softmax and adds it to the scores.
+Four launches: two for the keys, and the same two for the values. The first has one program for each
+partition, which walks over the next partition for the range of each channel, and then over its own for the
+deviation of each token. The second turns the deviations of a partition into a softmax and adds it to the
+scores.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from evictionary.reference.lagkv import compression_ratio, keep_ratio_for, retained_length, tokens_per_partition
+from evictionary.reference.lagkv import (
+    compression_ratio,
+    keep_ratio_for,
+    retained_length,
+    tokens_per_partition,
+)
 
 from .selection import top_k
 
 # Counting partitions is exact integer arithmetic: the reference's functions serve here too.
-__all__ = ["compression_ratio", "keep_ratio_for", "retained_length", "score", "select", "tokens_per_partition"]
+__all__ = [
+    "compression_ratio",
+    "keep_ratio_for",
+    "retained_length",
+    "score",
+    "select",
+    "tokens_per_partition",
+]
 
 BLOCK = 64  # tokens of a tile
 
 
-def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor) -> torch.Tensor:
-    r"""LK-7..11: keys [..., L, D], values [..., L, D_v] and the partition after them give scores [..., L], which sum to 2."""
+def score(
+    keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
+) -> torch.Tensor:
+    r"""LK-7..11: keys [..., L, D], values [..., L, D_v] and the partition after them give scores [..., L],
+    which sum to 2.
+    """
     scores, deviations = keys.new_zeros(keys.shape[:-1]), keys.new_empty(keys.shape[:-1])
     length, following = keys.shape[-2], next_keys.shape[-2]
     grid = (scores.numel() // length,)
@@ -34,7 +51,9 @@ def score(keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, nex
 def select(
     keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
 ) -> torch.Tensor:
-    r"""LK-12: keep the sinks, the best of each partition but the last, and the last partition onwards: kept [B, H_kv, T]."""
+    r"""LK-12: keep the sinks, the best of each partition but the last, and the last partition onwards:
+    kept [B, H_kv, T].
+    """
     kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
     partitions = (keys.shape[2] - sink_size) // lag_size
     if partitions >= 2:
@@ -56,18 +75,26 @@ def load_tile(states_ptr, partition, first, length, other, D: tl.constexpr, BLOC
 
 @triton.jit
 def deviate(states_ptr, next_ptr, deviations_ptr, length, following, D: tl.constexpr, BLOCK: tl.constexpr):
-    """deviations[t] = std over the channels of (z_t - min) / (max - min), of the next partition. Grid: partitions."""
+    """deviations[t] = std over the channels of (z_t - min) / (max - min), of the next partition. Grid:
+    partitions.
+    """
     partition = tl.program_id(0).to(tl.int64)
     low = tl.full([D], float("inf"), dtype=tl.float32)
     high = tl.full([D], float("-inf"), dtype=tl.float32)
     for first in range(0, following, BLOCK):
-        low = tl.minimum(low, tl.min(load_tile(next_ptr, partition, first, following, float("inf"), D, BLOCK), axis=0))
-        high = tl.maximum(high, tl.max(load_tile(next_ptr, partition, first, following, float("-inf"), D, BLOCK), axis=0))
+        low = tl.minimum(
+            low, tl.min(load_tile(next_ptr, partition, first, following, float("inf"), D, BLOCK), axis=0)
+        )
+        high = tl.maximum(
+            high, tl.max(load_tile(next_ptr, partition, first, following, float("-inf"), D, BLOCK), axis=0)
+        )
     spread = high - low
     for first in range(0, length, BLOCK):
         states = load_tile(states_ptr, partition, first, length, 0.0, D, BLOCK)
         # A channel that is constant in the next partition says nothing about scale: it counts as 0.
-        normal = tl.where(spread == 0, 0.0, (states - low[None, :]) / tl.where(spread == 0, 1.0, spread)[None, :])
+        normal = tl.where(
+            spread == 0, 0.0, (states - low[None, :]) / tl.where(spread == 0, 1.0, spread)[None, :]
+        )
         centred = normal - tl.sum(normal, axis=1)[:, None] / D
         deviations = tl.sqrt(tl.sum(centred * centred, axis=1) / (D - 1 if D > 1 else 1))
         positions = first + tl.arange(0, BLOCK)

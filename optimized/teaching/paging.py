@@ -1,8 +1,10 @@
-r"""Compaction of a cache in pages to read (PAGE-4 to PAGE-10): the kept tokens of each head move to its first places, in place.
+r"""Compaction of a cache in pages to read (PAGE-4 to PAGE-10): the kept tokens of each head move to its
+first places, in place.
 
-One launch; a program moves the tokens of one head. Three facts keep a token from being written over before it is read: no other
-program touches the slots of this head; a token never moves backwards, so what a tile writes lies before all later tiles; and
-within a tile all threads wait for one another between the loads and the stores.
+One launch; a program moves the tokens of one head. Three facts keep a token from being written over before it
+is read: no other program touches the slots of this head; a token never moves backwards, so what a tile writes
+lies before all later tiles; and within a tile all threads wait for one another between the loads and the
+stores.
 """
 
 import torch
@@ -13,17 +15,28 @@ BLOCK = 32  # places of a tile
 
 
 def compact_pages(paged, kept: torch.Tensor):
-    r"""PAGE-4..10: paged (`reference/cache.py`, class PagedCache) and kept [B, H_kv, n * S] give the cache and freed [P]."""
+    r"""PAGE-4..10: paged (`reference/cache.py`, class PagedCache) and kept [B, H_kv, n * S] give the cache
+    and freed [P].
+    """
     keys, values, positions = (pool.contiguous().clone() for pool in paged[:3])
-    lengths, columns = torch.empty_like(paged.lengths), torch.arange(paged.block_table.shape[1], device=kept.device)
+    lengths, columns = (
+        torch.empty_like(paged.lengths),
+        torch.arange(paged.block_table.shape[1], device=kept.device),
+    )
     (_, size, _, head_dim), value_dim = keys.shape, values.shape[-1]
     compact[tuple(lengths.shape)](
-        keys, values, positions, kept.contiguous(), paged.block_table.contiguous(), paged.lengths.contiguous(), lengths,
+        keys, values, positions, kept.contiguous(), paged.block_table.contiguous(),
+        paged.lengths.contiguous(), lengths,
         len(columns), size, head_dim, value_dim, BLOCK,
     )  # fmt: skip
-    before, after = (columns * size < counts.amax(dim=-1, keepdim=True) for counts in (paged.lengths, lengths))
-    gone = torch.where(before & ~after, paged.block_table, len(keys)).long()  # one page more, for the entries that stay
-    freed = torch.zeros(len(keys) + 1, dtype=torch.bool, device=kept.device).scatter_(0, gone.flatten(), True)[:-1]
+    before, after = (
+        columns * size < counts.amax(dim=-1, keepdim=True) for counts in (paged.lengths, lengths)
+    )
+    # one page more, for the entries that stay
+    gone = torch.where(before & ~after, paged.block_table, len(keys)).long()
+    freed = torch.zeros(len(keys) + 1, dtype=torch.bool, device=kept.device).scatter_(
+        0, gone.flatten(), True
+    )[:-1]
     return type(paged)(keys, values, positions, paged.block_table.clone(), lengths, paged.seen.clone()), freed
 
 
@@ -40,7 +53,10 @@ def compact(
         places = start + tl.arange(0, BLOCK)
         kept = tl.load(kept_ptr + program * pages * SIZE + places, mask=places < length, other=0).to(tl.int32)
         targets = count + tl.cumsum(kept, axis=0) - 1  # at most `places`
-        sources, targets = slots(table, places, kept, num_heads, head, SIZE), slots(table, targets, kept, num_heads, head, SIZE)
+        sources, targets = (
+            slots(table, places, kept, num_heads, head, SIZE),
+            slots(table, targets, kept, num_heads, head, SIZE),
+        )
         inside = kept[:, None] != 0
         key = tl.load(keys_ptr + sources * D + tl.arange(0, D)[None, :], mask=inside, other=0.0)
         value = tl.load(values_ptr + sources * DV + tl.arange(0, DV)[None, :], mask=inside, other=0.0)

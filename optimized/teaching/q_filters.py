@@ -1,4 +1,6 @@
-r"""Q-Filters to read: `score_t = f . k_t`, f the filter of the head (QF-3). One launch; a program scores one tile of a head."""
+r"""Q-Filters to read: `score_t = f . k_t`, f the filter of the head (QF-3). One launch; a program scores
+one tile of a head.
+"""
 
 import torch
 import triton
@@ -12,7 +14,9 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     batch, heads, length, head_dim = keys.shape
     scores = keys.new_empty(keys.shape[:3])
     grid = (batch * heads, triton.cdiv(length, BLOCK))
-    filter_keys[grid](keys.contiguous(), q_filters.to(keys.dtype).contiguous(), scores, length, head_dim, BLOCK)
+    filter_keys[grid](
+        keys.contiguous(), q_filters.to(keys.dtype).contiguous(), scores, length, head_dim, BLOCK
+    )
     return scores
 
 

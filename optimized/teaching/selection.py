@@ -1,8 +1,10 @@
-r"""Top-k to read (SEL-2 to SEL-4): the highest scores of each row stay, of equal scores the lower positions, the protected first.
+r"""Top-k to read (SEL-2 to SEL-4): the highest scores of each row stay, of equal scores the lower
+positions, the protected first.
 
-Two launches. The first turns scores into whole numbers of 32 bits that are in the same order. The second has one program for each
-row. Nothing is sorted: the program searches the number of the last token that stays, the threshold, four bits at a time, with eight
-walks over the row. One walk more counts the numbers above the threshold, and the last one, from left to right, writes the mask.
+Two launches. The first turns scores into whole numbers of 32 bits that are in the same order. The second has
+one program for each row. Nothing is sorted: the program searches the number of the last token that stays, the
+threshold, four bits at a time, with eight walks over the row. One walk more counts the numbers above the
+threshold, and the last one, from left to right, writes the mask.
 """
 
 import torch
@@ -11,17 +13,24 @@ import triton.language as tl
 
 from evictionary.reference.selection import budget
 
-__all__ = ["budget", "keep_each", "top_k"]  # the budget is exact integer arithmetic: the reference's function serves here too
+# the budget is exact integer arithmetic: the reference's function serves here too
+__all__ = ["budget", "keep_each", "top_k"]
 
 BLOCK = 512  # tokens of a tile
 
 
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
-    r"""SEL-2..4: scores [..., T] and protected [..., T], boolean, give kept [..., T] with min(budget, T) True in each row."""
-    return keep_each(scores, torch.full(scores.shape[:-1], min(budget, scores.shape[-1]), device=scores.device), protected)
+    r"""SEL-2..4: scores [..., T] and protected [..., T], boolean, give kept [..., T] with min(budget, T)
+    True in each row.
+    """
+    return keep_each(
+        scores, torch.full(scores.shape[:-1], min(budget, scores.shape[-1]), device=scores.device), protected
+    )
 
 
-def keep_each(scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tensor | None = None) -> torch.Tensor:
+def keep_each(
+    scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tensor | None = None
+) -> torch.Tensor:
     r"""`top_k` where each row keeps a number of its own: counts [...], whole numbers from 0 to T."""
     if protected is None:
         protected = torch.zeros_like(scores, dtype=torch.bool)
@@ -35,12 +44,16 @@ def keep_each(scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tenso
 
 @triton.jit
 def to_numbers(scores_ptr, protected_ptr, numbers_ptr, tokens, BLOCK: tl.constexpr):
-    """Turn scores into int32 numbers of the same order; a protected token gets the largest. Grid: tiles of tokens."""
+    """Turn scores into int32 numbers of the same order; a protected token gets the largest. Grid: tiles of
+    tokens.
+    """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     scores = tl.load(scores_ptr + rows, mask=rows < tokens, other=0.0).to(tl.float32)
     protected = tl.load(protected_ptr + rows, mask=rows < tokens, other=0) != 0
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)  # 0 and -0 are equal, their bits are not
-    # Bits rise with positive numbers and fall with negative ones: those of the negative ones are flipped, all but the sign.
+    # 0 and -0 are equal, their bits are not
+    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    # Bits rise with positive numbers and fall with negative ones: those of the negative ones are flipped, all
+    # but the sign.
     numbers = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     tl.store(numbers_ptr + rows, tl.where(protected, 0x7FFFFFFF, numbers), mask=rows < tokens)
 
@@ -57,7 +70,8 @@ def keep_highest(numbers_ptr, counts_ptr, kept_ptr, length, BLOCK: tl.constexpr)
     """kept[row] = the mask of the counts[row] highest numbers. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     count = tl.load(counts_ptr + row)
-    # The threshold is the largest number that `count` numbers reach. Of its next four bits, all 16 values are tried at once.
+    # The threshold is the largest number that `count` numbers reach. Of its next four bits, all 16 values are
+    # tried at once.
     threshold = tl.full([], -(2**31), dtype=tl.int32)
     for step in range(8):
         candidates = threshold + (tl.arange(0, 16) << (28 - 4 * step))

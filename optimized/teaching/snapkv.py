@@ -1,7 +1,8 @@
-r"""SnapKV to read: the attention that tokens receive from the last queries, smoothed over neighbours (SN-1).
+r"""SnapKV to read: the attention that tokens receive from the last queries, smoothed over neighbours
+(SN-1).
 
-The attention that a token receives comes from the two launches of `h2o`, for the queries of the window alone. One launch more takes
-the mean over neighbours.
+The attention that a token receives comes from the two launches of `h2o`, for the queries of the window alone.
+One launch more takes the mean over neighbours.
 """
 
 import math
@@ -15,8 +16,12 @@ from .h2o import score as received_attention
 BLOCK = 256  # tokens of a tile
 
 
-def score(queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7) -> torch.Tensor:
-    r"""SN-1: queries [B, H_q, M, D] of the last tokens, keys [B, H_kv, T, D] give scores [B, H_kv, T], infinite in the window."""
+def score(
+    queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7
+) -> torch.Tensor:
+    r"""SN-1: queries [B, H_q, M, D] of the last tokens, keys [B, H_kv, T, D] give scores [B, H_kv, T],
+    infinite in the window.
+    """
     before = keys.shape[2] - window_size
     scores = torch.full_like(keys[..., 0], math.inf)
     if before > 0:
@@ -36,7 +41,9 @@ def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
 
 @triton.jit
 def average_neighbours(weights_ptr, pooled_ptr, length, kernel_size, BLOCK: tl.constexpr):
-    """pooled[row, t] = the mean of the weights around t, zeros beyond both ends. Grid: rows, tiles of tokens."""
+    """pooled[row, t] = the mean of the weights around t, zeros beyond both ends. Grid: rows, tiles of
+    tokens.
+    """
     row = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

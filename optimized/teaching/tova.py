@@ -1,7 +1,8 @@
 r"""TOVA to read: the attention of the last query, averaged over all query heads of a layer (TO-1).
 
-Two launches. First, one program for each query head walks over the keys twice: the first walk finds the largest logit and the sum
-of the exponentials, the second one writes the weights. Then one program for each tile of tokens averages the weights of the heads.
+Two launches. First, one program for each query head walks over the keys twice: the first walk finds the
+largest logit and the sum of the exponentials, the second one writes the weights. Then one program for each
+tile of tokens averages the weights of the heads.
 """
 
 import torch
@@ -12,7 +13,9 @@ BLOCK = 64  # tokens of a tile
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""TO-1: the last of queries [B, H_q, M, D] and keys [B, H_kv, T, D] give scores [B, H_kv, T], higher = keep."""
+    r"""TO-1: the last of queries [B, H_q, M, D] and keys [B, H_kv, T, D] give scores [B, H_kv, T], higher
+    = keep.
+    """
     weights = last_attention(queries[:, :, -1], keys)
     scores = keys.new_empty(keys.shape[:3])
     grid = (keys.shape[0], triton.cdiv(keys.shape[2], BLOCK))
@@ -21,17 +24,23 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 
 def last_attention(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""`softmax(q K^T / sqrt(D))` of one query of each head: query [B, H_q, D] and keys [B, H_kv, T, D] give [B, H_q, T]."""
+    r"""`softmax(q K^T / sqrt(D))` of one query of each head: query [B, H_q, D] and keys [B, H_kv, T, D]
+    give [B, H_q, T].
+    """
     batch, num_query_heads, head_dim = query.shape
     weights = keys.new_empty(batch, num_query_heads, keys.shape[2])
     scaled, group = query * head_dim**-0.5, num_query_heads // keys.shape[1]
-    attend[(batch * num_query_heads,)](scaled.contiguous(), keys.contiguous(), weights, group, keys.shape[2], head_dim, BLOCK)
+    attend[(batch * num_query_heads,)](
+        scaled.contiguous(), keys.contiguous(), weights, group, keys.shape[2], head_dim, BLOCK
+    )
     return weights
 
 
 @triton.jit
 def tile_logits(query, keys_ptr, first, seen, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The logits q . k_t of a tile of tokens of a head, [BLOCK]; -inf for those that the query does not see."""
+    """The logits q . k_t of a tile of tokens of a head, [BLOCK]; -inf for those that the query does not
+    see.
+    """
     positions = first + tl.arange(0, BLOCK)
     addresses = keys_ptr + positions[:, None] * D + tl.arange(0, D)[None, :]
     keys = tl.load(addresses, mask=(positions < seen)[:, None], other=0.0)
@@ -62,17 +71,29 @@ def attend(queries_ptr, keys_ptr, weights_ptr, group, length, D: tl.constexpr, B
     for first in range(0, length, BLOCK):
         logits = tile_logits(query, keys_ptr, first, length, D, BLOCK)
         positions = first + tl.arange(0, BLOCK)
-        tl.store(weights_ptr + query_head * length + positions, tl.exp(logits - highest) / total, mask=positions < length)
+        tl.store(
+            weights_ptr + query_head * length + positions,
+            tl.exp(logits - highest) / total,
+            mask=positions < length,
+        )
 
 
 @triton.jit
 def average_heads(weights_ptr, scores_ptr, num_query_heads, num_kv_heads, length, BLOCK: tl.constexpr):
-    """scores[item, every KV head, t] = the mean of weights[item, :, t]. Grid: items of the batch, tiles of tokens."""
+    """scores[item, every KV head, t] = the mean of weights[item, :, t]. Grid: items of the batch, tiles of
+    tokens.
+    """
     item = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = positions < length
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for head in range(num_query_heads):
-        total += tl.load(weights_ptr + (item * num_query_heads + head) * length + positions, mask=inside, other=0.0)
+        total += tl.load(
+            weights_ptr + (item * num_query_heads + head) * length + positions, mask=inside, other=0.0
+        )
     for head in range(num_kv_heads):
-        tl.store(scores_ptr + (item * num_kv_heads + head) * length + positions, total / num_query_heads, mask=inside)
+        tl.store(
+            scores_ptr + (item * num_kv_heads + head) * length + positions,
+            total / num_query_heads,
+            mask=inside,
+        )

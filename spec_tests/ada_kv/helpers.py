@@ -9,7 +9,9 @@ import numpy as np
 
 
 def without(path: str, argument: str) -> Callable[[Any], str]:
-    """A `not_for`: the law asks for an argument with a default that older implementations of the function do not take."""
+    """A `not_for`: the law asks for an argument with a default that older implementations of the function
+    do not take.
+    """
 
     def reason(impl: Any) -> str:
         stem, name = path.split(".")
@@ -21,7 +23,9 @@ def without(path: str, argument: str) -> Callable[[Any], str]:
 
 
 def shared_by_hand(scores, budget, ratio, protected):
-    """AdaKV token by token, for one layer [H, T]: what is protected, each head's own best, then the layer's best one at a time."""
+    """AdaKV token by token, for one layer [H, T]: what is protected, each head's own best, then the
+    layer's best one at a time.
+    """
     heads, length = scores.shape
     order = sorted(np.ndindex(heads, length), key=lambda place: (-scores[place], place))
     kept = protected.copy()
@@ -29,6 +33,8 @@ def shared_by_hand(scores, budget, ratio, protected):
         own = int(Fraction(str(ratio)) * (min(budget, length) - int(protected[head].sum())))
         for place in [place for place in order if place[0] == head and not protected[place]][:own]:
             kept[place] = True
-    for place in [place for place in order if not kept[place]][: heads * min(budget, length) - int(kept.sum())]:
+    for place in [place for place in order if not kept[place]][
+        : heads * min(budget, length) - int(kept.sum())
+    ]:
         kept[place] = True
     return kept

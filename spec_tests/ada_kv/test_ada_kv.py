@@ -34,14 +34,18 @@ def test_the_layer_total_is_exact(impl, case, budget, percent):
 
 @law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40))
 def test_without_a_floor_it_is_one_top_k_over_the_layer(impl, case, budget):
-    """With floor_ratio 0 no evicted token scores more than a kept one of any head; ties: lower head, lower position."""
+    """With floor_ratio 0 no evicted token scores more than a kept one of any head; ties: lower head, lower
+    position.
+    """
     scores = impl.round(case.keys[..., 0])
     kept = impl.ada_kv.select(scores, budget, floor_ratio=0.0)
     require_mask(kept, scores.shape, "the selection")
     layer = scores.reshape(scores.shape[0], -1)
     selects(kept.reshape(layer.shape), layer, scores.shape[1] * min(budget, scores.shape[2]))
     expected = np.zeros(layer.shape, dtype=bool)
-    np.put_along_axis(expected, np.argsort(-layer, axis=-1, kind="stable")[:, : int(kept[0].sum())], True, axis=-1)
+    np.put_along_axis(
+        expected, np.argsort(-layer, axis=-1, kind="stable")[:, : int(kept[0].sum())], True, axis=-1
+    )
     equal(kept, expected.reshape(kept.shape), "a tie went to a higher head or position")
 
 
@@ -52,14 +56,21 @@ def test_each_head_keeps_its_floor(impl, case, budget, percent):
     kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
     require_mask(kept, scores.shape, "the selection")
     floor = percent * min(budget, scores.shape[2]) // 100
-    require((kept.sum(axis=-1) >= floor).all(), "a head keeps fewer tokens than its floor", floor, kept.sum(axis=-1))
+    require(
+        (kept.sum(axis=-1) >= floor).all(),
+        "a head keeps fewer tokens than its floor",
+        floor,
+        kept.sum(axis=-1),
+    )
     for head in np.ndindex(scores.shape[:2]):
         selects(kept[head], scores[head], int(kept[head].sum()), what=f"head {head}")
 
 
 @law("AD-2", of=SELECT, examples=1, seed=seeds())
 def test_every_hundredth_is_exact_at_the_budgets_of_the_papers(impl, seed):
-    """Of budgets of 100 to 1,024, of a batch of three: a head that scores below the other keeps exactly floor(alpha * budget)."""
+    """Of budgets of 100 to 1,024, of a batch of three: a head that scores below the other keeps exactly
+    floor(alpha * budget).
+    """
     for budget in (100, 500, 1024):
         for case in narrow(impl, seed, (2 * budget + 21,), num_kv_heads=2, head_dim=width(impl)):
             scores = impl.round(np.round(8 * case.keys[..., 0]) / 8)
@@ -68,7 +79,11 @@ def test_every_hundredth_is_exact_at_the_budgets_of_the_papers(impl, seed):
             for percent in range(101):
                 kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
                 floor = percent * budget // 100
-                equal(kept.sum(axis=-1), np.where(low, floor, 2 * budget - floor), f"with a floor of {percent} of 100")
+                equal(
+                    kept.sum(axis=-1),
+                    np.where(low, floor, 2 * budget - floor),
+                    f"with a floor of {percent} of 100",
+                )
 
 
 @law("AD-2", of=SELECT, case=LAYERS, budget=st.integers(0, 40))
@@ -86,7 +101,9 @@ def test_a_floor_of_all_is_the_uniform_budget(impl, case, budget):
     percent=st.sampled_from([0, 34, 50, 67, 100]),
 )
 def test_no_selection_with_the_floor_scores_more(impl, rows, budget, percent):
-    """Among all selections of the layer total that give each head its floor, none has a larger sum of scores: all are tried."""
+    """Among all selections of the layer total that give each head its floor, none has a larger sum of
+    scores: all are tried.
+    """
     scores = np.array([rows], dtype=np.float64)
     kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
     require_mask(kept, scores.shape, "the selection")
@@ -106,14 +123,24 @@ def test_bad_settings_are_refused(impl, bad):
     refused(impl, bad, SELECT, np.zeros((1, 2, 3)), budget, floor_ratio=floor_ratio)
 
 
-@law("AD-1", of=SELECT, examples=5, case=long_rows(("ties", "one_bin", "normal", "duplicate_keys")), percent=hundredths)
+@law(
+    "AD-1",
+    of=SELECT,
+    examples=5,
+    case=long_rows(("ties", "one_bin", "normal", "duplicate_keys")),
+    percent=hundredths,
+)
 def test_a_long_layer_is_shared_out_as_by_a_stable_sort(impl, case, percent):
-    """Of a layer of up to 262,144 tokens, many of which tie, each head keeps its floor, and the layer's best fill the total."""
+    """Of a layer of up to 262,144 tokens, many of which tie, each head keeps its floor, and the layer's
+    best fill the total.
+    """
     scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0] + 0.5], axis=1))
     budget = min(2048, case.length // 2)
     own = sorted_choice(scores, percent * budget // 100, np.zeros(scores.shape, dtype=bool))
     layer = (1, scores[0].size)
-    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(scores.shape)
+    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(
+        scores.shape
+    )
     got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
     equal(got, expected, "other tokens of a long layer are kept than by a stable sort")
 
@@ -128,7 +155,9 @@ def test_a_long_layer_is_shared_out_as_by_a_stable_sort(impl, case, percent):
     percent=hundredths,
 )
 def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed, budget, percent):
-    """Each head keeps its own protected tokens, then its share of what they leave, then the layer's best: the total is exact."""
+    """Each head keeps its own protected tokens, then its share of what they leave, then the layer's best:
+    the total is exact.
+    """
     generator = np.random.default_rng(seed)
     # Heads of unlike scores, so that some have nothing beyond their own share.
     scores = impl.round(case.keys[..., 0] + generator.choice([0, 100], size=(*case.keys.shape[:2], 1)))
@@ -139,7 +168,10 @@ def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed,
     require(kept[protected].all(), "a protected token is evicted", protected, kept)
     total = scores.shape[1] * min(budget, scores.shape[2])
     equal(kept.sum(axis=(1, 2)), total, "the layer keeps another number of tokens")
-    expected = [shared_by_hand(layer, budget, percent / 100, mask) for layer, mask in zip(scores, protected, strict=True)]
+    expected = [
+        shared_by_hand(layer, budget, percent / 100, mask)
+        for layer, mask in zip(scores, protected, strict=True)
+    ]
     equal(kept, np.array(expected), "other tokens are kept than one by one")
 
 
@@ -153,7 +185,9 @@ def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed,
     percent=st.sampled_from([0, 34, 50, 67, 100]),
 )
 def test_no_selection_with_the_protected_tokens_scores_more(impl, rows, safe, budget, percent):
-    """Among all selections of this size that keep every head's protected tokens and minimum share, this has the largest sum."""
+    """Among all selections of this size that keep every head's protected tokens and minimum share, this
+    has the largest sum.
+    """
     scores = np.array([rows], dtype=np.float64)
     protected = np.array([[[bool(bits >> place & 1) for place in range(3)] for bits in safe]])
     protected &= protected.cumsum(axis=-1) <= budget
@@ -188,7 +222,9 @@ def test_protected_tokens_that_do_not_fit_are_refused(impl):
     percent=hundredths,
 )
 def test_protected_tokens_of_a_long_layer_are_kept_first(impl, case, seed, percent):
-    """Of a layer of up to 262,144 tokens each head keeps 33 protected ones and its share of the rest, and the layer its best."""
+    """Of a layer of up to 262,144 tokens each head keeps 33 protected ones and its share of the rest, and
+    the layer its best.
+    """
     scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0] + 0.5], axis=1))
     protected = np.zeros(scores.shape, dtype=bool)
     places = np.random.default_rng(seed).random(scores.shape).argsort(axis=-1)[..., :33]
@@ -197,6 +233,8 @@ def test_protected_tokens_of_a_long_layer_are_kept_first(impl, case, seed, perce
     budget = taken + min(2048, (case.length - taken) // 2)
     own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
     layer = (1, scores[0].size)
-    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(scores.shape)
+    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(
+        scores.shape
+    )
     got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
     equal(got, expected, "other tokens of a long layer are kept than by a stable sort")

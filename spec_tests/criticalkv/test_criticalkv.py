@@ -13,7 +13,9 @@ kernels = st.sampled_from([1, 3, 5])
 
 
 def scored(impl, *states, **settings):
-    """The scores, infinite for the tokens of a head that have the largest: any other number keeps these first as well."""
+    """The scores, infinite for the tokens of a head that have the largest: any other number keeps these
+    first as well.
+    """
     got = impl.criticalkv.score(*states, **settings)
     require_numbers(got, states[1].shape[:3], "the score")
     return np.where(got == got.max(axis=-1, keepdims=True), np.inf, got)
@@ -37,15 +39,23 @@ def test_the_norm_is_the_sum_of_magnitudes_of_the_projected_value(impl, case, se
 
 @law("CK-1", of=NORMS)
 def test_two_heads_project_three_and_five(impl):
-    """(1, -2) has the length 3 by one head and 4 + 1 by the other: 4 on average; twice the value, twice the length."""
+    """(1, -2) has the length 3 by one head and 4 + 1 by the other: 4 on average; twice the value, twice
+    the length.
+    """
     w_o = np.array([[[1.0, 0], [0, 1]], [[4, 1], [0, 1]]])
     got = impl.criticalkv.projected_norms(np.array([[[[1.0, -2], [2, -4]]]]), w_o)
     equal(got, [[[4.0, 8.0]]], "the lengths are not 4 and 8")
 
 
-@law("CK-2", of=DEFEND, rows=st.lists(st.lists(st.integers(0, 16), min_size=8, max_size=8), min_size=4, max_size=4))
+@law(
+    "CK-2",
+    of=DEFEND,
+    rows=st.lists(st.lists(st.integers(0, 16), min_size=8, max_size=8), min_size=4, max_size=4),
+)
 def test_the_worst_case_counts_and_no_token_less_than_the_mean(impl, rows):
-    """The largest of the sixteenths of two heads' two queries, raised to the mean of these over eight tokens."""
+    """The largest of the sixteenths of two heads' two queries, raised to the mean of these over eight
+    tokens.
+    """
     weights = np.array(rows).reshape(2, 2, 8) / 16
     largest = np.array(rows).max(axis=0) / 16
     expected = [max(each, largest.sum() / 8) for each in largest]
@@ -58,7 +68,9 @@ def check_importance(impl, case, seed, window_size, kernel_size):
     window, reach = min(window_size, keys.shape[2] - 1), kernel_size // 2
     weights = causal_weights(queries[:, :, -window:], for_each_reader(keys, queries))[..., :-window]
     count = weights.shape[-1]
-    pooled = np.stack([weights[..., max(0, t - reach) : t + reach + 1].sum(axis=-1) for t in range(count)], axis=-1)
+    pooled = np.stack(
+        [weights[..., max(0, t - reach) : t + reach + 1].sum(axis=-1) for t in range(count)], axis=-1
+    )
     total = pooled.sum(axis=-1, keepdims=True)
     pooled *= weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)
     largest = pooled.max(axis=2).reshape(*keys.shape[:2], -1, count).max(axis=2)
@@ -69,7 +81,9 @@ def check_importance(impl, case, seed, window_size, kernel_size):
 
 @law("CK-3", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
 def test_importance_is_the_defended_attention_of_the_window(impl, case, seed, window_size, kernel_size):
-    """Causal attention of each query, pooled and scaled to its sum, the largest of all queries and heads; also by loops."""
+    """Causal attention of each query, pooled and scaled to its sum, the largest of all queries and heads;
+    also by loops.
+    """
     check_importance(impl, case, seed, window_size, kernel_size)
 
 
@@ -82,8 +96,12 @@ def test_importance_by_the_window_of_the_public_code(impl, seed):
 
 @law("CK-3", of=IMPORTANCE)
 def test_pooling_takes_nothing_from_the_ends(impl):
-    """One token before the window gets 1/2 of the attention: pooled over 5 places, four of them beyond the ends, it has 1/2."""
-    got = impl.criticalkv.importance(np.ones((1, 1, 1, 2)), np.zeros((1, 1, 2, 2)), window_size=1, kernel_size=5)
+    """One token before the window gets 1/2 of the attention: pooled over 5 places, four of them beyond the
+    ends, it has 1/2.
+    """
+    got = impl.criticalkv.importance(
+        np.ones((1, 1, 1, 2)), np.zeros((1, 1, 2, 2)), window_size=1, kernel_size=5
+    )
     near(got, np.array([[[0.5]]]), 2e-3, "the pooled attention")
 
 
@@ -96,14 +114,22 @@ def test_a_query_that_sees_the_window_alone_says_nothing(impl):
 
 
 def second_stage(impl, queries, case, w_o, **settings):
-    """The allowance of the scores when nothing is chosen by attention alone: a budget of 1 has no first half."""
+    """The allowance of the scores when nothing is chosen by attention alone: a budget of 1 has no first
+    half.
+    """
     return impl.allowance(SCORE, queries, case.keys, case.values, w_o, budget=1, **settings)
 
 
 @law("CK-4", of=SCORE, case=seeded_cases(min_length=2), seed=seeds(), window_size=windows, share=shares())
 def test_half_of_the_budget_goes_by_attention(impl, case, seed, window_size, share):
-    """The window and the tokens of the highest a up to half of the budget score most, the others have (a + epsilon) n."""
-    queries, w_o, window = prompt_queries(case, seed), output_projection(case, seed), min(window_size, case.length - 1)
+    """The window and the tokens of the highest a up to half of the budget score most, the others have (a +
+    epsilon) n.
+    """
+    queries, w_o, window = (
+        prompt_queries(case, seed),
+        output_projection(case, seed),
+        min(window_size, case.length - 1),
+    )
     settings = {"window_size": window, "kernel_size": 3}
     budget = max(1, int(share * 2 * case.length))
     attended = impl.allowance(IMPORTANCE, queries, case.keys, **settings)
@@ -118,8 +144,14 @@ def test_half_of_the_budget_goes_by_attention(impl, case, seed, window_size, sha
 
 @law("CK-4", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=4), seed=seeds(), share=shares())
 def test_the_first_stage_stays_inside_the_result(impl, case, seed, share):
-    """Top-k of the scores keeps the whole first stage, and fills the budget with the highest of the second."""
-    queries, w_o, budget = prompt_queries(case, seed), output_projection(case, seed), 2 + int(share * (case.length - 2))
+    """Top-k of the scores keeps the whole first stage, and fills the budget with the highest of the
+    second.
+    """
+    queries, w_o, budget = (
+        prompt_queries(case, seed),
+        output_projection(case, seed),
+        2 + int(share * (case.length - 2)),
+    )
     got = scored(impl, queries, case.keys, case.values, w_o, budget=budget, window_size=1)
     allowed = second_stage(impl, queries, case, w_o, window_size=1)
     kept = impl.selection.top_k(got, budget)
@@ -137,31 +169,65 @@ def test_the_rest_goes_by_attention_times_length(impl):
 
 @law("CK-4", of=SCORE)
 def test_the_defaults_are_those_of_the_public_codes(impl):
-    """A window of 32, a kernel of 5, half of the budget, epsilon 1e-4; with a budget of 66 the first stage adds a token."""
-    keys, queries, w_o = np.zeros((1, 1, 40, width(impl))), np.ones((1, 1, 40, width(impl))), np.ones((1, width(impl), 1))
+    """A window of 32, a kernel of 5, half of the budget, epsilon 1e-4; with a budget of 66 the first stage
+    adds a token.
+    """
+    keys, queries, w_o = (
+        np.zeros((1, 1, 40, width(impl))),
+        np.ones((1, 1, 40, width(impl))),
+        np.ones((1, width(impl), 1)),
+    )
     states = queries, keys, np.broadcast_to(np.arange(width(impl)) == 0, keys.shape).astype(float), w_o
     for budget, infinite in ((64, 32), (66, 33)):
         got = scored(impl, *states, budget=budget)
-        equal(np.isinf(got).sum(), infinite, f"with a budget of {budget} other tokens score most than {infinite}")
-    # 1/9 of the attention of the first query of the window, pooled over 3, 4, 5, 5, 5, 5, 4 and 3 of 5 places, which keep their sum
+        equal(
+            np.isinf(got).sum(),
+            infinite,
+            f"with a budget of {budget} other tokens score most than {infinite}",
+        )
+    # 1/9 of the attention of the first query of the window, pooled over 3, 4, 5, 5, 5, 5, 4 and 3 of 5
+    # places, which keep their sum
     pooled = np.array([3, 4, 5, 5, 5, 5, 4, 3]) * 8 / 34 / 9
     expected = np.concatenate([np.maximum(pooled, pooled.mean()) + 1e-4, np.full(32, np.inf)])
-    agrees(impl, SCORE, *states, budget=1, got=scored(impl, *states, budget=1), expected=expected[None, None], more=1e-12)
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        budget=1,
+        got=scored(impl, *states, budget=1),
+        expected=expected[None, None],
+        more=1e-12,
+    )
 
 
 @law("CK-4", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
-    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; their W_o go the same way."""
-    keys, queries, w_o = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl))), np.zeros((4, width(impl), 1))
+    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; their W_o go the same
+    way.
+    """
+    keys, queries, w_o = (
+        np.zeros((1, 2, 3, width(impl))),
+        np.zeros((1, 4, 1, width(impl))),
+        np.zeros((4, width(impl), 1)),
+    )
     keys[0, :, 0, 0] = 16
     queries[0, 2:, :, 0] = 16
     w_o[:, 0, 0] = [1, 1, 2, 4]
     values = np.ones((1, 2, 3, width(impl)))
-    got = scored(impl, queries, keys, values, w_o, budget=1, window_size=1, kernel_size=1, epsilon=0.0)[..., 0]
+    got = scored(impl, queries, keys, values, w_o, budget=1, window_size=1, kernel_size=1, epsilon=0.0)[
+        ..., 0
+    ]
     near(got, np.array([[1 / 3, 3]]), 0.02, "the score where query head h reads KV head h // G")
 
 
-BAD = [("window_size", 0), ("kernel_size", 4), ("budget", 0), ("budget", 1.5), ("first_share", 1.5), ("epsilon", -1.0)]
+BAD = [
+    ("window_size", 0),
+    ("kernel_size", 4),
+    ("budget", 0),
+    ("budget", 1.5),
+    ("first_share", 1.5),
+    ("epsilon", -1.0),
+]
 
 
 @law("CK-4", of=SCORE, kind="refusal", bad=st.sampled_from(BAD))
@@ -173,7 +239,9 @@ def test_bad_settings_are_refused(impl, bad):
 
 @law("CK-5", of=BOUND, case=seeded_cases(min_length=2), seed=seeds(), share=shares())
 def test_no_selection_errs_by_more_than_the_bound(impl, case, seed, share):
-    """The L1 error of the output of the kept tokens, attention computed again over them, is at most the bound."""
+    """The L1 error of the output of the kept tokens, attention computed again over them, is at most the
+    bound.
+    """
     values, w_o = impl.round(case.values), output_projection(case, seed)[0]
     draw = np.random.default_rng(seed)
     weights = impl.round(draw.dirichlet(np.ones(case.length), size=case.values.shape[:2]))
@@ -191,23 +259,36 @@ def test_no_selection_errs_by_more_than_the_bound(impl, case, seed, share):
 
 @law("CK-5", of=BOUND)
 def test_the_bound_is_met_by_opposite_values(impl):
-    """Of the values 2 and -2 with weights 3/4 and 1/4 the first is kept: the output 1 becomes 2, and the bound is 1."""
+    """Of the values 2 and -2 with weights 3/4 and 1/4 the first is kept: the output 1 becomes 2, and the
+    bound is 1.
+    """
     kept = np.array([[True, False]])
     agrees(impl, BOUND, np.array([[0.75, 0.25]]), np.array([[2.0, 2.0]]), kept, expected=np.array([1.0]))
 
 
-@law("CK-3", of=IMPORTANCE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
+@law(
+    "CK-3",
+    of=IMPORTANCE,
+    examples=2,
+    case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)),
+)
 def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
-    """Of thousands of tokens: the attention of one query, pooled over 5 neighbours, with its sum, and the mean below it."""
+    """Of thousands of tokens: the attention of one query, pooled over 5 neighbours, with its sum, and the
+    mean below it.
+    """
     allowed = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1).wider(1e-12)
     allowed.check(
-        impl.criticalkv.importance(case.queries, case.keys, window_size=1), "the importance", long_importance(impl, case)[1]
+        impl.criticalkv.importance(case.queries, case.keys, window_size=1),
+        "the importance",
+        long_importance(impl, case)[1],
     )
 
 
 @law("CK-4", of=SCORE, examples=2, case=long_cases(groups=(2, 8), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_score(impl, case):
-    """Of thousands of tokens 1,025 of the highest a and the last one score most, the others have (a + epsilon) n."""
+    """Of thousands of tokens 1,025 of the highest a and the last one score most, the others have (a +
+    epsilon) n.
+    """
     queries, importance, wrong = long_importance(impl, case)
     values, w_o = impl.round(case.values), output_projection(case, case.seed)
     projected = for_each_reader(values, queries) @ w_o
@@ -222,12 +303,20 @@ def test_every_token_of_a_long_prompt_has_its_score(impl, case):
 
 
 def long_importance(impl, case):
-    """The one query of each head, the importance of the tokens before it by hand, and what it may be wrong by."""
+    """The one query of each head, the importance of the tokens before it by hand, and what it may be wrong
+    by.
+    """
     queries = impl.round(case.queries)
     weights, wrong = (each[:, :, 0, :-1] for each in attended(impl, queries, impl.round(case.keys)))
-    pooled, of_pooled = (np.array([[np.convolve(row, np.ones(5), mode="same") for row in each[0]]]) for each in (weights, wrong))
+    pooled, of_pooled = (
+        np.array([[np.convolve(row, np.ones(5), mode="same") for row in each[0]]])
+        for each in (weights, wrong)
+    )
     total = weights.sum(axis=-1, keepdims=True)
     share = total / pooled.sum(axis=-1, keepdims=True)
     of_pooled = share * (of_pooled + 2 * pooled * wrong.sum(axis=-1, keepdims=True) / total)
-    largest = (each.reshape(*case.keys.shape[:2], -1, weights.shape[-1]).max(axis=2) for each in (share * pooled, of_pooled))
+    largest = (
+        each.reshape(*case.keys.shape[:2], -1, weights.shape[-1]).max(axis=2)
+        for each in (share * pooled, of_pooled)
+    )
     return queries, *(np.maximum(each, each.mean(axis=-1, keepdims=True)) for each in largest)

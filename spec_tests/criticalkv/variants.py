@@ -8,10 +8,19 @@ import torch
 
 from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import top_by_comparing
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, streamed, through_float32, torch_top, torch_weights
+from evictionary.spec_tests.shared.variants import (
+    ALL,
+    NUMPY,
+    streamed,
+    through_float32,
+    torch_top,
+    torch_weights,
+)
 from evictionary.spec_tests.snapkv.variants import before_a_window_of, shifted_sums, torch_pooled
 
-NORMS, IMPORTANCE, SCORE, BOUND = (f"criticalkv.{name}" for name in ("projected_norms", "importance", "score", "error_bound"))
+NORMS, IMPORTANCE, SCORE, BOUND = (
+    f"criticalkv.{name}" for name in ("projected_norms", "importance", "score", "error_bound")
+)
 
 
 @control(NORMS, dtypes=NUMPY)
@@ -72,7 +81,9 @@ def torch_score(queries, keys, values, w_o, *, budget, kernel_size=5, first_shar
 
 @control(SCORE, array_library="torch", dtypes=ALL)
 def torch_largest_of_the_dtype(queries, keys, values, w_o, **settings):
-    """As in kvpress's CriticalKVPress, the first stage and the window have the largest number of the dtype."""
+    """As in kvpress's CriticalKVPress, the first stage and the window have the largest number of the
+    dtype.
+    """
     return torch_score(queries, keys, values, w_o, **settings).clamp(max=torch.finfo(keys.dtype).max)
 
 

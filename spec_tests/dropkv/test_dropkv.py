@@ -13,7 +13,9 @@ MODERATE = ("normal", "ties", "duplicate_keys", "constant_channel", "tiny", "dri
 
 
 def scored(impl, queries, keys, values, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any number."""
+    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
+    number.
+    """
     got = impl.dropkv.score(queries, keys, values, **settings)
     return window_above_all(got, keys, settings.get("window_size", 32))
 
@@ -26,7 +28,9 @@ def scores(impl, *states, **another_way):
 
 
 def removed(logits, values):
-    """The change of the output of each query [.., M, T] when token j is left out, the attention computed again."""
+    """The change of the output of each query [.., M, T] when token j is left out, the attention computed
+    again.
+    """
     full = softmax(logits) @ values
     changes = np.empty(logits.shape)
     for token in range(logits.shape[-1]):
@@ -42,7 +46,9 @@ def softmax(logits):
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds())
 def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
-    """Attention computed again without token j: the squares of the changes of the last query's output, mean over the group."""
+    """Attention computed again without token j: the squares of the changes of the last query's output,
+    mean over the group.
+    """
     queries, states = prompt_queries(case, seed), impl.rounded((case.keys, case.values))
     keys, values = (for_each_reader(each, queries) for each in states)
     logits = queries[:, :, -1:] @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
@@ -67,15 +73,24 @@ def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
 
 @law("DK-1", of=SCORE)
 def test_a_token_with_all_the_attention_is_not_free(impl):
-    """A weight that rounds to 1 leaves v_j - o = 0, yet without it the output is the other value, 5 away: 25."""
+    """A weight that rounds to 1 leaves v_j - o = 0, yet without it the output is the other value, 5 away:
+    25.
+    """
     keys, values = np.array([[[[0.0], [16], [0]]]]), np.array([[[[1.0, 1], [4, 5], [1, 1]]]])
     got = scored(impl, np.full((1, 1, 1, 1), 128.0), keys, values, window_size=1, kernel_size=1)
-    near(got[0, 0, :2], np.array([0, 25]), np.array([1e-6, 1e-2]), "the cost of a token that holds all the attention")
+    near(
+        got[0, 0, :2],
+        np.array([0, 25]),
+        np.array([1e-6, 1e-2]),
+        "the cost of a token that holds all the attention",
+    )
 
 
 @law("DK-1", of=SCORE)
 def test_a_value_equal_to_the_output_costs_nothing(impl):
-    """Of equal weights on the values -2, 0 and 2 the middle one is the output: its removal changes nothing, the others 1 each."""
+    """Of equal weights on the values -2, 0 and 2 the middle one is the output: its removal changes
+    nothing, the others 1 each.
+    """
     keys, values = np.zeros((1, 1, 4, 1)), np.array([[[[-3.0], [0], [3], [0]]]])
     got = scored(impl, np.ones((1, 1, 1, 1)), keys, values, window_size=1, kernel_size=1)[..., :3]
     near(got, np.array([[[1, 0, 1]]]), 0.02, "the cost of -3, 0 and 3 among -3, 0, 3, 0")
@@ -86,21 +101,41 @@ def check_changes(impl, case, seed, window_size, kernel_size):
     settings = {"window_size": window_size, "kernel_size": kernel_size}
     queries, states = prompt_queries(case, seed), impl.rounded((case.keys, case.values))
     keys, values = (for_each_reader(each, queries) for each in states)
-    before, reach, total = max(0, case.length - window_size), kernel_size // 2, np.zeros((*queries.shape[:2], case.length))
-    for place in range(before, case.length) if before else ():  # a window over all tokens keeps them whatever they cost
+    before, reach, total = (
+        max(0, case.length - window_size),
+        kernel_size // 2,
+        np.zeros((*queries.shape[:2], case.length)),
+    )
+    # a window over all tokens keeps them whatever they cost
+    for place in range(before, case.length) if before else ():
         seen = place + 1
         logits = queries[:, :, place:seen] @ np.swapaxes(keys[:, :, :seen], -1, -2) / np.sqrt(keys.shape[-1])
         total[..., :seen] += removed(logits, values[:, :, :seen])[:, :, 0] ** 2
     summed, by_hand = over_group(total, case.num_kv_heads), np.full(case.keys.shape[:3], np.inf)
     for token in range(before):
-        by_hand[..., token] = summed[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
-    size = 100 * window_size * float(np.abs(values).max() ** 2 * (1 + np.abs(queries).max() * np.abs(keys).max()))
+        by_hand[..., token] = (
+            summed[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+        )
+    size = (
+        100
+        * window_size
+        * float(np.abs(values).max() ** 2 * (1 + np.abs(queries).max() * np.abs(keys).max()))
+    )
     scores(impl, queries, *states, **settings, by_hand=by_hand, size=size)
 
 
-@law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds(), window_size=windows, kernel_size=kernels)
+@law(
+    "DK-2",
+    of=SCORE,
+    case=seeded_cases(min_length=2, kinds=MODERATE),
+    seed=seeds(),
+    window_size=windows,
+    kernel_size=kernels,
+)
 def test_the_changes_of_the_window_add_up(impl, case, seed, window_size, kernel_size):
-    """Squared changes of each output of the window, summed, averaged over the group and over the neighbours; also by loops."""
+    """Squared changes of each output of the window, summed, averaged over the group and over the
+    neighbours; also by loops.
+    """
     check_changes(impl, case, seed, window_size, kernel_size)
 
 
@@ -123,11 +158,19 @@ def test_a_vector_added_to_all_values_changes_nothing(impl, case, seed):
 
 @law("DK-2", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_window_is_kept(impl, case, seed, window_size, share):
-    """The last tokens score more than all others and top-k keeps them; a prompt within the window is kept whole."""
+    """The last tokens score more than all others and top-k keeps them; a prompt within the window is kept
+    whole.
+    """
     states = prompt_queries(case, seed), case.keys, case.values
-    window = np.broadcast_to(np.arange(case.keys.shape[2]) >= case.keys.shape[2] - window_size, case.keys.shape[:3])
+    window = np.broadcast_to(
+        np.arange(case.keys.shape[2]) >= case.keys.shape[2] - window_size, case.keys.shape[:3]
+    )
     got = scored(impl, *states, window_size=window_size)
-    equal(np.isinf(got), window, "the window does not score more than all tokens before it, or one of these is infinite")
+    equal(
+        np.isinf(got),
+        window,
+        "the window does not score more than all tokens before it, or one of these is infinite",
+    )
     require((got >= 0).all(), "a score is negative", 0.0, got)
     got = impl.round(got)  # as top-k gets them: a kernel in half precision may answer with float32 scores
     if np.isinf(got[~window]).any():
@@ -138,7 +181,9 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
 
 @law("DK-2", of=SCORE)
 def test_the_defaults_are_those_of_the_public_code(impl):
-    """Of 40 zero keys only token 4 has a value: its removal costs (1/n)^2 for each query that sees n tokens, pooled over 7."""
+    """Of 40 zero keys only token 4 has a value: its removal costs (1/n)^2 for each query that sees n
+    tokens, pooled over 7.
+    """
     keys, queries, values = (np.full((1, 1, 40, width(impl)), each) for each in (0.0, 1.0, 0.0))
     values[0, 0, 4, 0] = 8
     costs = np.zeros(40)
@@ -152,7 +197,9 @@ def test_the_defaults_are_those_of_the_public_code(impl):
 @law("DK-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries, values = (np.zeros((1, heads, tokens, width(impl))) for heads, tokens in ((2, 3), (4, 1), (2, 3)))
+    keys, queries, values = (
+        np.zeros((1, heads, tokens, width(impl))) for heads, tokens in ((2, 3), (4, 1), (2, 3))
+    )
     keys[..., 0, 0] = 16
     queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
     values[..., 0, 0] = 2
@@ -160,7 +207,12 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     near(got, np.array([[4 / 9, 4]]), 0.02, "the score where query head h reads KV head h // G")
 
 
-@law("DK-2", of=SCORE, kind="refusal", bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("kernel_size", 4)]))
+@law(
+    "DK-2",
+    of=SCORE,
+    kind="refusal",
+    bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("kernel_size", 4)]),
+)
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
     states = [np.ones((1, 1, 5, 2))] * 3
@@ -169,11 +221,15 @@ def test_bad_settings_are_refused(impl, bad):
 
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_cost(impl, case):
-    """Of thousands of tokens, each costs the square of p / (1 - p) |v - o| for the last query, token by token."""
+    """Of thousands of tokens, each costs the square of p / (1 - p) |v - o| for the last query, token by
+    token.
+    """
     queries, *states = impl.rounded((case.queries, case.keys, case.values))
     keys, values = (for_each_reader(each, queries) for each in states)
     weights = causal_weights(queries, keys)[:, :, 0]
-    errors = over_group(removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2, case.num_kv_heads)
+    errors = over_group(
+        removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2, case.num_kv_heads
+    )
     expected = np.where(np.arange(case.length) == case.length - 1, np.inf, errors)
     more = 1e-6 * float(errors.max()), 1e-6 * float(errors.mean())
     scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)

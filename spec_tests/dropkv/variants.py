@@ -6,7 +6,12 @@ import torch
 from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import softmax_by_maximum
 from evictionary.spec_tests.shared.variants import ALL, NUMPY, hidden, through_float32
-from evictionary.spec_tests.snapkv.variants import before_a_window_of, convolved, torch_pooled, window_above_the_rest
+from evictionary.spec_tests.snapkv.variants import (
+    before_a_window_of,
+    convolved,
+    torch_pooled,
+    window_above_the_rest,
+)
 
 SCORE = "dropkv.score"
 
@@ -21,7 +26,9 @@ def leaving_each_out(queries, keys, values, *, kernel_size=7):
         place, seen = (item, reader // group), length - window + row + 1
         logits = keys[place][:seen] @ (queries[item, reader, row] / keys.dtype.type(keys.shape[-1] ** 0.5))
         masked = np.where(np.eye(seen, dtype=bool), -np.inf, logits)
-        changes = softmax_by_maximum(logits)[:, None] * (values[place][:seen] - softmax_by_maximum(masked) @ values[place][:seen])
+        changes = softmax_by_maximum(logits)[:, None] * (
+            values[place][:seen] - softmax_by_maximum(masked) @ values[place][:seen]
+        )
         total[place][:seen] += (changes * changes).sum(axis=-1)
     return convolved(total / group, kernel_size)[..., :-window]
 
@@ -42,9 +49,13 @@ def torch_changes(queries, keys, values):
     odds = rest / (total - rest)
     changes = odds.square() * (values.unsqueeze(2) - output.unsqueeze(3)).square().sum(dim=-1)
     chosen = (
-        values.unsqueeze(2).expand(-1, -1, window, -1, -1).gather(3, place.unsqueeze(-1).expand(*place.shape, values.shape[-1]))
+        values.unsqueeze(2)
+        .expand(-1, -1, window, -1, -1)
+        .gather(3, place.unsqueeze(-1).expand(*place.shape, values.shape[-1]))
     )
-    return changes.scatter(-1, place, (chosen[:, :, :, 0] - without).square().sum(dim=-1, keepdim=True) / total.square())
+    return changes.scatter(
+        -1, place, (chosen[:, :, :, 0] - without).square().sum(dim=-1, keepdim=True) / total.square()
+    )
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
@@ -64,4 +75,6 @@ def torch_group_first(queries, keys, values, *, kernel_size=7):
     return torch_pooled(means, kernel_size).sum(dim=2)[..., : -queries.shape[2]]
 
 
-control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(window_above_the_rest(torch_by_odds))
+control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(
+    window_above_the_rest(torch_by_odds)
+)

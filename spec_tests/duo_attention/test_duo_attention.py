@@ -18,9 +18,16 @@ def gates_of(case, seed):
     return np.random.default_rng(seed).integers(0, 5, size=case.keys.shape[:2]) / 4
 
 
-@law("DA-1", of=ESTIMATE, case=seeded_cases(kinds=("normal", "drift", "ties")), length=st.sampled_from([1, 2, 7, 33]))
+@law(
+    "DA-1",
+    of=ESTIMATE,
+    case=seeded_cases(kinds=("normal", "drift", "ties")),
+    length=st.sampled_from([1, 2, 7, 33]),
+)
 def test_the_estimate_is_the_area_under_the_cumulated_attention(impl, case, length):
-    """Mean query and mean key turned to each place, the attention of the last one, added up place by place."""
+    """Mean query and mean key turned to each place, the attention of the last one, added up place by
+    place.
+    """
     query, key = impl.round(case.queries[:, :, 0]), impl.round(case.keys[:, :, 0])
     got = impl.duo_attention.estimate_gates(query, key, length=length)
     places, group = np.arange(length), query.shape[1] // key.shape[1]
@@ -29,7 +36,9 @@ def test_the_estimate_is_the_area_under_the_cumulated_attention(impl, case, leng
         keys = rotate(np.repeat(key[item, reader // group][None], length, axis=0), places)
         last = rotate(query[item, reader][None], places[-1:])
         weights = causal_weights(last, keys)[0]
-        errors = logit_errors(impl, last, keys)[0] + 2 * angle_error(impl, length) * lengths(last)[0] * lengths(keys)
+        errors = logit_errors(impl, last, keys)[0] + 2 * angle_error(impl, length) * lengths(last)[
+            0
+        ] * lengths(keys)
         expected[item, reader // group] += np.cumsum(weights).mean() / group
         slack[item, reader // group] += np.cumsum(softmax_slack(impl, weights, errors)).mean() / group
     near(got, expected, np.minimum(slack, 1), "the gates")
@@ -37,7 +46,9 @@ def test_the_estimate_is_the_area_under_the_cumulated_attention(impl, case, leng
 
 @law("DA-1", of=ESTIMATE)
 def test_a_head_that_looks_everywhere_has_a_gate_above_one_half(impl):
-    """A zero query gives 1/500 to each place: the cumulated attention rises to 1, and its mean is 501/1000."""
+    """A zero query gives 1/500 to each place: the cumulated attention rises to 1, and its mean is
+    501/1000.
+    """
     got = impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2)))
     near(got, np.array([[0.501]]), rounding(impl, 500), "the gate")
 
@@ -50,14 +61,20 @@ def test_retrieval_heads_keep_all_and_the_others_both_ends(impl, case, seed, sin
     kept = impl.duo_attention.select(case.keys, gates, sink_size=sink_size, recent_size=recent_size)
     place = np.arange(length)
     ends = (place < sink_size) | (place >= length - recent_size)
-    equal(kept, (gates[..., None] >= 0.5) | ends, "a retrieval head does not keep all tokens, or another one not both ends")
+    equal(
+        kept,
+        (gates[..., None] >= 0.5) | ends,
+        "a retrieval head does not keep all tokens, or another one not both ends",
+    )
 
 
 @law("DA-2", of=SELECT, threshold=st.sampled_from([0.25, 0.5, 0.75]))
 def test_a_gate_at_the_threshold_is_a_retrieval_head(impl, threshold):
     """Of the gates 1/4, 1/2 and 3/4 those from the threshold on keep five tokens, the others two."""
     gates = np.array([[0.25, 0.5, 0.75]])
-    kept = impl.duo_attention.select(np.ones((1, 3, 5, width(impl))), gates, threshold=threshold, sink_size=1, recent_size=1)
+    kept = impl.duo_attention.select(
+        np.ones((1, 3, 5, width(impl))), gates, threshold=threshold, sink_size=1, recent_size=1
+    )
     equal(kept.sum(axis=-1), np.where(gates >= threshold, 5, 2), "other heads keep everything")
 
 
@@ -65,7 +82,9 @@ def test_a_gate_at_the_threshold_is_a_retrieval_head(impl, threshold):
 def test_a_prompt_that_both_ends_cover_stays_whole(impl):
     """One to five tokens with two sinks and a window of three: a streaming head keeps all of them."""
     for length in range(1, 6):
-        kept = impl.duo_attention.select(np.ones((1, 1, length, width(impl))), np.array([[0.25]]), sink_size=2, recent_size=3)
+        kept = impl.duo_attention.select(
+            np.ones((1, 1, length, width(impl))), np.array([[0.25]]), sink_size=2, recent_size=3
+        )
         equal(kept, np.ones((1, 1, length), dtype=bool), f"of {length} tokens some are lost")
 
 
@@ -77,10 +96,22 @@ def test_the_defaults_are_128_and_256_tokens(impl):
     equal(np.flatnonzero(kept), expected, "other tokens are kept")
 
 
-@law("DA-2", of=SELECT, kind="refusal", bad=st.sampled_from([("sink_size", -1), ("recent_size", 1.5), ("recent_size", -1)]))
+@law(
+    "DA-2",
+    of=SELECT,
+    kind="refusal",
+    bad=st.sampled_from([("sink_size", -1), ("recent_size", 1.5), ("recent_size", -1)]),
+)
 def test_bad_sizes_are_refused(impl, bad):
     """Negative or broken sizes raise ValueError, and so do no tokens at all."""
-    refused(impl, bad[0], SELECT, np.ones((1, 1, 3, 2)), np.ones((1, 1)), **{"sink_size": 1, "recent_size": 1} | dict([bad]))
+    refused(
+        impl,
+        bad[0],
+        SELECT,
+        np.ones((1, 1, 3, 2)),
+        np.ones((1, 1)),
+        **{"sink_size": 1, "recent_size": 1} | dict([bad]),
+    )
     refused(impl, "recent_size", SELECT, np.ones((1, 1, 3, 2)), np.ones((1, 1)), sink_size=0, recent_size=0)
 
 
@@ -90,9 +121,16 @@ def test_gates_of_another_model_are_refused(impl, shape):
     refused(impl, "gates", SELECT, np.ones((1, 2, 3, 4)), np.ones(shape))
 
 
-@law("DA-2", of=SELECT, examples=2, case=long_cases(kinds=("normal",), lengths=(70_001, 40_960), head_dims=(64,)))
+@law(
+    "DA-2",
+    of=SELECT,
+    examples=2,
+    case=long_cases(kinds=("normal",), lengths=(70_001, 40_960), head_dims=(64,)),
+)
 def test_a_streaming_head_forgets_the_middle_of_a_long_prompt(impl, case):
-    """Of tens of thousands of tokens 384 stay in the last head, which is a streaming one, and all in the others."""
+    """Of tens of thousands of tokens 384 stay in the last head, which is a streaming one, and all in the
+    others.
+    """
     gates = np.where(np.arange(case.num_kv_heads) == case.num_kv_heads - 1, 0.25, 0.75)[None]
     kept = impl.duo_attention.select(case.keys, gates)
     require_mask(kept, case.keys.shape[:3], "the selection")
@@ -102,7 +140,9 @@ def test_a_streaming_head_forgets_the_middle_of_a_long_prompt(impl, case):
 
 
 def states_of(case, seed, count):
-    """Queries [B, H_q, M, D] of at most `count` last tokens, in quarters, and the keys and values of the case."""
+    """Queries [B, H_q, M, D] of at most `count` last tokens, in quarters, and the keys and values of the
+    case.
+    """
     shape = (*case.queries.shape[:2], min(count, case.length), case.head_dim)
     return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4, case.keys, case.values
 
@@ -116,12 +156,16 @@ many: dict[str, Any] = {
 
 @law("DA-3", of=GATED, sink_size=st.integers(0, 4), recent_size=st.integers(1, 5), **many)
 def test_a_gated_head_mixes_both_attentions_by_its_gate(impl, case, seed, count, sink_size, recent_size):
-    """Also computed query by query: full attention, and attention over the first and the last tokens alone."""
+    """Also computed query by query: full attention, and attention over the first and the last tokens
+    alone.
+    """
     queries, keys, values = states_of(case, seed, count)
     gates, sizes = gates_of(case, seed), {"sink_size": sink_size, "recent_size": recent_size}
     allowed = impl.allowance(GATED, queries, keys, values, gates, **sizes)
     allowed.check(impl.duo_attention.gated_attention(queries, keys, values, gates, **sizes), "the output")
-    keys, values, gate = (for_each_reader(each, queries) for each in (impl.round(keys), impl.round(values), gates))
+    keys, values, gate = (
+        for_each_reader(each, queries) for each in (impl.round(keys), impl.round(values), gates)
+    )
     expected = np.zeros((*queries.shape[:3], values.shape[-1]))
     for item, head, row in np.ndindex(queries.shape[:3]):
         last = keys.shape[2] - queries.shape[2] + row
@@ -134,18 +178,32 @@ def test_a_gated_head_mixes_both_attentions_by_its_gate(impl, case, seed, count,
 
 @law("DA-3", of=GATED)
 def test_a_streaming_head_does_not_see_the_middle(impl):
-    """500 zero keys, of which token 200 alone has a value: gates of 1, 1/2 and 0 give 1/500, half of it, and nothing."""
+    """500 zero keys, of which token 200 alone has a value: gates of 1, 1/2 and 0 give 1/500, half of it,
+    and nothing.
+    """
     values = (np.arange(500) == 200).astype(float).reshape(1, 1, 500, 1).repeat(3, axis=1)
     states, gates = (np.ones((1, 3, 1, 2)), np.zeros((1, 3, 500, 2)), values), np.array([[1.0, 0.5, 0.0]])
     agrees(impl, GATED, *states, gates, expected=np.array([0.002, 0.001, 0]).reshape(1, 3, 1, 1))
-    # Tokens 127 and 244 are the last of the 128 sinks and the first of the last 256; 128 and 243 are in the middle.
+    # Tokens 127 and 244 are the last of the 128 sinks and the first of the last 256; 128 and 243 are in the
+    # middle.
     for place, is_seen in ((127, True), (128, False), (243, False), (244, True)):
         values = (np.arange(500) == place).astype(float).reshape(1, 1, 500, 1)
-        got = impl.duo_attention.gated_attention(np.ones((1, 1, 1, 2)), np.zeros((1, 1, 500, 2)), values, np.zeros((1, 1)))
-        equal((got > 0.002).all(), is_seen, f"a streaming head {'does not see' if is_seen else 'sees'} token {place}")
+        got = impl.duo_attention.gated_attention(
+            np.ones((1, 1, 1, 2)), np.zeros((1, 1, 500, 2)), values, np.zeros((1, 1))
+        )
+        equal(
+            (got > 0.002).all(),
+            is_seen,
+            f"a streaming head {'does not see' if is_seen else 'sees'} token {place}",
+        )
 
 
-@law("DA-3", of=GATED, kind="refusal", bad=st.sampled_from([("gates", [[1.5]]), ("gates", [[-0.5]]), ("recent_size", 0)]))
+@law(
+    "DA-3",
+    of=GATED,
+    kind="refusal",
+    bad=st.sampled_from([("gates", [[1.5]]), ("gates", [[-0.5]]), ("recent_size", 0)]),
+)
 def test_bad_gates_and_an_empty_window_are_refused(impl, bad):
     """Gates outside [0, 1], and a window without the token itself, raise ValueError."""
     states = [np.ones((1, 1, 3, 2))] * 3

@@ -8,10 +8,16 @@ from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.rope.variants import torch_angles, torch_turned
 from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32
 
-ESTIMATE, SELECT, GATED = "duo_attention.estimate_gates", "duo_attention.select", "duo_attention.gated_attention"
+ESTIMATE, SELECT, GATED = (
+    "duo_attention.estimate_gates",
+    "duo_attention.select",
+    "duo_attention.gated_attention",
+)
 
 control(ESTIMATE, name="by_distances")(
-    put_together(forms, "estimate_gates", attention=forms.attention_by_distances, area=forms.area_by_the_mean_place)
+    put_together(
+        forms, "estimate_gates", attention=forms.attention_by_distances, area=forms.area_by_the_mean_place
+    )
 )
 control(SELECT, dtypes=NUMPY, name="head_by_head")(forms.select_head_by_head)
 
@@ -22,7 +28,9 @@ def torch_estimate(query_mean, key_mean, *, length=500, theta=10000.0):
     """Keys turned by RoPE, a softmax, the cumulated attention averaged."""
     query, group = query_mean[:, :, None], query_mean.shape[1] // key_mean.shape[1]
     angles = torch_angles(query, torch.arange(length), theta)
-    keys = torch_turned(key_mean.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, length, -1), angles)
+    keys = torch_turned(
+        key_mean.repeat_interleave(group, dim=1)[:, :, None].expand(-1, -1, length, -1), angles
+    )
     weights = ((keys @ torch_turned(query, angles[-1]).mT)[..., 0] / query.shape[-1] ** 0.5).softmax(dim=-1)
     return weights.cumsum(dim=-1).mean(dim=-1).unflatten(1, (key_mean.shape[1], group)).mean(dim=-1)
 

@@ -33,12 +33,16 @@ def statistics_by_cov(queries):
 
 
 def statistics_running(queries):
-    return running_statistics(np.moveaxis(queries, -2, 0), lambda one, other: one[..., :, None] * other[..., None, :])
+    return running_statistics(
+        np.moveaxis(queries, -2, 0), lambda one, other: one[..., :, None] * other[..., None, :]
+    )
 
 
 def waves_of_a_table(head_dim, position, horizon, theta):
     """The averages of cosine and sine over the window, a number for each pair of channels."""
-    angles = np.arange(position, position + horizon)[:, None] * theta ** (-2 * np.arange(head_dim // 2) / head_dim)
+    angles = np.arange(position, position + horizon)[:, None] * theta ** (
+        -2 * np.arange(head_dim // 2) / head_dim
+    )
     return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
 
 
@@ -148,7 +152,9 @@ def score_in_loops(keys, values, query_mean, query_covariance, *, epsilon=0.02):
     for batch, head in np.ndindex(keys.shape[:2]):
         weights = np.zeros(keys.shape[2])
         for reader in range(head * group, (head + 1) * group):
-            weights += softmax(logits(keys[batch, head], query_mean[batch, reader], query_covariance[batch, reader]))
+            weights += softmax(
+                logits(keys[batch, head], query_mean[batch, reader], query_covariance[batch, reader])
+            )
         out[batch, head] = (weights / group + epsilon) * norm(values[batch, head])
     return out
 
@@ -157,9 +163,17 @@ def score_by_stacking(keys, values, query_mean, query_covariance, *, epsilon=0.0
     group = query_mean.shape[1] // keys.shape[1]
 
     def of(batch, query_head):
-        return softmax(logits(keys[batch, query_head // group], query_mean[batch, query_head], query_covariance[batch, query_head]))
+        return softmax(
+            logits(
+                keys[batch, query_head // group],
+                query_mean[batch, query_head],
+                query_covariance[batch, query_head],
+            )
+        )
 
-    weights = np.array([[of(batch, head) for head in range(query_mean.shape[1])] for batch in range(len(keys))])
+    weights = np.array(
+        [[of(batch, head) for head in range(query_mean.shape[1])] for batch in range(len(keys))]
+    )
     weights = weights.reshape(*keys.shape[:2], group, -1).mean(axis=2)
     norms = np.array([[norm(head) for head in item] for item in values])
     return weights * norms + epsilon * norms
@@ -173,7 +187,13 @@ FORMS: dict = {
         statistics_by_cov,
         statistics_running,
     ),
-    "waves": (waves_of_a_table, waves_position_by_position, waves_as_complex_numbers, waves_in_closed_form, waves_in_lists),
+    "waves": (
+        waves_of_a_table,
+        waves_position_by_position,
+        waves_as_complex_numbers,
+        waves_in_closed_form,
+        waves_in_lists,
+    ),
     "rotation": (rotation_as_a_block, rotation_pair_by_pair),
     "average_rope": (rope_by_matmul, rope_by_einsum, rope_head_by_head),
     "logits": (
@@ -187,4 +207,6 @@ FORMS: dict = {
     "norm": (norm_by_linalg, norm_by_einsum, norm_by_hypot),
     "score": (score_in_loops, score_by_stacking),
 }
-query_statistics, waves, rotation, average_rope, logits, softmax, norm, score = (forms[0] for forms in FORMS.values())
+query_statistics, waves, rotation, average_rope, logits, softmax, norm, score = (
+    forms[0] for forms in FORMS.values()
+)

@@ -17,7 +17,9 @@ grouped = st.one_of(tiny_cases(), tiny_cases(group=2), seeded_cases())
 
 
 def statistics(impl, case):
-    """A mean [B, H_q, D] and a full-rank covariance [B, H_q, D, D] of the case's queries, as the dtype represents them."""
+    """A mean [B, H_q, D] and a full-rank covariance [B, H_q, D, D] of the case's queries, as the dtype
+    represents them.
+    """
     queries = case.queries
     covariance = np.swapaxes(queries, -1, -2) @ queries / 4 + np.eye(queries.shape[-1]) / 4
     return impl.round(queries.mean(axis=2)), impl.round(covariance)
@@ -30,16 +32,36 @@ def before_rope(impl, case):
     """The statistics of `case`, with a channel of zeros where their number is odd."""
     mean, covariance = statistics(impl, case)
     more = mean.shape[-1] % 2
-    return np.pad(mean, [(0, 0), (0, 0), (0, more)]), np.pad(covariance, [(0, 0), (0, 0), (0, more), (0, more)])
+    return np.pad(mean, [(0, 0), (0, 0), (0, more)]), np.pad(
+        covariance, [(0, 0), (0, 0), (0, more), (0, more)]
+    )
 
 
-def averages(impl, mean, covariance, *, position, horizon=512, got=None, expected=(None, None), more=(0.0, 0.0), **settings):
-    """`agrees` of both results of average_rope: angles in the accumulator's precision, tables in that of the dtype."""
+def averages(
+    impl,
+    mean,
+    covariance,
+    *,
+    position,
+    horizon=512,
+    got=None,
+    expected=(None, None),
+    more=(0.0, 0.0),
+    **settings,
+):
+    """`agrees` of both results of average_rope: angles in the accumulator's precision, tables in that of
+    the dtype.
+    """
     asked = {"position": position, "horizon": horizon, **settings}
     got = impl.call(ROPE, mean, covariance, **asked) if got is None else got
     rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + horizon)
     for pick, size in enumerate((np.abs(mean).max(), 4 * np.abs(covariance).max())):
-        how = {"pick": pick, "got": got[pick], "expected": expected[pick], "what": ("the mean", "the covariance")[pick]}
+        how = {
+            "pick": pick,
+            "got": got[pick],
+            "expected": expected[pick],
+            "what": ("the mean", "the covariance")[pick],
+        }
         agrees(impl, ROPE, mean, covariance, **asked, **how, more=float(size) * rounded + more[pick])
     return got
 
@@ -51,6 +73,10 @@ def in_closed_form(mean, position, horizon):
     for pair in range(half):
         w = 10000.0 ** (-pair / half)
         shrunk = math.sin(horizon * w / 2) / (horizon * math.sin(w / 2))
-        turn = shrunk * np.exp(1j * w * (position + (horizon - 1) / 2)) * (mean[..., pair] + 1j * mean[..., pair + half])
+        turn = (
+            shrunk
+            * np.exp(1j * w * (position + (horizon - 1) / 2))
+            * (mean[..., pair] + 1j * mean[..., pair + half])
+        )
         averaged[..., pair], averaged[..., pair + half] = turn.real, turn.imag
     return averaged

@@ -28,7 +28,14 @@ def test_score_is_expected_attention_times_the_norm_of_the_value(impl, case, eps
 def test_epsilon_is_two_hundredths_unless_given(impl, case):
     """Without an epsilon the score is the one with epsilon = 0.02."""
     inputs = arguments(impl, case)
-    agrees(impl, SCORE, *inputs, epsilon=0.02, got=impl.expected_attention.score(*inputs), what="the score by default")
+    agrees(
+        impl,
+        SCORE,
+        *inputs,
+        epsilon=0.02,
+        got=impl.expected_attention.score(*inputs),
+        what="the score by default",
+    )
 
 
 def check_loops(impl, case, epsilon):
@@ -45,7 +52,9 @@ def check_loops(impl, case, epsilon):
         weights = np.array([math.exp(logit - max(logits)) for logit in logits])
         expected[item, head] += (weights / math.fsum(weights) + epsilon) * lengths(values[item, head]) / group
     more = 1e-12 * float(2 * np.abs(expected).max(initial=0))
-    agrees(impl, SCORE, *inputs, epsilon=epsilon, expected=expected, more=more, what="the score, against loops,")
+    agrees(
+        impl, SCORE, *inputs, epsilon=epsilon, expected=expected, more=more, what="the score, against loops,"
+    )
 
 
 @law("EA-9", of=SCORE, case=grouped, epsilon=epsilons)
@@ -63,7 +72,9 @@ def test_scores_of_the_lengths_of_the_paper_equal_plain_loops(impl, seed):
 
 @law("EA-9", of=SCORE, case=grouped, exponent=st.integers(-3, 3))
 def test_doubling_the_values_doubles_the_score(impl, case, exponent):
-    """The score grows with the values as their norm does, once and not twice (powers of two, so nothing is rounded)."""
+    """The score grows with the values as their norm does, once and not twice (powers of two, so nothing is
+    rounded).
+    """
     keys, values, mean, covariance = inputs = arguments(impl, case)
     got = impl.expected_attention.score(keys, values * 2.0**exponent, mean, covariance) / 2.0**exponent
     agrees(impl, SCORE, *inputs, got=got, what="the score of the scaled values, scaled back,")
@@ -78,23 +89,35 @@ def test_scores_move_with_their_tokens(impl, case, seed):
 
 @law("EA-9", of=SCORE, case=grouped, seed=seeds())
 def test_one_turn_of_queries_and_keys_changes_nothing(impl, case, seed):
-    """One orthogonal map of keys and queries, another of the values (channels exchanged and mirrored), leave the scores."""
+    """One orthogonal map of keys and queries, another of the values (channels exchanged and mirrored),
+    leave the scores.
+    """
     keys, values, mean, covariance = inputs = arguments(impl, case)
     generator = np.random.default_rng(seed)
     channels, sign = generator.permutation(keys.shape[-1]), generator.choice([-1.0, 1.0], size=keys.shape[-1])
     turned = covariance[..., channels, :][..., channels] * sign[:, None] * sign
-    mirrored = values[..., generator.permutation(values.shape[-1])] * generator.choice([-1.0, 1.0], size=values.shape[-1])
-    got = impl.expected_attention.score(keys[..., channels] * sign, mirrored, mean[..., channels] * sign, turned)
+    mirrored = values[..., generator.permutation(values.shape[-1])] * generator.choice(
+        [-1.0, 1.0], size=values.shape[-1]
+    )
+    got = impl.expected_attention.score(
+        keys[..., channels] * sign, mirrored, mean[..., channels] * sign, turned
+    )
     agrees(impl, SCORE, *inputs, got=got, what="the score of the turned states")
 
 
 @law("EA-9", of=SCORE, case=seeded_cases(min_length=2, groups=(1, 2, 3)), epsilon=epsilons)
 def test_each_query_head_has_its_own_softmax(impl, case, epsilon):
-    """The score of a group is the mean of the scores that its query heads give one by one; query head h reads KV head h // G."""
+    """The score of a group is the mean of the scores that its query heads give one by one; query head h
+    reads KV head h // G.
+    """
     keys, values, mean, covariance = inputs = arguments(impl, case)
-    of_readers = ((mean[:, each :: case.group], covariance[:, each :: case.group]) for each in range(case.group))
+    of_readers = (
+        (mean[:, each :: case.group], covariance[:, each :: case.group]) for each in range(case.group)
+    )
     alone = [oracle(SCORE)(keys, values, *each, epsilon=epsilon) for each in of_readers]
-    agrees(impl, SCORE, *inputs, epsilon=epsilon, expected=np.mean(alone, axis=0), what="the score of the group")
+    agrees(
+        impl, SCORE, *inputs, epsilon=epsilon, expected=np.mean(alone, axis=0), what="the score of the group"
+    )
 
 
 @law("EA-9", of=SCORE, case=seeded_cases(min_length=2, groups=(1, 2)))
@@ -119,13 +142,17 @@ def test_epsilon_moves_the_ranking_from_attention_to_the_norm(impl):
     """With epsilon 0 the product decides, with a large one the norm of the value alone."""
     keys, values = np.array([[[[3.0, 0], [2, 0], [0, 0]]]]), np.array([[[[1.0, 0], [2, 0], [0, 4]]]])
     for epsilon, order in ((0.0, [0, 1, 2]), (16.0, [2, 1, 0])):
-        got = impl.expected_attention.score(keys, values, np.array([[[2.0, 0]]]), np.zeros((1, 1, 2, 2)), epsilon=epsilon)
+        got = impl.expected_attention.score(
+            keys, values, np.array([[[2.0, 0]]]), np.zeros((1, 1, 2, 2)), epsilon=epsilon
+        )
         equal(np.argsort(-got[0, 0]), order, f"with epsilon = {epsilon:g} the tokens rank in another order")
 
 
 @law("EA-9", of="expected_attention.contribution", case=cases(), seed=seeds())
 def test_the_output_projection_may_weigh_the_value(impl, case, seed):
-    """With W_o the norm is that of W_o v; an orthogonal W_o (here channels exchanged and mirrored) changes nothing."""
+    """With W_o the norm is that of W_o v; an orthogonal W_o (here channels exchanged and mirrored) changes
+    nothing.
+    """
     generator, values = np.random.default_rng(seed), impl.round(case.values)
     weights = impl.round(generator.dirichlet(np.ones(values.shape[2]), size=values.shape[:2]))
     size, path = values.shape[-1], "expected_attention.contribution"
@@ -195,7 +222,9 @@ def test_a_constant_on_all_logits_changes_nothing(impl, case, shift):
 
 @law("EA-8", of=SCORE, sign=st.sampled_from([1.0, -1.0]))
 def test_logits_of_ten_thousand_do_not_overflow(impl, sign):
-    """At logits of 1e4 the softmax is taken in the log domain: equal keys share the weight, and nothing is NaN."""
+    """At logits of 1e4 the softmax is taken in the log domain: equal keys share the weight, and nothing is
+    NaN.
+    """
     keys = np.array([[[[128.0, 0, 0, 0], [128, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]]])
     states = keys, np.ones((1, 1, 4, 1)), sign * np.array([[[160.0, 0, 0, 0]]]), np.zeros((1, 1, 4, 4))
     agrees(impl, SCORE, *states, epsilon=0.0, expected=np.array([[[0.5, 0.5, 0, 0]]])[..., :: int(sign)])
@@ -226,7 +255,9 @@ def test_log_expected_scores_are_linear_plus_quadratic(impl, case):
 
 @law("EA-7", of=SCORE, seed=seeds())
 def test_the_expectation_is_that_of_sampled_queries(impl, seed):
-    """The mean of exp(q.k/sqrt d) over 20,000 Gaussian queries gives the ratios of the scores, within six standard errors."""
+    """The mean of exp(q.k/sqrt d) over 20,000 Gaussian queries gives the ratios of the scores, within six
+    standard errors.
+    """
     generator = np.random.default_rng(seed)
     keys = generator.integers(-8, 9, size=(1, 1, 3, 4)) / 8.0
     root = generator.integers(-4, 5, size=(4, 4)) / 4.0
@@ -239,14 +270,24 @@ def test_the_expectation_is_that_of_sampled_queries(impl, seed):
     drawn = np.exp(queries @ keys[0, 0].T / 2)
     relative = drawn / drawn.mean(axis=0)
     for token in (1, 2):
-        error = 6 * (relative[:, token] - relative[:, 0]).std() / math.sqrt(len(drawn)) + 8 * allowed.largest / got.min()
+        error = (
+            6 * (relative[:, token] - relative[:, 0]).std() / math.sqrt(len(drawn))
+            + 8 * allowed.largest / got.min()
+        )
         ratio, sampled = math.log(got[token] / got[0]), math.log(drawn[:, token].mean() / drawn[:, 0].mean())
-        require(abs(ratio - sampled) <= error, f"the log ratio of two scores is off by more than {error:.3g}", sampled, ratio)
+        require(
+            abs(ratio - sampled) <= error,
+            f"the log ratio of two scores is off by more than {error:.3g}",
+            sampled,
+            ratio,
+        )
 
 
 @law("EA-7", of=SCORE)
 def test_half_the_variance_can_cancel_the_mean(impl):
-    """Keys 0 and (2,0,0,0), mean -1/2, variance 1, d = 4: -1/2 from the mean and +1/2 from the variance, so both weigh 1/2."""
+    """Keys 0 and (2,0,0,0), mean -1/2, variance 1, d = 4: -1/2 from the mean and +1/2 from the variance,
+    so both weigh 1/2.
+    """
     keys = np.array([[[[0.0, 0, 0, 0], [2, 0, 0, 0]]]])
     mean, covariance = np.array([[[-0.5, 0, 0, 0]]]), np.diag([1.0, 0, 0, 0])[None, None]
     got = impl.expected_attention.score(keys, np.ones((1, 1, 2, 1)), mean, covariance, epsilon=0.0)
@@ -259,13 +300,18 @@ def test_without_variance_it_is_the_attention_of_the_mean_query(impl, case):
     keys, values, mean, covariance = arguments(impl, case)
     weights = causal_weights(mean[:, :, None], for_each_reader(keys, mean))[:, :, 0]
     expected = over_group(weights, keys.shape[1]) * lengths(values)
-    states, more = (keys, values, mean, np.zeros_like(covariance)), 1e-12 * float(np.abs(expected).max(initial=0))
+    states, more = (
+        (keys, values, mean, np.zeros_like(covariance)),
+        1e-12 * float(np.abs(expected).max(initial=0)),
+    )
     agrees(impl, SCORE, *states, epsilon=0.0, expected=expected, more=more)
 
 
 @law("EA-7", of=SCORE, case=grouped)
 def test_halving_the_keys_and_doubling_the_queries_changes_nothing(impl, case):
-    """Keys / 2, mean * 2, covariance * 4: the covariance is of the second degree in the queries and meets the key twice."""
+    """Keys / 2, mean * 2, covariance * 4: the covariance is of the second degree in the queries and meets
+    the key twice.
+    """
     keys, values, mean, covariance = inputs = arguments(impl, case)
     got = impl.expected_attention.score(keys / 2, values, 2 * mean, 4 * covariance)
     agrees(impl, SCORE, *inputs, got=got, what="the score of the scaled states")
@@ -273,7 +319,9 @@ def test_halving_the_keys_and_doubling_the_queries_changes_nothing(impl, case):
 
 @law("EA-L1", of="expected_attention.listing_1", case=seeded_cases(), percent=st.integers(0, 99))
 def test_the_mended_listing_keeps_the_best_by_the_equations(impl, case, percent):
-    """floor(T (1 - ratio)) tokens, at least one, are kept, in position order: the best by EA-7..9 with epsilon 0."""
+    """floor(T (1 - ratio)) tokens, at least one, are kept, in position order: the best by EA-7..9 with
+    epsilon 0.
+    """
     keys, values, queries = (impl.round(states[0, 0]) for states in (case.keys, case.values, case.queries))
     got_keys, got_values = impl.expected_attention.listing_1(queries, keys, values, percent / 100)
     budget = max(1, case.length * (100 - percent) // 100)
@@ -289,9 +337,14 @@ def test_the_mended_listing_keeps_the_best_by_the_equations(impl, case, percent)
         token += 1
     mean, covariance = (impl.allowance(STATISTICS, queries, pick=pick).expected for pick in (0, 1))
     error = [impl.allowance(STATISTICS, queries, pick=pick).largest for pick in (0, 1)]
-    scores = impl.allowance(SCORE, keys[None, None], values[None, None], mean[None, None], covariance[None, None], epsilon=0.0)
+    scores = impl.allowance(
+        SCORE, keys[None, None], values[None, None], mean[None, None], covariance[None, None], epsilon=0.0
+    )
     length = np.linalg.norm(keys, axis=-1).max()
-    logit_error = length * error[0] + length**2 * (error[1] + final_rounding(impl) / 2 * np.abs(covariance).max())
+    logit_error = length * error[0] + length**2 * (
+        error[1] + final_rounding(impl) / 2 * np.abs(covariance).max()
+    )
     slack = scores.largest + float(logit_error * np.abs(scores.expected).max())
-    # Equal rows match the first of them, so the mask may stand for another that keeps the same vectors: their scores are the same.
+    # Equal rows match the first of them, so the mask may stand for another that keeps the same vectors: their
+    # scores are the same.
     selects(kept, scores.expected[0, 0], budget, slack=slack)

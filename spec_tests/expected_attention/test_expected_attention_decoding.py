@@ -19,7 +19,9 @@ PAPER = (
 
 
 def states(impl, seed, group, length, **sizes):
-    """Keys, values and queries before RoPE of `length` tokens, as the dtype represents them: 2 batch items, 2 KV heads."""
+    """Keys, values and queries before RoPE of `length` tokens, as the dtype represents them: 2 batch
+    items, 2 KV heads.
+    """
     shape = {"batch": 2, "num_kv_heads": 2, "head_dim": 4} | sizes
     case = Case(seed=seed, group=group, length=length, num_queries=length, **shape)
     return impl.round(case.keys), impl.round(case.values), impl.round(case.queries)
@@ -33,7 +35,9 @@ def prompt(keys, values, queries, length, buffer_size):
 
 
 def check_compression(impl, state, queries, keys, values, candidates, position, target, **settings):
-    """The kept positions are the `target` best of the candidates [B, H_kv, n] by the statistics of `queries` at `position`."""
+    """The kept positions are the `target` best of the candidates [B, H_kv, n] by the statistics of
+    `queries` at `position`.
+    """
     rows = [np.take_along_axis(rows, candidates[..., None], axis=2) for rows in (keys, values)]
     horizon = settings.get("horizon", 512)
 
@@ -44,30 +48,46 @@ def check_compression(impl, state, queries, keys, values, candidates, position, 
     kept = (candidates[..., None] == state.positions[..., None, :]).any(axis=-1)
 
     def slack() -> np.ndarray:
-        # Queries are rounded as statistics, as tables of RoPE, turned and averaged; angles are in the accumulator's precision.
+        # Queries are rounded as statistics, as tables of RoPE, turned and averaged; angles are in the
+        # accumulator's precision.
         angle = 2 * final_rounding(impl) + accumulating(impl) * (position + horizon)
-        size = np.linalg.norm(queries, axis=-1).max() * np.linalg.norm(rows[0], axis=-1) / math.sqrt(rows[0].shape[-1])
+        size = (
+            np.linalg.norm(queries, axis=-1).max()
+            * np.linalg.norm(rows[0], axis=-1)
+            / math.sqrt(rows[0].shape[-1])
+        )
         weights = chain(queries, rows[0], np.ones_like(rows[1][..., :1]))
         moved = softmax_slack(impl, weights - settings.get("epsilon", 0.02), angle * (size + size**2))
         return (moved + 2 * final_rounding(impl) * weights) * np.linalg.norm(rows[1], axis=-1)
 
-    selects(kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}")
+    selects(
+        kept, chain(queries, *rows), target, slack=slack, what=f"the compression before position {position}"
+    )
 
 
 def check_stream(impl, states, length, target, *, interval=512, buffer_size=128, **settings):
-    """Raise Violation unless the tokens after the first `length` are added one by one and compressed when they should be.
+    """Raise Violation unless the tokens after the first `length` are added one by one and compressed when
+    they should be.
 
     The implementation is asked with what differs from the defaults of the paper.
     """
     keys, values, queries = states
     asked = {"interval": interval, "buffer_size": buffer_size, **settings}
-    asked = {name: value for name, value in asked.items() if value != {"interval": 512, "buffer_size": 128}.get(name)}
+    asked = {
+        name: value
+        for name, value in asked.items()
+        if value != {"interval": 512, "buffer_size": 128}.get(name)
+    }
     state = prompt(keys, values, queries, length, buffer_size)
     for step, token in enumerate(range(length, keys.shape[2]), start=1):
         before, new = state, (each[:, :, token] for each in (queries, keys, values))
         state = impl.expected_attention.decode_step(before, *new, target=target, **asked)
         due = step % interval == 0
-        equal((state.position, state.steps), (token + 1, step % interval), f"after step {step} position and steps are wrong")
+        equal(
+            (state.position, state.steps),
+            (token + 1, step % interval),
+            f"after step {step} position and steps are wrong",
+        )
         candidates = np.concatenate([before.positions, np.full((*keys.shape[:2], 1), token)], axis=2)
         latest = queries[:, :, max(0, token + 1 - buffer_size) : token + 1]
         equal(state.queries, latest, "the buffer does not hold the latest queries")
@@ -75,7 +95,12 @@ def check_stream(impl, states, length, target, *, interval=512, buffer_size=128,
             check_compression(impl, state, latest, keys, values, candidates, token + 1, target, **settings)
         else:
             equal(state.positions, candidates, "a token was evicted or lost between two compressions")
-        require((np.diff(state.positions, axis=-1) > 0).all(), "the rows are not in position order", None, state.positions)
+        require(
+            (np.diff(state.positions, axis=-1) > 0).all(),
+            "the rows are not in position order",
+            None,
+            state.positions,
+        )
         for name, rows, stored in (("keys", keys, state.keys), ("values", values, state.values)):
             expected = np.take_along_axis(rows, state.positions[..., None], axis=2)
             equal(stored, expected, f"the {name} are not those of the kept positions")
@@ -92,44 +117,73 @@ def check_stream(impl, states, length, target, *, interval=512, buffer_size=128,
     buffer_size=st.integers(1, 7),
     epsilon=st.sampled_from([0.0, 0.02]),
 )
-def test_decoding_compresses_every_interval(impl, seed, group, length, target, interval, buffer_size, epsilon):
-    """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the latest queries."""
+def test_decoding_compresses_every_interval(
+    impl, seed, group, length, target, interval, buffer_size, epsilon
+):
+    """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the
+    latest queries.
+    """
     settings = {"interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
     check_stream(impl, states(impl, seed, group, length + 12), length, target, **settings)
 
 
 @law("EA-10", of=STEP, examples=1, seed=seeds())
 def test_decoding_compresses_at_the_intervals_of_the_paper(impl, seed):
-    """The same every 512 steps with the latest 128 queries, which are the defaults, and every 100 and 128 steps with others."""
+    """The same every 512 steps with the latest 128 queries, which are the defaults, and every 100 and 128
+    steps with others.
+    """
     for settings in PAPER:
         length, steps = settings["target"] // 2, settings["target"] + settings.get("interval", 512) // 4
         tokens = length + max(steps, settings.get("interval", 512) + 2)
-        check_stream(impl, states(impl, seed, 1, tokens, batch=3, num_kv_heads=1, head_dim=2), length, **settings)
+        check_stream(
+            impl, states(impl, seed, 1, tokens, batch=3, num_kv_heads=1, head_dim=2), length, **settings
+        )
 
 
 @law("EA-10", of=STEP, seed=seeds(), target=st.integers(1, 9), interval=st.integers(1, 6))
 def test_the_cache_never_exceeds_target_plus_interval(impl, seed, target, interval):
-    """From a prompt within the target on, no step ends with target + interval tokens or more, nor stores more queries than 3."""
+    """From a prompt within the target on, no step ends with target + interval tokens or more, nor stores
+    more queries than 3.
+    """
     keys, values, queries = states(impl, seed, 1, 30)
     state = prompt(keys, values, queries, min(target, 4), 3)
     for token in range(min(target, 4), 30):
         new = (each[:, :, token] for each in (queries, keys, values))
-        state = impl.expected_attention.decode_step(state, *new, target=target, interval=interval, buffer_size=3)
+        state = impl.expected_attention.decode_step(
+            state, *new, target=target, interval=interval, buffer_size=3
+        )
         held = state.keys.shape[2]
-        require(held <= max(target, target + interval - 1), f"the cache holds {held} tokens", target + interval - 1, held)
-        require(state.queries.shape[2] <= 3, "the buffer holds more than 3 queries", 3, state.queries.shape[2])
+        require(
+            held <= max(target, target + interval - 1),
+            f"the cache holds {held} tokens",
+            target + interval - 1,
+            held,
+        )
+        require(
+            state.queries.shape[2] <= 3, "the buffer holds more than 3 queries", 3, state.queries.shape[2]
+        )
 
 
 @law("EA-10", of=STEP, examples=2, position=st.sampled_from([521, 5000]))
 def test_the_defaults_are_those_of_the_paper(impl, position):
-    """128 queries, every 512 steps, 512 positions, epsilon 0.02, at the true position and not at that of the buffer's end."""
+    """128 queries, every 512 steps, 512 positions, epsilon 0.02, at the true position and not at that of
+    the buffer's end.
+    """
     keys, values, queries = states(impl, 7, 2, 521)
-    places = np.broadcast_to(np.append(np.arange(position - 521, position - 1), position - 1), keys.shape[:3]).copy()
-    state = Decoding(keys[:, :, :-1], values[:, :, :-1], places[..., :-1], queries[:, :, -131:-1], position - 1, 510)
+    places = np.broadcast_to(
+        np.append(np.arange(position - 521, position - 1), position - 1), keys.shape[:3]
+    ).copy()
+    state = Decoding(
+        keys[:, :, :-1], values[:, :, :-1], places[..., :-1], queries[:, :, -131:-1], position - 1, 510
+    )
     token = (queries[:, :, -1], keys[:, :, -1], values[:, :, -1])
     waiting = impl.expected_attention.decode_step(state, *token, target=200)
     sizes = waiting.keys.shape[2], waiting.steps, waiting.queries.shape[2]
-    equal(sizes, (521, 511, 128), "the cache was compressed before 512 steps, or the buffer is not of 128 queries")
+    equal(
+        sizes,
+        (521, 511, 128),
+        "the cache was compressed before 512 steps, or the buffer is not of 128 queries",
+    )
     compressed = impl.expected_attention.decode_step(state._replace(steps=511), *token, target=200)
     relative = compressed._replace(positions=compressed.positions - (position - 521))
     candidates = places - (position - 521)
@@ -163,14 +217,20 @@ def test_decoding_starts_with_the_latest_128_queries(impl, seed):
 def test_bad_steps_are_refused(impl, name):
     """Counts below 1 raise ValueError naming the argument."""
     state = prompt(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 3)), np.ones((1, 2, 2, 2)), 2, 2)
-    token, counts = (np.ones((1, 2, 2)), np.ones((1, 1, 2)), np.ones((1, 1, 3))), {"target": 1, "interval": 1, "buffer_size": 1}
+    token, counts = (
+        (np.ones((1, 2, 2)), np.ones((1, 1, 2)), np.ones((1, 1, 3))),
+        {"target": 1, "interval": 1, "buffer_size": 1},
+    )
     refused(impl, name, STEP, state, *token, **counts | {name: 0})
 
 
 @law("EA-A", of="expected_attention_theory.reconstruction_error", case=cases())
 def test_reconstruction_error_is_the_mean_norm_of_the_difference(impl, case):
     """The mean over the tokens of |h - h_compr|: 0 where nothing was evicted."""
-    path, size = "expected_attention_theory.reconstruction_error", min(case.keys.shape[2], case.next_keys.shape[2])
+    path, size = (
+        "expected_attention_theory.reconstruction_error",
+        min(case.keys.shape[2], case.next_keys.shape[2]),
+    )
     hidden, compressed = impl.rounded((case.keys[:, :, :size], case.next_keys[:, :, :size]))
     norms = lengths(hidden - compressed)
     by_hand = np.array([[math.fsum(row) / size for row in rows] for rows in norms])
@@ -199,7 +259,9 @@ def test_skewness_and_kurtosis_are_standardised_moments(impl, case):
 
 @law("EA-A", of=MEASURES)
 def test_known_distributions_have_their_moments(impl):
-    """Two equal points have excess kurtosis -2, a constant channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and kurtosis -2/3."""
+    """Two equal points have excess kurtosis -2, a constant channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and
+    kurtosis -2/3.
+    """
     channels = np.array([[1.0, -1, 1, -1], [2, 2, 2, 2], [0, 0, 0, 4]]).T
     skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(channels)
     near(skewness, np.array([0, 0, 2 / np.sqrt(3)]), 16 * final_rounding(impl), "the skewness")
@@ -208,7 +270,9 @@ def test_known_distributions_have_their_moments(impl):
 
 @law("EA-A", of=MEASURES, seed=seeds())
 def test_gaussian_samples_measure_near_zero(impl, seed):
-    """Of 2,000 Gaussian numbers, skewness and excess kurtosis lie within six standard errors, sqrt(6/N) and sqrt(24/N), of 0."""
+    """Of 2,000 Gaussian numbers, skewness and excess kurtosis lie within six standard errors, sqrt(6/N)
+    and sqrt(24/N), of 0.
+    """
     sample = impl.round(np.random.default_rng(seed).normal(size=(2_000, 1)))
     skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(sample)
     near(skewness, np.zeros(1), 6 * np.sqrt(6 / 2_000) + 32 * final_rounding(impl), "the skewness")

@@ -1,4 +1,6 @@
-"""Laws about the Expected Attention paper alone: what it states of its equations, and its figures recomputed from its tables."""
+"""Laws about the Expected Attention paper alone: what it states of its equations, and its figures
+recomputed from its tables.
+"""
 
 import itertools
 import math
@@ -24,7 +26,9 @@ from evictionary.spec_tests.papers.tables import printed
 
 
 def scores(name):
-    """A printed table, {model: {method: scores}}: first the full cache, then smaller ones; RULER's at 4k and then at 16k tokens."""
+    """A printed table, {model: {method: scores}}: first the full cache, then smaller ones; RULER's at 4k
+    and then at 16k tokens.
+    """
     table: dict[str, dict[str, list[float]]] = {}
     for row in printed(f"expected_attention_{name}"):
         table.setdefault(row["model"], {})[row["method"]] = [float(text) for text in list(row.values())[2:]]
@@ -40,7 +44,9 @@ def best(table, model, column):
 def wins(table, model, columns):
     """How often Expected Attention is best alone, and how often it shares the first place."""
     firsts = [best(table, model, column) for column in columns]
-    return firsts.count(["Expected Attention"]), sum("Expected Attention" in first and len(first) > 1 for first in firsts)
+    return firsts.count(["Expected Attention"]), sum(
+        "Expected Attention" in first and len(first) > 1 for first in firsts
+    )
 
 
 def moments(seed, head_dim=6):
@@ -52,7 +58,9 @@ def moments(seed, head_dim=6):
 
 @law("EA-1")
 def test_the_printed_shapes_do_not_multiply():
-    """W of shape h x d does not map a hidden state of h numbers, nor W_o of shape d x h a value of d: both are transposed."""
+    """W of shape h x d does not map a hidden state of h numbers, nor W_o of shape d x h a value of d: both
+    are transposed.
+    """
     hidden, head = 6, 4
     with pytest.raises(ValueError, match="matmul"):
         np.ones((hidden, head)) @ np.ones(hidden)
@@ -62,7 +70,9 @@ def test_the_printed_shapes_do_not_multiply():
 
 @law("EA-4S")
 def test_the_largest_update_can_be_the_one_to_evict():
-    """Weights .5, .3, .2 and values 1, 2, -1/2: the update of token 0 measures 1/2, and evicting it changes nothing."""
+    """Weights .5, .3, .2 and values 1, 2, -1/2: the update of token 0 measures 1/2, and evicting it
+    changes nothing.
+    """
     weights, values, w_o = np.array([0.5, 0.3, 0.2]), np.array([[1.0], [2.0], [-0.5]]), np.eye(1)
     norms, errors = update_norms(weights, values, w_o), removal_error(weights, values, w_o)
     assert np.argsort(norms).tolist() == [2, 0, 1]
@@ -82,7 +92,9 @@ def test_statistics_of_the_wrong_dimension_do_not_project():
 
 @law("EA-5", seed=seeds())
 def test_normalised_queries_do_not_follow_the_linear_map(seed):
-    """With QK-norm hidden states ten times as large give the same queries; W Sigma W^T would be a hundred times as large."""
+    """With QK-norm hidden states ten times as large give the same queries; W Sigma W^T would be a hundred
+    times as large.
+    """
     hidden = np.random.default_rng(seed).normal(size=(50, 6))
     w_q = np.random.default_rng(seed + 1).normal(size=(4, 6))
 
@@ -90,7 +102,9 @@ def test_normalised_queries_do_not_follow_the_linear_map(seed):
         projected = states @ w_q.T
         return projected / np.sqrt((projected * projected).mean(axis=-1, keepdims=True))
 
-    for plain, scaled in zip(query_statistics(queries(hidden)), query_statistics(queries(10 * hidden)), strict=True):
+    for plain, scaled in zip(
+        query_statistics(queries(hidden)), query_statistics(queries(10 * hidden)), strict=True
+    ):
         assert np.abs(plain - scaled).max() < 1e-12
     mean, covariance = query_statistics(queries(hidden))
     # All of them lie on one sphere, which no Gaussian of positive variance does.
@@ -99,12 +113,20 @@ def test_normalised_queries_do_not_follow_the_linear_map(seed):
 
 @law("EA-6", seed=seeds())
 def test_only_the_mean_is_that_of_the_position_mixture(seed):
-    """Queries at positions t+1 .. t+T, each as likely: their mean is the paper's; their covariance is larger, never smaller."""
+    """Queries at positions t+1 .. t+T, each as likely: their mean is the paper's; their covariance is
+    larger, never smaller.
+    """
     mean, covariance = moments(seed)
     horizon, position = 8, seed % 100
     turns = [average_rotation(6, position=position + j, horizon=1) for j in range(horizon)]
     centre = sum(turn @ mean for turn in turns) / horizon
-    spread = sum(turn @ covariance @ turn.T + np.outer(turn @ mean - centre, turn @ mean - centre) for turn in turns) / horizon
+    spread = (
+        sum(
+            turn @ covariance @ turn.T + np.outer(turn @ mean - centre, turn @ mean - centre)
+            for turn in turns
+        )
+        / horizon
+    )
     paper_mean, paper_covariance = average_rope(mean, covariance, position=position, horizon=horizon)
     assert np.abs(paper_mean - centre).max() < 1e-12
     assert np.linalg.eigvalsh(spread - paper_covariance).min() > -1e-12
@@ -112,7 +134,9 @@ def test_only_the_mean_is_that_of_the_position_mixture(seed):
 
 @law("EA-6")
 def test_the_variance_of_the_fastest_pair_vanishes():
-    """Queries of covariance I have covariance I at every position; over 512 positions the paper's is 1.7e-5 for the first pair."""
+    """Queries of covariance I have covariance I at every position; over 512 positions the paper's is
+    1.7e-5 for the first pair.
+    """
     _, turned = average_rope(np.zeros(2), np.eye(2), position=4096, horizon=512)
     assert np.abs(turned - 1.657e-5 * np.eye(2)).max() < 1e-8
     _, wide = average_rope(np.zeros(128), np.eye(128), position=4096, horizon=512)
@@ -123,17 +147,24 @@ def test_the_variance_of_the_fastest_pair_vanishes():
 
 @law("EA-6", seed=seeds())
 def test_averaging_the_rotation_never_raises_an_expectation(seed):
-    """zhat of the averaged rotation is at most the mean of zhat over the positions: exp of a convex function of R (Jensen)."""
+    """zhat of the averaged rotation is at most the mean of zhat over the positions: exp of a convex
+    function of R (Jensen).
+    """
     mean, covariance = moments(seed)
     keys = np.random.default_rng(seed).normal(size=(5, 6))
-    each = [log_expected_scores(keys, *average_rope(mean, covariance, position=place, horizon=1)) for place in range(20, 36)]
+    each = [
+        log_expected_scores(keys, *average_rope(mean, covariance, position=place, horizon=1))
+        for place in range(20, 36)
+    ]
     averaged = log_expected_scores(keys, *average_rope(mean, covariance, position=20, horizon=16))
     assert (np.exp(averaged) <= np.exp(each).mean(axis=0) * (1 + 1e-12)).all()
 
 
 @law("EA-6")
 def test_the_average_can_miss_an_expectation_by_any_factor():
-    """Mean 0, covariance I, key (8, 0), d = 2: at every position zhat = e^16; with the average over 512 positions 1.0003."""
+    """Mean 0, covariance I, key (8, 0), d = 2: at every position zhat = e^16; with the average over 512
+    positions 1.0003.
+    """
     keys = np.array([[8.0, 0]])
     one = log_expected_scores(keys, *average_rope(np.zeros(2), np.eye(2), position=9, horizon=1))
     averaged = log_expected_scores(keys, *average_rope(np.zeros(2), np.eye(2), position=9, horizon=512))
@@ -156,9 +187,17 @@ def test_the_expectation_is_at_least_that_of_the_mean_query(seed):
 
 @law("EA-8S")
 def test_the_ratio_of_expectations_is_not_the_expected_attention():
-    """One logit fixed at 1, the other N(0, 8): the second is expected to draw .38 of the attention, and EA-8 gives it .95."""
+    """One logit fixed at 1, the other N(0, 8): the second is expected to draw .38 of the attention, and
+    EA-8 gives it .95.
+    """
     keys = math.sqrt(2) * np.eye(2)
-    ratio = score(keys[None, None], np.ones((1, 1, 2, 1)), np.array([[[1.0, 0]]]), np.diag([0, 8.0])[None, None], epsilon=0)
+    ratio = score(
+        keys[None, None],
+        np.ones((1, 1, 2, 1)),
+        np.array([[[1.0, 0]]]),
+        np.diag([0, 8.0])[None, None],
+        epsilon=0,
+    )
     nodes, mass = np.polynomial.hermite_e.hermegauss(120)
     attention = (mass / (1 + np.exp(1 - math.sqrt(8) * nodes))).sum() / mass.sum()
     assert abs(ratio[0, 0, 1] - 0.9526) < 1e-4
@@ -167,7 +206,9 @@ def test_the_ratio_of_expectations_is_not_the_expected_attention():
 
 @law("EA-9S", seed=seeds())
 def test_at_most_fifty_tokens_outweigh_epsilon(seed):
-    """Weights sum to 1: at most 1/epsilon = 50 of any number exceed 0.02, and all but 500 change epsilon by less than a tenth."""
+    """Weights sum to 1: at most 1/epsilon = 50 of any number exceed 0.02, and all but 500 change epsilon
+    by less than a tenth.
+    """
     generator = np.random.default_rng(seed)
     tokens = 4096
     keys = generator.normal(size=(1, 1, tokens, 8)) * generator.choice([0.5, 2, 8])
@@ -179,19 +220,26 @@ def test_at_most_fifty_tokens_outweigh_epsilon(seed):
 
 @law("EA-9S")
 def test_a_small_epsilon_can_turn_the_ranking_over():
-    """Of 1,000 tokens, one draws 10 times the attention of another and has half its norm: epsilon 0 keeps it, 0.02 does not."""
+    """Of 1,000 tokens, one draws 10 times the attention of another and has half its norm: epsilon 0 keeps
+    it, 0.02 does not.
+    """
     logits = np.zeros(1000)
     logits[0] = math.log(10)
     keys, values = logits.reshape(1, 1, -1, 1), np.ones((1, 1, 1000, 1))
     values[0, 0, 1] = 2
     one = np.ones((1, 1, 1))
-    order = [top_k(score(keys, values, one, np.zeros((1, 1, 1, 1)), epsilon=eps), 1)[0, 0].argmax() for eps in (0, 0.02)]
+    order = [
+        top_k(score(keys, values, one, np.zeros((1, 1, 1, 1)), epsilon=eps), 1)[0, 0].argmax()
+        for eps in (0, 0.02)
+    ]
     assert order == [0, 1]
 
 
 @law("EA-H", seed=seeds())
 def test_a_more_important_head_keeps_more(seed):
-    """AdaKV on these scores: a head whose values are ten times as long keeps more, and the layer keeps what it was given."""
+    """AdaKV on these scores: a head whose values are ten times as long keeps more, and the layer keeps
+    what it was given.
+    """
     generator = np.random.default_rng(seed)
     keys, values, noise = generator.normal(size=(3, 1, 2, 40, 4))
     values = values / np.linalg.norm(values, axis=-1, keepdims=True) * np.array([10.0, 1.0])[:, None, None]
@@ -201,7 +249,9 @@ def test_a_more_important_head_keeps_more(seed):
 
 @law("EA-L1")
 def test_the_printed_einsum_raises():
-    """The subscripts of listing 1 give the keys one axis, and they have two; with a sum over both, every token gets one number."""
+    """The subscripts of listing 1 give the keys one axis, and they have two; with a sum over both, every
+    token gets one number.
+    """
     keys, covariance = np.ones((3, 2)), np.eye(2)
     with pytest.raises(ValueError, match="subscripts"):
         np.einsum("i,ij,j->", keys, covariance, keys)
@@ -223,7 +273,9 @@ def test_the_printed_budget_loses_tokens():
 
 @law("EA-10")
 def test_the_cache_is_only_half_as_small_at_its_peak():
-    """48 tokens with target 4 and interval 4 end at a cache 12 times smaller; before the last compression it is 6 times smaller."""
+    """48 tokens with target 4 and interval 4 end at a cache 12 times smaller; before the last compression
+    it is 6 times smaller.
+    """
     generator = np.random.default_rng(0)
     states = generator.normal(size=(48, 3, 1, 1, 2))
     nothing = np.empty((1, 1, 0, 2))
@@ -237,16 +289,23 @@ def test_the_cache_is_only_half_as_small_at_its_peak():
 
 @law("EA-10", seed=seeds())
 def test_the_position_changes_the_statistics(seed):
-    """The buffer's length in place of the true position turns the statistics by another angle: the scores differ."""
+    """The buffer's length in place of the true position turns the statistics by another angle: the scores
+    differ.
+    """
     mean, covariance = moments(seed)
     keys = rotate(np.random.default_rng(seed).normal(size=(20, 6)), np.arange(3980, 4000))
-    true, buffered = (log_expected_scores(keys, *average_rope(mean, covariance, position=position)) for position in (4000, 128))
+    true, buffered = (
+        log_expected_scores(keys, *average_rope(mean, covariance, position=position))
+        for position in (4000, 128)
+    )
     assert np.abs(true - buffered).max() > 1e-3
 
 
 @law("EA-T1")
 def test_ruler_is_won_for_two_models_of_three():
-    """Best at every ratio for Qwen3 and Gemma3; for Llama3.1 at 2 of 10, level at one, fourth of five at 90 %."""
+    """Best at every ratio for Qwen3 and Gemma3; for Llama3.1 at 2 of 10, level at one, fourth of five at
+    90 %.
+    """
     ruler = scores("ruler")
     removed = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)
     assert [wins(ruler, model, removed) for model in ruler] == [(10, 0), (10, 0), (2, 1)]
@@ -254,12 +313,14 @@ def test_ruler_is_won_for_two_models_of_three():
     for column in (5, 11):
         assert sorted(llama, key=lambda method: -llama[method][column]).index("Expected Attention") == 3
     assert llama["KeyDiff"][5] / llama["Expected Attention"][5] > 1.99
-    assert best(ruler, "Llama3.1-8B", 1) == ["Expected Attention", "DuoAttention"]  # printed: the first alone in bold
+    # printed: the first alone in bold
+    assert best(ruler, "Llama3.1-8B", 1) == ["Expected Attention", "DuoAttention"]
 
 
 @law("EA-T1")
 def test_half_the_cache_is_not_free_for_two_models_of_three():
-    """With 50 % removed Ruler falls by .6 and .2 % for Qwen3, 2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for Llama3.1.
+    """With 50 % removed Ruler falls by .6 and .2 % for Qwen3, 2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for
+    Llama3.1.
 
     No table has a column for 60 %: the losses there are those of a line between its neighbours, 50 and 75 %.
     """
@@ -279,17 +340,24 @@ def test_half_the_cache_is_not_free_for_two_models_of_three():
 
 @law("EA-S3")
 def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
-    """KeyDiff is the best baseline at 10 of 10 ratios for Gemma3 and 7 of 10 for Qwen3, but at 3 of 10 for Llama3.1."""
+    """KeyDiff is the best baseline at 10 of 10 ratios for Gemma3 and 7 of 10 for Qwen3, but at 3 of 10 for
+    Llama3.1.
+    """
     ruler = scores("ruler")
     removed = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)
-    others = {model: {name: row for name, row in ruler[model].items() if name != "Expected Attention"} for model in ruler}
+    others = {
+        model: {name: row for name, row in ruler[model].items() if name != "Expected Attention"}
+        for model in ruler
+    }
     counts = [sum(best(others, model, column) == ["KeyDiff"] for column in removed) for model in ruler]
     assert counts == [7, 10, 3]
 
 
 @law("EA-T2")
 def test_math_is_not_won_at_every_place():
-    """Best or level in 8 of 9 places; for Nemotron with a cache half the size, KeyDiff and StreamingLLM score more."""
+    """Best or level in 8 of 9 places; for Nemotron with a cache half the size, KeyDiff and StreamingLLM
+    score more.
+    """
     math500 = scores("math500")
     assert [wins(math500, model, (1, 2, 3)) for model in math500] == [(3, 0), (3, 0), (1, 1)]
     nemotron = math500["Nemotron-14B"]
@@ -301,7 +369,9 @@ def test_math_is_not_won_at_every_place():
 
 @law("EA-T3")
 def test_longbench_is_won_in_eight_places_of_fifteen():
-    """Best in 4 of 5 places for Qwen3, 1 of 5 for Gemma3 (where TOVA has the other four) and 3 of 5 for Llama3.1."""
+    """Best in 4 of 5 places for Qwen3, 1 of 5 for Gemma3 (where TOVA has the other four) and 3 of 5 for
+    Llama3.1.
+    """
     longbench = scores("longbench")
     assert [wins(longbench, model, range(1, 6)) for model in longbench] == [(4, 0), (1, 0), (3, 0)]
     assert [best(longbench, "Gemma3-12B", column) for column in range(2, 6)] == [["TOVA"]] * 4
@@ -322,7 +392,9 @@ def test_longbench_is_won_in_eight_places_of_fifteen():
 
 @law("EA-T3")
 def test_two_bold_figures_are_not_the_best():
-    """In bold are SnapKV's 48.40 beside TOVA's 48.41, and Expected Attention's 46.8 beside KeyDiff's 48.01."""
+    """In bold are SnapKV's 48.40 beside TOVA's 48.41, and Expected Attention's 46.8 beside KeyDiff's
+    48.01.
+    """
     longbench = scores("longbench")
     assert best(longbench, "Qwen3-8B", 1) == ["TOVA"]
     assert best(longbench, "Llama3.1-8B", 2) == ["KeyDiff"]
@@ -331,13 +403,20 @@ def test_two_bold_figures_are_not_the_best():
         "Gemma3-12B": ["Expected Attention"] + ["TOVA"] * 4,
         "Llama3.1-8B": ["Expected Attention"] * 4 + ["KeyDiff"],
     }
-    wrong = [(model, at) for model in bold for at, method in enumerate(bold[model], 1) if best(longbench, model, at) != [method]]
+    wrong = [
+        (model, at)
+        for model in bold
+        for at, method in enumerate(bold[model], 1)
+        if best(longbench, model, at) != [method]
+    ]
     assert wrong == [("Qwen3-8B", 1), ("Llama3.1-8B", 2)]
 
 
 @law("EA-M")
 def test_the_memory_of_a_cache_is_what_the_shapes_say():
-    """80 layers of 8 heads of 128 in 16 bits: 320 GiB for 2^20 tokens; 32 layers: 15.7 GB for 120,000, of which 90 % is 14.2 GB."""
+    """80 layers of 8 heads of 128 in 16 bits: 320 GiB for 2^20 tokens; 32 layers: 15.7 GB for 120,000, of
+    which 90 % is 14.2 GB.
+    """
     token = 2 * 8 * 128 * 2  # keys and values, bytes of one layer
     assert 80 * token * 2**20 / 2**30 == 320
     assert round(80 * token * 10**6 / 10**9, 1) == 327.7

@@ -18,7 +18,9 @@ RANK = 3
 
 
 def check_statistics(impl, case):
-    """Raise Violation unless mean and covariance are those of parts of a hundred or a thousand queries, put together."""
+    """Raise Violation unless mean and covariance are those of parts of a hundred or a thousand queries,
+    put together.
+    """
     queries = of_dtype(impl, case.keys)
     count = queries.shape[-2]
     size = 3000 if count > 3000 else 100
@@ -35,12 +37,24 @@ def check_statistics(impl, case):
     got = impl.expected_attention.query_statistics(queries)
     slack = rounding(impl, count)
     near(got[0], mean, sum_errors(impl, count, *totals) / count, "the mean of many queries")
-    near(got[1], covariance, slack * magnitude[..., :, None] * magnitude[..., None, :], "the covariance of many queries")
+    near(
+        got[1],
+        covariance,
+        slack * magnitude[..., :, None] * magnitude[..., None, :],
+        "the covariance of many queries",
+    )
 
 
-@law("EA-5", of=STATISTICS, examples=2, case=long_cases(("moving_mean", "sinks", "vast", "minute"), lengths=SPLIT_LENGTHS))
+@law(
+    "EA-5",
+    of=STATISTICS,
+    examples=2,
+    case=long_cases(("moving_mean", "sinks", "vast", "minute"), lengths=SPLIT_LENGTHS),
+)
 def test_statistics_of_many_queries_add_up_their_parts(impl, case):
-    """Mean and covariance of thousands of queries are those of their parts, with what the means of the parts differ by."""
+    """Mean and covariance of thousands of queries are those of their parts, with what the means of the
+    parts differ by.
+    """
     check_statistics(impl, case)
 
 
@@ -64,11 +78,15 @@ def test_queries_of_far_positions_turn_by_them(impl, case, position):
 
 def log_expected(queries_mean, factor, keys):
     """mu . k / sqrt(d) + |F^T k|^2 / (2 d) for the covariance F F^T."""
-    return keys @ queries_mean / np.sqrt(keys.shape[-1]) + np.square(keys @ factor).sum(axis=-1) / (2 * keys.shape[-1])
+    return keys @ queries_mean / np.sqrt(keys.shape[-1]) + np.square(keys @ factor).sum(axis=-1) / (
+        2 * keys.shape[-1]
+    )
 
 
 def log_errors(impl, queries_mean, factor, keys):
-    """What `log_expected` may be wrong by: as a logit of the mean query, and of the query Sigma k / 2 that each key has."""
+    """What `log_expected` may be wrong by: as a logit of the mean query, and of the query Sigma k / 2 that
+    each key has.
+    """
     turned = keys @ factor @ factor.T / 2 / np.sqrt(keys.shape[-1])
     of_covariance = logit_errors(impl, turned[:, None], keys[:, None])[:, 0, 0]
     return logit_errors(impl, queries_mean[None], keys)[0] + 2 * of_covariance
@@ -85,7 +103,9 @@ def log_errors(impl, queries_mean, factor, keys):
     scale=st.sampled_from([1.0, 1e-7, 1e4]),
 )
 def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
-    """Over thousands of tokens the expected weights of each query head are normalised together; |v| may be 1e-7 or 1e4."""
+    """Over thousands of tokens the expected weights of each query head are normalised together; |v| may be
+    1e-7 or 1e4.
+    """
     keys, values = impl.round(case.keys), of_dtype(impl, scale * case.values)
     generator = np.random.default_rng(case.seed)
     readers = (1, case.num_kv_heads * case.group)
@@ -102,7 +122,8 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
         weights = np.exp(logits - normaliser)
         expected[0, head] += weights / case.group
         slack[0, head] += (
-            softmax_slack(impl, weights, log_errors(impl, mean[0, reader], factors[0, reader], keys[0, head])) / case.group
+            softmax_slack(impl, weights, log_errors(impl, mean[0, reader], factors[0, reader], keys[0, head]))
+            / case.group
         )
     slack = (slack + rounding(impl, case.head_dim) * (expected + 0.02)) * norms
     got = impl.expected_attention.score(keys, values, mean, factors @ np.swapaxes(factors, -1, -2))
@@ -111,14 +132,24 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
 
 @law("EA-9", of=SCORE, examples=3, case=long_cases(groups=(4, 1, 16), lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_prompt_is_lost(impl, case):
-    """Each query head expects its weight on a few neighbouring tokens; the heads find them from the first token to the last."""
+    """Each query head expects its weight on a few neighbouring tokens; the heads find them from the first
+    token to the last.
+    """
     for each in (case, *narrow(impl, case.seed, batch=1, group=2)):
         mean, keys = looking(each, *neighbours(each))
         values = np.full_like(each.values, 1 / 8)
         covariance = np.zeros((*mean.shape, each.head_dim))
-        covariance[..., -1, -1] = 1 / 1024  # of a channel that all keys have alike: it adds the same to every logit
+        # of a channel that all keys have alike: it adds the same to every logit
+        covariance[..., -1, -1] = 1 / 1024
         norm = np.linalg.norm(values[0, 0, 0])
         by_head = mean[0].reshape(each.num_kv_heads, each.group, -1)
-        expected = norm * np.array([[weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)]])
+        expected = norm * np.array(
+            [[weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)]]
+        )
         got = impl.expected_attention.score(keys, values, mean, covariance, epsilon=0.0)
-        near(got, expected, rounding(impl, each.length) * expected.max(), f"the score of a prompt of {each.length} tokens")
+        near(
+            got,
+            expected,
+            rounding(impl, each.length) * expected.max(),
+            f"the score of a prompt of {each.length} tokens",
+        )

@@ -19,9 +19,18 @@ positions = st.sampled_from([0, 1, 2, 7, 100, 1000, 4095])
 horizons = st.sampled_from([1, 2, 3, 16, 512])
 
 
-@law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons, theta=st.sampled_from([10000.0, 500000.0, 100.0]))
+@law(
+    "EA-6",
+    of=ROPE,
+    case=grouped,
+    position=positions,
+    horizon=horizons,
+    theta=st.sampled_from([10000.0, 500000.0, 100.0]),
+)
 def test_average_rope_turns_mean_and_covariance_by_the_mean_rotation(impl, case, position, horizon, theta):
-    """Rbar mu and Rbar Sigma Rbar^T, Rbar the mean of R over position .. position + horizon - 1, pairs (i, i + D/2)."""
+    """Rbar mu and Rbar Sigma Rbar^T, Rbar the mean of R over position .. position + horizon - 1, pairs (i,
+    i + D/2).
+    """
     averages(impl, *before_rope(impl, case), position=position, horizon=horizon, theta=theta)
 
 
@@ -29,7 +38,9 @@ def test_average_rope_turns_mean_and_covariance_by_the_mean_rotation(impl, case,
 def test_the_horizon_is_512_and_the_base_10000_unless_given(impl, case, position):
     """Without them, the average is over the next 512 positions with theta = 10000."""
     states = before_rope(impl, case)
-    averages(impl, *states, position=position, got=impl.expected_attention.average_rope(*states, position=position))
+    averages(
+        impl, *states, position=position, got=impl.expected_attention.average_rope(*states, position=position)
+    )
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions)
@@ -41,21 +52,37 @@ def test_one_position_is_a_rotation(impl, case, position):
     before, after = (np.trace(states, axis1=-2, axis2=-1) for states in (covariance, turned))
     rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + 1)
     error = within(impl, pick=1, roundings=0) + 4 * float(np.abs(covariance).max()) * rounded
-    near(after, before, mean.shape[-1] * error + 1e-12 * np.abs(covariance).sum(), "the trace of the rotated covariance")
+    near(
+        after,
+        before,
+        mean.shape[-1] * error + 1e-12 * np.abs(covariance).sum(),
+        "the trace of the rotated covariance",
+    )
 
 
-@law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons, theta=st.sampled_from([10000.0, 50.0]))
+@law(
+    "EA-6",
+    of=ROPE,
+    case=grouped,
+    position=positions,
+    horizon=horizons,
+    theta=st.sampled_from([10000.0, 50.0]),
+)
 def test_the_average_is_over_the_positions_one_by_one(impl, case, position, horizon, theta):
     """The mean turned to each position of the window, by a loop, and averaged."""
     mean, covariance = before_rope(impl, case)
-    total = sum(rotate(mean, np.full(mean.shape[-2], place), theta) for place in range(position, position + horizon))
+    total = sum(
+        rotate(mean, np.full(mean.shape[-2], place), theta) for place in range(position, position + horizon)
+    )
     expected = (np.asarray(total / horizon), None)
     averages(impl, mean, covariance, position=position, horizon=horizon, theta=theta, expected=expected)
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)
 def test_the_window_acts_as_its_middle_shrunk(impl, case, position, horizon):
-    """Each pair is turned by w (position + (T - 1)/2) and shrunk by sin(T w/2) / (T sin(w/2)): the sum of a geometric series."""
+    """Each pair is turned by w (position + (T - 1)/2) and shrunk by sin(T w/2) / (T sin(w/2)): the sum of
+    a geometric series.
+    """
     mean, covariance = before_rope(impl, case)
     expected = (in_closed_form(mean, position, horizon), None)
     averages(impl, mean, covariance, position=position, horizon=horizon, expected=expected)
@@ -67,35 +94,56 @@ def test_mean_and_covariance_are_turned_alike(impl, case, position, horizon):
     mean, _ = before_rope(impl, case)
     covariance, largest = impl.round(mean[..., None] * mean[..., None, :]), float(np.abs(mean).max())
     got, turned = impl.expected_attention.average_rope(mean, covariance, position=position, horizon=horizon)
-    error = within(impl, pick=0, roundings=0) + largest * (final_rounding(impl) + 2 * accumulating(impl) * (position + horizon))
-    more = 4 * largest**2 * final_rounding(impl) + 4 * largest * error  # of the outer product, rounded to the dtype
+    error = within(impl, pick=0, roundings=0) + largest * (
+        final_rounding(impl) + 2 * accumulating(impl) * (position + horizon)
+    )
+    # of the outer product, rounded to the dtype
+    more = 4 * largest**2 * final_rounding(impl) + 4 * largest * error
     outer = got[..., None] * got[..., None, :]
     settings = {"position": position, "horizon": horizon, "got": (got, turned)}
     averages(impl, mean, covariance, **settings, expected=(None, outer), more=(0.0, more))
 
 
 @law(
-    "EA-6", of=ROPE, kind="refusal", settings=st.sampled_from([("position", -1), ("position", 1.5), ("horizon", 0), ("theta", 0.0)])
+    "EA-6",
+    of=ROPE,
+    kind="refusal",
+    settings=st.sampled_from([("position", -1), ("position", 1.5), ("horizon", 0), ("theta", 0.0)]),
 )
 def test_bad_windows_are_refused(impl, settings):
-    """A position or horizon that is no whole number in range, and a base that is not positive, raise ValueError naming it."""
+    """A position or horizon that is no whole number in range, and a base that is not positive, raise
+    ValueError naming it.
+    """
     name, value = settings
     refused(impl, name, ROPE, np.ones((1, 1, 2)), np.ones((1, 1, 2, 2)), **{"position": 0} | {name: value})
 
 
-@law("EA-6", of=ROPE, kind="refusal", bad=st.sampled_from([("query_mean", (1, 1, 3)), ("query_covariance", (1, 2, 2))]))
+@law(
+    "EA-6",
+    of=ROPE,
+    kind="refusal",
+    bad=st.sampled_from([("query_mean", (1, 1, 3)), ("query_covariance", (1, 2, 2))]),
+)
 def test_bad_statistics_are_refused(impl, bad):
     """An odd number of channels, and a covariance that is not of the mean's channels, raise ValueError."""
     name, shape = bad
     mean = np.ones(shape if name == "query_mean" else (1, 1, 2))
-    refused(impl, name, ROPE, mean, np.ones((*mean.shape, mean.shape[-1]) if name == "query_mean" else shape), position=0)
+    refused(
+        impl,
+        name,
+        ROPE,
+        mean,
+        np.ones((*mean.shape, mean.shape[-1]) if name == "query_mean" else shape),
+        position=0,
+    )
 
 
 def check_statistics(impl, queries, expected=(None, None)):
     """`agrees` of mean and covariance, also of ones that are updated query by query.
 
-    Welford's recurrence rounds at every one of n queries of at most M, each error fading as 1/n: together at most
-    eps M (n + 9) / 4 on the mean and eps M^2 (3 n + 84) / 4 on the covariance, where the plain sums may be exact.
+    Welford's recurrence rounds at every one of n queries of at most M, each error fading as 1/n: together at
+    most eps M (n + 9) / 4 on the mean and eps M^2 (3 n + 84) / 4 on the covariance, where the plain sums may
+    be exact.
     """
     got, largest, count = impl.call(STATISTICS, queries), float(np.abs(queries).max()), queries.shape[-2]
     for pick, updates in enumerate((largest * (count + 9) / 4, largest**2 * (3 * count + 84) / 4)):
@@ -136,7 +184,9 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
 
 @law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))
 def test_logits_depend_on_distance_alone(impl, seed, shift):
-    """Moving all positions by the same distance changes no q_i.k_j; W maps h channels to D; values carry no position."""
+    """Moving all positions by the same distance changes no q_i.k_j; W maps h channels to D; values carry
+    no position.
+    """
     generator = np.random.default_rng(seed)
     states = [impl.round(generator.normal(size=shape)) for shape in [(5, 6), (4, 6), (4, 6), (4, 6)]]
     path, places = "expected_attention_theory.project", np.arange(5)
@@ -147,7 +197,16 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
         more = float(np.abs(allowed.expected).max()) * (final_rounding(impl) + 2 * turned)
         agrees(impl, path, *states, places, pick=pick, got=here[pick], more=more, what=name)
         if pick == 2:
-            agrees(impl, path, *states, places, pick=pick, got=there[pick], more=more, what="the values elsewhere")
+            agrees(
+                impl,
+                path,
+                *states,
+                places,
+                pick=pick,
+                got=there[pick],
+                more=more,
+                what="the values elsewhere",
+            )
         else:
             slack = 4 * (allowed.largest + more)
             near(lengths(there[pick]), lengths(allowed.expected), slack, f"the length of {name} elsewhere")
@@ -159,9 +218,21 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
 @law("EA-2", of="expected_attention_theory.attention_weights", case=cases())
 def test_attention_weights_are_the_softmax_of_scaled_logits(impl, case):
     """softmax over the tokens of q.k/sqrt d: positive, and 1 in total."""
-    path, query, keys = "expected_attention_theory.attention_weights", impl.round(case.next_keys[..., 0, :]), impl.round(case.keys)
-    by_hand, size = causal_weights(query[..., None, :], keys)[..., 0, :], 1 + np.abs(query).max() * np.abs(keys).max()
-    totals(agrees(impl, path, query, keys, by_hand=by_hand, size=size), 1, impl.allowance(path, query, keys), "the weights")
+    path, query, keys = (
+        "expected_attention_theory.attention_weights",
+        impl.round(case.next_keys[..., 0, :]),
+        impl.round(case.keys),
+    )
+    by_hand, size = (
+        causal_weights(query[..., None, :], keys)[..., 0, :],
+        1 + np.abs(query).max() * np.abs(keys).max(),
+    )
+    totals(
+        agrees(impl, path, query, keys, by_hand=by_hand, size=size),
+        1,
+        impl.allowance(path, query, keys),
+        "the weights",
+    )
 
 
 def update_inputs(impl, case, seed):
@@ -178,7 +249,9 @@ def test_the_updates_sum_to_the_projected_output(impl, case, seed):
     weights, values, w_o = update_inputs(impl, case, seed)
     got = agrees(impl, "expected_attention_theory.residual_updates", weights, values, w_o)
     output = (weights[..., None, :] @ values @ w_o.T)[..., 0, :]
-    slack = values.shape[2] * within(impl, roundings=0) + 1e-12 * float(np.abs(weights[..., None] * values @ w_o.T).sum())
+    slack = values.shape[2] * within(impl, roundings=0) + 1e-12 * float(
+        np.abs(weights[..., None] * values @ w_o.T).sum()
+    )
     near(got.sum(axis=2), output, slack, "the sum of the updates")
 
 
@@ -187,7 +260,15 @@ def test_the_norm_of_an_update_is_weight_times_norm(impl, case, seed):
     """a_i |W_o v_i|."""
     weights, values, w_o = update_inputs(impl, case, seed)
     expected = weights * lengths(linear(values, w_o.T))
-    agrees(impl, "expected_attention_theory.update_norms", weights, values, w_o, by_hand=expected, size=expected.max())
+    agrees(
+        impl,
+        "expected_attention_theory.update_norms",
+        weights,
+        values,
+        w_o,
+        by_hand=expected,
+        size=expected.max(),
+    )
 
 
 @law("EA-4S", of="expected_attention_theory.removal_error", case=cases(min_length=2), seed=seeds())
@@ -206,17 +287,30 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
         without = (left[..., None] * values[:, :, others]).sum(axis=2)
         expected[..., token] = lengths((full - without) @ w_o.T)
     more = 1e-12 * float(np.abs(values).max() * np.abs(w_o).sum())
-    agrees(impl, "expected_attention_theory.removal_error", weights, values, w_o, expected=expected, more=more)
+    agrees(
+        impl, "expected_attention_theory.removal_error", weights, values, w_o, expected=expected, more=more
+    )
 
 
-@law("EA-6", of="expected_attention.average_rotation", position=positions, horizon=horizons, dim=st.sampled_from([2, 4, 8]))
+@law(
+    "EA-6",
+    of="expected_attention.average_rotation",
+    position=positions,
+    horizon=horizons,
+    dim=st.sampled_from([2, 4, 8]),
+)
 def test_the_average_rotation_never_lengthens(impl, position, horizon, dim):
-    """Rbar^T Rbar = diag(g^2) with every g at most 1, and 1 where horizon = 1: an average of rotations shrinks."""
+    """Rbar^T Rbar = diag(g^2) with every g at most 1, and 1 where horizon = 1: an average of rotations
+    shrinks.
+    """
     got = impl.expected_attention.average_rotation(dim, position=position, horizon=horizon)
-    # A matrix made of whole numbers alone has no dtype to follow: float32 is what every implementation can do.
+    # A matrix made of whole numbers alone has no dtype to follow: float32 is what every implementation can
+    # do.
     error = 2.0**-23 * (position + horizon)
     near(got, average_rotation(dim, position=position, horizon=horizon), error, "the average rotation")
     gram = got.T @ got
     bent = float(np.abs(gram - np.diag(np.diag(gram))).max(initial=0))
-    require(np.diag(gram).max() <= 1 + 4 * error, "the average rotation lengthens a vector", np.eye(dim), gram)
+    require(
+        np.diag(gram).max() <= 1 + 4 * error, "the average rotation lengthens a vector", np.eye(dim), gram
+    )
     require(bent <= 4 * error, "the average rotation bends a pair", np.eye(dim), gram)

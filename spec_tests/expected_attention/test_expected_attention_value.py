@@ -1,4 +1,6 @@
-"""Laws of Expected Attention's two scores: with |W_o v|, as equation 9 prints it (EA-9), and with |v|, as it was run (EA-V)."""
+"""Laws of Expected Attention's two scores: with |W_o v|, as equation 9 prints it (EA-9), and with |v|, as
+it was run (EA-V).
+"""
 
 from operator import mul
 
@@ -16,7 +18,9 @@ def scored_by_hand(weights, vectors, epsilon):
     """(weight + epsilon) times the length of each vector, number by number."""
     expected = np.zeros(weights.shape)
     for place in np.ndindex(weights.shape):
-        expected[place] = (weights[place] + epsilon) * sum(float(entry) ** 2 for entry in vectors[place]) ** 0.5
+        expected[place] = (weights[place] + epsilon) * sum(
+            float(entry) ** 2 for entry in vectors[place]
+        ) ** 0.5
     return expected
 
 
@@ -38,7 +42,9 @@ def held(impl, rows):
 
 
 def given(impl, case, seed):
-    """The values, weights that sum to 1, and a W_o [h, D] with more rows than columns, as the dtype represents them."""
+    """The values, weights that sum to 1, and a W_o [h, D] with more rows than columns, as the dtype
+    represents them.
+    """
     generator = np.random.default_rng(seed)
     values = impl.round(case.values)
     size = values.shape[-1]
@@ -70,7 +76,9 @@ def flat_score(impl, case, values, **settings):
     """The score where future queries are all zero, so that every token expects the attention 1/T."""
     batch, readers, _, head_dim = case.queries.shape
     zero = np.zeros((batch, readers, head_dim))
-    return impl.expected_attention.score(case.keys, values, zero, np.zeros((*zero.shape, head_dim)), **settings)
+    return impl.expected_attention.score(
+        case.keys, values, zero, np.zeros((*zero.shape, head_dim)), **settings
+    )
 
 
 @law("EA-V", of=SCORE, case=some_cases)
@@ -84,7 +92,9 @@ def test_at_equal_attention_the_score_is_the_length_of_the_value(impl, case):
 
 @law("EA-9", of=SCORE, case=some_cases, seed=seeds(), epsilon=epsilons)
 def test_of_projected_values_the_score_is_equation_9(impl, case, seed, epsilon):
-    """Given W_o v as the values, the score is equation 9 as printed: at equal attention (1/T + epsilon) |W_o v|, by hand."""
+    """Given W_o v as the values, the score is equation 9 as printed: at equal attention (1/T + epsilon)
+    |W_o v|, by hand.
+    """
     values, _, w_o = given(impl, case, seed)
     projected = impl.round(projected_by_hand(values, w_o))
     expected = scored_by_hand(np.full(values.shape[:3], 1 / values.shape[2]), projected, epsilon)

@@ -12,7 +12,9 @@ from evictionary.spec_tests.shared.forms import softmax_online, top_by_argsort, 
 from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32, torch_top
 
 STEM = "expected_attention"
-SCORE, ROPE, STEP, STATISTICS = (f"{STEM}.{name}" for name in ("score", "average_rope", "decode_step", "query_statistics"))
+SCORE, ROPE, STEP, STATISTICS = (
+    f"{STEM}.{name}" for name in ("score", "average_rope", "decode_step", "query_statistics")
+)
 HALVES = ("float16", "bfloat16")
 
 
@@ -21,14 +23,21 @@ control(SCORE, dtypes=NUMPY, name="tiled")(put_together(forms, "score", softmax=
 
 @control(SCORE, dtypes=NUMPY)
 def tokens_first(keys, values, query_mean, query_covariance, *, epsilon=0.02):
-    """A permuted layout, each pair of channels once and doubled, the group's weights summed from the last query head on."""
+    """A permuted layout, each pair of channels once and doubled, the group's weights summed from the last
+    query head on.
+    """
     heads, dim = keys.shape[1], keys.shape[-1]
     by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3))
-    mean, covariance = (entry.reshape(entry.shape[0], heads, -1, *entry.shape[2:]) for entry in (query_mean, query_covariance))
+    mean, covariance = (
+        entry.reshape(entry.shape[0], heads, -1, *entry.shape[2:]) for entry in (query_mean, query_covariance)
+    )
     once = np.triu(covariance, 1)
     squares = np.einsum("tbhd,bhgd,tbhd->tbhg", by_token, np.einsum("bhgdd->bhgd", covariance), by_token)
     pairs = np.einsum("tbhd,bhgde,tbhe->tbhg", by_token, once, by_token)
-    logits = np.einsum("tbhd,bhgd->tbhg", by_token, mean) / keys.dtype.type(math.sqrt(dim)) + (squares / 2 + pairs) / dim
+    logits = (
+        np.einsum("tbhd,bhgd->tbhg", by_token, mean) / keys.dtype.type(math.sqrt(dim))
+        + (squares / 2 + pairs) / dim
+    )
     weights = np.exp(logits - logits.max(axis=0))
     weights = weights / weights[::-1].sum(axis=0)
     total = sum(weights[..., reader] for reader in reversed(range(mean.shape[2])))
@@ -40,7 +49,9 @@ def torch_logits(keys, query_mean, query_covariance):
     """[B, H_q, T], the keys repeated for each query head."""
     repeated = keys.repeat_interleave(query_mean.shape[1] // keys.shape[1], dim=1)
     quadratic = ((repeated @ query_covariance) * repeated).sum(dim=-1)
-    return (repeated @ query_mean[..., None])[..., 0] / math.sqrt(keys.shape[-1]) + quadratic / (2 * keys.shape[-1])
+    return (repeated @ query_mean[..., None])[..., 0] / math.sqrt(keys.shape[-1]) + quadratic / (
+        2 * keys.shape[-1]
+    )
 
 
 def torch_scored(weights, values, epsilon):
@@ -59,12 +70,16 @@ control(SCORE, array_library="torch", dtypes=("float64", *HALVES), name="torch_i
 
 @control(SCORE, array_library="torch", dtypes=NUMPY)
 def torch_log_softmax(keys, values, query_mean, query_covariance, *, epsilon=0.02):
-    return torch_scored(torch_logits(keys, query_mean, query_covariance).log_softmax(dim=-1).exp(), values, epsilon)
+    return torch_scored(
+        torch_logits(keys, query_mean, query_covariance).log_softmax(dim=-1).exp(), values, epsilon
+    )
 
 
 @control(SCORE, array_library="torch", dtypes=NUMPY)
 def padded_powers_of_two(keys, values, query_mean, query_covariance, *, epsilon=0.02):
-    """As a kernel does it: tokens padded to a multiple of 16 and masked, logits scaled by log2 e, powers of two."""
+    """As a kernel does it: tokens padded to a multiple of 16 and masked, logits scaled by log2 e, powers
+    of two.
+    """
     length = keys.shape[2]
     padded = torch.nn.functional.pad(keys, (0, 0, 0, -length % 16), value=3.0)
     logits = torch_logits(padded, query_mean, query_covariance) * math.log2(math.e)
@@ -85,12 +100,16 @@ def both_sides(states, cos, sin):
 
 @control(ROPE, dtypes=NUMPY)
 def tables_summed_backwards(query_mean, query_covariance, *, position, horizon=512, theta=10000.0):
-    """Cosines and sines summed in blocks of 64 from the last position on; rows and columns turned one after the other."""
+    """Cosines and sines summed in blocks of 64 from the last position on; rows and columns turned one
+    after the other.
+    """
     half = query_mean.shape[-1] // 2
     rates = np.asarray(1 / theta ** (np.arange(half) / half), query_mean.dtype)
     cos, sin = np.zeros(half, query_mean.dtype), np.zeros(half, query_mean.dtype)
     for stop in range(position + horizon, position, -64):
-        angles = np.arange(stop - 1, max(position, stop - 64) - 1, -1).astype(query_mean.dtype)[:, None] * rates
+        angles = (
+            np.arange(stop - 1, max(position, stop - 64) - 1, -1).astype(query_mean.dtype)[:, None] * rates
+        )
         cos, sin = cos + np.cos(angles).sum(axis=0), sin + np.sin(angles).sum(axis=0)
     cos, sin = cos / horizon, sin / horizon
     return turned(query_mean, cos, sin), both_sides(query_covariance, cos, sin)
@@ -98,7 +117,9 @@ def tables_summed_backwards(query_mean, query_covariance, *, position, horizon=5
 
 @control(ROPE, dtypes=NUMPY)
 def geometric_series(query_mean, query_covariance, **window):
-    cos, sin = (wave.astype(query_mean.dtype) for wave in forms.waves_in_closed_form(query_mean.shape[-1], **window))
+    cos, sin = (
+        wave.astype(query_mean.dtype) for wave in forms.waves_in_closed_form(query_mean.shape[-1], **window)
+    )
     return turned(query_mean, cos, sin), both_sides(query_covariance, cos, sin)
 
 
@@ -163,7 +184,9 @@ def head_by_head(state, query, key, value, *, target, interval=512, buffer_size=
     statistics = geometric_series(*forms.statistics_running(after.queries), position=after.position, **window)
     kept = top_by_argsort(tokens_first(after.keys, after.values, *statistics, epsilon=epsilon), target)
     rows = {name: getattr(after, name) for name in ("keys", "values", "positions")}
-    return after._replace(**{name: each[kept].reshape(*kept.shape[:2], target, *each.shape[3:]) for name, each in rows.items()})
+    return after._replace(
+        **{name: each[kept].reshape(*kept.shape[:2], target, *each.shape[3:]) for name, each in rows.items()}
+    )
 
 
 def torch_step(state, query, key, value, *, target, interval=512, buffer_size=128, epsilon=0.02, **window):
@@ -171,11 +194,14 @@ def torch_step(state, query, key, value, *, target, interval=512, buffer_size=12
     after = grown(state, query, key, value, interval=interval, buffer_size=buffer_size)
     if after.steps or after.keys.shape[2] <= target:
         return after
-    statistics = torch_complex_pairs(*torch_products_with_ones(after.queries), position=after.position, **window)
+    statistics = torch_complex_pairs(
+        *torch_products_with_ones(after.queries), position=after.position, **window
+    )
     scores = torch_in_float32(after.keys, after.values, *statistics, epsilon=epsilon)
     kept = torch_top(scores, target)
     keys, values, positions = (
-        rows[kept].unflatten(0, (*kept.shape[:2], target)) for rows in (after.keys, after.values, after.positions)
+        rows[kept].unflatten(0, (*kept.shape[:2], target))
+        for rows in (after.keys, after.values, after.positions)
     )
     return after._replace(keys=keys, values=values, positions=positions)
 
@@ -186,11 +212,15 @@ control(STEP, array_library="torch", dtypes=ALL, name="torch_gathering")(through
 
 @control(f"{STEM}.log_expected_scores", dtypes=NUMPY)
 def factors_of_the_covariance(keys, query_mean, query_covariance):
-    """One einsum for the linear part, the quadratic part key by key as the sum of all entries of Sigma times k k^T."""
+    """One einsum for the linear part, the quadratic part key by key as the sum of all entries of Sigma
+    times k k^T.
+    """
     outer = keys[..., :, None] * keys[..., None, :]
     quadratic = (outer * query_covariance[..., None, :, :]).sum(axis=(-2, -1))
     dim = keys.shape[-1]
-    return np.einsum("...td,...d->...t", keys, query_mean / keys.dtype.type(math.sqrt(dim))) + quadratic / (2 * dim)
+    return np.einsum("...td,...d->...t", keys, query_mean / keys.dtype.type(math.sqrt(dim))) + quadratic / (
+        2 * dim
+    )
 
 
 @control("expected_attention_theory.removal_error", dtypes=NUMPY)
@@ -201,7 +231,9 @@ def leaving_one_out(weights, values, w_o):
     for token in range(weights.shape[-1]):
         others = np.delete(np.arange(weights.shape[-1]), token)
         left = weights[..., others] / weights[..., others].sum(axis=-1, keepdims=True)
-        errors.append(np.linalg.norm((full - (left[..., None] * values[..., others, :]).sum(axis=-2)) @ w_o.T, axis=-1))
+        errors.append(
+            np.linalg.norm((full - (left[..., None] * values[..., others, :]).sum(axis=-2)) @ w_o.T, axis=-1)
+        )
     return np.stack(errors, axis=-1)
 
 

@@ -10,7 +10,10 @@ from evictionary.spec_tests.shared.forms import LOGITS, SOFTMAX, TOP
 
 def logits_in_loops(query, keys):
     heads, length = np.broadcast_shapes(query.shape[:-1], keys.shape[:-2]), keys.shape[-2]
-    query, keys = np.broadcast_to(query, (*heads, query.shape[-1])), np.broadcast_to(keys, (*heads, *keys.shape[-2:]))
+    query, keys = (
+        np.broadcast_to(query, (*heads, query.shape[-1])),
+        np.broadcast_to(keys, (*heads, *keys.shape[-2:])),
+    )
     out = np.empty((*heads, length))
     for head in np.ndindex(heads):
         out[head] = [np.dot(query[head], key) / math.sqrt(len(key)) for key in keys[head]]
@@ -42,7 +45,9 @@ def nucleus_token_by_token(attention, p):
     kept = np.zeros(attention.shape, dtype=bool)
     for row in np.ndindex(attention.shape[:-1]):
         wanted, mass = Fraction(str(p)) * sum(map(Fraction, attention[row].tolist())), Fraction(0)
-        for token in sorted(range(attention.shape[-1]), key=lambda token, row=row: (-attention[row][token], token)):
+        for token in sorted(
+            range(attention.shape[-1]), key=lambda token, row=row: (-attention[row][token], token)
+        ):
             if mass >= wanted and kept[row].any():
                 break
             kept[row][token] = True
@@ -53,7 +58,9 @@ def nucleus_token_by_token(attention, p):
 def nucleus_by_counting(attention, p):
     order = np.argsort(-attention, axis=-1, kind="stable")
     falling = np.take_along_axis(attention, order, axis=-1)
-    missing = np.cumsum(falling[..., ::-1], axis=-1)[..., ::-1] / np.maximum(falling.sum(axis=-1, keepdims=True), 1e-300)
+    missing = np.cumsum(falling[..., ::-1], axis=-1)[..., ::-1] / np.maximum(
+        falling.sum(axis=-1, keepdims=True), 1e-300
+    )
     count = np.maximum(1, (missing > float(1 - Fraction(str(p)))).sum(axis=-1, keepdims=True))
     return np.argsort(order, axis=-1) < count
 
@@ -63,7 +70,9 @@ def nucleus_from_the_light_end(attention, p):
     for row in np.ndindex(attention.shape[:-1]):
         weights, spare = attention[row].tolist(), Fraction(0)
         may_go = (1 - Fraction(str(p))) * sum(map(Fraction, weights))
-        for token in sorted(range(len(weights)), key=lambda token, weights=weights: (weights[token], -token))[:-1]:
+        for token in sorted(range(len(weights)), key=lambda token, weights=weights: (weights[token], -token))[
+            :-1
+        ]:
             spare += Fraction(weights[token])
             if spare > may_go:
                 break
@@ -80,9 +89,9 @@ def budget_by_count(candidates):
 
 
 def budget_in_lists(candidates):
-    return np.array([sum(row) for row in candidates.reshape(-1, candidates.shape[-1]).tolist()], dtype=int).reshape(
-        candidates.shape[:-1]
-    )
+    return np.array(
+        [sum(row) for row in candidates.reshape(-1, candidates.shape[-1]).tolist()], dtype=int
+    ).reshape(candidates.shape[:-1])
 
 
 def select_in_loops(query, keys, sampled_queries, *, p=0.95):
@@ -117,4 +126,6 @@ FORMS: dict = {
     "top": TOP,
     "select": (select_in_loops, select_by_groups),
 }
-logits, softmax, attention_weights, nucleus, single_step_budget, top, select = (forms[0] for forms in FORMS.values())
+logits, softmax, attention_weights, nucleus, single_step_budget, top, select = (
+    forms[0] for forms in FORMS.values()
+)

@@ -17,9 +17,18 @@ from evictionary.spec_tests.gvote.helpers import (
 from evictionary.spec_tests.judge.prelude import *
 
 
-@law("GV-A11", of=SELECT, case=cases(), seed=seeds(), samples=st.integers(1, 9), p=st.sampled_from([0.95, 0.5, 0.99, 1.0, 0.05]))
+@law(
+    "GV-A11",
+    of=SELECT,
+    case=cases(),
+    seed=seeds(),
+    samples=st.integers(1, 9),
+    p=st.sampled_from([0.95, 0.5, 0.99, 1.0, 0.05]),
+)
 def test_each_head_keeps_the_union_of_the_top_b0(impl, case, seed, samples, p):
-    """Every sampled query of a KV head's group votes for its top B_0, B_0 being that of its own query head."""
+    """Every sampled query of a KV head's group votes for its top B_0, B_0 being that of its own query
+    head.
+    """
     query, sampled = drawn_queries(case, seed, samples)
     kept = impl.gvote.select(query, case.keys, sampled, p=p)
     weights, logits = oracle_votes(impl, query, case.keys, sampled)
@@ -28,7 +37,9 @@ def test_each_head_keeps_the_union_of_the_top_b0(impl, case, seed, samples, p):
 
 @law("GV-A11", of=SELECT, kind="edge", case=cases(), seed=seeds(), p=st.sampled_from([0.5, 0.05, 0.95]))
 def test_of_equal_logits_those_at_the_lower_positions_get_the_votes(impl, case, seed, p):
-    """A sample along one channel sees whole numbers, many equal: its B_0 votes are the first of a stable sort."""
+    """A sample along one channel sees whole numbers, many equal: its B_0 votes are the first of a stable
+    sort.
+    """
     query, keys = drawn_queries(case, seed, 0)[0], whole(case)
     channels = np.random.default_rng(seed).integers(keys.shape[-1], size=query.shape[:2])
     kept = impl.gvote.select(query, keys, np.eye(keys.shape[-1])[channels][:, :, None], p=p)
@@ -36,15 +47,23 @@ def test_of_equal_logits_those_at_the_lower_positions_get_the_votes(impl, case, 
     repeated = for_each_reader(keys, query)
     low, high = bounds_of_budget(impl, impl.allowance(WEIGHTS, query, repeated), p)
     seen = np.take_along_axis(repeated, channels[:, :, None, None], axis=-1)[..., 0]
-    must, may = (first_of_each(seen, count).reshape(*keys.shape[:2], -1, keys.shape[2]).any(axis=2) for count in (low, high))
+    must, may = (
+        first_of_each(seen, count).reshape(*keys.shape[:2], -1, keys.shape[2]).any(axis=2)
+        for count in (low, high)
+    )
     require(
-        not (must & ~kept).any() and not (kept & ~may).any(), "of equal logits one at a higher position gets the vote", must, kept
+        not (must & ~kept).any() and not (kept & ~may).any(),
+        "of equal logits one at a higher position gets the vote",
+        must,
+        kept,
     )
 
 
 @law("GV-A10", of=SELECT, case=cases(), seed=seeds())
 def test_the_size_lies_between_the_budget_and_all_votes(impl, case, seed):
-    """A KV head keeps at least the largest B_0 of its query heads, at most S times their sum, and never more than T."""
+    """A KV head keeps at least the largest B_0 of its query heads, at most S times their sum, and never
+    more than T.
+    """
     query, sampled = drawn_queries(case, seed, 2)
     weights, _ = oracle_votes(impl, query, case.keys, sampled)
     length = case.keys.shape[2]
@@ -60,7 +79,9 @@ def test_the_size_lies_between_the_budget_and_all_votes(impl, case, seed):
 
 @law("GV-A11", of=SELECT, case=cases(), seed=seeds(), samples=st.integers(2, 9))
 def test_more_samples_keep_more(impl, case, seed, samples):
-    """Adding samples evicts nothing; neither their order nor a repeated one matters; one sample many times is that sample once."""
+    """Adding samples evicts nothing; neither their order nor a repeated one matters; one sample many times
+    is that sample once.
+    """
     query, sampled = drawn_queries(case, seed, samples)
     keys = whole(case)
     full = impl.gvote.select(query, keys, sampled)
@@ -77,7 +98,9 @@ def test_more_samples_keep_more(impl, case, seed, samples):
         full,
         None,
     )
-    alone, repeated = (impl.gvote.select(query, keys, np.repeat(sampled[:, :, :1], count, axis=2)) for count in (1, samples))
+    alone, repeated = (
+        impl.gvote.select(query, keys, np.repeat(sampled[:, :, :1], count, axis=2)) for count in (1, samples)
+    )
     equal(repeated, alone, "the same sample again changes the selection")
 
 
@@ -92,14 +115,20 @@ def test_the_length_of_a_sample_does_not_matter(impl, case, seed):
 
 @law("GV-A11", of=SELECT, case=seeded_cases(max_length=17), seed=seeds())
 def test_heads_do_not_see_each_other(impl, case, seed):
-    """Other queries and keys in one KV head, or one batch item, leave the selection of the others as it is."""
+    """Other queries and keys in one KV head, or one batch item, leave the selection of the others as it
+    is.
+    """
     query, sampled = drawn_queries(case, seed, 2)
     keys = whole(case)
     before = impl.gvote.select(query, keys, sampled)
     item, head = (np.random.default_rng(seed).integers(count) for count in keys.shape[:2])
     readers = slice(head * case.group, (head + 1) * case.group)
     query, keys, sampled = query.copy(), keys.copy(), sampled.copy()
-    query[item, readers], keys[item, head], sampled[item, readers] = 3, keys[item, head][::-1], -sampled[item, readers]
+    query[item, readers], keys[item, head], sampled[item, readers] = (
+        3,
+        keys[item, head][::-1],
+        -sampled[item, readers],
+    )
     after = impl.gvote.select(query, keys, sampled)
     before[item, head] = after[item, head]
     equal(after, before, "a head's selection depends on another head or batch item")
@@ -112,21 +141,27 @@ def one_hot(*channels):
 
 @law("GV-A11", of=SELECT)
 def test_the_current_nucleus_is_not_added(impl):
-    """With keys 8 e_0 .. 8 e_3 a query along e_0 and samples along e_2 keep token 2 alone: neither K_0 nor a sink is added."""
+    """With keys 8 e_0 .. 8 e_3 a query along e_0 and samples along e_2 keep token 2 alone: neither K_0 nor
+    a sink is added.
+    """
     got = impl.gvote.select(one_hot(0)[:, :, 0], one_hot(0, 1, 2, 3), one_hot(2, 2))
     equal(got, [[[False, False, True, False]]], "other tokens than token 2 are kept")
 
 
 @law("GV-A11", of=SELECT)
 def test_each_sample_has_a_vote(impl):
-    """With keys 8 e_0 .. 8 e_3, a query along e_1 and samples along e_0, e_2 and e_3 each sample keeps its token."""
+    """With keys 8 e_0 .. 8 e_3, a query along e_1 and samples along e_0, e_2 and e_3 each sample keeps its
+    token.
+    """
     got = impl.gvote.select(one_hot(1)[:, :, 0], one_hot(0, 1, 2, 3), one_hot(0, 2, 3))
     equal(got, [[[True, False, True, True]]], "other tokens than 0, 2 and 3 are kept")
 
 
 @law("GV-A10", of=SELECT)
 def test_the_budget_is_that_of_the_current_query(impl):
-    """A sample without preference keeps the B_0 = 1 token of the current query's count, not a nucleus of its own."""
+    """A sample without preference keeps the B_0 = 1 token of the current query's count, not a nucleus of
+    its own.
+    """
     got = impl.gvote.select(one_hot(3)[:, :, 0], one_hot(0, 1, 2, 3), 0 * one_hot(0))
     require_mask(got, (1, 1, 4), "the selection")
     equal(got.sum(axis=-1), [[1]], "a sample has another number of votes than B_0")
@@ -141,7 +176,9 @@ def test_a_sample_without_preference_votes_for_the_first_token(impl):
 
 @law("GV-A3", of=SELECT)
 def test_each_query_head_has_its_own_budget(impl):
-    """At p = .5 peaked heads vote for 1 token of 4, a flat one for 2: its KV head keeps 3 tokens, one of peaked heads keeps 1."""
+    """At p = .5 peaked heads vote for 1 token of 4, a flat one for 2: its KV head keeps 3 tokens, one of
+    peaked heads keeps 1.
+    """
     peaked, sample = one_hot(3)[:, :, 0], np.array([[[[0.0, 0, 1, 8]]]])
     query = np.concatenate([peaked, 0 * peaked, peaked, peaked], axis=1)
     sampled = np.concatenate([sample, np.array([[[[2.0, 1, 0, 0]]]]), sample, sample], axis=1)
@@ -154,16 +191,24 @@ def test_each_query_head_has_its_own_budget(impl):
 
 @law("GV-A11", of=SELECT)
 def test_query_head_h_votes_in_kv_head_h_over_g(impl):
-    """Four query heads, two KV heads: heads 0 and 1 vote for the cache of KV head 0, heads 2 and 3 for that of KV head 1."""
+    """Four query heads, two KV heads: heads 0 and 1 vote for the cache of KV head 0, heads 2 and 3 for
+    that of KV head 1.
+    """
     keys = np.repeat(one_hot(0, 1, 2, 3), 2, axis=1)
     sampled = np.concatenate([one_hot(0), one_hot(1), one_hot(2), one_hot(3)], axis=1)
     got = impl.gvote.select(sampled[:, :, 0], keys, sampled)
-    equal(got, [[[True, True, False, False], [False, False, True, True]]], "a query head votes for another KV head than h // G")
+    equal(
+        got,
+        [[[True, True, False, False], [False, False, True, True]]],
+        "a query head votes for another KV head than h // G",
+    )
 
 
 @law("GV-A9", of=SELECT)
 def test_far_logits_still_rank(impl):
-    """A sample of logits 2048, 1024 and 0, of which softmax leaves only the first, still ranks the other two."""
+    """A sample of logits 2048, 1024 and 0, of which softmax leaves only the first, still ranks the other
+    two.
+    """
     keys = np.array([[[[0.0, 1], [32, 0], [64, 0]]]])
     got = impl.gvote.select(np.array([[[0.0, 0]]]), keys, np.array([[[[45.25, 0]]]]), p=0.5)
     equal(got, [[[False, True, True]]], "the second best token of a sharp sample is lost")
@@ -171,7 +216,9 @@ def test_far_logits_still_rank(impl):
 
 @law("GV-A9", of=SELECT)
 def test_logits_a_few_roundings_apart_still_rank(impl):
-    """Keys 1, 1 + 8 eps, 1 + 16 eps and 1 + 24 eps, eps that of the dtype under test: the two largest logits get the votes."""
+    """Keys 1, 1 + 8 eps, 1 + 16 eps and 1 + 24 eps, eps that of the dtype under test: the two largest
+    logits get the votes.
+    """
     keys = np.zeros((1, 1, 4, 4))
     keys[..., 0] = 1 + 4 * final_rounding(impl) * np.arange(4)
     got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
@@ -180,18 +227,32 @@ def test_logits_a_few_roundings_apart_still_rank(impl):
 
 @law("GV-A9", of=SELECT)
 def test_small_logits_still_rank(impl):
-    """Logits 0, 1/4096, 2/4096 and 3/4096, of which three are 0 when rounded to three decimals: the two largest get the votes."""
+    """Logits 0, 1/4096, 2/4096 and 3/4096, of which three are 0 when rounded to three decimals: the two
+    largest get the votes.
+    """
     keys = np.zeros((1, 1, 4, 4))
     keys[..., 0] = np.arange(4) / 2**14
     got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
     equal(got, [[[False, False, True, True]]], "small logits count as equal")
 
 
-@law("GV-A11", of=SELECT, kind="refusal", bad=st.sampled_from(["query", "keys", "sampled_queries", "queries", "p"]))
+@law(
+    "GV-A11",
+    of=SELECT,
+    kind="refusal",
+    bad=st.sampled_from(["query", "keys", "sampled_queries", "queries", "p"]),
+)
 def test_arguments_that_do_not_fit_are_refused(impl, bad):
-    """Wrong channels, NaN, samples of other heads, query heads that no group divides, or p above 1 raise ValueError."""
+    """Wrong channels, NaN, samples of other heads, query heads that no group divides, or p above 1 raise
+    ValueError.
+    """
     assume(impl.reads_numbers or bad != "keys")
-    arguments = {"query": np.ones((1, 2, 4)), "keys": np.ones((1, 2, 3, 4)), "sampled_queries": np.ones((1, 2, 5, 4)), "p": 0.9}
+    arguments = {
+        "query": np.ones((1, 2, 4)),
+        "keys": np.ones((1, 2, 3, 4)),
+        "sampled_queries": np.ones((1, 2, 5, 4)),
+        "p": 0.9,
+    }
     if bad == "queries":
         arguments |= {"query": np.ones((1, 3, 4)), "sampled_queries": np.ones((1, 3, 5, 4))}
     else:
@@ -229,14 +290,18 @@ def test_arguments_that_do_not_fit_are_refused(impl, bad):
     theta=st.sampled_from([10000.0, 50.0]),
 )
 def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, theta):
-    """Line by line: statistics of the hidden states, samples, W_Q, averaged RoPE from position T on, votes, union, cache."""
+    """Line by line: statistics of the hidden states, samples, W_Q, averaged RoPE from position T on,
+    votes, union, cache.
+    """
     generator = np.random.default_rng(case.seed)
     query, channels = 2 * case.queries[:, :, 0], 6
     hidden = generator.normal(size=(case.batch, case.length, channels))
     hidden[:, :4] += 8  # the sinks stand apart
     weight = generator.normal(size=(query.shape[1], channels, case.head_dim))
     noise = generator.normal(size=(case.batch, 3, channels))
-    query, keys, hidden, weight, noise = (impl.round(array) for array in (query, case.keys, hidden, weight, noise))
+    query, keys, hidden, weight, noise = (
+        impl.round(array) for array in (query, case.keys, hidden, weight, noise)
+    )
 
     def sampled(hidden, weight, noise):
         observed = hidden[:, min(sink_size, case.length - 1) :]
@@ -251,7 +316,9 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
     logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
     if not np.isfinite(logits.largest):
         impl.unrepresentable()
-    longest, longest_key = (float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys))
+    longest, longest_key = (
+        float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys)
+    )
     moved = angle_error(impl, case.length + horizon) * longest * longest_key / case.head_dim**0.5
     logits = logits.wider(moved, 0)
     settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
@@ -273,5 +340,11 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
 def test_algorithm_1_keeps_as_many_as_p_asks(impl):
     """Nine equal keys: half of the attention needs five tokens, so one sample keeps five."""
     keys, hidden = np.ones((1, 1, 9, 2)), np.ones((1, 9, 2))
-    got = impl.gvote.algorithm_1(np.ones((1, 1, 2)), keys, keys, hidden, np.ones((1, 2, 2)), np.zeros((1, 1, 2)), p=0.5)
-    equal(np.array(len(got[2])), np.array(5), "half of the attention to nine equal keys keeps another number than five")
+    got = impl.gvote.algorithm_1(
+        np.ones((1, 1, 2)), keys, keys, hidden, np.ones((1, 2, 2)), np.zeros((1, 1, 2)), p=0.5
+    )
+    equal(
+        np.array(len(got[2])),
+        np.array(5),
+        "half of the attention to nine equal keys keeps another number than five",
+    )

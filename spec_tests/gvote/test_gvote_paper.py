@@ -28,7 +28,9 @@ def one_hot(*channels, size=4):
 
 @law("GV-O")
 def test_a_smaller_set_may_serve_every_query():
-    """(7,5,4)/16 and (4,2,10)/16 at p = 10/16: the union of the nuclei has 3 tokens, but tokens 0 and 2 give both mass p."""
+    """(7,5,4)/16 and (4,2,10)/16 at p = 10/16: the union of the nuclei has 3 tokens, but tokens 0 and 2
+    give both mass p.
+    """
     attention, p = np.array([[7, 5, 4], [4, 2, 10]]) / 16, 10 / 16
     assert [np.flatnonzero(nucleus(row, p)).tolist() for row in attention] == [[0, 1], [2]]
     assert optimal_keep_set(attention, p).sum() == 3
@@ -54,10 +56,14 @@ def test_the_union_is_as_large_as_its_largest_member(seed, samples):
 
 @law("GV-C1", length=st.integers(1, 64))
 def test_the_cache_is_linear_in_the_length(length):
-    """Twice the tokens are twice the numbers; it is the attention matrix of the prompt, never cached, that grows quadratically."""
+    """Twice the tokens are twice the numbers; it is the attention matrix of the prompt, never cached, that
+    grows quadratically.
+    """
 
     def stored(tokens):
-        cache = compress(np.ones((1, 2, tokens, 4)), np.ones((1, 2, tokens, 4)), np.ones((1, 2, tokens), dtype=bool))
+        cache = compress(
+            np.ones((1, 2, tokens, 4)), np.ones((1, 2, tokens, 4)), np.ones((1, 2, tokens), dtype=bool)
+        )
         return cache.keys.size + cache.values.size
 
     assert stored(2 * length) == 2 * stored(length) == 2 * 2 * 2 * 4 * length
@@ -65,7 +71,9 @@ def test_the_cache_is_linear_in_the_length(length):
 
 @law("GV-C2")
 def test_layer_norm_does_not_make_a_channel_gaussian():
-    """Tokens of +-1, half of each, pass layer norm and RMS norm unchanged: a channel takes two values, with kurtosis 1, not 3."""
+    """Tokens of +-1, half of each, pass layer norm and RMS norm unchanged: a channel takes two values,
+    with kurtosis 1, not 3.
+    """
     generator = np.random.default_rng(0)
     states = generator.permuted(np.tile([1.0, -1.0], (2000, 8)), axis=1)
     centred = states - states.mean(axis=1, keepdims=True)
@@ -78,7 +86,9 @@ def test_layer_norm_does_not_make_a_channel_gaussian():
 
 @law("GV-C2")
 def test_layer_norm_evens_out_the_lengths_of_tokens():
-    """What does hold: of Gaussian tokens of lengths 1 and 10 a channel has kurtosis 5.9 before RMS norm, and 2.9 after it."""
+    """What does hold: of Gaussian tokens of lengths 1 and 10 a channel has kurtosis 5.9 before RMS norm,
+    and 2.9 after it.
+    """
     generator = np.random.default_rng(0)
     states = generator.normal(size=(40_000, 64)) * np.repeat([1.0, 10.0], 20_000)[:, None]
     normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True))
@@ -88,7 +98,9 @@ def test_layer_norm_evens_out_the_lengths_of_tokens():
 
 @law("GV-C3")
 def test_a_low_overlap_means_missing_tokens():
-    """A candidate set with every irrelevant token in it has an overlap of 1; one without a needed token falls below p."""
+    """A candidate set with every irrelevant token in it has an overlap of 1; one without a needed token
+    falls below p.
+    """
     attention = np.array([0.5, 0.25, 0.25, 0, 0, 0])
     assert attention_overlap(attention, np.ones(6, dtype=bool)) == 1
     assert attention_overlap(attention, np.array([True, True, False, False, False, False])) == 0.75
@@ -107,7 +119,9 @@ def test_a_further_candidate_never_lowers_the_overlap(seed, extra):
 
 @law("GV-C5")
 def test_no_query_is_promised_mass_p():
-    """With 8 keys and a query that looks at one, B_0 = 1: of a flat sample mass 1/8 is kept, of the query itself none."""
+    """With 8 keys and a query that looks at one, B_0 = 1: of a flat sample mass 1/8 is kept, of the query
+    itself none.
+    """
     keys, query = one_hot(*range(8), size=8), 2 * one_hot(7, size=8)[:, :, 0]
     flat, other = np.zeros((1, 1, 1, 8)), one_hot(3, size=8)
     assert nucleus(attention_weights(query, keys), 0.95).sum() == 1
@@ -127,7 +141,9 @@ def test_the_union_takes_any_size_up_to_all_votes(votes):
 
 @law("GV-A11", share=st.sampled_from([0.02, 0.1, 0.3]), samples=st.sampled_from([1, 8, 32]))
 def test_a_token_that_few_queries_need_is_often_missed(share, samples):
-    """A token in the top B_0 of a share x of the queries is kept with probability 1 - (1 - x)^S: 57 % for x = .1 and S = 8."""
+    """A token in the top B_0 of a share x of the queries is kept with probability 1 - (1 - x)^S: 57 % for
+    x = .1 and S = 8.
+    """
     generator = np.random.default_rng([int(1000 * share), samples])
     trials = 4000
     needs = generator.random((trials, 1, samples)) < share
@@ -141,16 +157,23 @@ def test_a_token_that_few_queries_need_is_often_missed(share, samples):
 
 @law("GV-C7")
 def test_the_gathered_cache_grows_with_p():
-    """Lines 4 to 9 do not know p; line 12 gathers 2 tokens of 8 at p = .25 and 8 at p = 1, for a flat query."""
+    """Lines 4 to 9 do not know p; line 12 gathers 2 tokens of 8 at p = .25 and 8 at p = 1, for a flat
+    query.
+    """
     keys, query = one_hot(*range(8), size=8), np.zeros((1, 1, 8))
     hidden, weight = np.zeros((1, 8, 2)), np.zeros((1, 2, 8))
-    sizes = [algorithm_1(query, keys, keys, hidden, weight, np.zeros((1, 3, 2)), p=p).lengths.item() for p in (0.25, 0.5, 1.0)]
+    sizes = [
+        algorithm_1(query, keys, keys, hidden, weight, np.zeros((1, 3, 2)), p=p).lengths.item()
+        for p in (0.25, 0.5, 1.0)
+    ]
     assert sizes == [2, 4, 8]
 
 
 @law("GV-C8")
 def test_the_logits_are_a_fixed_share_of_the_cache():
-    """Logits / cache = G S / (2 D) at any length: 12.5 % of one layer for G=4, D=128, S=8; as much as the cache only at S=64."""
+    """Logits / cache = G S / (2 D) at any length: 12.5 % of one layer for G=4, D=128, S=8; as much as the
+    cache only at S=64.
+    """
 
     def share(samples, length, num_query_heads=32, num_kv_heads=8, head_dim=128):
         logits = num_query_heads * samples * length
@@ -168,7 +191,9 @@ def test_the_logits_are_a_fixed_share_of_the_cache():
 
 @law("GV-C9")
 def test_a_diagonal_gaussian_loses_correlations():
-    """Two equal channels through W_Q = (1, -1): every real query is 0, the sampled ones have variance 2 sigma^2."""
+    """Two equal channels through W_Q = (1, -1): every real query is 0, the sampled ones have variance 2
+    sigma^2.
+    """
     generator = np.random.default_rng(0)
     channel = generator.normal(size=(500, 1))
     hidden, weight = np.concatenate([channel, channel], axis=1), np.array([[1.0], [-1.0]])
@@ -181,9 +206,15 @@ def test_a_diagonal_gaussian_loses_correlations():
 
 @law("GV-C9", seed=st.integers(0, 999))
 def test_the_sampled_queries_have_the_mean_of_the_real_ones(seed):
-    """With noise and its negative in equal parts the mean of the sampled queries is W_Q applied to the mean hidden state."""
+    """With noise and its negative in equal parts the mean of the sampled queries is W_Q applied to the
+    mean hidden state.
+    """
     generator = np.random.default_rng(seed)
-    hidden, weight, noise = generator.normal(size=(9, 3)), generator.normal(size=(3, 2)), generator.normal(size=(4, 3))
+    hidden, weight, noise = (
+        generator.normal(size=(9, 3)),
+        generator.normal(size=(3, 2)),
+        generator.normal(size=(4, 3)),
+    )
     mean, variance = hidden_statistics(hidden, sink_size=2)
     sampled = project(sample_hidden_states(mean, variance, np.concatenate([noise, -noise])), weight)
     assert np.allclose(sampled.mean(axis=0), project(hidden[2:], weight).mean(axis=0), rtol=0, atol=1e-12)
@@ -191,8 +222,11 @@ def test_the_sampled_queries_have_the_mean_of_the_real_ones(seed):
 
 @law("GV-A8")
 def test_an_averaged_query_may_rank_as_none_of_the_rotated_ones():
-    """Averaging shortens each pair by its own factor: over two positions half a turn apart a fast pair vanishes, a slow one not."""
-    # D = 4: pairs (0, 2) and (1, 3) turn by 1 and 0.01 radians a position; 22 positions are 7 half turns, nearly.
+    """Averaging shortens each pair by its own factor: over two positions half a turn apart a fast pair
+    vanishes, a slow one not.
+    """
+    # D = 4: pairs (0, 2) and (1, 3) turn by 1 and 0.01 radians a position; 22 positions are 7 half turns,
+    # nearly.
     query = np.array([[1.0, 0.5, 0, 0]])
     keys = np.array([[1.0, 0, 0, 0], [-1, 0, 0, 0], [0, 0.4, 0, 0]])
     rotated = [rotate(query, np.array(place)) for place in (0, 22)]
@@ -204,13 +238,17 @@ def test_an_averaged_query_may_rank_as_none_of_the_rotated_ones():
 
 @law("GV-A2", count=st.integers(1, 40))
 def test_a_flat_query_needs_p_of_all_tokens(count):
-    """The nucleus of n equal weights has ceil(p n) tokens: the budget is a share of the cache only where attention is flat."""
+    """The nucleus of n equal weights has ceil(p n) tokens: the budget is a share of the cache only where
+    attention is flat.
+    """
     assert nucleus(np.full(count, 1.0), 0.75).sum() == -(-3 * count // 4)
 
 
 @law("GV-A2")
 def test_the_nucleus_is_found_in_falling_order_only():
-    """(2, 3, 11)/16 at p = 11/16: counting from the first token keeps all three, the nucleus is the last one."""
+    """(2, 3, 11)/16 at p = 11/16: counting from the first token keeps all three, the nucleus is the last
+    one.
+    """
     attention, p = np.array([2, 3, 11]) / 16, 11 / 16
     subsets = itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in (1, 2, 3))
     assert next(chosen for chosen in subsets if attention[list(chosen)].sum() >= p) == (2,)

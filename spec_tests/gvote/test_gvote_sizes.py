@@ -24,12 +24,20 @@ NUCLEUS = "gvote.nucleus"
 def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
     """One softmax over all of thousands of tokens."""
     queries, keys = impl.round(case.queries[:, :, 0]), impl.round(case.keys)
-    expected = np.array([[weights_in_parts(query[None], rows)[0] for query, rows in zip(queries[0], keys[0], strict=True)]])
+    expected = np.array(
+        [[weights_in_parts(query[None], rows)[0] for query, rows in zip(queries[0], keys[0], strict=True)]]
+    )
     slack = softmax_slack(impl, expected, logit_errors(impl, queries[..., None, :], keys)[..., 0, :])
     near(impl.gvote.attention_weights(queries, keys), expected, slack, "the weights over a long prompt")
 
 
-@law("GV-A2", of=NUCLEUS, examples=5, case=long_rows(("normal", "duplicate_keys", "ties")), percent=st.sampled_from([95, 50, 99]))
+@law(
+    "GV-A2",
+    of=NUCLEUS,
+    examples=5,
+    case=long_rows(("normal", "duplicate_keys", "ties")),
+    percent=st.sampled_from([95, 50, 99]),
+)
 def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, percent):
     """Of thousands of weights the largest, as many as reach p."""
     weights = row_of_weights(impl, case)
@@ -38,17 +46,28 @@ def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, perc
 
 
 @law(
-    "GV-A2", of=NUCLEUS, kind="edge", examples=5, case=long_rows(("duplicate_keys", "ties")), percent=st.sampled_from([95, 50, 99])
+    "GV-A2",
+    of=NUCLEUS,
+    kind="edge",
+    examples=5,
+    case=long_rows(("duplicate_keys", "ties")),
+    percent=st.sampled_from([95, 50, 99]),
 )
 def test_of_a_long_row_the_lower_of_equal_weights_are_in_the_nucleus(impl, case, percent):
     """Of thousands of weights, many equal, the nucleus is the first of a stable sort by falling weight."""
     weights = row_of_weights(impl, case)
     kept = impl.gvote.nucleus(weights, percent / 100)
-    equal(kept, first_of_each(weights, kept.sum(axis=-1)), "of equal weights one at a higher position is in the nucleus")
+    equal(
+        kept,
+        first_of_each(weights, kept.sum(axis=-1)),
+        "of equal weights one at a higher position is in the nucleus",
+    )
 
 
 def row_of_weights(impl, case):
-    """Weights of the order of 1, so that half precision holds them: mass is relative to the sum of the row."""
+    """Weights of the order of 1, so that half precision holds them: mass is relative to the sum of the
+    row.
+    """
     return impl.round(np.exp(case.keys[..., 0] - case.keys[..., 0].max(axis=-1, keepdims=True)))
 
 
@@ -60,12 +79,21 @@ def row_of_weights(impl, case):
     budget=st.integers(1, 60_000),
 )
 def test_a_long_row_keeps_its_own_number(impl, case, budget):
-    """Each of several rows of up to 131,072 tokens keeps b_h tokens, and none evicted scores more than one kept."""
+    """Each of several rows of up to 131,072 tokens keeps b_h tokens, and none evicted scores more than one
+    kept.
+    """
     scores, budgets = long_scores(impl, case, budget)
     check_each_selection(impl.gvote.top_each(scores, budgets), scores, budgets)
 
 
-@law("GV-A10", of="gvote.top_each", kind="edge", examples=5, case=long_rows(("ties", "one_bin")), budget=st.integers(1, 60_000))
+@law(
+    "GV-A10",
+    of="gvote.top_each",
+    kind="edge",
+    examples=5,
+    case=long_rows(("ties", "one_bin")),
+    budget=st.integers(1, 60_000),
+)
 def test_a_long_row_keeps_the_lower_of_equal_scores(impl, case, budget):
     """Each of several rows of up to 131,072 tokens keeps the first b_h of a stable sort by falling score."""
     scores, budgets = long_scores(impl, case, budget)
@@ -83,7 +111,9 @@ def long_scores(impl, case, budget):
     "GV-A11",
     of=SELECT,
     examples=2,
-    case=long_cases(("normal", "moving_mean"), groups=(4, 1, 16), lengths=(4097, 8191, 4095), head_dims=(64, 128)),
+    case=long_cases(
+        ("normal", "moving_mean"), groups=(4, 1, 16), lengths=(4097, 8191, 4095), head_dims=(64, 128)
+    ),
     p=st.sampled_from([0.95, 0.5]),
 )
 def test_samples_vote_over_a_long_prompt(impl, case, p):
@@ -108,13 +138,25 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
             beaten = case.length - np.searchsorted(np.sort(low), high, side="right")
             must[head] |= could < least
             may[head] |= beaten < most
-    require(not (must & ~kept[0]).any(), "a token is evicted that is among the top B_0 of a sampled query", must[None], kept)
-    require(not (kept[0] & ~may).any(), "a token is kept that is among the top B_0 of no sampled query", may[None], kept)
+    require(
+        not (must & ~kept[0]).any(),
+        "a token is evicted that is among the top B_0 of a sampled query",
+        must[None],
+        kept,
+    )
+    require(
+        not (kept[0] & ~may).any(),
+        "a token is kept that is among the top B_0 of no sampled query",
+        may[None],
+        kept,
+    )
 
 
 @law("GV-A11", of=SELECT, examples=2, case=long_cases(lengths=(8193, 16_384), head_dims=(64, 128)))
 def test_each_of_sixty_four_samples_votes(impl, case):
-    """Each of 64 samples looks at 64 tokens of its own, and keeps them; they all together keep 64 times B_0 at most."""
+    """Each of 64 samples looks at 64 tokens of its own, and keeps them; they all together keep 64 times
+    B_0 at most.
+    """
     owner = np.arange(case.length) % (case.length // 64)
     samples = min(64, case.head_dim, case.length // 64)  # each of them looks along a channel of its own
     tokens = np.flatnonzero(owner < samples)
@@ -122,7 +164,8 @@ def test_each_of_sixty_four_samples_votes(impl, case):
     keys[:, :, tokens, owner[tokens]] = -2
     sampled = np.zeros((1, case.num_kv_heads, samples, case.head_dim))
     sampled[..., np.arange(samples), np.arange(samples)] = math.isqrt(case.head_dim)
-    # The current query sees the tokens of the last sample, and with p = 1 - 1/128 its budget is all of these, 64 or one more.
+    # The current query sees the tokens of the last sample, and with p = 1 - 1/128 its budget is all of these,
+    # 64 or one more.
     budget = int(np.bincount(owner)[samples - 1])
     kept = impl.gvote.select(sampled[:, :, -1], keys, sampled, p=1 - 1 / 128)
     require_mask(kept, keys.shape[:3], "the selection")
@@ -142,13 +185,28 @@ def test_a_budget_of_a_hundred_thousand_is_kept(impl, case, p):
     check_every_other(impl, case, p)
 
 
-@law("GV-A11", of=SELECT, examples=3, case=long_cases(groups=(4, 1, 16), lengths=(8191, 4097)), p=st.sampled_from([0.95, 0.5]))
+@law(
+    "GV-A11",
+    of=SELECT,
+    examples=3,
+    case=long_cases(groups=(4, 1, 16), lengths=(8191, 4097)),
+    p=st.sampled_from([0.95, 0.5]),
+)
 def test_a_budget_of_thousands_is_kept(impl, case, p):
-    """Every other token has the same attention, the others none: B_0 is p of half the tokens, and each sample keeps so many."""
+    """Every other token has the same attention, the others none: B_0 is p of half the tokens, and each
+    sample keeps so many.
+    """
     check_every_other(impl, case, p)
 
 
-@law("GV-A11", of=SELECT, kind="edge", examples=2, case=paper_cases(groups=(4, 1)), p=st.sampled_from([0.95, 0.5]))
+@law(
+    "GV-A11",
+    of=SELECT,
+    kind="edge",
+    examples=2,
+    case=paper_cases(groups=(4, 1)),
+    p=st.sampled_from([0.95, 0.5]),
+)
 def test_the_first_of_a_hundred_thousand_equal_logits_get_the_votes(impl, case, p):
     """As above, and each sample keeps the first of the tokens that it sees alike."""
     kept, tokens, seen, low, high = every_other(impl, case, p)
@@ -171,7 +229,8 @@ def check_every_other(impl, case, p):
         kept.sum(axis=1),
     )
     require(
-        (kept.sum(axis=1)[:, None] <= 2 * high + 2).all() and ((kept & ~seen).sum(axis=1)[:, None] <= high + 1).all(),
+        (kept.sum(axis=1)[:, None] <= 2 * high + 2).all()
+        and ((kept & ~seen).sum(axis=1)[:, None] <= high + 1).all(),
         "more tokens are kept than the samples have votes for",
         2 * high,
         kept.sum(axis=1),
@@ -179,7 +238,8 @@ def check_every_other(impl, case, p):
 
 
 def every_other(impl, case, p):
-    """What is kept, [H, T], the tokens, which of them the second sample sees, and the least and the largest B_0, [H, 1].
+    """What is kept, [H, T], the tokens, which of them the second sample sees, and the least and the
+    largest B_0, [H, 1].
 
     The first sample sees the same in all tokens, the second in every other one, and nothing in the others.
     """
@@ -190,7 +250,10 @@ def every_other(impl, case, p):
     keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    slack, count = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length), seen.sum(axis=1)[:, None]
+    slack, count = (
+        mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length),
+        seen.sum(axis=1)[:, None],
+    )
     return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
 
@@ -198,15 +261,23 @@ def every_other(impl, case, p):
     "GV-A4",
     of="gvote.hidden_statistics",
     examples=2,
-    # Without the four sinks these are the lengths of a last split of one token, which must not weigh as much as a whole one.
-    case=long_cases(("moving_mean", "vast", "sinks", "minute"), lengths=tuple(length + 4 for length in SPLIT_LENGTHS)),
+    # Without the four sinks these are the lengths of a last split of one token, which must not weigh as much
+    # as a whole one.
+    case=long_cases(
+        ("moving_mean", "vast", "sinks", "minute"), lengths=tuple(length + 4 for length in SPLIT_LENGTHS)
+    ),
 )
 def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
-    """Mean and variance over thousands of tokens, the four sinks skipped, though the mean moves along them."""
+    """Mean and variance over thousands of tokens, the four sinks skipped, though the mean moves along
+    them.
+    """
     states = of_dtype(impl, case.keys[:, 0])
     observed = states[:, 4:]
     mean = observed.mean(axis=1)
-    variance = sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1)) / observed.shape[1]
+    variance = (
+        sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
+        / observed.shape[1]
+    )
     slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
     got = impl.gvote.hidden_statistics(states)
     near(got[0], mean, slack * size, "the mean of a long prompt")
@@ -222,7 +293,9 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     theta=st.sampled_from([10000.0, 500000.0]),
 )
 def test_far_positions_average_like_near_ones(impl, head_dim, position, theta):
-    """Up to position 131,072 the means of cos and sin over 512 positions are the closed form of the geometric sum."""
+    """Up to position 131,072 the means of cos and sin over 512 positions are the closed form of the
+    geometric sum.
+    """
     frequency = rope.frequencies(head_dim, theta)
     shrinkage = np.sin(256 * frequency) / (512 * np.sin(frequency / 2))
     middle = frequency * (position + 255.5)

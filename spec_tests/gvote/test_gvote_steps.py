@@ -1,4 +1,6 @@
-"""Laws of GVote's equations and of the single lines of Algorithm 1: GV-1 to GV-5, GV-A1 to GV-A12, GV-O, GV-F3."""
+"""Laws of GVote's equations and of the single lines of Algorithm 1: GV-1 to GV-5, GV-A1 to GV-A12, GV-O,
+GV-F3.
+"""
 
 import itertools
 
@@ -42,9 +44,15 @@ def test_weights_of_large_logits_are_finite(impl, size, length):
     """Logits of 1e4 give weights from 0 to 1 that sum to 1; equal keys share them equally."""
     query = impl.round(np.array([[[np.sqrt(size), 0.0]]]))
     keys = impl.round(np.sqrt(size) * np.stack([np.ones((1, 1, length)), np.zeros((1, 1, length))], axis=-1))
-    # exp(x - log sum exp) is a right form too: it rounds the logarithm, which is as large as a logit, at each token that it adds.
+    # exp(x - log sum exp) is a right form too: it rounds the logarithm, which is as large as a logit, at each
+    # token that it adds.
     slack = final_rounding(impl) + size * accumulating(impl)
-    near(impl.gvote.attention_weights(query, keys), np.full((1, 1, length), 1 / length), slack, "the weights of equal keys")
+    near(
+        impl.gvote.attention_weights(query, keys),
+        np.full((1, 1, length), 1 / length),
+        slack,
+        "the weights of equal keys",
+    )
 
 
 @law("GV-2", of="gvote_theory.output", case=cases())
@@ -63,7 +71,9 @@ def test_output_is_the_weighted_sum_of_the_values(impl, case):
 def test_importance_is_attention_summed_over_the_queries(impl, case):
     """Every query hands out a total of 1: the scores of a head sum to the number of queries."""
     path, queries, keys = "gvote_theory.importance", impl.round(case.next_keys), impl.round(case.keys)
-    by_hand = np.sum([causal_weights(queries[:, :, [each]], keys)[:, :, 0] for each in range(queries.shape[2])], axis=0)
+    by_hand = np.sum(
+        [causal_weights(queries[:, :, [each]], keys)[:, :, 0] for each in range(queries.shape[2])], axis=0
+    )
     size = queries.shape[2] * (1 + np.abs(queries).max() * np.abs(keys).max())
     got = agrees(impl, path, queries, keys, by_hand=by_hand, size=size)
     totals(got, queries.shape[2], impl.allowance(path, queries, keys), "the scores of a head")
@@ -71,7 +81,9 @@ def test_importance_is_attention_summed_over_the_queries(impl, case):
 
 @law("GV-4", of="gvote_theory.allocate", case=cases(), share=st.integers(0, 16).map(lambda count: count / 16))
 def test_quotas_sum_to_the_budget(impl, case, share):
-    """The quotas sum to the budget; no head gets a token that scores less than one another head has to leave."""
+    """The quotas sum to the budget; no head gets a token that scores less than one another head has to
+    leave.
+    """
     scores = impl.round(case.keys[..., 0])
     budget = min(int(share * (scores.size + 1)), scores.size)
     quotas = impl.gvote_theory.allocate(scores, int(share * (scores.size + 1)))
@@ -103,7 +115,9 @@ def test_each_row_keeps_the_lower_of_equal_scores(impl, case, seed):
 
 @law("GV-A2", of=NUCLEUS, weights=exact_weights(), p=SIXTEENTHS)
 def test_the_nucleus_is_the_smallest_set_that_reaches_p(impl, weights, p):
-    """It holds at least p, no set of fewer tokens does (every one is tried), and none outside weighs more than one in it."""
+    """It holds at least p, no set of fewer tokens does (every one is tried), and none outside weighs more
+    than one in it.
+    """
     kept = impl.gvote.nucleus(weights, p)
     subsets = (chosen for size in range(1, 7) for chosen in itertools.combinations(range(weights.size), size))
     smallest = len(next(chosen for chosen in subsets if weights[list(chosen)].sum() >= p))
@@ -122,7 +136,9 @@ def test_of_equal_weights_those_at_the_lower_positions_are_in_the_nucleus(impl, 
 
 @law("GV-A2", of=(NUCLEUS, WEIGHTS), case=seeded_cases(), percent=st.integers(1, 99))
 def test_the_nucleus_of_attention_holds_p_and_not_a_token_more(impl, case, percent):
-    """Row by row: mass at least p, less than p without its smallest weight, and nothing left out weighs more than what is in."""
+    """Row by row: mass at least p, less than p without its smallest weight, and nothing left out weighs
+    more than what is in.
+    """
     keys = np.repeat(case.keys, case.group, axis=1)
     weights, p = impl.round(gvote.attention_weights(case.queries[:, :, 0], keys)), percent / 100
     check_nucleus(impl.gvote.nucleus(weights, p), weights, p, mass_slack(impl, case.length))
@@ -148,19 +164,27 @@ def test_the_nucleus_is_never_empty(impl, p):
 def test_a_row_without_weight_has_its_first_token(impl, p):
     """Of a row of zeros the first token is the nucleus."""
     kept = impl.gvote.nucleus(np.array([[0.25, 0.5, 0.25], [0, 0, 0]]), p)
-    equal(kept, [[False, True, False], [True, False, False]], "of a row of zeros another than the first token is kept")
+    equal(
+        kept,
+        [[False, True, False], [True, False, False]],
+        "of a row of zeros another than the first token is kept",
+    )
 
 
 @law("GV-A2", of=NUCLEUS)
 def test_mass_is_relative_to_the_row(impl):
-    """Weights that rounding left at a sum of 0.9375, below p, still have a nucleus: no weight of 0 is in it."""
+    """Weights that rounding left at a sum of 0.9375, below p, still have a nucleus: no weight of 0 is in
+    it.
+    """
     kept = impl.gvote.nucleus(np.array([0.5, 0.4375, 0, 0]), 0.95)
     equal(kept, [True, True, False, False], "the nucleus of (.5, .4375, 0, 0) at .95 is not the first two")
 
 
 @law("GV-A2", of=NUCLEUS)
 def test_mass_is_the_sum_of_the_weights(impl):
-    """Of the weights 7/16, 4/16, 3/16 and 2/16 the mass 1/4 takes one, 1/2 two, 3/4 three and 15/16 all four."""
+    """Of the weights 7/16, 4/16, 3/16 and 2/16 the mass 1/4 takes one, 1/2 two, 3/4 three and 15/16 all
+    four.
+    """
     for count, p in enumerate((0.25, 0.5, 0.75, 0.9375), start=1):
         kept = impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p)
         equal(kept, np.arange(4) < count, f"the nucleus at {p} is not the first {count}")
@@ -168,12 +192,24 @@ def test_mass_is_the_sum_of_the_weights(impl):
 
 @law("GV-A2", of=NUCLEUS)
 def test_many_small_weights_add_up(impl):
-    """Of 4096 equal weights the nucleus at .75 has 3072: a sum in half precision would stop growing at a half."""
+    """Of 4096 equal weights the nucleus at .75 has 3072: a sum in half precision would stop growing at a
+    half.
+    """
     count = impl.gvote.nucleus(np.full((1, 4096), 2.0**-12), 0.75).sum(axis=-1)
-    near(count, np.array([3072]), 4096 * mass_slack(impl, 4096), "the number of 4096 equal weights in the nucleus")
+    near(
+        count,
+        np.array([3072]),
+        4096 * mass_slack(impl, 4096),
+        "the number of 4096 equal weights in the nucleus",
+    )
 
 
-@law("GV-A2", of=NUCLEUS, kind="refusal", bad=st.sampled_from([("p", 1.01), ("p", -0.1), ("p", float("nan")), ("attention", 0.5)]))
+@law(
+    "GV-A2",
+    of=NUCLEUS,
+    kind="refusal",
+    bad=st.sampled_from([("p", 1.01), ("p", -0.1), ("p", float("nan")), ("attention", 0.5)]),
+)
 def test_a_bad_nucleus_is_refused(impl, bad):
     """A p outside [0, 1] and a negative weight raise ValueError."""
     name, p = bad
@@ -190,11 +226,12 @@ def test_the_budget_counts_the_nucleus(impl, seed, length):
 
 
 def updating_errors(impl, states):
-    """What the mean and the variance of states [.., T, C] may be off by if every token updates them, in float32 or wider.
+    """What the mean and the variance of states [.., T, C] may be off by if every token updates them, in
+    float32 or wider.
 
-    With u = eps / 2 step k of mean += (x - mean) / k errs by at most u (2 |x - mean| / k + |mean|), which is k / T of itself at the
-    end: the sum stays below eps (2 + T / 4) max |x|. The sum of squares errs by u of itself at each step, and by twice the
-    deviation times the error of the mean.
+    With u = eps / 2 step k of mean += (x - mean) / k errs by at most u (2 |x - mean| / k + |mean|), which is
+    k / T of itself at the end: the sum stays below eps (2 + T / 4) max |x|. The sum of squares errs by u of
+    itself at each step, and by twice the deviation times the error of the mean.
     """
     epsilon, steps = accumulating(impl), states.shape[-2]
     deviation = np.abs(states - states.mean(axis=-2, keepdims=True)).max(axis=-2)
@@ -202,15 +239,27 @@ def updating_errors(impl, states):
     return float(mean.max()), float((epsilon * (2 + steps / 2) * deviation**2 + 4 * deviation * mean).max())
 
 
-@law("GV-A4", of="gvote.hidden_statistics", case=cases(), sink_size=st.integers(0, 6), pick=st.integers(0, 1), seed=seeds())
+@law(
+    "GV-A4",
+    of="gvote.hidden_statistics",
+    case=cases(),
+    sink_size=st.integers(0, 6),
+    pick=st.integers(0, 1),
+    seed=seeds(),
+)
 def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
-    """Mean and variance (divided by the count) of each channel over the tokens after the sinks, or the last token where none is."""
+    """Mean and variance (divided by the count) of each channel over the tokens after the sinks, or the
+    last token where none is.
+    """
     path, states, name = "gvote.hidden_statistics", impl.round(case.keys[:, 0]), ("mean", "variance")[pick]
     skipped = min(sink_size, states.shape[1] - 1)
     observed = np.swapaxes(states[:, skipped:], 1, 2).tolist()
     means = [[sum(channel) / len(channel) for channel in item] for item in observed]
     variances = [
-        [sum((value - mean) ** 2 for value in channel) / len(channel) for channel, mean in zip(item, of_item, strict=True)]
+        [
+            sum((value - mean) ** 2 for value in channel) / len(channel)
+            for channel, mean in zip(item, of_item, strict=True)
+        ]
         for item, of_item in zip(observed, means, strict=True)
     ]
     how = {"pick": pick, "more": updating_errors(impl, states[:, skipped:])[pick]}
@@ -234,35 +283,60 @@ def test_the_variance_survives_a_large_mean(impl):
 
 @law("GV-A5", of="gvote.sample_hidden_states", case=cases(), seed=seeds())
 def test_samples_stand_where_the_noise_puts_them(impl, case, seed):
-    """x = mu + sigma e: noise 0 gives the mean, 1 and -1 the mean plus and minus the standard deviation (not the variance)."""
+    """x = mu + sigma e: noise 0 gives the mean, 1 and -1 the mean plus and minus the standard deviation
+    (not the variance).
+    """
     mean = np.round(case.keys[:, 0, 0])
     variance = np.random.default_rng(seed).integers(0, 5, mean.shape) ** 2.0
     noise = np.stack([np.zeros_like(mean), np.ones_like(mean), -np.ones_like(mean)], axis=-2)
     agrees(impl, "gvote.sample_hidden_states", mean, variance, noise, what="the samples")
-    agrees(impl, "gvote.sample_hidden_states", case.keys[:, 0, 0], np.abs(case.keys[:, 0, -1]), case.next_keys[:, 0])
+    agrees(
+        impl,
+        "gvote.sample_hidden_states",
+        case.keys[:, 0, 0],
+        np.abs(case.keys[:, 0, -1]),
+        case.next_keys[:, 0],
+    )
 
 
 @law("GV-A5", of="gvote.sample_hidden_states")
 def test_samples_have_the_mean_and_the_variance(impl):
-    """Of 20,000 samples the mean and the variance lie within 6 standard errors: sigma / sqrt(N), and sigma^2 sqrt(2 / N)."""
+    """Of 20,000 samples the mean and the variance lie within 6 standard errors: sigma / sqrt(N), and
+    sigma^2 sqrt(2 / N).
+    """
     mean, variance = np.array([0.0, 1, -2]), np.array([1.0, 4, 0.25])
     noise = impl.round(np.random.default_rng(0).normal(size=(20_000, 3)))
     got, error = impl.gvote.sample_hidden_states(mean, variance, noise), 4 * final_rounding(impl)
     near(got.mean(axis=0), mean, 6 * np.sqrt(variance / len(noise)) + error, "the mean of the samples")
-    near(got.var(axis=0), variance, 6 * variance * np.sqrt(2 / len(noise)) + 4 * error, "the variance of the samples")
+    near(
+        got.var(axis=0),
+        variance,
+        6 * variance * np.sqrt(2 / len(noise)) + 4 * error,
+        "the variance of the samples",
+    )
 
 
 @law("GV-A6", of="gvote.project", case=cases(), seed=seeds())
 def test_projection_is_the_linear_layer(impl, case, seed):
-    """Q = X W_Q + b, W_Q from channels to D; in whole numbers the projection of a sum is the sum of the projections."""
+    """Q = X W_Q + b, W_Q from channels to D; in whole numbers the projection of a sum is the sum of the
+    projections.
+    """
     channels, generator, keys = case.keys.shape[-1], np.random.default_rng(seed), impl.round(case.keys)
     weight, bias = (impl.round(generator.normal(size=shape)) for shape in ((channels, 5), 5))
     for layer, added in (((weight,), 0.0), ((weight, bias), bias)):
         by_hand = linear(keys, weight) + added
         agrees(impl, "gvote.project", keys, *layer, by_hand=by_hand, size=channels * np.abs(case.keys).max())
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
-    parts, together = sum(impl.gvote.project(x, weight) for x in (states, other)), impl.gvote.project(states + other, weight)
-    near(parts, together, final_rounding(impl) * np.abs(together).max(initial=1) * channels, "the sum of two projections")
+    parts, together = (
+        sum(impl.gvote.project(x, weight) for x in (states, other)),
+        impl.gvote.project(states + other, weight),
+    )
+    near(
+        parts,
+        together,
+        final_rounding(impl) * np.abs(together).max(initial=1) * channels,
+        "the sum of two projections",
+    )
 
 
 @law(
@@ -274,12 +348,15 @@ def test_projection_is_the_linear_layer(impl, case, seed):
     theta=st.sampled_from([10000.0, 500000.0]),
 )
 def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta):
-    """Over n positions from t_0 cos(t w) averages g cos(w (t_0 + (n - 1) / 2)), g = sin(n w / 2) / (n sin(w / 2)); so for sin."""
+    """Over n positions from t_0 cos(t w) averages g cos(w (t_0 + (n - 1) / 2)), g = sin(n w / 2) / (n
+    sin(w / 2)); so for sin.
+    """
     frequency = rope.frequencies(head_dim, theta)
     shrinkage = np.sin(horizon * frequency / 2) / (horizon * np.sin(frequency / 2))
     middle = frequency * (position + (horizon - 1) / 2)
     got = impl.gvote.average_cos_sin(head_dim, position=position, horizon=horizon, theta=theta)
-    slack = angle_error(impl, position + horizon) + final_rounding(impl)  # a table in the dtype is rounded once more
+    # a table in the dtype is rounded once more
+    slack = angle_error(impl, position + horizon) + final_rounding(impl)
     near(got[0], shrinkage * np.cos(middle), slack, "the mean cos")
     near(got[1], shrinkage * np.sin(middle), slack, "the mean sin")
 
@@ -293,14 +370,19 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
     theta=st.sampled_from([10000.0, 500.0]),
 )
 def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position, horizon, theta):
-    """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no query grows."""
+    """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no
+    query grows.
+    """
     odd = case.queries.shape[-1] % 2
     even = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1) if odd else case.queries
     path, queries = "gvote.rotate_by_average", impl.round(even)
     settings = {"position": position, "horizon": horizon, "theta": theta}
-    # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by its radius.
+    # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair
+    # by its radius.
     moved = angle_error(impl, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
-    by_position = [rope.rotate(queries, np.array(place), theta) for place in range(position, position + horizon)]
+    by_position = [
+        rope.rotate(queries, np.array(place), theta) for place in range(position, position + horizon)
+    ]
     by_hand, size, more = sum(by_position) / horizon, 1 + np.abs(queries).max(), (moved.max(), moved.mean())
     got = agrees(impl, path, queries, **settings, by_hand=by_hand, size=size, more=more)
     before, after = (np.linalg.norm(states, axis=-1) for states in (queries, got))
@@ -309,7 +391,12 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     require((after <= before + slack).all(), "averaging over positions made a query longer", before, after)
 
 
-@law("GV-A7", of="gvote.average_cos_sin", kind="refusal", bad=st.sampled_from([("position", -1), ("horizon", 0), ("head_dim", 3)]))
+@law(
+    "GV-A7",
+    of="gvote.average_cos_sin",
+    kind="refusal",
+    bad=st.sampled_from([("position", -1), ("horizon", 0), ("head_dim", 3)]),
+)
 def test_bad_positions_are_refused(impl, bad):
     """A negative position, an empty horizon or an odd head_dim raise ValueError."""
     settings = {"head_dim": 4, "position": 1, "horizon": 2} | dict([bad])
@@ -334,19 +421,25 @@ def test_union_keeps_what_any_sample_votes_for(impl, case, seed):
     votes = np.random.default_rng(seed).random((*case.keys.shape[:2], 3, case.keys.shape[2])) < 0.3
     for order in itertools.permutations(range(3)):
         expected = votes[:, :, 0] | votes[:, :, 1] | votes[:, :, 2]
-        equal(impl.gvote.union(votes[:, :, list(order)]), expected, "the union is not what any sample votes for")
+        equal(
+            impl.gvote.union(votes[:, :, list(order)]), expected, "the union is not what any sample votes for"
+        )
 
 
 @law("GV-A12", of="gvote.prune", case=seeded_cases(max_length=17), seed=seeds())
 def test_pruning_gathers_keys_and_values_head_by_head(impl, case, seed):
-    """Row after row the key, the value and the position of each kept token, and how many rows each head has."""
+    """Row after row the key, the value and the position of each kept token, and how many rows each head
+    has.
+    """
     kept = np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
     keys, values, positions, lengths = impl.gvote.prune(case.keys, case.values, kept)
     where = [(*index,) for index in np.ndindex(kept.shape) if kept[index]]
     for name, rows, source in (("keys", keys, case.keys), ("values", values, case.values)):
         wanted = np.array([impl.round(source)[index] for index in where]).reshape(-1, source.shape[-1])
         equal(rows, wanted, f"the {name} are not those of the kept tokens")
-    equal(positions, np.array([index[2] for index in where]), "the positions are not those of the kept tokens")
+    equal(
+        positions, np.array([index[2] for index in where]), "the positions are not those of the kept tokens"
+    )
     equal(lengths, kept.sum(axis=-1), "the lengths are not those of the kept tokens")
 
 
@@ -356,9 +449,13 @@ def future_attention(first, seed):
     return np.stack([first, generator.permutation(first), generator.permutation(first)])
 
 
-@law("GV-O", of="gvote_theory.optimal_keep_set", first=exact_weights(max_length=5), seed=seeds(), p=SIXTEENTHS)
+@law(
+    "GV-O", of="gvote_theory.optimal_keep_set", first=exact_weights(max_length=5), seed=seeds(), p=SIXTEENTHS
+)
 def test_the_optimal_set_contains_every_nucleus(impl, first, seed, p):
-    """Of each future query it contains as many tokens as reach p, and no token that is in no nucleus; equal weights are alike."""
+    """Of each future query it contains as many tokens as reach p, and no token that is in no nucleus;
+    equal weights are alike.
+    """
     attention = future_attention(first, seed)
     got = impl.gvote_theory.optimal_keep_set(attention, p)
     require_mask(got, first.shape, "the keep set")
@@ -366,27 +463,52 @@ def test_the_optimal_set_contains_every_nucleus(impl, first, seed, p):
     least = np.where(nuclei, attention, np.inf).min(axis=-1, keepdims=True)
     above, inside = attention > least, attention >= least
     enough = (got & inside).sum(axis=-1) >= nuclei.sum(axis=-1)
-    require(not (above & ~got).any() and enough.all(), "a future query misses a part of its nucleus", nuclei, got)
-    require(not (got & ~inside.any(axis=0)).any(), "a token is kept that is in the nucleus of no future query", nuclei, got)
+    require(
+        not (above & ~got).any() and enough.all(), "a future query misses a part of its nucleus", nuclei, got
+    )
+    require(
+        not (got & ~inside.any(axis=0)).any(),
+        "a token is kept that is in the nucleus of no future query",
+        nuclei,
+        got,
+    )
     require(got.sum() <= nuclei.sum(), "more tokens are kept than all nuclei have together", nuclei, got)
 
 
-@law("GV-O", of="gvote_theory.optimal_keep_set", kind="edge", first=exact_weights(max_length=5), seed=seeds(), p=SIXTEENTHS)
+@law(
+    "GV-O",
+    of="gvote_theory.optimal_keep_set",
+    kind="edge",
+    first=exact_weights(max_length=5),
+    seed=seeds(),
+    p=SIXTEENTHS,
+)
 def test_the_optimal_set_is_the_smallest_around_the_first_of_equal_weights(impl, first, seed, p):
     """It is the smallest set that contains the nucleus of every future query: every set is tried."""
     attention = future_attention(first, seed)
     nuclei = [set(np.flatnonzero(gvote.nucleus(row, p))) for row in attention]
-    subsets = (set(chosen) for size in range(1, 6) for chosen in itertools.combinations(range(first.size), size))
+    subsets = (
+        set(chosen) for size in range(1, 6) for chosen in itertools.combinations(range(first.size), size)
+    )
     smallest = next(chosen for chosen in subsets if all(nucleus <= chosen for nucleus in nuclei))
-    got, expected = impl.gvote_theory.optimal_keep_set(attention, p), np.isin(np.arange(first.size), list(smallest))
+    got, expected = (
+        impl.gvote_theory.optimal_keep_set(attention, p),
+        np.isin(np.arange(first.size), list(smallest)),
+    )
     equal(got, expected, "the keep set is not the smallest that contains every nucleus")
 
 
 @law("GV-F3", of="gvote_theory.attention_overlap", weights=exact_weights(), seed=seeds())
 def test_overlap_is_the_attention_on_the_candidates(impl, weights, seed):
-    """The sum of the weights of the candidates: 1 for all tokens, 0 for none, and never less with a candidate more."""
+    """The sum of the weights of the candidates: 1 for all tokens, 0 for none, and never less with a
+    candidate more.
+    """
     candidates = np.random.default_rng(seed).random(weights.shape) < 0.5
     expected = sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen)
-    for tokens, wanted in ((candidates, expected), (np.ones_like(candidates), 1), (np.zeros_like(candidates), 0)):
+    for tokens, wanted in (
+        (candidates, expected),
+        (np.ones_like(candidates), 1),
+        (np.zeros_like(candidates), 0),
+    ):
         got = impl.gvote_theory.attention_overlap(weights, tokens)
         equal(float(got), wanted, "the overlap is not the attention on the candidates")

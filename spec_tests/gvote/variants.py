@@ -12,21 +12,42 @@ from evictionary.spec_tests.gvote import forms
 from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.rope.variants import torch_angles
 from evictionary.spec_tests.shared import forms as shared
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, cast, in_float32, through_float32, torch_indexing
+from evictionary.spec_tests.shared.variants import (
+    ALL,
+    NUMPY,
+    cast,
+    in_float32,
+    through_float32,
+    torch_indexing,
+)
 
 WEIGHTS, NUCLEUS, SELECT = "gvote.attention_weights", "gvote.nucleus", "gvote.select"
-STATISTICS, SAMPLE, PROJECT = (f"gvote.{name}" for name in ("hidden_statistics", "sample_hidden_states", "project"))
-COS_SIN, ROTATION, LOGITS = (f"gvote.{name}" for name in ("average_cos_sin", "rotate_by_average", "sampled_logits"))
+STATISTICS, SAMPLE, PROJECT = (
+    f"gvote.{name}" for name in ("hidden_statistics", "sample_hidden_states", "project")
+)
+COS_SIN, ROTATION, LOGITS = (
+    f"gvote.{name}" for name in ("average_cos_sin", "rotate_by_average", "sampled_logits")
+)
 TOP_EACH, ALLOCATE, UNION, PRUNE = "gvote.top_each", "gvote_theory.allocate", "gvote.union", "gvote.prune"
-ALGORITHM, OPTIMAL, OVERLAP = "gvote.algorithm_1", "gvote_theory.optimal_keep_set", "gvote_theory.attention_overlap"
+ALGORITHM, OPTIMAL, OVERLAP = (
+    "gvote.algorithm_1",
+    "gvote_theory.optimal_keep_set",
+    "gvote_theory.attention_overlap",
+)
 POWERS = {"softmax": shared.softmax_in_powers_of_two}
 
-powers_of_two = control(WEIGHTS, dtypes=NUMPY, name="powers_of_two")(put_together(forms, "attention_weights", **POWERS))
+powers_of_two = control(WEIGHTS, dtypes=NUMPY, name="powers_of_two")(
+    put_together(forms, "attention_weights", **POWERS)
+)
 head_by_head = control(SELECT, dtypes=NUMPY, max_length=8192, name="head_by_head")(
     put_together(forms, "select", nucleus=forms.nucleus_token_by_token, **POWERS)
 )
-control(WEIGHTS, dtypes=NUMPY, name="one_tile_at_a_time")(put_together(forms, "attention_weights", softmax=shared.softmax_online))
-control(NUCLEUS, dtypes=NUMPY, max_length=4096, name="one_weight_after_the_other")(forms.nucleus_token_by_token)
+control(WEIGHTS, dtypes=NUMPY, name="one_tile_at_a_time")(
+    put_together(forms, "attention_weights", softmax=shared.softmax_online)
+)
+control(NUCLEUS, dtypes=NUMPY, max_length=4096, name="one_weight_after_the_other")(
+    forms.nucleus_token_by_token
+)
 
 
 @control(WEIGHTS, array_library="torch", dtypes=ALL)
@@ -121,7 +142,8 @@ def torch_searched(attention, p):
     falling, order = attention.sort(dim=-1, descending=True, stable=True)
     total, positive = falling.sum(dim=-1, keepdim=True), (falling > 0).sum(dim=-1, keepdim=True)
     mass = falling.cumsum(dim=-1) / torch.where(total == 0, 1, total)
-    # At p = 1 rounding may keep the mass below 1 for ever, or lift it there too early: every weight above 0 is wanted.
+    # At p = 1 rounding may keep the mass below 1 for ever, or lift it there too early: every weight above 0
+    # is wanted.
     count = torch.searchsorted(mass, torch.full_like(total, p)) + 1 if p < 1 else positive
     count = torch.minimum(count, positive).clamp(min=1)
     return torch_marked(order, (torch.arange(falling.shape[-1]) < count).expand(falling.shape))
@@ -185,7 +207,9 @@ control(COS_SIN, dtypes=NUMPY, name="summed_phases")(waves_as_complex_numbers)
 
 @control(COS_SIN, array_library="torch", dtypes=("float32", "float16", "bfloat16"))
 def torch_table(head_dim, *, position, horizon=512, theta=10000.0):
-    angles = torch_angles(torch.empty(head_dim), torch.arange(position, position + horizon), theta).chunk(2, dim=-1)[0]
+    angles = torch_angles(torch.empty(head_dim), torch.arange(position, position + horizon), theta).chunk(
+        2, dim=-1
+    )[0]
     return angles.cos().mean(dim=0), angles.sin().mean(dim=0)
 
 
@@ -207,7 +231,10 @@ def rotated_and_averaged(queries, *, position, horizon=512, theta=10000.0):
 @control(ROTATION, array_library="torch", dtypes=ALL)
 def torch_rotate_half(queries, **window):
     """As transformers do it: a table of both halves in the dtype of the queries, and rotate_half."""
-    cos, sin = (torch.from_numpy(np.tile(wave, 2)).to(queries.dtype) for wave in waves_in_closed_form(queries.shape[-1], **window))
+    cos, sin = (
+        torch.from_numpy(np.tile(wave, 2)).to(queries.dtype)
+        for wave in waves_in_closed_form(queries.shape[-1], **window)
+    )
     first, second = queries.chunk(2, dim=-1)
     return queries * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -247,24 +274,31 @@ control(PRUNE, array_library="torch", dtypes=ALL, name="torch_gathered")(torch_i
 
 @control(SELECT, dtypes=NUMPY, max_length=1024)
 def tokens_first(query, keys, sampled_queries, *, p=0.95):
-    """A permuted layout; votes by counting what comes before a token, added up over samples and query heads."""
+    """A permuted layout; votes by counting what comes before a token, added up over samples and query
+    heads.
+    """
     by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3))
     states = np.concatenate([query[:, :, None], sampled_queries], axis=2)
     grouped = states.reshape(states.shape[0], keys.shape[1], -1, *states.shape[2:])
     logits = np.einsum("tbhd,bhgsd->bhgst", by_token, grouped) / keys.dtype.type(math.sqrt(keys.shape[-1]))
     weights = np.exp(logits[:, :, :, 0] - logits[:, :, :, 0].max(axis=-1, keepdims=True))
-    budgets = forms.nucleus_token_by_token(weights, p).sum(axis=-1)  # mass is relative: no need to divide by the sum
+    # mass is relative: no need to divide by the sum
+    budgets = forms.nucleus_token_by_token(weights, p).sum(axis=-1)
     votes = counted_rank(logits[:, :, :, 1:], np.repeat(budgets[..., None], logits.shape[3] - 1, axis=-1))
     return votes.reshape(*keys.shape[:2], -1, keys.shape[2]).sum(axis=2) > 0
 
 
 def torch_elected(ranked):
-    """torch in the dtype of the keys throughout, as eager code does it; `ranked` has the arguments of `top_each`."""
+    """torch in the dtype of the keys throughout, as eager code does it; `ranked` has the arguments of
+    `top_each`.
+    """
 
     def select(query, keys, sampled_queries, *, p=0.95):
         repeated = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
         budgets = torch_mass_before(torch_weights(query, repeated), p).sum(dim=-1)
-        votes = ranked(torch_logits(sampled_queries, repeated), budgets[..., None].expand(sampled_queries.shape[:3]))
+        votes = ranked(
+            torch_logits(sampled_queries, repeated), budgets[..., None].expand(sampled_queries.shape[:3])
+        )
         return votes.unflatten(1, (keys.shape[1], -1)).flatten(2, 3).any(dim=2)
 
     return select
@@ -275,7 +309,9 @@ control(SELECT, array_library="torch", dtypes=ALL, name="torch_rounding_each_ste
 control(SELECT, array_library="torch", dtypes=ALL, edges=False, name="torch_votes_for_the_last_of_equals")(
     torch_elected(torch_last_of_equals)
 )
-control(SELECT, array_library="torch", dtypes=("float16", "bfloat16"), name="torch_in_float32")(in_float32(torch_select))
+control(SELECT, array_library="torch", dtypes=("float16", "bfloat16"), name="torch_in_float32")(
+    in_float32(torch_select)
+)
 
 
 @control(SELECT, array_library="torch", dtypes=("float64", "float32"))
@@ -297,7 +333,9 @@ def torch_padded(query, keys, sampled_queries, *, p=0.95):
 
 
 @control(ALGORITHM, dtypes=NUMPY)
-def numpy_line_by_line(query, keys, values, hidden_states, query_weight, noise, *, p=0.95, sink_size=4, **window):
+def numpy_line_by_line(
+    query, keys, values, hidden_states, query_weight, noise, *, p=0.95, sink_size=4, **window
+):
     """Welford's statistics, a projection head by head, complex phases and a selection head by head."""
     states = product_first(*one_token_at_a_time(hidden_states, sink_size=sink_size), noise)
     sampled = np.stack([channels_from_the_last(states, weight) for weight in query_weight], axis=1)
@@ -306,9 +344,13 @@ def numpy_line_by_line(query, keys, values, hidden_states, query_weight, noise, 
 
 
 @control(ALGORITHM, array_library="torch", dtypes=ALL)
-def torch_algorithm(query, keys, values, hidden_states, query_weight, noise, *, p=0.95, sink_size=4, **window):
+def torch_algorithm(
+    query, keys, values, hidden_states, query_weight, noise, *, p=0.95, sink_size=4, **window
+):
     """torch, at least in float32 until the votes are cast, each row of the cache gathered as it is."""
-    wide_query, wide_keys, hidden_states, query_weight, noise = cast((query, keys, hidden_states, query_weight, noise))
+    wide_query, wide_keys, hidden_states, query_weight, noise = cast(
+        (query, keys, hidden_states, query_weight, noise)
+    )
     states = torch_addcmul(*torch_statistics(hidden_states, sink_size=sink_size), noise)
     sampled = torch.einsum("bsc,hcd->bhsd", states, query_weight)
     rotated = torch_rotate_half(sampled, position=keys.shape[2], **window)

@@ -67,8 +67,12 @@ def received_from_the_last_in_long_double(queries, keys):
     out = np.zeros(keys.shape[:-1], dtype=np.longdouble)
     stop = keys.shape[-2]
     for row in reversed(range(queries.shape[-2])):
-        logits = np.einsum("...td,...d->...t", keys[..., :stop, :], queries[..., row, :]).astype(np.longdouble)
-        powers = np.exp((logits - logits.max(axis=-1, keepdims=True)) / np.sqrt(np.longdouble(keys.shape[-1])))
+        logits = np.einsum("...td,...d->...t", keys[..., :stop, :], queries[..., row, :]).astype(
+            np.longdouble
+        )
+        powers = np.exp(
+            (logits - logits.max(axis=-1, keepdims=True)) / np.sqrt(np.longdouble(keys.shape[-1]))
+        )
         out[..., :stop] += powers / powers.sum(axis=-1, keepdims=True)
         stop -= 1
     return out.astype(np.float64)
@@ -83,7 +87,9 @@ def score_of_repeated_keys(queries, keys):
 def score_head_by_head(queries, keys):
     out, group = np.zeros(keys.shape[:3]), queries.shape[1] // keys.shape[1]
     for reader in range(queries.shape[1]):
-        out[:, reader // group] += received(queries[:, reader : reader + 1], keys[:, reader // group : reader // group + 1])[:, 0]
+        out[:, reader // group] += received(
+            queries[:, reader : reader + 1], keys[:, reader // group : reader // group + 1]
+        )[:, 0]
     return out / group
 
 

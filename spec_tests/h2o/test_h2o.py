@@ -12,7 +12,9 @@ SCORE, SELECT = "h2o.score", "h2o.select"
 
 @law("H2-1", of=SCORE, case=cases(max_length=33), seed=seeds())
 def test_score_is_the_attention_received_from_all_queries(impl, case, seed):
-    """Causal attention summed over the queries and averaged over the group; also computed query by query over what it can see."""
+    """Causal attention summed over the queries and averaged over the group; also computed query by query
+    over what it can see.
+    """
     queries, keys = prompt_queries(case, seed), impl.round(case.keys)
     received = over_group(causal_weights(queries, for_each_reader(keys, queries)).sum(axis=2), keys.shape[1])
     agrees(impl, SCORE, queries, keys, by_hand=received, size=keys.shape[2] * (1 + np.abs(keys).max()))
@@ -24,7 +26,9 @@ def test_every_query_hands_out_one(impl, case, seed):
     queries = prompt_queries(case, seed)
     got = impl.h2o.score(queries, case.keys)
     totals(got, case.keys.shape[2], impl.allowance(SCORE, queries, case.keys), "the scores of a head")
-    require(got[..., -1].max() <= 1 + within(impl, roundings=0), "the last token received more than 1", 1.0, got)
+    require(
+        got[..., -1].max() <= 1 + within(impl, roundings=0), "the last token received more than 1", 1.0, got
+    )
 
 
 @law("H2-1", of=SCORE, case=seeded_cases(min_length=2, max_length=33), seed=seeds())
@@ -35,12 +39,22 @@ def test_no_query_sees_a_later_token(impl, case, seed):
     error = within(impl, roundings=0)
     parts[:, :, :half] += impl.h2o.score(queries[:, :, :half], case.keys[:, :, :half])
     error += within(impl, roundings=0)
-    agrees(impl, SCORE, queries, case.keys, got=parts, more=error, what="the sum of the scores of the first and the last queries")
+    agrees(
+        impl,
+        SCORE,
+        queries,
+        case.keys,
+        got=parts,
+        more=error,
+        what="the sum of the scores of the first and the last queries",
+    )
 
 
 @law("H2-1", of=SCORE)
 def test_equal_keys_score_by_how_long_they_were_seen(impl):
-    """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and 1/4."""
+    """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and
+    1/4.
+    """
     got = impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)))
     near(got, np.array([[[25, 13, 7, 3]]]) / 12, 0.02, "the score, the sum of 1/(m+1),")
 
@@ -57,16 +71,22 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 
 @law("H2-1", of=SCORE, length=st.sampled_from([31, 32, 33, 63, 64, 65, 129]), last=st.integers(1, 129))
 def test_fewer_queries_are_those_of_the_last_tokens(impl, length, last):
-    """Of M queries the m-th sees the tokens up to T - M + m, so that with zero keys it gives each 1/(T - M + m + 1)."""
+    """Of M queries the m-th sees the tokens up to T - M + m, so that with zero keys it gives each 1/(T - M
+    + m + 1).
+    """
     last = min(last, length)
     got = impl.h2o.score(np.ones((1, 1, last, 2)), np.zeros((1, 1, length, 2)))
-    expected = [sum(1 / (place + 1) for place in range(max(token, length - last), length)) for token in range(length)]
+    expected = [
+        sum(1 / (place + 1) for place in range(max(token, length - last), length)) for token in range(length)
+    ]
     near(got, np.array([[expected]]), within(impl, roundings=0) + 1e-12, "the score by the last queries")
 
 
 @law("H2-1", of=SELECT, case=cases(max_length=33), seed=seeds(), share=shares())
 def test_half_of_the_budget_is_recent(impl, case, seed, share):
-    """The last ceil(budget / 2) tokens stay, the rest of the budget goes to the highest scores among the others."""
+    """The last ceil(budget / 2) tokens stay, the rest of the budget goes to the highest scores among the
+    others.
+    """
     queries, length = prompt_queries(case, seed), case.keys.shape[2]
     budget = max(1, int(share * (length + 2)))
     allowed = impl.allowance(SCORE, queries, case.keys)
@@ -77,7 +97,9 @@ def test_half_of_the_budget_is_recent(impl, case, seed, share):
 
 @law("H2-1", of=SELECT, budget=st.integers(1, 9))
 def test_the_recent_half_rounds_up(impl, budget):
-    """Of 9 tokens with equal keys, where earlier ones score more, a budget keeps its floor half first and its ceil half last."""
+    """Of 9 tokens with equal keys, where earlier ones score more, a budget keeps its floor half first and
+    its ceil half last.
+    """
     kept = impl.h2o.select(np.ones((1, 1, 9, 2)), np.zeros((1, 1, 9, 2)), budget=budget)
     place = np.arange(9)
     expected = (place < budget // 2) | (place >= 9 - (budget + 1) // 2)
@@ -86,7 +108,9 @@ def test_the_recent_half_rounds_up(impl, budget):
 
 @law("H2-1", of=SELECT)
 def test_each_head_chooses_for_itself(impl):
-    """Of four tokens the first draws the attention of head 0, the second that of head 1: each head keeps its own, and the last."""
+    """Of four tokens the first draws the attention of head 0, the second that of head 1: each head keeps
+    its own, and the last.
+    """
     keys = np.zeros((1, 2, 4, 2))
     keys[0, 0, 0] = keys[0, 1, 1] = 5
     kept = impl.h2o.select(np.ones((1, 2, 4, 2)), keys, budget=2)
@@ -107,12 +131,16 @@ def test_a_bad_budget_is_refused(impl, budget):
     shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]),
 )
 def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few axes raise ValueError."""
+    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few
+    axes raise ValueError.
+    """
     refused(impl, "queries", SCORE, np.ones(shape), np.ones((1, 2, 3, 4)))
 
 
 def long_prompt(impl, case):
-    """Queries of every token of a prompt of a thousand, the keys, the attention received query by query, and its slack."""
+    """Queries of every token of a prompt of a thousand, the keys, the attention received query by query,
+    and its slack.
+    """
     queries, keys = impl.round(prompt_queries(case, case.seed)), impl.round(case.keys)
     return queries, keys, *map(received(case), attended(impl, queries, keys))
 
@@ -124,23 +152,29 @@ def received(case):
 
 @law("H2-1", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
 def test_a_thousand_queries_add_up(impl, case):
-    """The attention received from each of a thousand queries is summed, block by block, over the tokens that it sees."""
+    """The attention received from each of a thousand queries is summed, block by block, over the tokens
+    that it sees.
+    """
     queries, keys, expected, slack = long_prompt(impl, case)
     near(impl.h2o.score(queries, keys), expected, slack, "the score of a long prompt")
 
 
 @law("H2-1", of=SCORE, examples=2, case=long_cases(lengths=(2305, 2561), head_dims=(64, 80)))
 def test_much_and_little_attention_adds_up(impl, case):
-    """All queries give 1 to the first token, where a sum in half precision stops growing, and to others less than float16 holds."""
+    """All queries give 1 to the first token, where a sum in half precision stops growing, and to others
+    less than float16 holds.
+    """
     keys, queries = np.full_like(case.keys, -16), np.zeros_like(case.keys)
     keys[:, :, 0, 0], queries[..., 0] = 8, math.isqrt(case.head_dim)
     apart = 24 * math.isqrt(case.head_dim) / math.sqrt(case.head_dim)
     first, seen = math.exp(apart), np.arange(case.length)
     little = np.cumsum((1 / (first + seen))[::-1])[::-1]  # of the queries from the token's own to the last
     expected = np.where(seen == 0, first * little, little)
-    # Equal terms are rounded alike, one after the other: the error of their sum grows with their number, not with its root.
+    # Equal terms are rounded alike, one after the other: the error of their sum grows with their number, not
+    # with its root.
     slack = rounding(impl, case.length**2) * expected + (2.0**-23 if impl.dtype == "float16" else 0)
-    slack += np.where(seen == 0, 0, np.expm1(apart * final_rounding(impl) / 2) * expected)  # logits may be rounded to the dtype
+    # logits may be rounded to the dtype
+    slack += np.where(seen == 0, 0, np.expm1(apart * final_rounding(impl) / 2) * expected)
     got = impl.h2o.score(queries, keys)
     near(got, np.broadcast_to(expected, keys.shape[:3]), slack, "the score of a long prompt")
 

@@ -8,15 +8,31 @@ import torch
 from evictionary.spec_tests.h2o import forms
 from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared.forms import top_by_comparing
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, cast, hidden, through_float32, torch_top, torch_weights
+from evictionary.spec_tests.shared.variants import (
+    ALL,
+    NUMPY,
+    cast,
+    hidden,
+    through_float32,
+    torch_top,
+    torch_weights,
+)
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 DECODING = {"received": forms.received_query_by_query, "score": forms.score_head_by_head}
 
 control(SCORE, dtypes=NUMPY, name="as_decoding_does_it")(put_together(forms, "score", **DECODING))
-control(SELECT, dtypes=NUMPY, name="two_parts")(put_together(forms, "select", select=forms.select_in_two_parts, **DECODING))
+control(SELECT, dtypes=NUMPY, name="two_parts")(
+    put_together(forms, "select", select=forms.select_in_two_parts, **DECODING)
+)
 control(SELECT, dtypes=NUMPY, name="counted_rank")(
-    put_together(forms, "select", top=top_by_comparing, received=forms.received_by_rows, score=forms.score_by_every_gth_head)
+    put_together(
+        forms,
+        "select",
+        top=top_by_comparing,
+        received=forms.received_by_rows,
+        score=forms.score_by_every_gth_head,
+    )
 )
 
 
@@ -27,7 +43,9 @@ def over_the_group(received, keys):
 
 @control(SCORE, dtypes=NUMPY)
 def tokens_first(queries, keys):
-    """A permuted layout; the group's mean before the sum over the queries, that taken from the last query to the first."""
+    """A permuted layout; the group's mean before the sum over the queries, that taken from the last query
+    to the first.
+    """
     length, scale = keys.shape[2], keys.dtype.type(1 / math.sqrt(keys.shape[-1]))
     by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3)) * scale
     grouped = queries.reshape(keys.shape[0], keys.shape[1], -1, *queries.shape[2:])
@@ -58,8 +76,12 @@ def torch_padded_blocks(queries, keys):
     """Blocks of 16 queries, the last one filled up with rubbish whose weights are masked."""
     num_queries, length = queries.shape[2], keys.shape[2]
     repeated = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1) / math.sqrt(keys.shape[-1])
-    padded = torch.cat([queries, torch.full((*queries.shape[:2], -num_queries % 16, queries.shape[3]), 1e3)], dim=2).to(keys.dtype)
-    unseen = torch.cat([hidden(num_queries, length), torch.zeros(-num_queries % 16, length, dtype=torch.bool)])
+    padded = torch.cat(
+        [queries, torch.full((*queries.shape[:2], -num_queries % 16, queries.shape[3]), 1e3)], dim=2
+    ).to(keys.dtype)
+    unseen = torch.cat(
+        [hidden(num_queries, length), torch.zeros(-num_queries % 16, length, dtype=torch.bool)]
+    )
     total = torch.zeros(*queries.shape[:2], length, dtype=keys.dtype)
     for start in range(0, padded.shape[2], 16):
         rows = slice(start, start + 16)

@@ -1,11 +1,14 @@
-r"""Other arithmetics to run the reference in: each operation rounded to a dtype, to the nearest or up and down at random.
+r"""Other arithmetics to run the reference in: each operation rounded to a dtype, to the nearest or up and
+down at random.
 
-The error that a correct implementation may make is not a constant: it depends on the dtype, on the input and on the order in which
-sums are taken. Running the reference itself in the arithmetic of the dtype measures it. Rounding at random (Monte Carlo arithmetic)
-shows what the digits of one lucky run hide: where a sum cancels, the random runs scatter.
+The error that a correct implementation may make is not a constant: it depends on the dtype, on the input and
+on the order in which sums are taken. Running the reference itself in the arithmetic of the dtype measures it.
+Rounding at random (Monte Carlo arithmetic) shows what the digits of one lucky run hide: where a sum cancels,
+the random runs scatter.
 
-What is exact in every right form stays exact: a short number is not rounded, nor a short sum of short dyadic numbers, which has no
-error in any order. So on hand-sized inputs the allowance is zero and the comparison is equality.
+What is exact in every right form stays exact: a short number is not rounded, nor a short sum of short dyadic
+numbers, which has no error in any order. So on hand-sized inputs the allowance is zero and the comparison is
+equality.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ ACCUMULATOR = {"float64": "float64", "float32": "float32", "float16": "float32",
 
 
 def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Round float64 numbers to the nearest that `dtype` represents (ties to even); the result is float64 again."""
+    """Round float64 numbers to the nearest that `dtype` represents (ties to even); the result is float64
+    again.
+    """
     if dtype == "float64":
         return array
     if dtype != "bfloat16":
         with np.errstate(over="ignore"):
             return array.astype(dtype).astype(np.float64)
-    # bfloat16 is the upper half of a float32: add half of the last kept bit (ties to even), then drop the lower half.
+    # bfloat16 is the upper half of a float32: add half of the last kept bit (ties to even), then drop the
+    # lower half.
     with np.errstate(over="ignore"):
         bits = array.astype(np.float32).view(np.uint32).astype(np.uint64)
     upper = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -54,13 +60,17 @@ class Rounded(np.ndarray):
         self.generator = getattr(parent, "generator", None)
 
     def mean(self, *args: Any, **kwargs: Any) -> Any:
-        """In float16 the sum stays in its accumulator until it is divided: of thousands of numbers it may be beyond 65,504."""
+        """In float16 the sum stays in its accumulator until it is divided: of thousands of numbers it may
+        be beyond 65,504.
+        """
         if self.dtype_name != "float16":
             return super().mean(*args, **kwargs)
         mean = Rounded.of(self, ACCUMULATOR["float16"], self.generator).mean(*args, **kwargs)
         return Rounded.of(self._rounded(np.asarray(_plain(mean))), self.dtype_name, self.generator)
 
-    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any) -> Any:
+    def __array_ufunc__(
+        self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any
+    ) -> Any:
         plain = [_plain(entry) for entry in inputs]
         kwargs = {key: _plain(value) for key, value in kwargs.items()}
         with np.errstate(all="ignore"):
@@ -78,8 +88,8 @@ class Rounded(np.ndarray):
         return out[0]
 
     def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        # NumPy's own implementation runs, and the operations inside it come back to `__array_ufunc__`; but some of its functions
-        # (where, einsum) hand out plain arrays, and einsum sums without a ufunc.
+        # NumPy's own implementation runs, and the operations inside it come back to `__array_ufunc__`; but
+        # some of its functions (where, einsum) hand out plain arrays, and einsum sums without a ufunc.
         result = super().__array_function__(function, types, args, kwargs)
         if not isinstance(result, np.ndarray) or result.dtype.kind != "f":
             return result
@@ -88,7 +98,9 @@ class Rounded(np.ndarray):
             subscripts, *operands = [_plain(argument) for argument in args]
             magnitude = np.einsum(subscripts, *(np.abs(operand) for operand in operands))
             lowest = float(np.prod([_lowest_bit(operand) for operand in operands]))
-            values = self._rounded(self._summed(values, magnitude, max(operand.size for operand in operands), lowest))
+            values = self._rounded(
+                self._summed(values, magnitude, max(operand.size for operand in operands), lowest)
+            )
         return Rounded.of(values, self.dtype_name, self.generator)
 
     def _rounded(self, exact: np.ndarray) -> np.ndarray:
@@ -100,23 +112,36 @@ class Rounded(np.ndarray):
         return np.where(step == 0, exact, round_to(exact * (1 + 2 * step * sign), self.dtype_name))
 
     def _summed(self, exact: np.ndarray, magnitude: np.ndarray, count: int, lowest_bit: float) -> np.ndarray:
-        """Add the error that a sum of `count` terms makes when taken in pairs, in an order that is not ours to know."""
+        """Add the error that a sum of `count` terms makes when taken in pairs, in an order that is not
+        ours to know.
+        """
         if self.generator is None:
             return exact
         epsilon = EPSILON[ACCUMULATOR[self.dtype_name]]
-        inexact = magnitude * epsilon > 2 * lowest_bit  # a partial sum may need more bits than the accumulator has
+        # a partial sum may need more bits than the accumulator has
+        inexact = magnitude * epsilon > 2 * lowest_bit
         sign = 2.0 * self.generator.integers(0, 2, size=exact.shape, dtype=np.int8) - 1.0
         return exact + np.where(inexact, sign * epsilon / 2 * (1 + np.log2(count)) * magnitude, 0)
 
 
-_EXACT = {np.maximum, np.minimum, np.negative, np.absolute, np.sign, np.copysign, np.floor, np.ceil, np.positive}
+_EXACT = {
+    np.maximum,
+    np.minimum,
+    np.negative,
+    np.absolute,
+    np.sign,
+    np.copysign,
+    np.floor,
+    np.ceil,
+    np.positive,
+}
 
 
 def _short(exact: np.ndarray, dtype: str) -> np.ndarray:
     """Whether numbers need half of the bits of a dtype, or less. Those alone are exact in any right form.
 
-    Of float64 no record is left of what was rounded away. And where a quotient fits into float32 by luck, the same formula written
-    in another order rounds.
+    Of float64 no record is left of what was rounded away. And where a quotient fits into float32 by luck, the
+    same formula written in another order rounds.
     """
     if dtype == "float64":
         return exact == round_to(exact, "float32")
@@ -135,7 +160,9 @@ def _plain(value: Any) -> Any:
 
 
 def _lowest_bit(array: Any) -> float:
-    """The smallest power of two of which every number of the array is a whole multiple; infinity for zeros alone."""
+    """The smallest power of two of which every number of the array is a whole multiple; infinity for zeros
+    alone.
+    """
     values = np.abs(np.asarray(array, dtype=np.float64))
     values = values[(values > 0) & np.isfinite(values)]
     if not values.size:
@@ -145,8 +172,12 @@ def _lowest_bit(array: Any) -> float:
     return float(np.ldexp((whole & -whole).astype(np.float64), exponent - 53).min())
 
 
-def _terms(ufunc: np.ufunc, method: str, inputs: list[Any], kwargs: dict[str, Any]) -> tuple[np.ndarray, int, float]:
-    """For a sum: the sum of the magnitudes of its terms, their number, and the lowest bit that a term can have."""
+def _terms(
+    ufunc: np.ufunc, method: str, inputs: list[Any], kwargs: dict[str, Any]
+) -> tuple[np.ndarray, int, float]:
+    """For a sum: the sum of the magnitudes of its terms, their number, and the lowest bit that a term can
+    have.
+    """
     if ufunc is np.matmul:
         left, right = inputs
         lowest = _lowest_bit(left) * _lowest_bit(right)

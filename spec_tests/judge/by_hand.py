@@ -1,4 +1,6 @@
-"""What laws of several papers share: attention in plain loops, which each paper states anew, and what long sums may be wrong by."""
+"""What laws of several papers share: attention in plain loops, which each paper states anew, and what long
+sums may be wrong by.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,7 +15,8 @@ from evictionary.spec_tests.judge.tolerance import FACTOR, FACTOR_OF, require_nu
 
 
 def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """softmax(q . k / sqrt(D)), query by query: of M queries [.., M, D] the m-th sees the keys [.., T, D] up to T - M + m.
+    """softmax(q . k / sqrt(D)), query by query: of M queries [.., M, D] the m-th sees the keys [.., T, D]
+    up to T - M + m.
 
     One query is that of the last token, which sees every key.
     """
@@ -28,7 +31,9 @@ def causal_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
 
 def lengths(vectors: np.ndarray) -> np.ndarray:
     """The Euclidean norm of each vector [.., D], number by number."""
-    return np.array([math.hypot(*row) for row in vectors.reshape(-1, vectors.shape[-1]).tolist()]).reshape(vectors.shape[:-1])
+    return np.array([math.hypot(*row) for row in vectors.reshape(-1, vectors.shape[-1]).tolist()]).reshape(
+        vectors.shape[:-1]
+    )
 
 
 def linear(states: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -46,16 +51,23 @@ def directions(keys: np.ndarray) -> np.ndarray:
 
 
 def mean_cosines(keys: np.ndarray) -> np.ndarray:
-    """The mean of the cosines of each key [.., T, D] to all keys of its head, pair by pair, [.., T]: `khat_i . mu` of KeyDiff."""
+    """The mean of the cosines of each key [.., T, D] to all keys of its head, pair by pair, [.., T]:
+    `khat_i . mu` of KeyDiff.
+    """
     means = np.zeros(keys.shape[:-1])
     for place in np.ndindex(keys.shape[:-2]):
         rows = directions(keys[place]).tolist()
-        means[place] = [math.fsum(x * y for other in rows for x, y in zip(row, other, strict=True)) / len(rows) for row in rows]
+        means[place] = [
+            math.fsum(x * y for other in rows for x, y in zip(row, other, strict=True)) / len(rows)
+            for row in rows
+        ]
     return means
 
 
 def for_each_reader(states: np.ndarray, queries: np.ndarray) -> np.ndarray:
-    """The states [B, H_kv, ..] of KV heads once for each of the query heads [B, H_q, ..] that read them: h reads h // G."""
+    """The states [B, H_kv, ..] of KV heads once for each of the query heads [B, H_q, ..] that read them: h
+    reads h // G.
+    """
     return np.repeat(states, queries.shape[1] // states.shape[1], axis=1)
 
 
@@ -65,7 +77,9 @@ def over_group(numbers: np.ndarray, num_kv_heads: int) -> np.ndarray:
 
 
 def heads_alone(queries: np.ndarray, keys: np.ndarray) -> Iterator[tuple[Any, Any]]:
-    """The place of each head of each batch item in keys [B, H_kv, ..], and in queries [B, H_q, ..] that of those that read it."""
+    """The place of each head of each batch item in keys [B, H_kv, ..], and in queries [B, H_q, ..] that of
+    those that read it.
+    """
     group = queries.shape[1] // keys.shape[1]
     for item, head in np.ndindex(keys.shape[:2]):
         batch = slice(item, item + 1)
@@ -73,7 +87,8 @@ def heads_alone(queries: np.ndarray, keys: np.ndarray) -> Iterator[tuple[Any, An
 
 
 def above_all(got: Any, chosen: np.ndarray) -> Any:
-    """The scores [.., T] with infinity for the chosen tokens [T], where each of them scores more than all others of its row.
+    """The scores [.., T] with infinity for the chosen tokens [T], where each of them scores more than all
+    others of its row.
 
     Any such number keeps them, as infinity does.
     """
@@ -84,7 +99,8 @@ def above_all(got: Any, chosen: np.ndarray) -> Any:
 
 
 def window_above_all(got: Any, keys: np.ndarray, window_size: int) -> np.ndarray:
-    """The scores of keys [B, H, T, D], infinite in the window of the last tokens where it scores more than all before it.
+    """The scores of keys [B, H, T, D], infinite in the window of the last tokens where it scores more than
+    all before it.
 
     Raises Violation for anything but one number for each key.
     """
@@ -93,17 +109,21 @@ def window_above_all(got: Any, keys: np.ndarray, window_size: int) -> np.ndarray
 
 
 def rounding(impl: Implementation, terms: int = 1) -> float:
-    """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the sum of.
+    """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the
+    sum of.
 
-    A few roundings to the dtype, and a sum in its accumulator, one term after the other: its errors grow like a random walk.
-    For long inputs, where to run the oracle in other arithmetics costs too much; mistakes of size are larger by far.
+    A few roundings to the dtype, and a sum in its accumulator, one term after the other: its errors grow like
+    a random walk. For long inputs, where to run the oracle in other arithmetics costs too much; mistakes of
+    size are larger by far.
     """
     factor = FACTOR_OF.get(impl.dtype, FACTOR)
     return float(factor * (2 * EPSILON[impl.dtype] + EPSILON[ACCUMULATOR[impl.dtype]] * np.sqrt(terms)))
 
 
 def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
-    """The states rounded to the dtype; what it cannot hold (1e-7 and 1e4 in float16) says nothing about an implementation."""
+    """The states rounded to the dtype; what it cannot hold (1e-7 and 1e4 in float16) says nothing about an
+    implementation.
+    """
     rounded = impl.round(states)
     if impl.dtype == "float16" and not 1e-3 < np.abs(states).mean() < 1e3:
         impl.unrepresentable()
@@ -111,23 +131,35 @@ def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
 
 
 def width(impl: Implementation, wanted: int = 2) -> int:
-    """As many channels as wanted, or as few as the domain allows: for laws whose numbers do not depend on them."""
+    """As many channels as wanted, or as few as the domain allows: for laws whose numbers do not depend on
+    them.
+    """
     allowed = impl.domain.head_dim
     return wanted if not allowed or wanted in allowed else min(allowed)
 
 
 def largest_product(impl: Implementation, head_dim: int) -> float:
-    """`q . k` of a logit of 1e4, or what float16 holds: an implementation may multiply before it divides by sqrt(D)."""
+    """`q . k` of a logit of 1e4, or what float16 holds: an implementation may multiply before it divides
+    by sqrt(D).
+    """
     return min(1e4 * float(np.sqrt(head_dim)), 6e4 if impl.dtype == "float16" else np.inf)
 
 
 def in_parts(function: Callable[..., Any], *states: np.ndarray, size: int = 3000) -> list[Any]:
-    """The results of `function` for one part after the other of the tokens, the next to last axis of all states."""
-    return [function(*(each[..., start : start + size, :] for each in states)) for start in range(0, states[0].shape[-2], size)]
+    """The results of `function` for one part after the other of the tokens, the next to last axis of all
+    states.
+    """
+    return [
+        function(*(each[..., start : start + size, :] for each in states))
+        for start in range(0, states[0].shape[-2], size)
+    ]
 
 
-def attention_in_parts(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Attention of one KV head and its log-sum-exp, part by part: [M, D], [T, D] and [T, D_v] give [M, D_v] and [M].
+def attention_in_parts(
+    queries: np.ndarray, keys: np.ndarray, values: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Attention of one KV head and its log-sum-exp, part by part: [M, D], [T, D] and [T, D_v] give [M,
+    D_v] and [M].
 
     The parts are added up beside a maximum that grows.
     """
@@ -144,16 +176,19 @@ def attention_in_parts(queries: np.ndarray, keys: np.ndarray, values: np.ndarray
 
 
 def weights_in_parts(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of `attention_in_parts`."""
+    """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of
+    `attention_in_parts`.
+    """
     normaliser = attention_in_parts(queries, keys, keys[:, :1])[1]
     return np.exp(queries @ keys.T / np.sqrt(keys.shape[-1]) - normaliser[:, None])
 
 
 def looking(case: Case, readers: np.ndarray, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Queries [1, H_q, D] and keys [1, H_kv, T, D] with which query head readers[i] looks at tokens[i], and at no other tokens.
+    """Queries [1, H_q, D] and keys [1, H_kv, T, D] with which query head readers[i] looks at tokens[i],
+    and at no other tokens.
 
-    A head looks at all of its tokens alike: the products are exact there, and equal, so that rounded logits hide no split of a long
-    row. All of them are negative, so that padding shows.
+    A head looks at all of its tokens alike: the products are exact there, and equal, so that rounded logits
+    hide no split of a long row. All of them are negative, so that padding shows.
     """
     heads = np.arange(case.num_kv_heads * case.group)
     channels = heads % case.group % case.head_dim
@@ -165,7 +200,9 @@ def looking(case: Case, readers: np.ndarray, tokens: np.ndarray) -> tuple[np.nda
 
 
 def neighbours(case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """A few neighbouring tokens for each query head, from the first to the last token of a long row: the heads, and the tokens."""
+    """A few neighbouring tokens for each query head, from the first to the last token of a long row: the
+    heads, and the tokens.
+    """
     heads = case.num_kv_heads * case.group
     tokens = np.linspace(0, case.length - 1, max(64, 4 * heads)).astype(int)
     return np.arange(len(tokens)) * heads // len(tokens), tokens
@@ -182,14 +219,20 @@ def final_rounding(impl: Implementation) -> float:
 
 
 def angle_error(impl: Implementation, position: Any) -> Any:
-    """What an angle t w up to this position (or each of these) may be wrong by: float32 or wider rounds frequency and product."""
+    """What an angle t w up to this position (or each of these) may be wrong by: float32 or wider rounds
+    frequency and product.
+    """
     return 2 * position * accumulating(impl)
 
 
-def sum_errors(impl: Implementation, terms: int, total: np.ndarray, squares: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """What a sum of so many exact terms may be wrong by; `squares` and `sizes` are the sums of their squares and magnitudes.
+def sum_errors(
+    impl: Implementation, terms: int, total: np.ndarray, squares: np.ndarray, sizes: np.ndarray
+) -> np.ndarray:
+    """What a sum of so many exact terms may be wrong by; `squares` and `sizes` are the sums of their
+    squares and magnitudes.
 
-    The terms are rounded to the dtype, independently of each other, and so is the sum; the accumulator adds them one by one.
+    The terms are rounded to the dtype, independently of each other, and so is the sum; the accumulator adds
+    them one by one.
     """
     factor = FACTOR_OF.get(impl.dtype, FACTOR)
     rounded = EPSILON[impl.dtype] * (np.abs(total) + np.sqrt(squares))
@@ -197,9 +240,11 @@ def sum_errors(impl: Implementation, terms: int, total: np.ndarray, squares: np.
 
 
 def logit_errors(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """What each logit q . k / sqrt(D) of queries [.., M, D] and keys [.., T, D] may be wrong by, [.., M, T].
+    """What each logit q . k / sqrt(D) of queries [.., M, D] and keys [.., T, D] may be wrong by, [.., M,
+    T].
 
-    The inputs are exact. The logit is rounded to the dtype, or the query times 1 / sqrt(D) is; the accumulator adds the products.
+    The inputs are exact. The logit is rounded to the dtype, or the query times 1 / sqrt(D) is; the
+    accumulator adds the products.
     """
     root, across = np.sqrt(keys.shape[-1]), np.swapaxes(keys, -1, -2)
     products = queries @ across, queries**2 @ across**2, np.abs(queries) @ np.abs(across)
@@ -207,15 +252,21 @@ def logit_errors(impl: Implementation, queries: np.ndarray, keys: np.ndarray) ->
 
 
 def softmax_slack(impl: Implementation, weights: np.ndarray, errors: Any) -> np.ndarray:
-    """What softmax weights [.., T] may be wrong by, at most 1, where their logits may be by `errors`, [.., T] or one number."""
+    """What softmax weights [.., T] may be wrong by, at most 1, where their logits may be by `errors`, [..,
+    T] or one number.
+    """
     errors = np.minimum(errors, 50.0)
     least = (weights * np.exp(-errors)).sum(axis=-1, keepdims=True)
     smallest = 2.0**-23 if impl.dtype == "float16" else 1e-37  # below it numbers lose their digits
-    return np.minimum(weights * (np.exp(errors) / least - 1 + rounding(impl, weights.shape[-1])), 1) + smallest
+    return (
+        np.minimum(weights * (np.exp(errors) / least - 1 + rounding(impl, weights.shape[-1])), 1) + smallest
+    )
 
 
 def attended(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The causal weights [B, H_q, M, T] of queries [B, H_q, M, D] on the keys of KV heads, and what they may be wrong by."""
+    """The causal weights [B, H_q, M, T] of queries [B, H_q, M, D] on the keys of KV heads, and what they
+    may be wrong by.
+    """
     keys = for_each_reader(keys, queries)
     weights = causal_weights(queries, keys)
     slack = np.empty_like(weights)
@@ -224,11 +275,14 @@ def attended(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> tup
     return weights, slack
 
 
-def output_slack(impl: Implementation, queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """What attention of queries [M, D] on one KV head, keys [T, D] and values [T, D_v], may be wrong by, [M, D_v].
+def output_slack(
+    impl: Implementation, queries: np.ndarray, keys: np.ndarray, values: np.ndarray
+) -> np.ndarray:
+    """What attention of queries [M, D] on one KV head, keys [T, D] and values [T, D_v], may be wrong by,
+    [M, D_v].
 
-    Errors of weights are independent of each other, so they add up by their squares. Where the query itself is rounded, all
-    logits move together: so much as one such query moves the output.
+    Errors of weights are independent of each other, so they add up by their squares. Where the query itself
+    is rounded, all logits move together: so much as one such query moves the output.
     """
     weights, output = weights_in_parts(queries, keys), attention_in_parts(queries, keys, values)[0]
     signs = np.random.default_rng(len(keys)).choice([-1, 1], size=queries.shape)

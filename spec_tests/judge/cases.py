@@ -1,7 +1,8 @@
-"""The inputs: tiny literal arrays that shrink to something a person checks by hand, and seeded cases of a drawn kind.
+"""The inputs: tiny literal arrays that shrink to something a person checks by hand, and seeded cases of a
+drawn kind.
 
-Both have the same fields, so that a law takes either: keys, values, queries, next_keys, next_values. A failing case prints as the
-expression that makes it again.
+Both have the same fields, so that a law takes either: keys, values, queries, next_keys, next_values. A
+failing case prints as the expression that makes it again.
 """
 
 import os
@@ -26,13 +27,15 @@ KINDS = (
     "drift",
     "sinks",
 )
-# Kinds of long inputs alone: what they show takes thousands of tokens, or they say more of scores than of states.
+# Kinds of long inputs alone: what they show takes thousands of tokens, or they say more of scores than of
+# states.
 LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast", "saturated", "small")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A seeded case: arrays of `transformers`' axes drawn from `seed` and then given the trait that `kind` names.
+    """A seeded case: arrays of `transformers`' axes drawn from `seed` and then given the trait that `kind`
+    names.
 
     keys, next_keys [batch, num_kv_heads, length, head_dim]; values, next_values [.., length, value_dim];
     queries [batch, group * num_kv_heads, num_queries, head_dim].
@@ -49,13 +52,28 @@ class Case:
     num_queries: int = 1
 
     def _generator(self, name: str) -> np.random.Generator:
-        # Of a hundred drawn cases a dozen seeds or so differ (hypothesis repeats what it drew), but all their sizes do.
-        sizes = (self.batch, self.num_kv_heads, self.length, self.group, self.head_dim, self.value_dim, self.num_queries)
-        return np.random.default_rng([self.seed, (*KINDS, *LONG_KINDS).index(self.kind), *sizes, zlib.crc32(name.encode())])
+        # Of a hundred drawn cases a dozen seeds or so differ (hypothesis repeats what it drew), but all their
+        # sizes do.
+        sizes = (
+            self.batch,
+            self.num_kv_heads,
+            self.length,
+            self.group,
+            self.head_dim,
+            self.value_dim,
+            self.num_queries,
+        )
+        return np.random.default_rng(
+            [self.seed, (*KINDS, *LONG_KINDS).index(self.kind), *sizes, zlib.crc32(name.encode())]
+        )
 
     def _states(self, name: str, channels: int) -> np.ndarray:
         generator = self._generator(name)
-        return _with_trait(self.kind, generator.normal(size=(self.batch, self.num_kv_heads, self.length, channels)), generator)
+        return _with_trait(
+            self.kind,
+            generator.normal(size=(self.batch, self.num_kv_heads, self.length, channels)),
+            generator,
+        )
 
     # Each array is drawn when a law first reads it: of long inputs most laws read one.
 
@@ -82,7 +100,9 @@ class Case:
 
 
 def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -> np.ndarray:
-    """Give states [B, H, T, D] the trait of `kind`. Each kind defeats a wrong implementation that plain noise lets live."""
+    """Give states [B, H, T, D] the trait of `kind`. Each kind defeats a wrong implementation that plain
+    noise lets live.
+    """
     length, channels = states.shape[-2:]
     match kind:
         case "ties":  # small whole numbers: many equal scores, and sums without rounding
@@ -105,18 +125,23 @@ def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -
             return states * 256
         case "tiny":
             return states / 256
-        case "mixed_norms":  # norms over three orders of magnitude: what normalises too late is dominated by the largest
+        # norms over three orders of magnitude: what normalises too late is dominated by the largest
+        case "mixed_norms":
             return states * 10.0 ** generator.uniform(-1.5, 1.5, size=(*states.shape[:-1], 1))
-        case "drift":  # the mean moves along the sequence: the previous, the own and the next partition differ
+        # the mean moves along the sequence: the previous, the own and the next partition differ
+        case "drift":
             return states + 3 * np.arange(length)[:, None] / length + generator.normal(size=(channels,))
-        case "sinks":  # massive activations: a channel or two of the first tokens, the same in all of them, dwarf the others
+        # massive activations: a channel or two of the first tokens, the same in all of them, dwarf the others
+        case "sinks":
             channel = generator.integers(0, channels)
             states[..., :4, channel] = 50 + states[..., :4, channel]
             return states
-        case "moving_mean":  # the mean wanders over thousands of tokens: no stretch of them has the mean of the whole
+        # the mean wanders over thousands of tokens: no stretch of them has the mean of the whole
+        case "moving_mean":
             phases = np.arange(length)[:, None] / 1000 + generator.uniform(0, 2 * np.pi, size=channels)
             return states + 2 * np.sin(phases)
-        case "one_bin":  # between 1 and the next float16: one value in half precision, different ones in float32
+        # between 1 and the next float16: one value in half precision, different ones in float32
+        case "one_bin":
             return 1 + 2.0**-11 * np.abs(np.tanh(states))
         case "minute":  # where an epsilon that is added for safety, 1e-6 or so, is no longer small
             return states * 1e-7
@@ -131,7 +156,9 @@ def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -
 
 @dataclass(frozen=True, repr=False)
 class Tiny:
-    """Literal arrays of one or two heads, of numbers such as -1, 0, 0.5 and 2, on which most sums are exact."""
+    """Literal arrays of one or two heads, of numbers such as -1, 0, 0.5 and 2, on which most sums are
+    exact.
+    """
 
     keys: np.ndarray
     values: np.ndarray
@@ -142,12 +169,18 @@ class Tiny:
     def as_case(self) -> Case:
         """A seeded case of the same sizes, of small whole numbers; the numbers of this one are its seed."""
         _, heads, length, head_dim = self.keys.shape
-        seed = zlib.crc32(b"".join(getattr(self, name).tobytes() for name in self.__dataclass_fields__)) % 2**16
+        seed = (
+            zlib.crc32(b"".join(getattr(self, name).tobytes() for name in self.__dataclass_fields__)) % 2**16
+        )
         group = self.queries.shape[1] // heads
-        return Case("ties", seed, 1, heads, group, length, head_dim, self.values.shape[-1], self.queries.shape[2])
+        return Case(
+            "ties", seed, 1, heads, group, length, head_dim, self.values.shape[-1], self.queries.shape[2]
+        )
 
     def __repr__(self) -> str:
-        fields = ", ".join(f"{name}=np.array({getattr(self, name).tolist()})" for name in self.__dataclass_fields__)
+        fields = ", ".join(
+            f"{name}=np.array({getattr(self, name).tolist()})" for name in self.__dataclass_fields__
+        )
         return f"Tiny({fields})"
 
 
@@ -155,7 +188,9 @@ _SHORT = st.sampled_from([0.0, 1.0, -1.0, 2.0, 0.5, -2.0, 3.0, -0.5, 8.0])
 
 
 @st.composite
-def tiny_cases(draw: st.DrawFn, min_length: int = 1, max_length: int = 5, min_dim: int = 1, group: int = 1) -> Tiny:
+def tiny_cases(
+    draw: st.DrawFn, min_length: int = 1, max_length: int = 5, min_dim: int = 1, group: int = 1
+) -> Tiny:
     """Draw a Tiny: one head and few tokens first, so that a counterexample shrinks to what fits on a line."""
     heads = draw(st.integers(1, 2))
     length, following = draw(st.integers(min_length, max_length)), draw(st.integers(1, max_length))
@@ -207,18 +242,21 @@ def seeded_cases(
     )
 
 
-# Lengths at which long inputs break: one token less or more than whole tiles, splits, and what 15, 16 and 8 + 8 bits count.
-# A law that draws one long case draws the first of each of these.
+# Lengths at which long inputs break: one token less or more than whole tiles, splits, and what 15, 16 and 8 +
+# 8 bits count. A law that draws one long case draws the first of each of these.
 LONG_LENGTHS = (65_537, 4_097, 32_769, 8_191, 12_289, 4_095, 40_960, 16_385)
 # Enough for several splits; a plain loop over the tokens and the heads of a group ends in seconds.
 SPLIT_LENGTHS = (16_385, 4_097, 8_191, 32_769, 12_289)
 LONG_HEAD_DIMS = (64, 80, 128, 96, 256)
-# Numbers of one array of a long case; where there would be more, it has one KV head, and as few channels as a model has.
+# Numbers of one array of a long case; where there would be more, it has one KV head, and as few channels as a
+# model has.
 _MOST_NUMBERS = 2**21
 
 
 def _interpreted() -> bool:
-    """Triton's interpreter takes a second for what a processor does in a millisecond: with it long inputs have a few tiles."""
+    """Triton's interpreter takes a second for what a processor does in a millisecond: with it long inputs
+    have a few tiles.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -276,7 +314,9 @@ def long_rows(
     kinds: tuple[str, ...] = ("ties", "one_bin", "vast", "normal", "duplicate_keys", "minute"),
     lengths: tuple[int, ...] = (131_072, 65_537, *LONG_LENGTHS[1:], 131_071),
 ) -> st.SearchStrategy[Case]:
-    """Draw a Case with one channel, of up to 131,072 tokens: its keys are rows of scores [batch, heads, length]."""
+    """Draw a Case with one channel, of up to 131,072 tokens: its keys are rows of scores [batch, heads,
+    length].
+    """
     return st.builds(
         Case,
         kind=st.sampled_from(kinds),
@@ -292,12 +332,15 @@ def cases(
 ) -> st.SearchStrategy[Tiny | Case]:
     """Draw from both families."""
     return st.one_of(
-        tiny_cases(min_length, min(max_length, min_length + 4), min_dim=min_dim), seeded_cases(min_length, max_length, kinds)
+        tiny_cases(min_length, min(max_length, min_length + 4), min_dim=min_dim),
+        seeded_cases(min_length, max_length, kinds),
     )
 
 
 def shares() -> st.SearchStrategy[float]:
-    """A share of the tokens, 0 to 1 in sixteenths, evenly drawn: of `st.fractions(0, 1)` four in five lie at an end."""
+    """A share of the tokens, 0 to 1 in sixteenths, evenly drawn: of `st.fractions(0, 1)` four in five lie
+    at an end.
+    """
     return st.integers(0, 16).map(lambda count: count / 16)
 
 

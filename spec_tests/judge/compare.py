@@ -1,7 +1,8 @@
-"""The verbs of a law. Each knows what the arithmetic of the dtype under test may be wrong by (`tolerance.py`).
+"""The verbs of a law. Each knows what the arithmetic of the dtype under test may be wrong by
+(`tolerance.py`).
 
-`agrees`: an answer is the oracle's. `equal`, `near`: numbers are those of another way. `lies`: numbers lie between two.
-`selects`: a selection is a right one. `refused`: a call raises. `require`: anything else holds.
+`agrees`: an answer is the oracle's. `equal`, `near`: numbers are those of another way. `lies`: numbers lie
+between two. `selects`: a selection is a right one. `refused`: a call raises. `require`: anything else holds.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,16 @@ from evictionary.spec_tests.judge.tolerance import Allowance, Violation, note, r
 
 
 def require(holds: Any, message: str, expected: Any = None, got: Any = None) -> None:
-    """Raise Violation with this message, and with what is expected and what was got, unless the first argument is true."""
+    """Raise Violation with this message, and with what is expected and what was got, unless the first
+    argument is true.
+    """
     if not holds:
         raise Violation(message, expected, got)
 
 
 def equal(got: Any, expected: Any, message: str) -> None:
-    """Raise Violation with this message unless `got` has the shape and numbers of `expected`; one number stands for all.
+    """Raise Violation with this message unless `got` has the shape and numbers of `expected`; one number
+    stands for all.
 
     Where a mask is expected, `got` has to be one.
     """
@@ -33,9 +37,11 @@ def equal(got: Any, expected: Any, message: str) -> None:
 
 
 def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, what: str) -> None:
-    """Raise Violation unless `got` has the shape of `expected` and differs nowhere by more than `slack`, one number or an array.
+    """Raise Violation unless `got` has the shape of `expected` and differs nowhere by more than `slack`,
+    one number or an array.
 
-    An Allowance is that of the oracle: numbers computed in loops, which round differently, may be twice as far away.
+    An Allowance is that of the oracle: numbers computed in loops, which round differently, may be twice as
+    far away.
     """
     require_numbers(got, expected.shape, what)
     with np.errstate(invalid="ignore"):
@@ -43,19 +49,31 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
     note((lambda: slack.mean) if isinstance(slack, Allowance) else slack, expected)
     if isinstance(slack, Allowance):
         largest, size = float(apart.max(initial=0)), max(1.0, float(np.abs(expected).max(initial=0)))
-        require(slack.covers((largest - 1e-12 * size) / 2, 0), f"{what} differs from the loops by {largest:.3g}", expected, got)
+        require(
+            slack.covers((largest - 1e-12 * size) / 2, 0),
+            f"{what} differs from the loops by {largest:.3g}",
+            expected,
+            got,
+        )
     elif not (apart <= slack).all():
-        raise Violation(f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got)
+        raise Violation(
+            f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got
+        )
 
 
 def within(impl: Implementation, pick: int | None = None, roundings: int = 2) -> float:
     """What a number of the last call may be wrong by, and so many roundings of a number of size 1 more."""
     args, kwargs = impl.calls[-1].given
-    return impl.allowance(impl.calls[-1].function, *args, pick=pick, **kwargs).largest + roundings * EPSILON[impl.dtype]
+    return (
+        impl.allowance(impl.calls[-1].function, *args, pick=pick, **kwargs).largest
+        + roundings * EPSILON[impl.dtype]
+    )
 
 
 def lies(impl: Implementation, got: Any, between: tuple[Any, Any], what: str) -> None:
-    """Raise Violation unless the numbers of the last call lie between these two, but for what they may be wrong by."""
+    """Raise Violation unless the numbers of the last call lie between these two, but for what they may be
+    wrong by.
+    """
     low, high = between
     if not ((got >= low).all() and (got <= high).all()):
         slack = within(impl)
@@ -72,20 +90,28 @@ def selects(
     protected: np.ndarray | None = None,
     what: str = "the selection",
 ) -> None:
-    """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best by `scores`.
+    """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best
+    by `scores`.
 
-    slack is what a score may be wrong by, one number or an array: an evicted token may score more than a kept one by what both may.
-    A function that gives it is called only where that matters, for an allowance is dear. Protected tokens must be kept and are
-    not compared.
+    slack is what a score may be wrong by, one number or an array: an evicted token may score more than a kept
+    one by what both may. A function that gives it is called only where that matters, for an allowance is
+    dear. Protected tokens must be kept and are not compared.
     """
     require_mask(kept, scores.shape, what)
     count = kept.sum(axis=-1)
-    require((count == budget).all(), f"{what} keeps {_few(count)} tokens of a head, wanted {budget}", budget, count)
+    require(
+        (count == budget).all(),
+        f"{what} keeps {_few(count)} tokens of a head, wanted {budget}",
+        budget,
+        count,
+    )
     require(protected is None or kept[protected].all(), f"{what} evicts a protected token", protected, kept)
     free = scores if protected is None else np.where(protected, np.inf, scores)
 
     def gap(wrong: float | np.ndarray) -> float:
-        """By how much the best evicted score lies above the worst kept one, where each may be wrong by so much."""
+        """By how much the best evicted score lies above the worst kept one, where each may be wrong by so
+        much.
+        """
         worst = np.where(kept, free + wrong, np.inf).min(axis=-1, initial=np.inf)
         best = np.where(kept, -np.inf, free - wrong).max(axis=-1, initial=-np.inf)
         with np.errstate(invalid="ignore"):  # of two equal infinities, which are no gap
@@ -93,7 +119,9 @@ def selects(
 
     if (largest := gap(0.0)) > 0 and gap(slack() if callable(slack) else slack) > 0:
         beyond = "more than the rounding of both explains"
-        raise Violation(f"{what} evicts a token that scores {largest:.3g} more than one it keeps, {beyond}", scores, kept)
+        raise Violation(
+            f"{what} evicts a token that scores {largest:.3g} more than one it keeps, {beyond}", scores, kept
+        )
 
 
 def _few(counts: np.ndarray) -> str:
@@ -102,7 +130,9 @@ def _few(counts: np.ndarray) -> str:
 
 
 def refused(impl: Implementation, argument: str, path: str, *args: Any, **kwargs: Any) -> None:
-    """Raise Violation unless the call raises ValueError with this pattern, the name of the argument, in its message."""
+    """Raise Violation unless the call raises ValueError with this pattern, the name of the argument, in
+    its message.
+    """
     with impl.refuses(argument):
         impl.call(path, *args, **kwargs)
 
@@ -121,14 +151,15 @@ def agrees(
     what: str = "",
     **kwargs: Any,
 ) -> Any:
-    """Raise Violation unless the answer of `path` is the oracle's within the allowance, each entry of a tuple; return it.
+    """Raise Violation unless the answer of `path` is the oracle's within the allowance, each entry of a
+    tuple; return it.
 
-    got: the answer of another call that has to give the same. expected: the same numbers by another way, or a function that
-    makes them of the oracle's. also: numbers in loops that round differently, `near` which the answer is as well. by_hand: what
-    plain loops give, which the oracle has to give too, up to 1e-12 of `size`, that of the numbers rounded. Either may be a
-    function of the same arguments, as the dtype holds them. more: what is allowed beyond the
-    allowance, at most and on average. pick: one entry of a
-    tuple. what: the answer, in words.
+    got: the answer of another call that has to give the same. expected: the same numbers by another way, or a
+    function that makes them of the oracle's. also: numbers in loops that round differently, `near` which the
+    answer is as well. by_hand: what plain loops give, which the oracle has to give too, up to 1e-12 of
+    `size`, that of the numbers rounded. Either may be a function of the same arguments, as the dtype holds
+    them. more: what is allowed beyond the allowance, at most and on average. pick: one entry of a tuple.
+    what: the answer, in words.
     """
     if "ranks" in impl.conventions and path.endswith("score") and got is expected is also is by_hand is None:
         return _orders(impl, path, *args, **kwargs)
@@ -150,7 +181,9 @@ def agrees(
 
 
 def loops(expected: np.ndarray, by_hand: Any, size: Any = 1.0) -> None:
-    """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the numbers rounded."""
+    """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the
+    numbers rounded.
+    """
     with np.errstate(invalid="ignore"):
         apart = np.where(expected == by_hand, 0, np.abs(expected - by_hand))
     same = expected.shape == np.shape(by_hand) and (apart <= 1e-12 * np.maximum(1.0, size)).all()
@@ -158,7 +191,9 @@ def loops(expected: np.ndarray, by_hand: Any, size: Any = 1.0) -> None:
 
 
 def _orders(impl: Implementation, path: str, *args: Any, **kwargs: Any) -> Any:
-    """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell them apart."""
+    """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell
+    them apart.
+    """
     impl.compares_order = True
     try:
         got = impl.call(path, *args, **kwargs)
@@ -175,7 +210,9 @@ def _orders(impl: Implementation, path: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def totals(got: Any, total: float, allowed: Allowance, what: str) -> None:
-    """Raise Violation unless no number is negative and every row has this total, as softmax weights have 1."""
+    """Raise Violation unless no number is negative and every row has this total, as softmax weights have
+    1.
+    """
     require_numbers(got, allowed.expected.shape, what)
     sums = got.sum(axis=-1)
     error = float(np.abs(sums - total).max()) - 1e-12 * total
@@ -183,17 +220,30 @@ def totals(got: Any, total: float, allowed: Allowance, what: str) -> None:
     require(right, f"{what} are negative somewhere, or do not sum to {total:g}", total, sums)
 
 
-def move_with_tokens(impl: Implementation, path: str, seed: int, moving: tuple[np.ndarray, ...], *still: Any) -> None:
-    """Raise Violation unless scores [B, H, T] move with their tokens when the states [B, H, T, ..] that come first are permuted."""
+def move_with_tokens(
+    impl: Implementation, path: str, seed: int, moving: tuple[np.ndarray, ...], *still: Any
+) -> None:
+    """Raise Violation unless scores [B, H, T] move with their tokens when the states [B, H, T, ..] that
+    come first are permuted.
+    """
     order = np.random.default_rng(seed).permutation(moving[0].shape[2])
     got = impl.call(path, *(states[:, :, order] for states in moving), *still)
-    agrees(impl, path, *moving, *still, got=got, expected=lambda scores: scores[:, :, order], what="the permuted score")
+    agrees(
+        impl,
+        path,
+        *moving,
+        *still,
+        got=got,
+        expected=lambda scores: scores[:, :, order],
+        what="the permuted score",
+    )
 
 
 def same_alone(impl: Implementation, path: str, *states: np.ndarray) -> None:
     """Raise Violation unless each head of each batch item gives alone what it gives among others.
 
-    The first of the states [B, H, ..] has the KV heads; others may have the query heads, of which each head takes its readers.
+    The first of the states [B, H, ..] has the KV heads; others may have the query heads, of which each head
+    takes its readers.
     """
     allowed = impl.allowance(path, *states)
     together = impl.call(path, *states)

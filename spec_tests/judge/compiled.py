@@ -1,8 +1,9 @@
 """`--device compiled`: kernels as Triton compiles them, executed on a CPU.
 
-Each launch is compiled to Triton's IR for an H100 (sm_90), and `ttsem` executes that IR on the tensors of the launch. It stops
-where a program reads or writes outside a tensor, where two programs touch the same element and one of them writes it, and where
-an operation has an undefined result. It says nothing of time and of how a GPU schedules programs.
+Each launch is compiled to Triton's IR for an H100 (sm_90), and `ttsem` executes that IR on the tensors of the
+launch. It stops where a program reads or writes outside a tensor, where two programs touch the same element
+and one of them writes it, and where an operation has an undefined result. It says nothing of time and of how
+a GPU schedules programs.
 """
 
 import atexit
@@ -22,10 +23,14 @@ STOPPED: list[Exception] = []
 """The faults of the law at hand. Code that catches a fault and goes on hides it from nobody."""
 
 UNFILLED: dict[str, str] = {}
-"""Lines with a masked load without `other` in the launches of the law at hand. Behind the mask such a load holds no number: NaN."""
+"""Lines with a masked load without `other` in the launches of the law at hand. Behind the mask such a load
+holds no number: NaN.
+"""
 
 COUNTED = {"launches": 0, "accesses": 0, "unchecked": 0}
-"""Of this process: launches, the accesses in which races were looked for, and launches that have too many for that."""
+"""Of this process: launches, the accesses in which races were looked for, and launches that have too many
+for that.
+"""
 
 _SESSION = contextlib.ExitStack()
 
@@ -49,7 +54,9 @@ def _installed(name: str) -> str:
 
 @functools.cache
 def begin() -> None:
-    """From now on each launch of this process is executed by ttsem, and tensors on `cuda` lie in the memory of the CPU."""
+    """From now on each launch of this process is executed by ttsem, and tensors on `cuda` lie in the
+    memory of the CPU.
+    """
     from ttsem import harness, memory, sanitize
 
     execute, load, unfilled = harness.execute, memory.Memory.load, set()
@@ -63,7 +70,8 @@ def begin() -> None:
     def counting(record: Any, text: str, **options: Any) -> Any:
         COUNTED["launches"] += 1
         unfilled.clear()
-        execution = execute(record, text, **{**options, "trace_access": True})  # so that each access knows its line
+        # so that each access knows its line
+        execution = execute(record, text, **{**options, "trace_access": True})
         for operation in unfilled:
             file, line, source = sanitize._source_of(operation, text)
             UNFILLED[f"{file}:{line}"] = source
@@ -75,18 +83,25 @@ def begin() -> None:
 
     harness.execute, memory.Memory.load = counting, loaded
     atexit.register(_SESSION.close)
-    _SESSION.enter_context(sanitize.session(on_stop=STOPPED.append, on_unchecked=unchecked, inductor_lookback=False))
+    _SESSION.enter_context(
+        sanitize.session(on_stop=STOPPED.append, on_unchecked=unchecked, inductor_lookback=False)
+    )
 
 
 FAULT = "a fault of compiled code: "
 
 
 def fault(error: BaseException) -> tuple[str, str] | None:
-    """A launch that a GPU may not survive: what happened, and the line of the kernel. None for any other error."""
+    """A launch that a GPU may not survive: what happened, and the line of the kernel. None for any other
+    error.
+    """
     if type(error).__name__ != "KernelFault":
         return None
     found = error.fault  # type: ignore[attr-defined]
-    return f"{FAULT}{error}", f"{found.source_file}:{found.source_line}, {found.kernel}" if found.source_line else ""
+    return (
+        f"{FAULT}{error}",
+        f"{found.source_file}:{found.source_line}, {found.kernel}" if found.source_line else "",
+    )
 
 
 def unsupported(error: BaseException) -> str:

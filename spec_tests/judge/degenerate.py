@@ -1,7 +1,9 @@
-"""Degenerate inputs: where an equation divides 0 by 0 or sums nothing, our decision counts, and no mathematics of the paper.
+"""Degenerate inputs: where an equation divides 0 by 0 or sums nothing, our decision counts, and no
+mathematics of the paper.
 
-Each predicate takes the arguments of a call by name and says what is degenerate about them, or returns an empty string. Laws of
-mathematics are asked of other inputs only; laws of the class *edge* say what we decided of these (docs/decisions.md).
+Each predicate takes the arguments of a call by name and says what is degenerate about them, or returns an
+empty string. Laws of mathematics are asked of other inputs only; laws of the class *edge* say what we decided
+of these (docs/decisions.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -10,8 +12,9 @@ from typing import Any
 import numpy as np
 
 MATHEMATICS, EDGE, REFUSAL, MEMORY = KINDS = ("mathematics", "edge", "refusal", "memory")
-"""The classes of law: what the equation says on generic inputs; what we decided of a degenerate input; that bad input raises; that
-a compiled kernel touches its own memory alone."""
+"""The classes of law: what the equation says on generic inputs; what we decided of a degenerate input;
+that bad input raises; that a compiled kernel touches its own memory alone.
+"""
 
 Arguments = Mapping[str, Any]
 
@@ -28,7 +31,13 @@ def zero_key(arguments: Arguments) -> str:
 def keydiff(arguments: Arguments) -> str:
     """A zero key has no direction, and directions that cancel have no mean direction."""
     keys = arguments.get("keys")
-    if (reason := zero_key(arguments)) or keys is None or keys.ndim < 2 or not keys.size or not np.isfinite(keys).all():
+    if (
+        (reason := zero_key(arguments))
+        or keys is None
+        or keys.ndim < 2
+        or not keys.size
+        or not np.isfinite(keys).all()
+    ):
         return reason
     scaled = keys / np.abs(keys).max(axis=-1, keepdims=True)
     mean = (scaled / np.sqrt((scaled * scaled).sum(axis=-1, keepdims=True))).mean(axis=-2)
@@ -38,7 +47,13 @@ def keydiff(arguments: Arguments) -> str:
 def plain_anchor(arguments: Arguments) -> str:
     """A mean or a median of the keys themselves may be the zero vector too."""
     keys = arguments.get("keys")
-    if (reason := zero_key(arguments)) or keys is None or keys.ndim < 2 or not keys.size or not np.isfinite(keys).all():
+    if (
+        (reason := zero_key(arguments))
+        or keys is None
+        or keys.ndim < 2
+        or not keys.size
+        or not np.isfinite(keys).all()
+    ):
         return reason
     least = np.abs(keys).max() * 1e-6
     anchors = (keys.mean(axis=-2), np.median(keys, axis=-2))
@@ -46,7 +61,9 @@ def plain_anchor(arguments: Arguments) -> str:
 
 
 def lagkv(arguments: Arguments) -> str:
-    """A channel without a range cannot be normalised by it, and one channel has no deviation from the others."""
+    """A channel without a range cannot be normalised by it, and one channel has no deviation from the
+    others.
+    """
     following = [arguments[name] for name in ("next_keys", "next_values", "next_states") if name in arguments]
     states = [arguments[name] for name in ("keys", "values", "states", "normalised") if name in arguments]
     if any(each.ndim >= 2 and each.shape[-1] == 1 for each in (*following, *states)):
@@ -58,7 +75,9 @@ def lagkv(arguments: Arguments) -> str:
     for each in states:
         whole = (each.shape[-2] - start) // lag
         if whole >= 2 and lag >= 1:
-            parts = each[..., start : start + whole * lag, :].reshape(*each.shape[:-2], whole, lag, each.shape[-1])
+            parts = each[..., start : start + whole * lag, :].reshape(
+                *each.shape[:-2], whole, lag, each.shape[-1]
+            )
             if _is_constant(parts[..., 1:, :, :]):
                 return "a constant channel"
     return ""
@@ -72,7 +91,9 @@ def _is_constant(states: np.ndarray) -> bool:
 def momentkv(arguments: Arguments) -> str:
     """An attention over nothing has no output. (That nothing was evicted yet is how every text begins.)"""
     kept = arguments.get("kept")
-    return "a head that keeps nothing" if kept is not None and kept.ndim and not kept.any(axis=-1).all() else ""
+    return (
+        "a head that keeps nothing" if kept is not None and kept.ndim and not kept.any(axis=-1).all() else ""
+    )
 
 
 def selection(arguments: Arguments) -> str:

@@ -1,8 +1,10 @@
-"""What an implementation accepts: the laws draw inside it, and a law that cannot be asked there is not applicable.
+"""What an implementation accepts: the laws draw inside it, and a law that cannot be asked there is not
+applicable.
 
 An implementation says it in its module or package, or `--domain head_dim=64,128` says it for it:
 
-    DOMAIN = {"head_dim": (64, 128), "dtype": ("bfloat16",), "group": (1, 4, 8), "lag_size": (128,), "max_length": 131072}
+    DOMAIN = {"head_dim": (64, 128), "dtype": ("bfloat16",), "group": (1, 4, 8), "lag_size": (128,),
+    "max_length": 131072}
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ class BadDomain(ValueError):
 
 
 class OutsideDomain(Exception):
-    """A law asked for something outside the domain; the message says what. always: it would with any input."""
+    """A law asked for something outside the domain; the message says what. always: it would with any
+    input.
+    """
 
     def __init__(self, message: str, *, always: bool = False) -> None:
         super().__init__(message)
@@ -32,14 +36,18 @@ class OutsideDomain(Exception):
 
 
 class NothingToAsk(BaseException):
-    """A law has found no input inside the domain. No Exception: hypothesis would draw hundreds more before it gave up."""
+    """A law has found no input inside the domain. No Exception: hypothesis would draw hundreds more before
+    it gave up.
+    """
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The sizes and dtypes that an implementation takes. An empty tuple, or a length of None, bounds nothing.
+    """The sizes and dtypes that an implementation takes. An empty tuple, or a length of None, bounds
+    nothing.
 
-    group is the number of query heads of each KV head; lengths are numbers of tokens, of a cache and of a partition alike.
+    group is the number of query heads of each KV head; lengths are numbers of tokens, of a cache and of a
+    partition alike.
     """
 
     head_dim: tuple[int, ...] = ()
@@ -54,7 +62,9 @@ class Domain:
 
     @classmethod
     def read(cls, content: Mapping[str, Any]) -> Domain:
-        """Check what a DOMAIN says. Raises BadDomain for a key that no domain has, or a value that leaves nothing to draw."""
+        """Check what a DOMAIN says. Raises BadDomain for a key that no domain has, or a value that leaves
+        nothing to draw.
+        """
         known = [each.name for each in fields(cls)]
         found: dict[str, Any] = {}
         for key, value in content.items():
@@ -63,9 +73,17 @@ class Domain:
             if key in ONE_NUMBER:
                 found[key] = _whole(key, value)
                 continue
-            values = (value,) if isinstance(value, int | str) else tuple(value) if isinstance(value, Iterable) else ()
+            values = (
+                (value,)
+                if isinstance(value, int | str)
+                else tuple(value)
+                if isinstance(value, Iterable)
+                else ()
+            )
             if not values:
-                raise BadDomain(f"{key}: got {value!r}, which leaves nothing to draw; wanted one value or several")
+                raise BadDomain(
+                    f"{key}: got {value!r}, which leaves nothing to draw; wanted one value or several"
+                )
             if key == "dtype":
                 if unknown := [each for each in values if each not in EPSILON]:
                     raise BadDomain(f"dtype: got {unknown[0]!r}, wanted some of {', '.join(EPSILON)}")
@@ -92,7 +110,9 @@ class Domain:
             try:
                 content[key] = listed if key == "dtype" else [int(each) for each in listed]
             except ValueError:
-                raise BadDomain(f"{key}: got {values!r}, wanted whole numbers with commas between them") from None
+                raise BadDomain(
+                    f"{key}: got {values!r}, wanted whole numbers with commas between them"
+                ) from None
             if key in ONE_NUMBER:
                 content[key] = content[key][0]
         return cls.read(content)
@@ -104,7 +124,11 @@ class Domain:
     def said(self) -> dict[str, Any]:
         """What bounds anything, as it is written in a DOMAIN."""
         plain = Domain()
-        return {each.name: value for each in fields(self) if (value := getattr(self, each.name)) != getattr(plain, each.name)}
+        return {
+            each.name: value
+            for each in fields(self)
+            if (value := getattr(self, each.name)) != getattr(plain, each.name)
+        }
 
     @property
     def excludes_small(self) -> bool:
@@ -158,13 +182,22 @@ class Domain:
         )
 
     def _holds(self, tiny: Tiny) -> bool:
-        arguments = {"keys": tiny.keys, "values": tiny.values, "next_keys": tiny.next_keys, "queries": tiny.queries}
+        arguments = {
+            "keys": tiny.keys,
+            "values": tiny.values,
+            "next_keys": tiny.next_keys,
+            "queries": tiny.queries,
+        }
         return not self.excludes(arguments)
 
     def excludes(self, arguments: Mapping[str, Any]) -> str:
         """Say which argument of a call lies outside the domain, or return an empty string."""
         shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, np.ndarray)}
-        rows = {name: shape for name, shape in shapes.items() if name in ("keys", "values", "next_keys", "next_values", "queries")}
+        rows = {
+            name: shape
+            for name, shape in shapes.items()
+            if name in ("keys", "values", "next_keys", "next_values", "queries")
+        }
         keys, query = shapes.get("keys", ()), shapes.get("queries", shapes.get("query", ()))
         asked: dict[str, list[int]] = {
             "head_dim": [shape[-1] for name, shape in rows.items() if "values" not in name],

@@ -1,4 +1,6 @@
-"""What is judged: a package, a folder or a file that mirrors `reference/`, called with NumPy arrays whatever it computes with."""
+"""What is judged: a package, a folder or a file that mirrors `reference/`, called with NumPy arrays
+whatever it computes with.
+"""
 
 import functools
 import importlib
@@ -44,10 +46,11 @@ class UnusableImplementation(Exception):
 
 @dataclass
 class Call:
-    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it raised).
+    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it
+    raised).
 
-    The first `positional` arguments were given by their position: an implementation may have names of its own for them. dtype is
-    that of the numbers as they came back, empty where there are none.
+    The first `positional` arguments were given by their position: an implementation may have names of its own
+    for them. dtype is that of the numbers as they came back, empty where there are none.
     """
 
     function: str
@@ -65,15 +68,17 @@ class Call:
 
 @dataclass(repr=False)
 class Implementation:
-    """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and returns NumPy.
+    """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and
+    returns NumPy.
 
-    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given; array_library is "numpy",
-    "torch" or, for a program, "exec"; domain is what it accepts; conventions are its ways of saying things (`CONVENTIONS`);
-    variants maps a function that it declares to be another one to that one; methods are those that laws of memory ask, all where
-    none are named. asking is the class of the law at hand; strict where a
-    refusal has to be in our words; compares_order while scores count as an order; outside says what was asked outside the domain,
-    outside_of how often each law asked there and nowhere else; drawn are the inputs of the example at hand. calls are those of the
-    example at hand, history the latest of all.
+    modules maps a stem of `reference` to the module that provides it; origin is what `load` was given;
+    array_library is "numpy", "torch" or, for a program, "exec"; domain is what it accepts; conventions are
+    its ways of saying things (`CONVENTIONS`); variants maps a function that it declares to be another one to
+    that one; methods are those that laws of memory ask, all where none are named. asking is the class of the
+    law at hand; strict where a refusal has to be in our words; compares_order while scores count as an order;
+    outside says what was asked outside the domain, outside_of how often each law asked there and nowhere
+    else; drawn are the inputs of the example at hand. calls are those of the example at hand, history the
+    latest of all.
     """
 
     name: str
@@ -126,7 +131,8 @@ class Implementation:
         return [
             path
             for path in self.functions()
-            if not self.methods or any(f"{path.split('.')[0]}_".startswith(f"{method}_") for method in self.methods)
+            if not self.methods
+            or any(f"{path.split('.')[0]}_".startswith(f"{method}_") for method in self.methods)
         ]
 
     def missing(self, functions: tuple[str, ...]) -> str:
@@ -142,17 +148,23 @@ class Implementation:
         return ""
 
     def round(self, array: np.ndarray) -> np.ndarray:
-        """Return float64 numbers that the dtype under test represents exactly, so that both sides see the same input."""
+        """Return float64 numbers that the dtype under test represents exactly, so that both sides see the
+        same input.
+        """
         return round_to(np.asarray(array, dtype=np.float64), self.dtype)
 
     def function(self, path: str) -> Callable[..., Any]:
-        """The function `path` of the implementation, as it is; a program looks after its time itself, any other is watched."""
+        """The function `path` of the implementation, as it is; a program looks after its time itself, any
+        other is watched.
+        """
         stem, name = path.split(".")
         function = getattr(self.modules[stem], name)
         return function if self.array_library == "exec" else functools.partial(WATCH.call, path, function)
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is recorded."""
+        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is
+        recorded.
+        """
         name = path.split(".")[1]
         function = self.function(path)
         call = Call(path, self._rounded_arguments(path, args, kwargs), positional=len(args))
@@ -161,7 +173,9 @@ class Implementation:
             if wide is None or self.domain.excludes(wide[0]):
                 raise OutsideDomain(reason)
             values = list(wide[0].items())
-            return wide[1](self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :])))
+            return wide[1](
+                self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :]))
+            )
         if self.asking == MATHEMATICS and (reason := degenerate(path, call.arguments)):
             raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)
@@ -188,7 +202,9 @@ class Implementation:
         return call.result
 
     def _require_untouched(self, call: Call, given: dict[str, Any]) -> None:
-        """Raise Violation where the implementation has written into an argument; of large ones MEM-1 asks that alone."""
+        """Raise Violation where the implementation has written into an argument; of large ones MEM-1 asks
+        that alone.
+        """
         if not self.reads_numbers:
             return
         for name, native in given.items():
@@ -199,38 +215,57 @@ class Implementation:
                 raise Violation(f"{call.function} writes into its argument {name}", before, to_numpy(native))
 
     def _in_our_form(self, call: Call, answer: Any) -> Any:
-        """An answer in the form of the contract, where the implementation has said that it answers in another."""
-        if "indices" in self.conventions and isinstance(answer, np.ndarray) and answer.dtype.kind in "iu" and answer.ndim:
+        """An answer in the form of the contract, where the implementation has said that it answers in
+        another.
+        """
+        if (
+            "indices" in self.conventions
+            and isinstance(answer, np.ndarray)
+            and answer.dtype.kind in "iu"
+            and answer.ndim
+        ):
             rows = call.arguments.get("scores", call.arguments.get("attention"))
             shape = call.arguments["keys"].shape[:-1] if rows is None else rows.shape
             inside = (answer >= 0) & (answer < shape[-1])
             if answer.shape[:-1] == shape[:-1] and inside.all():
                 kept = np.zeros(shape, dtype=bool)
                 np.put_along_axis(kept, answer, True, axis=-1)
-                if (kept.sum(axis=-1) == answer.shape[-1]).all():  # a position that is named twice shows as too few
+                # a position that is named twice shows as too few
+                if (kept.sum(axis=-1) == answer.shape[-1]).all():
                     return kept
                 raise Violation("the positions of the kept tokens are not distinct", None, answer)
-        if "cu_lengths" in self.conventions and call.function == "cache.compress" and isinstance(answer, tuple):
+        if (
+            "cu_lengths" in self.conventions
+            and call.function == "cache.compress"
+            and isinstance(answer, tuple)
+        ):
             *rows, ends = answer
             lengths = np.diff(ends).reshape(call.arguments["kept"].shape[:-1])
             return type(oracle(call.function)(**call.arguments))(*rows, lengths)
         return answer
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
-        """What the oracle gives for these arguments, rounded to the dtype under test, and the error allowed on it."""
+        """What the oracle gives for these arguments, rounded to the dtype under test, and the error
+        allowed on it.
+        """
         args, kwargs = self.rounded(args), {key: self.rounded(value) for key, value in kwargs.items()}
-        return allowance(oracle(path), *args, dtype=self.dtype, pick=pick, unrepresentable=self.unrepresentable, **kwargs)
+        return allowance(
+            oracle(path), *args, dtype=self.dtype, pick=pick, unrepresentable=self.unrepresentable, **kwargs
+        )
 
     def unrepresentable(self) -> NoReturn:
-        """Leave the case out: its dtype cannot hold the numbers, which says nothing about the implementation."""
+        """Leave the case out: its dtype cannot hold the numbers, which says nothing about the
+        implementation.
+        """
         raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
 
     @contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
-        """What stands inside must raise: ValueError with this pattern in its message, or, where nobody asks for ours, anything.
+        """What stands inside must raise: ValueError with this pattern in its message, or, where nobody
+        asks for ours, anything.
 
-        Raises Violation where nothing is raised, or something else than is asked for, and RuntimeError in a law of another class:
-        who checks no argument may fail no mathematics.
+        Raises Violation where nothing is raised, or something else than is asked for, and RuntimeError in a
+        law of another class: who checks no argument may fail no mathematics.
         """
         if self.asking not in ("", REFUSAL):  # outside of laws nothing is asked
             raise RuntimeError(f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}")
@@ -241,7 +276,9 @@ class Implementation:
         except Exception as error:
             if self.strict and not (isinstance(error, ValueError) and re.search(pattern, str(error))):
                 wanted = f"a ValueError with {pattern!r} in its message" if pattern else "a ValueError"
-                raise Violation(f"bad input raises {type(error).__name__}: {error}", wanted, str(error)) from error
+                raise Violation(
+                    f"bad input raises {type(error).__name__}: {error}", wanted, str(error)
+                ) from error
             return
         raise Violation("bad input is accepted in silence", "an error", None)
 
@@ -257,7 +294,9 @@ class Implementation:
         return self.round(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
 
     def native(self, value: Any) -> Any:
-        """NumPy arrays, alone or in a tuple, as what the implementation computes with: rounded to its dtype, on its device."""
+        """NumPy arrays, alone or in a tuple, as what the implementation computes with: rounded to its
+        dtype, on its device.
+        """
         if isinstance(value, tuple):
             converted = [self.native(entry) for entry in value]
             return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
@@ -266,7 +305,11 @@ class Implementation:
         if value.dtype.kind == "f":
             value = self.round(value)
         if self.array_library != "torch":
-            return value.astype(self.dtype) if value.dtype.kind == "f" and self.dtype != "bfloat16" else value.copy()
+            return (
+                value.astype(self.dtype)
+                if value.dtype.kind == "f" and self.dtype != "bfloat16"
+                else value.copy()
+            )
         import torch
 
         tensor = torch.from_numpy(np.array(value, order="C"))  # a copy: torch refuses negative strides
@@ -303,7 +346,11 @@ def _require_gpu(path: str, error: Exception) -> None:
     """Raise NotAsked where a function raised because it needs a GPU and this machine has none."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     torch = sys.modules.get("torch")
-    if torch and re.search("cuda|nvidia|gpu|active drivers", text, re.IGNORECASE) and not torch.cuda.is_available():
+    if (
+        torch
+        and re.search("cuda|nvidia|gpu|active drivers", text, re.IGNORECASE)
+        and not torch.cuda.is_available()
+    ):
         raise NotAsked(f"{path} {NO_GPU} ({text})") from None
 
 
@@ -314,16 +361,23 @@ def oracle(path: str) -> Callable[..., Any]:
 
 
 def load(
-    target: str, *, device: str = "cpu", dtype: str | None = None, domain: Domain | None = None, seconds: float = SECONDS
+    target: str,
+    *,
+    device: str = "cpu",
+    dtype: str | None = None,
+    domain: Domain | None = None,
+    seconds: float = SECONDS,
 ) -> Implementation:
-    """Load an implementation: a package name, a folder with files named as in `reference/`, one such file, or `exec:COMMAND`.
+    """Load an implementation: a package name, a folder with files named as in `reference/`, one such file,
+    or `exec:COMMAND`.
 
-    COMMAND starts a program that answers over its standard input and output (`process.py`), each call within `seconds`.
-    dtype None means float64, and float32 for torch. Whether it computes with NumPy or torch is read from its attribute
-    `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It may say more, in the package or in a file:
-    `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS = {"score": "keydiff.raw_mean_score"}`, as which variant it is
-    to be judged, or None for a helper that is not judged; `CONVENTIONS = ("indices",)`, in which form it answers.
-    Raises UnusableImplementation, saying what was looked for, where nothing can be judged.
+    COMMAND starts a program that answers over its standard input and output (`process.py`), each call within
+    `seconds`. dtype None means float64, and float32 for torch. Whether it computes with NumPy or torch is
+    read from its attribute `ARRAY_LIBRARY` or, without one, from whether a provided module imports torch. It
+    may say more, in the package or in a file: `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS =
+    {"score": "keydiff.raw_mean_score"}`, as which variant it is to be judged, or None for a helper that is
+    not judged; `CONVENTIONS = ("indices",)`, in which form it answers. Raises UnusableImplementation, saying
+    what was looked for, where nothing can be judged.
     """
     if device == compiled.DEVICE:
         if reason := compiled.missing():
@@ -351,7 +405,9 @@ def load(
         modules, package = _load_package(target)
         name = target
     said = [package, *modules.values()] if package is not None else list(modules.values())
-    library = next((each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), "") or _array_library(modules)
+    library = next(
+        (each.ARRAY_LIBRARY for each in said if hasattr(each, "ARRAY_LIBRARY")), ""
+    ) or _array_library(modules)
     if library not in ("numpy", "torch") and program is None:
         raise UnusableImplementation(f"{target}: ARRAY_LIBRARY is {library!r}, wanted 'numpy' or 'torch'")
     accepted = Domain()
@@ -375,11 +431,14 @@ def load(
     )
     if not implementation.functions():
         raise UnusableImplementation(
-            f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
+            f"{target}: provides no function of the contract; wanted a file named like one of "
+            f"{', '.join(STEMS)} "
             "with a function of the same name as there, such as keydiff.py with score(keys)"
         )
     if library == "numpy" and (implementation.dtype == "bfloat16" or device != "cpu"):
-        raise UnusableImplementation(f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}")
+        raise UnusableImplementation(
+            f"{target}: computes with NumPy, which has no {implementation.dtype} on {device}"
+        )
     if program is not None:
         program.dtype = implementation.dtype
     if device != "cpu" and (reason := _no_device(library, device)):
@@ -391,11 +450,16 @@ def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: 
     """The implementation at each dtype that was asked for, or else at each that it names in its domain."""
     if dtypes == [None]:
         first = load(target, domain=domain, **options)
-        return [first, *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:])]
+        return [
+            first,
+            *(load(target, dtype=dtype, domain=domain, **options) for dtype in first.domain.dtype[1:]),
+        ]
     found = [load(target, dtype=dtype, domain=domain, **options) for dtype in dtypes]
     for each in found:
         if each.domain.dtype and each.dtype not in each.domain.dtype:
-            raise UnusableImplementation(f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})")
+            raise UnusableImplementation(
+                f"{target}: --dtype {each.dtype} lies outside its domain ({', '.join(each.domain.dtype)})"
+            )
     return found
 
 
@@ -427,12 +491,18 @@ def _no_device(library: str, device: str) -> str:
 def _conventions(target: str, said: list[types.ModuleType]) -> frozenset[str]:
     found = {each for module in said for each in getattr(module, "CONVENTIONS", ())}
     if unknown := sorted(found - set(CONVENTIONS)):
-        raise UnusableImplementation(f"{target}: CONVENTIONS: got {unknown[0]!r}, wanted some of {', '.join(CONVENTIONS)}")
+        raise UnusableImplementation(
+            f"{target}: CONVENTIONS: got {unknown[0]!r}, wanted some of {', '.join(CONVENTIONS)}"
+        )
     return frozenset(found)
 
 
-def _as_declared(target: str, modules: dict[str, types.ModuleType]) -> tuple[dict[str, types.ModuleType], dict[str, str]]:
-    """The modules with each function that is declared a variant in the place of that variant, and the list of them."""
+def _as_declared(
+    target: str, modules: dict[str, types.ModuleType]
+) -> tuple[dict[str, types.ModuleType], dict[str, str]]:
+    """The modules with each function that is declared a variant in the place of that variant, and the list
+    of them.
+    """
     declared: dict[str, str] = {}
     found = {stem: types.ModuleType(stem) for stem in modules}
     for stem, module in modules.items():
@@ -468,9 +538,13 @@ def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.Modul
     try:
         package = importlib.import_module(target)
     except ImportError as error:
-        raise UnusableImplementation(f"{target}: neither a folder, a .py file nor an importable package ({error})") from error
+        raise UnusableImplementation(
+            f"{target}: neither a folder, a .py file nor an importable package ({error})"
+        ) from error
     if not hasattr(package, "__path__"):
-        raise UnusableImplementation(f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead")
+        raise UnusableImplementation(
+            f"{target}: a module, not a package; give its file (path/to/keydiff.py) instead"
+        )
     provided = {module.name for module in pkgutil.iter_modules(package.__path__)}
     return {stem: _import(f"{target}.{stem}") for stem in STEMS if stem in provided}, package
 
@@ -485,18 +559,23 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
     files = [path] if path.is_file() else sorted(path.glob("*.py"))
     files = [file for file in files if file.stem in STEMS]
     if path.is_file() and not files:
-        raise UnusableImplementation(f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}")
+        raise UnusableImplementation(
+            f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}"
+        )
     sys.path.insert(0, str(path if path.is_dir() else path.parent))
     modules = {}
     for file in files:
-        # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could collide.
+        # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could
+        # collide.
         name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
         try:
             modules[file.stem] = import_file(name, file)
         except (Exception, SystemExit) as error:
             relative = isinstance(error, ImportError) and "relative import" in str(error)
             advice = f"; it is a file of a package: judge the folder {file.parent}" * relative
-            raise UnusableImplementation(f"{file.name}: importing it raised {type(error).__name__}: {error}{advice}") from error
+            raise UnusableImplementation(
+                f"{file.name}: importing it raised {type(error).__name__}: {error}{advice}"
+            ) from error
     return modules, None
 
 
@@ -504,17 +583,24 @@ def _import(name: str) -> types.ModuleType:
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
-        raise UnusableImplementation(f"{name}: importing it raised {type(error).__name__}: {error}") from error
+        raise UnusableImplementation(
+            f"{name}: importing it raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _array_library(modules: dict[str, types.ModuleType]) -> str:
     for module in modules.values():
         for value in list(vars(module).values()):
-            home = value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            home = (
+                value.__name__ if isinstance(value, types.ModuleType) else getattr(value, "__module__", None)
+            )
             if isinstance(home, str) and home.split(".")[0] == "torch":
                 return "torch"
             scope = getattr(value, "__globals__", {})
-            if any(isinstance(used, types.ModuleType) and used.__name__ == "torch" for used in list(scope.values())):
+            if any(
+                isinstance(used, types.ModuleType) and used.__name__ == "torch"
+                for used in list(scope.values())
+            ):
                 return "torch"
     return "numpy"
 

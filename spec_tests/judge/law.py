@@ -23,12 +23,14 @@ SUITE = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Requirement:
-    """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are given.
+    """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are
+    given.
 
-    `statement` is what the paper prints in the `version` that was read, and `verdict` what became of it: definition, true, restored
-    (its text was lost), measured, or the grades of its errata. `mended` says what holds, where that is another or a narrower
-    statement. `no_law` says why a requirement has no law, where it has none. An equation has a `name`, and `tex`, the formula as
-    printed; `mended_tex` is the formula that holds, or of a definition the one that is used, where it differs.
+    `statement` is what the paper prints in the `version` that was read, and `verdict` what became of it:
+    definition, true, restored (its text was lost), measured, or the grades of its errata. `mended` says what
+    holds, where that is another or a narrower statement. `no_law` says why a requirement has no law, where it
+    has none. An equation has a `name`, and `tex`, the formula as printed; `mended_tex` is the formula that
+    holds, or of a definition the one that is used, where it differs.
     """
 
     id: str
@@ -78,10 +80,12 @@ def suite_version() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Law:
-    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the test itself.
+    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the
+    test itself.
 
-    `path` is the file that it is written in, from the folder of the suite (`keydiff/test_keydiff.py`), empty for one that is in no
-    file of it; `name` is the stem of that file and the test: `test_keydiff::test_scores_are_cosines`.
+    `path` is the file that it is written in, from the folder of the suite (`keydiff/test_keydiff.py`), empty
+    for one that is in no file of it; `name` is the stem of that file and the test:
+    `test_keydiff::test_scores_are_cosines`.
     """
 
     requirement: Requirement
@@ -98,7 +102,9 @@ class Law:
     path: str = ""
 
     def missing(self, implementation: Any) -> tuple[str, str]:
-        """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason), or two empty strings."""
+        """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason),
+        or two empty strings.
+        """
         if reason := implementation.missing(self.functions):
             return "not provided", reason
         if reason := self.not_for(implementation):
@@ -111,7 +117,8 @@ class Law:
         return "", ""
 
     def test(self, profile: settings | None = None) -> Callable[..., None]:
-        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that settings can differ.
+        """The check quantified over its inputs, as hypothesis runs it; a new one each time, so that
+        settings can differ.
 
         profile, settings of hypothesis; without, those that were loaded.
         """
@@ -147,7 +154,11 @@ def judging_files(suite: Path = SUITE, stems: Iterable[str] = ()) -> list[Path]:
     Those about a paper end in `_paper` or `_tables` or are in `papers/`.
     """
     found = sorted(suite.glob("*/test_*.py"), key=lambda path: path.stem)
-    found = [path for path in found if not path.stem.endswith(("_paper", "_tables")) and path.parent.name != "papers"]
+    found = [
+        path
+        for path in found
+        if not path.stem.endswith(("_paper", "_tables")) and path.parent.name != "papers"
+    ]
     begun = tuple(f"test_{stem}_" for stem in stems)
     return [path for path in found if f"{path.stem}_".startswith(begun)] if begun else found
 
@@ -169,16 +180,18 @@ def law(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a test function the law of a requirement.
 
-    With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample, a recomputed figure):
-    it takes no `impl`, runs once, and stands in a file `test_<stem>_paper.py`.
+    With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample,
+    a recomputed figure): it takes no `impl`, runs once, and stands in a file `test_<stem>_paper.py`.
 
-    Args: requirement, an id of a `requirements.toml`; of, the function or functions of the implementation that the law calls (an
-    implementation without them is reported as not providing them); why, for a law that kills no mutant, what it is there for;
-    not_for, given an implementation, says why the law does not apply to it (an empty string: it does); kind, one of mathematics,
-    edge (a degenerate input whose meaning is our decision) and refusal (bad input raises); brute_force, for a law that tries
-    every choice among few tokens; examples, for a law of long inputs: how many it draws where others draw 50; drawn, a hypothesis
-    strategy for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The first line of its
-    docstring is the sentence that a failure prints. Raises KeyError for an unknown requirement or kind.
+    Args: requirement, an id of a `requirements.toml`; of, the function or functions of the implementation
+    that the law calls (an implementation without them is reported as not providing them); why, for a law that
+    kills no mutant, what it is there for; not_for, given an implementation, says why the law does not apply
+    to it (an empty string: it does); kind, one of mathematics, edge (a degenerate input whose meaning is our
+    decision) and refusal (bad input raises); brute_force, for a law that tries every choice among few tokens;
+    examples, for a law of long inputs: how many it draws where others draw 50; drawn, a hypothesis strategy
+    for each further argument. The test receives `impl`, the implementation, and the drawn arguments. The
+    first line of its docstring is the sentence that a failure prints. Raises KeyError for an unknown
+    requirement or kind.
     """
     functions = (of,) if isinstance(of, str) else of
 
@@ -188,7 +201,8 @@ def law(
 
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
-            impl.calls.clear()  # what is left afterwards are the calls of the last example, which is the smallest one
+            # what is left afterwards are the calls of the last example, which is the smallest one
+            impl.calls.clear()
             impl.asking = kind
             impl.drawn = impl.domain.fitted(arguments)
             asked = -math.inf

@@ -33,14 +33,16 @@ SETTINGS: dict[str, Any] = {
     "target": 2,
     "window_size": 1,
 }
-"""What a function takes beside its arrays, where it has no default or where its default is longer than the arrays here."""
+"""What a function takes beside its arrays, where it has no default or where its default is longer than the
+arrays here.
+"""
 
 
 class Misfit(NamedTuple):
     """A call that must be refused: what is wrong with which argument, and all arguments by name.
 
-    `reads_numbers`, where the implementation has to look at the numbers of an array to know; `shows`, where a NaN in the answer is
-    as good as a refusal.
+    `reads_numbers`, where the implementation has to look at the numbers of an array to know; `shows`, where a
+    NaN in the answer is as good as a refusal.
     """
 
     argument: str
@@ -51,7 +53,9 @@ class Misfit(NamedTuple):
 
 
 def fitting(path: str, *, optional: bool = False) -> dict[str, Any]:
-    """Arguments of a function of the contract that fit one another: ones, and settings; with its optional arrays or without."""
+    """Arguments of a function of the contract that fit one another: ones, and settings; with its optional
+    arrays or without.
+    """
     named = {each.name: each for each in arguments(path)}
     given = {}
     for name, parameter in inspect.signature(oracle(path)).parameters.items():
@@ -66,7 +70,9 @@ def fitting(path: str, *, optional: bool = False) -> dict[str, Any]:
 
 
 def misfits(path: str) -> Iterator[Misfit]:
-    """Every wrong call of a function that its line tells. Optional arrays come in the calls of their own misfits."""
+    """Every wrong call of a function that its line tells. Optional arrays come in the calls of their own
+    misfits.
+    """
     line = arguments(path)
     for optional in {argument.optional for argument in line}:
         given = fitting(path, optional=optional)
@@ -76,7 +82,9 @@ def misfits(path: str) -> Iterator[Misfit]:
                 for what, wrong, numbers in _wrong(field, tied, inside=bool(name)):
                     value = given[argument.name]._replace(**{name: wrong}) if name else wrong
                     shows = numbers and bool(np.isnan(wrong).any() | np.isinf(wrong).any())
-                    yield Misfit(argument.name, f"{field.name}: {what}", given | {argument.name: value}, numbers, shows)
+                    yield Misfit(
+                        argument.name, f"{field.name}: {what}", given | {argument.name: value}, numbers, shows
+                    )
     if "window_size" in given and any("M<=T" in argument.axes for argument in line):
         longer = given | {"window_size": SIZES["M"] + 1}
         yield Misfit("queries", "window_size: longer than the queries reach", longer)
@@ -155,7 +163,9 @@ def _wrong(argument: Argument, tied: set[str], *, inside: bool) -> Iterator[tupl
         yield "whole numbers", np.ones(shape, np.int64), False
         return
     beyond = {"whole": [-1.0, 0.5], "weight": [-1.0], "share": [-0.5, 1.5]}.get(argument.kind, [])
-    unordered = [] if argument.kind == "whole" else [np.nan] if argument.kind == "open" else [np.nan, np.inf, -np.inf]
+    unordered = (
+        [] if argument.kind == "whole" else [np.nan] if argument.kind == "open" else [np.nan, np.inf, -np.inf]
+    )
     for number in beyond + unordered:
         array = np.ones(shape)
         array.flat[-1] = number

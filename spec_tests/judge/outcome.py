@@ -1,4 +1,6 @@
-"""One law on one implementation: passed, failed by an assertion of the law, failed by anything else, or without an end."""
+"""One law on one implementation: passed, failed by an assertion of the law, failed by anything else, or
+without an end.
+"""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -50,7 +52,9 @@ def prepared(law: Law, *, max_examples: int, seed: int | None) -> Callable[..., 
     return test if seed is None or not law.drawn else with_seed(seed)(test)
 
 
-def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None) -> tuple[str, str]:
+def outcome(
+    law: Law, implementation: Implementation, *, max_examples: int = 100, seed: int | None = None
+) -> tuple[str, str]:
     """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out", the message)."""
     test = prepared(law, max_examples=max_examples, seed=seed)
     try:
@@ -61,7 +65,8 @@ def outcome(law: Law, implementation: Implementation, *, max_examples: int = 100
     except AssertionError as error:
         return "killed", str(error)
     except BaseException as error:
-        # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the same.
+        # pytest.raises reports "did not raise" with an exception of its own, which is an assertion all the
+        # same.
         if type(error).__name__ == "Failed":
             return "killed", str(error)
         if isinstance(error, KeyboardInterrupt | SystemExit):

@@ -1,6 +1,8 @@
-"""What a file of laws begins with: `from evictionary.spec_tests.judge.prelude import *`. CONTRIBUTING.md says what is what.
+"""What a file of laws begins with: `from evictionary.spec_tests.judge.prelude import *`. CONTRIBUTING.md
+says what is what.
 
-A module of its own, for what runs an implementation in another process imports the other files of this room, and few of them.
+A module of its own, for what runs an implementation in another process imports the other files of this room,
+and few of them.
 """
 
 from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
@@ -64,7 +66,13 @@ from evictionary.spec_tests.judge.implementation import ANY, Implementation, ora
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.judge.misfits import Misfit, misfits
 from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance, require_mask, require_numbers
+from evictionary.spec_tests.judge.tolerance import (
+    Allowance,
+    Violation,
+    allowance,
+    require_mask,
+    require_numbers,
+)
 
 __all__ = [
     "ACCUMULATOR",

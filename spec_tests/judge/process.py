@@ -1,7 +1,8 @@
-"""A program in any language as an implementation: JSON lines over its standard input and output, arrays as raw files.
+"""A program in any language as an implementation: JSON lines over its standard input and output, arrays as
+raw files.
 
-docs/any_language.md is the protocol, conformance/clients/ holds programs that speak it. A program that hangs, dies or breaks the
-protocol is killed and started again for the next law, `STARTS` times at most.
+docs/any_language.md is the protocol, conformance/clients/ holds programs that speak it. A program that hangs,
+dies or breaks the protocol is killed and started again for the next law, `STARTS` times at most.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ LONGEST_LINE = 2**20
 class ProgramFailed(BaseException):
     """The program hung, died or broke the protocol; the message says how.
 
-    No Exception: hypothesis would run it again many times to find a smaller input, and a law would take it for a refusal.
+    No Exception: hypothesis would run it again many times to find a smaller input, and a law would take it
+    for a refusal.
     """
 
 
@@ -62,7 +64,8 @@ class Program:
         self._folder = Path(tempfile.mkdtemp(prefix="evictionary-"))
         self._running: list[Remote] = []
         self._asked, self._starts = 0, 0
-        self._end = weakref.finalize(self, _end, self._running, self._folder)  # also runs when the interpreter ends
+        # also runs when the interpreter ends
+        self._end = weakref.finalize(self, _end, self._running, self._folder)
         _programs.add(self)
 
     def close(self) -> None:
@@ -70,7 +73,9 @@ class Program:
         self._end()
 
     def hello(self) -> dict[str, Any]:
-        """Start the program; what it says of itself, checked. Raises ProgramFailed where that cannot be used."""
+        """Start the program; what it says of itself, checked. Raises ProgramFailed where that cannot be
+        used.
+        """
         said = self._ask("hello", {"protocol": PROTOCOL})
         if "error" in said:
             self._fail(f"refused the handshake: {shown(said['error'])}")
@@ -80,18 +85,33 @@ class Program:
             self._fail(f"speaks another protocol: got {shown(got)}, wanted {PROTOCOL}")
         functions = said.get("functions")
         if not isinstance(functions, list) or not functions:
-            self._fail(f'provides nothing: got {shown(functions)} for "functions", wanted a list such as ["keydiff.score"]')
+            self._fail(
+                f'provides nothing: got {shown(functions)} for "functions", wanted a list such as '
+                '["keydiff.score"]'
+            )
         for name in functions:
             if not isinstance(name, str) or not isinstance(member(name), types.FunctionType):
-                self._fail(f"provides {shown(name)}, which is no function of the contract such as keydiff.score")
-        for key, kind in (("domain", dict), ("conventions", list), ("implements", dict), ("name", str), ("fractions", bool)):
+                self._fail(
+                    f"provides {shown(name)}, which is no function of the contract such as keydiff.score"
+                )
+        for key, kind in (
+            ("domain", dict),
+            ("conventions", list),
+            ("implements", dict),
+            ("name", str),
+            ("fractions", bool),
+        ):
             if not isinstance(said.get(key, kind()), kind):
-                self._fail(f'says {shown(said[key])} for "{key}", wanted a JSON {_JSON.get(kind, kind.__name__)}')
+                self._fail(
+                    f'says {shown(said[key])} for "{key}", wanted a JSON {_JSON.get(kind, kind.__name__)}'
+                )
         self.reads_fractions = said.get("fractions", False)
         return said
 
     def modules(self) -> tuple[str, dict[str, types.ModuleType], types.ModuleType]:
-        """Its name, a module for each file of the contract with a function for each that it provides, and one of what it says."""
+        """Its name, a module for each file of the contract with a function for each that it provides, and
+        one of what it says.
+        """
         said = self.hello()
         name = said.get("name") or Path(self.words[0]).stem
         modules: dict[str, types.ModuleType] = {}
@@ -103,8 +123,13 @@ class Program:
             if path in said.get("implements", {}):
                 vars(module)["IMPLEMENTS"][function] = str(said["implements"][path])
         package = types.ModuleType(name)
-        domain = {key: tuple(each) if isinstance(each, list) else each for key, each in said.get("domain", {}).items()}
-        vars(package).update(ARRAY_LIBRARY="exec", DOMAIN=domain, CONVENTIONS=tuple(said.get("conventions", ())))
+        domain = {
+            key: tuple(each) if isinstance(each, list) else each
+            for key, each in said.get("domain", {}).items()
+        }
+        vars(package).update(
+            ARRAY_LIBRARY="exec", DOMAIN=domain, CONVENTIONS=tuple(said.get("conventions", ()))
+        )
         return name, modules, package
 
     def _function(self, path: str) -> Callable[..., Any]:
@@ -118,13 +143,17 @@ class Program:
                 if not callable(value):
                     arguments[name] = value
                 elif value is not signature.parameters[name].default:
-                    raise OutsideDomain(f"{name} is a function, which cannot be written down for another program")
+                    raise OutsideDomain(
+                        f"{name} is a function, which cannot be written down for another program"
+                    )
             return self.call(path, arguments)
 
         return call
 
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
-        """Ask for one call: NumPy arrays in and out. Raises ValueError where the program refuses the arguments."""
+        """Ask for one call: NumPy arrays in and out. Raises ValueError where the program refuses the
+        arguments.
+        """
         if not self._running and self._asked:
             self.hello()  # it failed before
         try:
@@ -144,10 +173,21 @@ class Program:
             self._start()
         (program,) = self._running
         self._asked += 1
-        written = {name: wire.to_json(value, self._written, f"{self._asked}-{name}") for name, value in arguments.items()}
-        request = {"id": self._asked, "function": function, "arguments": written, "output": str(self._folder / f"{self._asked}.")}
+        written = {
+            name: wire.to_json(value, self._written, f"{self._asked}-{name}")
+            for name, value in arguments.items()
+        }
+        request = {
+            "id": self._asked,
+            "function": function,
+            "arguments": written,
+            "output": str(self._folder / f"{self._asked}."),
+        }
         if unasked := program.unasked():
-            self._fail(f"printed something that nobody asked for: {shown(unasked.decode(errors='replace'))}", function)
+            self._fail(
+                f"printed something that nobody asked for: {shown(unasked.decode(errors='replace'))}",
+                function,
+            )
         try:
             program.allow(self.seconds)
             with program.asking():
@@ -159,9 +199,13 @@ class Program:
         except BadMessage as error:
             self._fail(f"answered with {error}: {shown(line)}", function)
         if not isinstance(answer, dict) or ("result" in answer) == ("error" in answer):
-            self._fail(f'answered {shown(line)}, wanted an object with "id" and either "result" or "error"', function)
+            self._fail(
+                f'answered {shown(line)}, wanted an object with "id" and either "result" or "error"', function
+            )
         if answer.get("id") != self._asked:
-            self._fail(f"answered out of order: got id {shown(answer.get('id'))}, wanted {self._asked}", function)
+            self._fail(
+                f"answered out of order: got id {shown(answer.get('id'))}, wanted {self._asked}", function
+            )
         return answer
 
     def _start(self) -> None:
@@ -176,7 +220,9 @@ class Program:
     def _fail(self, what: str, function: str = "") -> NoReturn:
         while self._running:
             self._running.pop().close()
-        raise ProgramFailed(f"the program {self.words[0]} {what}" + (f" (asked for {function})" if function else ""))
+        raise ProgramFailed(
+            f"the program {self.words[0]} {what}" + (f" (asked for {function})" if function else "")
+        )
 
     def _written(self, value: Any, name: str) -> Any:
         """What is no tuple as JSON; an array as the file that it is now in."""
@@ -188,7 +234,9 @@ class Program:
         if isinstance(value, Fraction) and self.reads_fractions:
             return {"fraction": [value.numerator, value.denominator]}
         if isinstance(value, Fraction) and Fraction(repr(float(value))) != value:
-            raise OutsideDomain(f'{value} is no decimal number, and the program does not say that it reads "fractions"')
+            raise OutsideDomain(
+                f'{value} is no decimal number, and the program does not say that it reads "fractions"'
+            )
         return plain(value)
 
     def _array(self, content: dict[str, Any]) -> np.ndarray:
@@ -214,15 +262,23 @@ def plain(value: Any) -> Any:
 def _as_stored(array: np.ndarray, dtype: str) -> np.ndarray:
     if dtype != "bfloat16":
         return array.astype(STORED[dtype])
-    return (round_to(array.astype(np.float64), dtype).astype(np.float32).view(np.uint32) >> 16).astype(STORED[dtype])
+    return (round_to(array.astype(np.float64), dtype).astype(np.float32).view(np.uint32) >> 16).astype(
+        STORED[dtype]
+    )
 
 
 def _named(name: str, fields: dict[str, Any]) -> Any:
-    """The named tuple of the contract of that name. Raises BadMessage where there is none with these fields."""
+    """The named tuple of the contract of that name. Raises BadMessage where there is none with these
+    fields.
+    """
     made = member(name)
     wanted = getattr(made, "_fields", None)
     if wanted is None or sorted(wanted) != sorted(fields):
-        told = f"the fields {', '.join(wanted)}" if wanted else "a type of the contract such as cache.CompressedCache"
+        told = (
+            f"the fields {', '.join(wanted)}"
+            if wanted
+            else "a type of the contract such as cache.CompressedCache"
+        )
         raise BadMessage(f"a {shown(name)} of {', '.join(fields) or 'nothing'}, wanted {told}")
     return made(**fields)
 
@@ -237,7 +293,9 @@ def _words(command: str) -> list[str]:
         raise ProgramFailed("got an empty command line, wanted a program and its arguments")
     if shutil.which(words[0]) is None:
         there = Path(words[0])
-        found = "is a folder" if there.is_dir() else "is not executable" if there.is_file() else "does not exist"
+        found = (
+            "is a folder" if there.is_dir() else "is not executable" if there.is_file() else "does not exist"
+        )
         raise ProgramFailed(f"the program {words[0]} {found}")
     return words
 

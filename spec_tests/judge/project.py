@@ -1,4 +1,5 @@
-"""A project names its functions in pyproject.toml; then `pytest` asks their laws beside the tests of the project.
+"""A project names its functions in pyproject.toml; then `pytest` asks their laws beside the tests of the
+project.
 
     [tool.evictionary.functions]
     "keydiff.score" = "my_kernels.scores:keydiff"
@@ -18,7 +19,15 @@ from pathlib import Path
 from typing import Any
 
 FILE = "pyproject.toml"
-FORMS = {"functions": dict, "dtype": list, "device": str, "profile": str, "strict": bool, "domain": dict, "conventions": list}
+FORMS = {
+    "functions": dict,
+    "dtype": list,
+    "device": str,
+    "profile": str,
+    "strict": bool,
+    "domain": dict,
+    "conventions": list,
+}
 
 
 class BadProject(Exception):
@@ -26,7 +35,9 @@ class BadProject(Exception):
 
 
 def table(path: Path) -> dict[str, Any]:
-    """The table `[tool.evictionary]` of a pyproject.toml; empty where it names no functions, or where there is no such file."""
+    """The table `[tool.evictionary]` of a pyproject.toml; empty where it names no functions, or where
+    there is no such file.
+    """
     if not path.is_file() or "tool.evictionary" not in (text := path.read_text(encoding="utf-8")):
         return {}
     try:
@@ -41,16 +52,23 @@ def table(path: Path) -> dict[str, Any]:
 
 
 def modules(path: Path, known: frozenset[str]) -> tuple[dict[str, types.ModuleType], types.ModuleType]:
-    """The functions that a project names, as modules like those of `reference/`, and what it says of them as their package."""
+    """The functions that a project names, as modules like those of `reference/`, and what it says of them
+    as their package.
+    """
     sys.path[:0] = [str(folder) for folder in (path.parent / "src", path.parent) if folder.is_dir()]
     said = table(path)
     found: dict[str, types.ModuleType] = {}
     for name, place in said.get("functions", {}).items():
         where = f"{path.name}: tool.evictionary.functions: {name}"
         if name not in known:
-            raise BadProject(f"{where}: no such function, wanted one such as keydiff.score (`evictionary contract` lists them)")
+            raise BadProject(
+                f"{where}: no such function, wanted one such as keydiff.score (`evictionary contract` lists "
+                "them)"
+            )
         if not isinstance(place, str) or not re.fullmatch(r"[\w.]+:[\w.]+", place):
-            raise BadProject(f"{where}: got {place!r}, wanted a module and a function: 'my_package.kernels:score'")
+            raise BadProject(
+                f"{where}: got {place!r}, wanted a module and a function: 'my_package.kernels:score'"
+            )
         module, _, attribute = place.partition(":")
         try:
             function = importlib.import_module(module)
@@ -69,14 +87,18 @@ def modules(path: Path, known: frozenset[str]) -> tuple[dict[str, types.ModuleTy
 
 
 def options(path: Path) -> list[str]:
-    """The arguments of pytest that ask the laws of a project's functions; none where it names no functions."""
+    """The arguments of pytest that ask the laws of a project's functions; none where it names no
+    functions.
+    """
     if not (said := table(path)):
         return []
     # Here, since every run of pytest beside an installed evictionary loads this file and few go on.
     from evictionary.spec_tests.judge.law import SUITE, judging_files
 
     files = judging_files(stems={name.split(".")[0] for name in said["functions"]} | {"memory"})
-    named = [f"--{key}={({'profile': 'student', 'device': 'cpu'} | said)[key]}" for key in ("device", "profile")]
+    named = [
+        f"--{key}={({'profile': 'student', 'device': 'cpu'} | said)[key]}" for key in ("device", "profile")
+    ]
     named += [f"--dtype={','.join(said['dtype'])}"] if said.get("dtype") else []
     if said.get("strict"):
         named.append("--strict")

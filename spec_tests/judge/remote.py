@@ -1,6 +1,8 @@
-"""A process that is asked over its two pipes: each wait has an end, and whoever gives no answer is said to have given none.
+"""A process that is asked over its two pipes: each wait has an end, and whoever gives no answer is said to
+have given none.
 
-The programs of `judge --exec`, the process that imports what is judged, and the child that runs a student's file are one of these.
+The programs of `judge --exec`, the process that imports what is judged, and the child that runs a student's
+file are one of these.
 """
 
 import os
@@ -16,7 +18,9 @@ from typing import IO, Any, NoReturn
 
 
 class Gone(Exception):
-    """The process gives no answer, and has been ended; the message says why, `is_late` whether it ran out of time."""
+    """The process gives no answer, and has been ended; the message says why, `is_late` whether it ran out
+    of time.
+    """
 
     def __init__(self, told: str, is_late: bool = False) -> None:
         super().__init__(told)
@@ -26,12 +30,14 @@ class Gone(Exception):
 class Remote:
     """A running process with pipes to its standard input and output, which is called `name` in messages.
 
-    It may be waited for `seconds` in all, until `allow` gives it others; time that it waits for a processor does not count, because
-    others have that one. cpu_seconds is its limit of processor time, if it has one. Unless stderr says where it goes, the end of
-    what it writes there is part of the message where it ends.
+    It may be waited for `seconds` in all, until `allow` gives it others; time that it waits for a processor
+    does not count, because others have that one. cpu_seconds is its limit of processor time, if it has one.
+    Unless stderr says where it goes, the end of what it writes there is part of the message where it ends.
     """
 
-    def __init__(self, name: str, command: Sequence[str], seconds: float, *, cpu_seconds: int = 0, **settings: Any) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], seconds: float, *, cpu_seconds: int = 0, **settings: Any
+    ) -> None:
         self.name, self.cpu_seconds, self.gone = name, cpu_seconds, ""
         self._words = None if "stderr" in settings else tempfile.TemporaryFile()  # noqa: SIM115
         self._process = subprocess.Popen(
@@ -54,9 +60,11 @@ class Remote:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """What stands inside sends a question and reads the answer; the clock runs. Raises Gone if there is no answer.
+        """What stands inside sends a question and reads the answer; the clock runs. Raises Gone if there
+        is no answer.
 
-        Any other error ends the process too, also an alarm or Ctrl-C: half of an answer may be left in the pipe.
+        Any other error ends the process too, also an alarm or Ctrl-C: half of an answer may be left in the
+        pipe.
         """
         if self.gone:
             raise Gone(self.gone)
@@ -139,18 +147,27 @@ class Remote:
                     return
 
     def queued(self) -> float:
-        """The seconds for which it was ready and others had the processors; 0 where the system does not say."""
+        """The seconds for which it was ready and others had the processors; 0 where the system does not
+        say.
+        """
         return self._scheduled()[1]
 
     def busy(self) -> float:
-        """The seconds of processor time that it has taken, as the kernel counts them; 0 where the system does not say.
+        """The seconds of processor time that it has taken, as the kernel counts them; 0 where the system
+        does not say.
 
-        The kernel adds them up when the process begins to wait: a moment after it has answered, up to a second on a full machine.
+        The kernel adds them up when the process begins to wait: a moment after it has answered, up to a
+        second on a full machine.
         """
         for _ in range(1000):
             time.sleep(0.001)
             with suppress(OSError):
-                if " R " not in Path(f"/proc/{self._process.pid}/stat").read_text(encoding="ascii").rpartition(")")[2]:
+                if (
+                    " R "
+                    not in Path(f"/proc/{self._process.pid}/stat")
+                    .read_text(encoding="ascii")
+                    .rpartition(")")[2]
+                ):
                     break
         return self._scheduled()[0]
 

@@ -1,10 +1,11 @@
 r"""What counts as equal: the one place where a tolerance is made.
 
-An implementation passes if its error against the float64 oracle is at most `FACTOR` (in float64, more) times the error of the plain
-computation in the same dtype, plus the rounding of the output; the largest error and the mean error are both bound. The plain
-computation is the reference itself, run in the arithmetic of the dtype (`arithmetic.py`): once rounding to the nearest, a few times
-rounding at random, and once more with each softmax through its logarithm; the largest error counts. NaN never passes. Selections
-are judged by how many tokens they keep and by what those score, not by positions.
+An implementation passes if its error against the float64 oracle is at most `FACTOR` (in float64, more) times
+the error of the plain computation in the same dtype, plus the rounding of the output; the largest error and
+the mean error are both bound. The plain computation is the reference itself, run in the arithmetic of the
+dtype (`arithmetic.py`): once rounding to the nearest, a few times rounding at random, and once more with each
+softmax through its logarithm; the largest error counts. NaN never passes. Selections are judged by how many
+tokens they keep and by what those score, not by positions.
 """
 
 from __future__ import annotations
@@ -26,12 +27,15 @@ from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON, Rounde
 RANDOM_RUNS = 6
 # Of large arrays, whose largest error is one of many, fewer runs say as much.
 FEW_RUNS, MANY_NUMBERS = 2, 2**14
-# Twice, as is usual in kernel tests, and twice again because the largest of eight runs falls short of the largest error.
+# Twice, as is usual in kernel tests, and twice again because the largest of eight runs falls short of the
+# largest error.
 FACTOR = 4.0
-# In float64 sixteen times that: a formula has many right forms (log-add-exp token by token for a softmax), whose roundings differ
-# by the number of terms, and no mistake is as small as the 1e-12 or so that this comes to.
+# In float64 sixteen times that: a formula has many right forms (log-add-exp token by token for a softmax),
+# whose roundings differ by the number of terms, and no mistake is as small as the 1e-12 or so that this comes
+# to.
 FACTOR_OF = {"float64": 64.0}
-# A weight that underflows to 0 in one right form is e^-700 in another, whose exponents are kept from overflowing.
+# A weight that underflows to 0 in one right form is e^-700 in another, whose exponents are kept from
+# overflowing.
 NOTHING = {name: float(np.finfo(name).tiny / np.finfo(name).eps) for name in ("float64", "float32")}
 
 
@@ -43,12 +47,15 @@ class Violation(AssertionError):
         self.message, self.expected, self.got = message, expected, got
 
 
-# Where somebody listens: for each comparison the mean error that is allowed, in parts of the mean number that is expected.
+# Where somebody listens: for each comparison the mean error that is allowed, in parts of the mean number that
+# is expected.
 LISTENERS: list[list[float]] = []
 
 
 def note(slack: Any, expected: np.ndarray) -> None:
-    """Tell the listeners what a comparison allows; slack is a number, an array, or a function that gives one."""
+    """Tell the listeners what a comparison allows; slack is a number, an array, or a function that gives
+    one.
+    """
     if LISTENERS and (size := float(np.abs(expected[np.isfinite(expected)]).mean())) > 0:
         allowed = np.broadcast_to(slack() if callable(slack) else slack, expected.shape)
         for listener in LISTENERS:
@@ -56,7 +63,9 @@ def note(slack: Any, expected: np.ndarray) -> None:
 
 
 class Allowance:
-    """The oracle's numbers and the error allowed on them; `largest` is infinite where the dtype cannot hold the result."""
+    """The oracle's numbers and the error allowed on them; `largest` is infinite where the dtype cannot
+    hold the result.
+    """
 
     def __init__(self, expected: np.ndarray, largest: float, mean: float) -> None:
         self.expected, self._errors = expected, (largest, mean)
@@ -78,7 +87,9 @@ class Allowance:
         return largest <= self.largest and mean <= self.mean
 
     def wider(self, largest: float, mean: float | None = None) -> Allowance:
-        """The same numbers with so much more allowed, on average as much as at most unless `mean` says otherwise."""
+        """The same numbers with so much more allowed, on average as much as at most unless `mean` says
+        otherwise.
+        """
         return Wider(self, largest, largest if mean is None else mean)
 
     def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
@@ -87,9 +98,12 @@ class Allowance:
         try:
             require_numbers(got, expected.shape, what)
         except Violation:
-            self.errors()  # before an answer is called wrong all runs are made, for the dtype may not hold the result
+            # before an answer is called wrong all runs are made, for the dtype may not hold the result
+            self.errors()
             raise
-        same = (got == expected) | (~np.isfinite(expected) & (np.sign(got) == np.sign(expected)) & np.isinf(got))
+        same = (got == expected) | (
+            ~np.isfinite(expected) & (np.sign(got) == np.sign(expected)) & np.isinf(got)
+        )
         error = np.where(same, 0, np.abs(got - np.where(np.isfinite(expected), expected, 0)))
         error = np.where(np.isfinite(expected) | same, error, np.inf)
         largest, mean = float(error.max(initial=0)), float(error.mean()) if error.size else 0.0
@@ -123,7 +137,9 @@ class Wider(Allowance):
 def require_numbers(got: Any, shape: tuple[int, ...], what: str) -> None:
     """Raise Violation unless `got` is an array of real numbers of that shape without NaN."""
     if not isinstance(got, np.ndarray) or got.dtype.kind not in "fiu":
-        raise Violation(f"{what} is {_describe(got)}, wanted an array of real numbers of shape {shape}", None, got)
+        raise Violation(
+            f"{what} is {_describe(got)}, wanted an array of real numbers of shape {shape}", None, got
+        )
     if got.shape != shape:
         raise Violation(f"{what} has shape {got.shape}, wanted {shape}", None, got)
     if np.isnan(got).any():
@@ -136,7 +152,9 @@ class Measured(Allowance):
     Most answers are so near that few runs or none have to be made for them.
     """
 
-    def __init__(self, runs: Iterator[np.ndarray | None], dtype: str, unrepresentable: Callable[[], Any]) -> None:
+    def __init__(
+        self, runs: Iterator[np.ndarray | None], dtype: str, unrepresentable: Callable[[], Any]
+    ) -> None:
         expected = next(runs)
         assert expected is not None
         self.expected = expected.copy()  # the runs are remembered, and a law may write into what it is given
@@ -149,7 +167,8 @@ class Measured(Allowance):
         self._of_a_sum = FACTOR_OF.get(dtype, FACTOR) * EPSILON[ACCUMULATOR[dtype]]
         self._of_one = self._of_a_sum if dtype == "float64" else EPSILON[dtype] / 2
         if dtype != "float64":
-            self._more()  # it tells whether the dtype can hold the result, before anything is said of an answer
+            # it tells whether the dtype can hold the result, before anything is said of an answer
+            self._more()
 
     def _more(self) -> bool:
         """Make one more run; whether there was one to make."""
@@ -165,7 +184,11 @@ class Measured(Allowance):
 
     def _allowed(self, rounding: float) -> tuple[float, float]:
         """What the runs made so far allow, with this much for the rounding of the output."""
-        largest, mean = FACTOR_OF.get(self._dtype, FACTOR) * self._error + rounding * self._size + NOTHING[ACCUMULATOR[self._dtype]]
+        largest, mean = (
+            FACTOR_OF.get(self._dtype, FACTOR) * self._error
+            + rounding * self._size
+            + NOTHING[ACCUMULATOR[self._dtype]]
+        )
         return float(largest), float(mean)
 
     def covers(self, largest: float, mean: float) -> bool:
@@ -194,17 +217,22 @@ def allowance(
 ) -> Allowance:
     """Return what `function` of the reference gives on these inputs and the error that `dtype` is allowed.
 
-    pick selects one entry of a tuple result. Arrays among the arguments must be representable in `dtype`. unrepresentable is called
-    when it turns out that the dtype cannot hold the result.
+    pick selects one entry of a tuple result. Arrays among the arguments must be representable in `dtype`.
+    unrepresentable is called when it turns out that the dtype cannot hold the result.
     """
 
     def picked(result: Any) -> np.ndarray | None:
-        return None if result is None else np.asarray(result if pick is None else result[pick], dtype=np.float64).view(np.ndarray)
+        return (
+            None
+            if result is None
+            else np.asarray(result if pick is None else result[pick], dtype=np.float64).view(np.ndarray)
+        )
 
     return Measured(map(picked, _runs(function, args, kwargs, dtype)), dtype, unrepresentable)
 
 
-# A suite that judges many implementations draws the same inputs for each, and the runs below are most of what a law costs.
+# A suite that judges many implementations draws the same inputs for each, and the runs below are most of what
+# a law costs.
 _REMEMBERED = 4096
 _remembered: OrderedDict[bytes, list[Any]] = OrderedDict()
 
@@ -214,10 +242,14 @@ def forget() -> None:
     _remembered.clear()
 
 
-def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str) -> Iterator[Any]:
-    """What `function` gives in float64, and then in the arithmetic of `dtype`: to the nearest, and at random a few times.
+def _runs(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: str
+) -> Iterator[Any]:
+    """What `function` gives in float64, and then in the arithmetic of `dtype`: to the nearest, and at
+    random a few times.
 
-    Each run is made when it is asked for. The last is None where the reference refuses what overflowed in this arithmetic.
+    Each run is made when it is asked for. The last is None where the reference refuses what overflowed in
+    this arithmetic.
     """
     # A lambda may be another one next time.
     lasting = getattr(sys.modules.get(function.__module__), function.__name__, None) is function
@@ -237,7 +269,10 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
             return value
 
         with np.errstate(all="ignore"):
-            return function(*(wrapped(value) for value in args), **{name: wrapped(value) for name, value in kwargs.items()})
+            return function(
+                *(wrapped(value) for value in args),
+                **{name: wrapped(value) for name, value in kwargs.items()},
+            )
 
     def rounded(generator: np.random.Generator | None) -> Any:
         try:
@@ -252,7 +287,8 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
                 if name.startswith("evictionary.reference.") and vars(module).get("softmax") is plain:
                     stack.enter_context(mock.patch.object(module, "softmax", other))
             result = rounded(np.random.default_rng(FEW_RUNS))  # the same however many runs there were before
-        return result if other.called else made[-1]  # without a softmax it is one random run more, for nothing
+        # without a softmax it is one random run more, for nothing
+        return result if other.called else made[-1]
 
     numbers = sum(value.size for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray))
     random_runs = FEW_RUNS if numbers > MANY_NUMBERS else RANDOM_RUNS
@@ -271,7 +307,9 @@ def _runs(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
 
 
 def softmax_through_logarithm(logits: Rounded, axis: int = -1) -> np.ndarray:
-    """`exp(x - log sum exp x)`, as kernels that hold a log-sum-exp compute it: right, but it rounds a logarithm as large as x."""
+    """`exp(x - log sum exp x)`, as kernels that hold a log-sum-exp compute it: right, but it rounds a
+    logarithm as large as x.
+    """
     wide = Rounded.of(logits, ACCUMULATOR[logits.dtype_name], logits.generator)
     top = wide.max(axis=axis, keepdims=True)
     weights = np.exp(wide - (top + np.log(np.exp(wide - top).sum(axis=axis, keepdims=True))))

@@ -1,8 +1,9 @@
-"""What a worker does with a law that may end its process: it notes each call, and ends itself where a call takes too long.
+"""What a worker does with a law that may end its process: it notes each call, and ends itself where a call
+takes too long.
 
-A worker notes each call before it makes it (`WATCH`); a call that takes too long ends the worker. Where a worker dies, `Deaths`
-reads the note: the law at hand has failed, and others are asked by another worker. A function that has ended `GIVEN_UP` workers is
-asked no more.
+A worker notes each call before it makes it (`WATCH`); a call that takes too long ends the worker. Where a
+worker dies, `Deaths` reads the note: the law at hand has failed, and others are asked by another worker. A
+function that has ended `GIVEN_UP` workers is asked no more.
 """
 
 import faulthandler
@@ -32,7 +33,9 @@ class NotAsked(BaseException):
 
 
 class Watch:
-    """Keeps an eye on the calls of this process: each has to end within `seconds`, without which nothing is watched."""
+    """Keeps an eye on the calls of this process: each has to end within `seconds`, without which nothing
+    is watched.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -46,7 +49,9 @@ class Watch:
         if folder is None:
             self._dump = os.fdopen(os.dup(2), "wb")
             return
-        self._note, self._dump = ((folder / f"{worker}.{name}").open("wb", buffering=0) for name in (_NOTE, _DUMP))
+        self._note, self._dump = (
+            (folder / f"{worker}.{name}").open("wb", buffering=0) for name in (_NOTE, _DUMP)
+        )
         faulthandler.enable(self._dump)
 
     def call(self, path: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -64,7 +69,9 @@ class Watch:
     def require_alive(self, column: str, functions: tuple[str, ...]) -> None:
         """Raise NotAsked for a law of a function that has ended too many processes."""
         given_up = self._folder and self._folder / _GIVEN_UP
-        for line in given_up.read_text(encoding="utf-8").splitlines() if given_up and given_up.exists() else []:
+        for line in (
+            given_up.read_text(encoding="utf-8").splitlines() if given_up and given_up.exists() else []
+        ):
             each, path, what = line.split("\t")
             if each == column and {path, "*"} & set(functions):
                 raise NotAsked(f"{path} {NO_MORE}: {what}")
@@ -87,7 +94,9 @@ class Deaths:
         self._counts: Counter[str] = Counter()
 
     def told(self, worker: Any, column: str) -> tuple[str, str]:
-        """How a worker died, with the call that it was making, and the line of the implementation that it was at."""
+        """How a worker died, with the call that it was making, and the line of the implementation that it
+        was at.
+        """
         name = worker.gateway.id
         note = text_of(self.folder / f"{name}.{_NOTE}").strip()
         dump = text_of(self.folder / f"{name}.{_DUMP}")
@@ -117,9 +126,15 @@ def _ending(worker: Any) -> str:
 
 
 def _line_of(dump: str) -> str:
-    """The line of the implementation that a dump of faulthandler shows: the innermost of the watched thread."""
+    """The line of the implementation that a dump of faulthandler shows: the innermost of the watched
+    thread.
+    """
     thread = next((part for part in dump.split("\n\n") if f'{Path(__file__).name}"' in part), "")
     inner = thread.partition(f'{Path(__file__).name}"')[0]
     frames = re.findall(r'^  File "(.+)", line (\d+) in (.+)$', inner, flags=re.MULTILINE)
-    own = [frame for frame in frames if "site-packages" not in frame[0] and not frame[0].startswith(sys.base_prefix)]
+    own = [
+        frame
+        for frame in frames
+        if "site-packages" not in frame[0] and not frame[0].startswith(sys.base_prefix)
+    ]
     return "{}:{}, {}".format(*(own or frames)[0]) if frames else ""

@@ -1,7 +1,8 @@
 """How values travel between two processes: as JSON, with the bytes of each array beside it.
 
-A program in another language reads the arrays from files (`process.py`). A process of our own gets a frame: two lengths, the JSON,
-and the arrays one after another. The child of the classroom loads this file by its path: it imports NumPy and nothing of ours.
+A program in another language reads the arrays from files (`process.py`). A process of our own gets a frame:
+two lengths, the JSON, and the arrays one after another. The child of the classroom loads this file by its
+path: it imports NumPy and nothing of ours.
 """
 
 import json
@@ -13,8 +14,18 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-STORED = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "int64": "<i8", "int32": "<i4", "bool": "?"}
-"""How a file holds the numbers of each dtype: little-endian, without a header; bfloat16 as its 16 bits, bool as a byte."""
+STORED = {
+    "float64": "<f8",
+    "float32": "<f4",
+    "float16": "<f2",
+    "bfloat16": "<u2",
+    "int64": "<i8",
+    "int32": "<i4",
+    "bool": "?",
+}
+"""How a file holds the numbers of each dtype: little-endian, without a header; bfloat16 as its 16 bits,
+bool as a byte.
+"""
 NATIVE = {np.dtype(each).name: each for each in "?bhilqBHILQefdg"}
 """The dtypes of a frame: both of its ends are on one machine."""
 
@@ -26,19 +37,28 @@ class BadMessage(Exception):
 
 
 def to_json(value: Any, leaf: Callable[[Any, str], Any], name: str = "") -> Any:
-    """A value as JSON has it. `leaf` gives the JSON of what is no tuple and no list, such as an array, by its name."""
+    """A value as JSON has it. `leaf` gives the JSON of what is no tuple and no list, such as an array, by
+    its name.
+    """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value, strict=True)
-        return {"type": type_name(value), **{field: to_json(each, leaf, f"{name}.{field}") for field, each in fields}}
+        return {
+            "type": type_name(value),
+            **{field: to_json(each, leaf, f"{name}.{field}") for field, each in fields},
+        }
     if isinstance(value, tuple | list):
         return [to_json(each, leaf, f"{name}.{place}") for place, each in enumerate(value)]
     return leaf(value, name)
 
 
-def from_json(content: Any, array: Callable[[dict[str, Any]], Any], named: Callable[[str, dict[str, Any]], Any]) -> Any:
-    """The value that JSON stands for. `array` reads an array, `named` makes the tuple of a type and its fields.
+def from_json(
+    content: Any, array: Callable[[dict[str, Any]], Any], named: Callable[[str, dict[str, Any]], Any]
+) -> Any:
+    """The value that JSON stands for. `array` reads an array, `named` makes the tuple of a type and its
+    fields.
 
-    A list with anything in it that is no number or text is a tuple. Raises BadMessage for a fraction of other things.
+    A list with anything in it that is no number or text is a tuple. Raises BadMessage for a fraction of other
+    things.
     """
     if isinstance(content, list):
         entries = [from_json(each, array, named) for each in content]
@@ -58,7 +78,9 @@ def from_json(content: Any, array: Callable[[dict[str, Any]], Any], named: Calla
 
 
 def plain(value: Any) -> Any:
-    """A number, a text or nothing as JSON has it: a number that is not finite as the text nan, inf or -inf."""
+    """A number, a text or nothing as JSON has it: a number that is not finite as the text nan, inf or
+    -inf.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
@@ -77,7 +99,9 @@ def parsed(text: str | bytes) -> Any:
     """What JSON says. Raises BadMessage for text that is none: NaN and Infinity are no numbers of JSON."""
 
     def refuse(name: str) -> NoReturn:
-        raise BadMessage(f'something that is no JSON, which has no {name}: wanted the text "nan", "inf" or "-inf"')
+        raise BadMessage(
+            f'something that is no JSON, which has no {name}: wanted the text "nan", "inf" or "-inf"'
+        )
 
     try:
         return json.loads(text, parse_constant=refuse)
@@ -89,7 +113,9 @@ def parsed(text: str | bytes) -> Any:
 
 
 def size_of(content: dict[str, Any], stored: dict[str, str]) -> int:
-    """How many bytes an array of this description has. Raises BadMessage for a shape or a dtype that there is not."""
+    """How many bytes an array of this description has. Raises BadMessage for a shape or a dtype that there
+    is not.
+    """
     shape, dtype = content.get("shape"), content.get("dtype")
     if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
         raise BadMessage(f"an array of shape {shown(shape)}, wanted a list of whole numbers")
@@ -133,7 +159,8 @@ def frame(message: dict[str, Any], values: Sequence[Any] = ()) -> bytes:
         array = np.asarray(value)
         if array.dtype.name not in NATIVE:
             raise BadMessage(f"an array of {array.dtype}; wanted numbers or booleans")
-        # The axes travel in the order in which they lie in the memory, so that a transposed array arrives as one.
+        # The axes travel in the order in which they lie in the memory, so that a transposed array arrives as
+        # one.
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
         parts.append(array.transpose(order).astype(NATIVE[array.dtype.name]).tobytes())
         return {"shape": [array.shape[axis] for axis in order], "dtype": array.dtype.name, "order": order}
@@ -143,7 +170,9 @@ def frame(message: dict[str, Any], values: Sequence[Any] = ()) -> bytes:
 
 
 def sizes(header: bytes, largest: int) -> tuple[int, int]:
-    """The lengths of the two parts that follow a header of 16 bytes. Raises BadMessage if they are too large."""
+    """The lengths of the two parts that follow a header of 16 bytes. Raises BadMessage if they are too
+    large.
+    """
     text, body = struct.unpack(">QQ", header)
     for length, most in ((text, LARGEST_TEXT), (body, largest)):
         if length > most:
@@ -159,7 +188,8 @@ def read(
 ) -> tuple[dict[str, Any], list[Any]]:
     """The message and the values of a frame; `native` is called with each array. Raises BadMessage.
 
-    Each array takes the bytes after those of the one before: a small frame cannot claim large arrays that lie over each other.
+    Each array takes the bytes after those of the one before: a small frame cannot claim large arrays that lie
+    over each other.
     """
     message, left = parsed(text), memoryview(body)
     if not isinstance(message, dict) or not isinstance(message.get("values"), list):

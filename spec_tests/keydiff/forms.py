@@ -202,6 +202,11 @@ FORMS: dict = {
         matrix_row_by_row,
         matrix_by_outer_products,
     ),
-    "pairwise_score": (pairwise_by_sum, pairwise_by_ones, pairwise_by_columns, pairwise_from_the_sum_of_directions),
+    "pairwise_score": (
+        pairwise_by_sum,
+        pairwise_by_ones,
+        pairwise_by_columns,
+        pairwise_from_the_sum_of_directions,
+    ),
 }
 unit, anchor, score, similarity_matrix, pairwise_score = (forms[0] for forms in FORMS.values())

@@ -13,9 +13,13 @@ def one_over_norm(keys):
 
 
 def mean_direction(impl, keys):
-    """The mean of `k / |k|`, added part by part, and what its channels may be wrong by: errors of many keys add up by squares."""
+    """The mean of `k / |k|`, added part by part, and what its channels may be wrong by: errors of many
+    keys add up by squares.
+    """
     parts = in_parts(
-        lambda part, weight: np.stack([part * weight, (part * weight) ** 2, np.abs(part * weight)]).sum(axis=-2),
+        lambda part, weight: np.stack([part * weight, (part * weight) ** 2, np.abs(part * weight)]).sum(
+            axis=-2
+        ),
         keys,
         one_over_norm(keys)[..., None],
     )
@@ -29,7 +33,10 @@ def scores_in_parts(impl, keys):
     length = np.linalg.norm(mu, axis=-1, keepdims=True)
     muhat, error = (mu / length)[..., None, :], (error / length)[..., None, :]
     cosines = (khat @ np.swapaxes(muhat, -1, -2))[..., 0]
-    # A cosine is a logit of two unit vectors, but for the root; muhat has the error of mu, and that of its length.
+    # A cosine is a logit of two unit vectors, but for the root; muhat has the error of mu, and that of its
+    # length.
     slack = np.sqrt(keys.shape[-1]) * logit_errors(impl, muhat, khat)[..., 0, :]
-    slack += 2 * np.sqrt((khat**2 * error**2).sum(axis=-1)) + 2 * np.abs(cosines) * np.sqrt((muhat**2 * error**2).sum(axis=-1))
+    slack += 2 * np.sqrt((khat**2 * error**2).sum(axis=-1)) + 2 * np.abs(cosines) * np.sqrt(
+        (muhat**2 * error**2).sum(axis=-1)
+    )
     return -cosines, slack

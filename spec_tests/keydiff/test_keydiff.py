@@ -22,7 +22,9 @@ def test_score_is_minus_the_cosine_to_the_anchor(impl, case):
 
 @law("KD-8", of=SCORE, kind="edge", case=cases(kinds=("zero_keys", "cancelling_keys", "ties")))
 def test_the_score_where_a_direction_is_missing(impl, case):
-    """Zero keys, which have no direction, and keys whose directions cancel are scored as decided: their cosines are 0."""
+    """Zero keys, which have no direction, and keys whose directions cancel are scored as decided: their
+    cosines are 0.
+    """
     agrees(impl, SCORE, case.keys)
 
 
@@ -36,7 +38,9 @@ def test_score_in_plain_loops(impl, case):
         mu = [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)]
         if math.hypot(*mu) < 1e-3:
             return  # keys that nearly cancel leave fewer digits than the comparison asks for
-        expected[place] = [-math.fsum(x * y for x, y in zip(row, mu, strict=True)) / math.hypot(*mu) for row in rows]
+        expected[place] = [
+            -math.fsum(x * y for x, y in zip(row, mu, strict=True)) / math.hypot(*mu) for row in rows
+        ]
     agrees(impl, SCORE, keys, by_hand=expected)
 
 
@@ -67,7 +71,12 @@ def test_long_and_short_keys_count_alike(impl, exponent):
     keys = np.array([[[[2.0**exponent, 0], [0, 1], [0, 1], [2.0**-exponent, 2.0**-exponent]]]])
     first, second, third, last = agrees(impl, SCORE, keys)[0, 0]
     in_order = first > max(second, third) and min(second, third) > last
-    require(in_order, "the order depends on the lengths of the keys", "e1 above e2 above (1, 1)", (first, second, third, last))
+    require(
+        in_order,
+        "the order depends on the lengths of the keys",
+        "e1 above e2 above (1, 1)",
+        (first, second, third, last),
+    )
 
 
 def check_anchor(impl, case):
@@ -83,15 +92,25 @@ def test_the_anchor_averages_directions(impl, case):
 
 @law("KD-8", of="keydiff.anchor", kind="edge", case=cases(kinds=("zero_keys", "ties")))
 def test_a_zero_key_counts_as_a_token_of_no_direction(impl, case):
-    """A zero key adds nothing to the sum of the directions, and one to the number of tokens that it is divided by."""
+    """A zero key adds nothing to the sum of the directions, and one to the number of tokens that it is
+    divided by.
+    """
     check_anchor(impl, case)
 
 
 @law("KD-8", of=SCORE, case=cases(), seed=seeds())
 def test_rescaling_each_key_changes_nothing(impl, case, seed):
-    """Each key may be multiplied by its own positive number: only directions count (powers of two, so nothing is rounded)."""
+    """Each key may be multiplied by its own positive number: only directions count (powers of two, so
+    nothing is rounded).
+    """
     factors = 2.0 ** np.random.default_rng(seed).integers(-3, 4, size=(*case.keys.shape[:-1], 1))
-    agrees(impl, SCORE, case.keys, got=impl.keydiff.score(impl.round(case.keys) * factors), what="the score of the rescaled keys")
+    agrees(
+        impl,
+        SCORE,
+        case.keys,
+        got=impl.keydiff.score(impl.round(case.keys) * factors),
+        what="the score of the rescaled keys",
+    )
 
 
 @law("KD-8", of=SCORE, case=cases(), seed=seeds())
@@ -127,14 +146,18 @@ def test_a_zero_key_scores_zero(impl, case, zero_at):
 
 @law("KD-8", of=SCORE)
 def test_the_anchor_is_the_mean_of_unit_keys(impl):
-    """Keys (10,0), (0,1), (.2,1), (1,1) rank 0, 1, 2, 3; with the raw mean as anchor they would rank 1, 2, 3, 0."""
+    """Keys (10,0), (0,1), (.2,1), (1,1) rank 0, 1, 2, 3; with the raw mean as anchor they would rank 1, 2,
+    3, 0.
+    """
     score = impl.keydiff.score(np.array([[[[10.0, 0], [0, 1], [0.2, 1], [1, 1]]]]))
     equal(np.argsort(-score[0, 0], kind="stable"), [0, 1, 2, 3], "the tokens rank in another order")
 
 
 @law("KD-8", of=SCORE, kind="refusal", bad=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_numbers_that_are_not_finite_do_not_pass_in_silence(impl, bad):
-    """A NaN or an infinite number among the keys raises ValueError or shows as NaN in the scores of its head."""
+    """A NaN or an infinite number among the keys raises ValueError or shows as NaN in the scores of its
+    head.
+    """
     keys = np.ones((1, 1, 3, 2))
     keys[0, 0, 1, 1] = bad
     try:
@@ -143,7 +166,9 @@ def test_numbers_that_are_not_finite_do_not_pass_in_silence(impl, bad):
         if impl.strict and not isinstance(error, ValueError):
             raise
         return
-    require(np.isnan(got).any(), f"keys with {bad} in them have scores that look like any others", np.nan, got)
+    require(
+        np.isnan(got).any(), f"keys with {bad} in them have scores that look like any others", np.nan, got
+    )
 
 
 @law("KD-8", of=SCORE, kind="refusal", bad=st.sampled_from([(3,), (2, 0, 4, 3), (2, 1, 0, 3)]))
@@ -158,7 +183,12 @@ def test_pairwise_score_sums_the_rows_of_the_similarity_matrix(impl, case):
     agrees(impl, "keydiff.pairwise_score", case.keys)
 
 
-@law("KD-7", of=("keydiff.similarity_matrix", "keydiff.pairwise_score"), kind="edge", case=cases(kinds=("zero_keys", "ties")))
+@law(
+    "KD-7",
+    of=("keydiff.similarity_matrix", "keydiff.pairwise_score"),
+    kind="edge",
+    case=cases(kinds=("zero_keys", "ties")),
+)
 def test_a_zero_key_is_similar_to_none(impl, case):
     """The cosines of a zero key are 0, the one with itself too."""
     agrees(impl, "keydiff.similarity_matrix", case.keys)
@@ -184,54 +214,95 @@ def test_pairwise_score_in_plain_loops(impl, case):
         rows = keys[item, head].tolist()
         for (place, row), other in itertools.product(enumerate(rows), rows):
             norms = math.hypot(*row) * math.hypot(*other)
-            expected[item, head, place] -= math.fsum(x * y for x, y in zip(row, other, strict=True)) / norms if norms else 0
+            expected[item, head, place] -= (
+                math.fsum(x * y for x, y in zip(row, other, strict=True)) / norms if norms else 0
+            )
     agrees(impl, "keydiff.pairwise_score", keys, by_hand=expected)
 
 
 @law("KD-7", of=("keydiff.anchor", SCORE), case=cases())
 def test_both_scores_rank_alike(impl, case):
-    """Row i of S sums to T |mu| cos(k_i, mu): the pairwise score is the anchor's score times a positive number."""
+    """Row i of S sums to T |mu| cos(k_i, mu): the pairwise score is the anchor's score times a positive
+    number.
+    """
     size = case.keys.shape[2] * np.linalg.norm(impl.keydiff.anchor(case.keys), axis=-1, keepdims=True)
     pairwise = impl.allowance("keydiff.pairwise_score", case.keys)
     got = size * impl.keydiff.score(case.keys)
-    slack = 2 * pairwise.largest + size * within(impl, roundings=0) + 4 * case.keys.shape[2] * final_rounding(impl)
+    slack = (
+        2 * pairwise.largest
+        + size * within(impl, roundings=0)
+        + 4 * case.keys.shape[2] * final_rounding(impl)
+    )
     near(got, pairwise.expected, slack, "T |mu| times the score")
 
 
-@law("KD-O", of=(SCORE, "selection.top_k"), brute_force=True, case=cases(min_length=2, max_length=5), share=shares())
+@law(
+    "KD-O",
+    of=(SCORE, "selection.top_k"),
+    brute_force=True,
+    case=cases(min_length=2, max_length=5),
+    share=shares(),
+)
 def test_top_k_solves_the_relaxed_problem(impl, case, share):
-    """No other set of N keys has a smaller sum of khat_i . mu, which plain loops compute: every set is tried."""
+    """No other set of N keys has a smaller sum of khat_i . mu, which plain loops compute: every set is
+    tried.
+    """
     keys = impl.round(case.keys)
     budget = max(1, int(share * keys.shape[2]))
     kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
     similarity, slack = mean_cosines(keys), impl.allowance(SCORE, keys).largest
     selects(kept, -similarity, budget, slack=slack + 1e-12)
     for place in np.ndindex(keys.shape[:2]):
-        got, best = similarity[place][kept[place]].sum(), min(map(sum, itertools.combinations(similarity[place], budget)))
-        require(got - best <= 2 * budget * slack + 1e-12, "another set of the same size is less similar to the anchor", best, got)
+        got, best = (
+            similarity[place][kept[place]].sum(),
+            min(map(sum, itertools.combinations(similarity[place], budget))),
+        )
+        require(
+            got - best <= 2 * budget * slack + 1e-12,
+            "another set of the same size is less similar to the anchor",
+            best,
+            got,
+        )
 
 
 @law("KD-O", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=5), share=shares())
 def test_no_exchange_improves_the_relaxed_problem(impl, case, share):
-    """No kept key has a larger khat_i . mu, which plain loops compute, than an evicted one: so no other set has a smaller sum."""
+    """No kept key has a larger khat_i . mu, which plain loops compute, than an evicted one: so no other
+    set has a smaller sum.
+    """
     keys = impl.round(case.keys)
     budget = max(1, int(share * case.length))
     kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
     selects(kept, -mean_cosines(keys), budget, slack=lambda: impl.allowance(SCORE, keys).largest + 1e-12)
 
 
-@law("KD-O", of=(SCORE, "selection.top_k"), examples=2, case=paper_cases(kinds=("normal", "drift")), budget=paper_budgets)
+@law(
+    "KD-O",
+    of=(SCORE, "selection.top_k"),
+    examples=2,
+    case=paper_cases(kinds=("normal", "drift")),
+    budget=paper_budgets,
+)
 def test_no_exchange_improves_the_problem_of_a_long_prompt(impl, case, budget):
-    """Of 16K to 128K keys with a direction of their own, the 2,048 to 8,192 of the smallest khat_i . mu are kept."""
+    """Of 16K to 128K keys with a direction of their own, the 2,048 to 8,192 of the smallest khat_i . mu
+    are kept.
+    """
     keys = impl.round(case.keys + 2)
     scores, slack = scores_in_parts(impl, keys)
     kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
     selects(kept, scores, min(budget, case.length), slack=slack)
 
 
-@law("KD-O", of=("keydiff_theory.pairwise_objective", "keydiff_theory.relaxed_objective"), case=cases(max_length=33), seed=seeds())
+@law(
+    "KD-O",
+    of=("keydiff_theory.pairwise_objective", "keydiff_theory.relaxed_objective"),
+    case=cases(max_length=33),
+    seed=seeds(),
+)
 def test_the_objectives_are_sums_of_cosines(impl, case, seed):
-    """The pairwise objective sums the cosines of all pairs in S, the relaxed one khat . mu over the tokens of S."""
+    """The pairwise objective sums the cosines of all pairs in S, the relaxed one khat . mu over the tokens
+    of S.
+    """
     keys, kept = impl.round(case.keys), np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
     pairwise, relaxed = np.zeros(kept.shape[:2]), np.zeros(kept.shape[:2])
     for place in np.ndindex(kept.shape[:2]):
@@ -244,16 +315,27 @@ def test_the_objectives_are_sums_of_cosines(impl, case, seed):
 
 @law("KD-O", of=(SCORE, "selection.top_k"), brute_force=True, case=cases(min_length=2))
 def test_evicting_one_token_is_exactly_optimal(impl, case):
-    """With N = n - 1, as in each step of decoding, no other choice leaves a smaller sum of pairwise cosines (no key being zero)."""
+    """With N = n - 1, as in each step of decoding, no other choice leaves a smaller sum of pairwise
+    cosines (no key being zero).
+    """
     keys, length = impl.round(case.keys), case.keys.shape[2]
     if not keys.any(axis=-1).all():
         return
     kept = impl.selection.top_k(impl.keydiff.score(keys), length - 1)
     others = [np.broadcast_to(np.arange(length) != gone, kept.shape) for gone in range(length)]
-    got, best = pairwise_objective(keys, kept), np.min([pairwise_objective(keys, other) for other in others], axis=0)
-    # Leaving i out changes the objective by 1 - 2 n |mu| cos(k_i, mu), so an error of a score counts 2 n |mu| times.
+    got, best = (
+        pairwise_objective(keys, kept),
+        np.min([pairwise_objective(keys, other) for other in others], axis=0),
+    )
+    # Leaving i out changes the objective by 1 - 2 n |mu| cos(k_i, mu), so an error of a score counts 2 n |mu|
+    # times.
     slack = 4 * length * np.linalg.norm(anchor(keys), axis=-1) * impl.allowance(SCORE, keys).largest + 1e-11
-    require((got - best <= slack).all(), "evicting another token leaves a smaller sum of pairwise cosines", best, got)
+    require(
+        (got - best <= slack).all(),
+        "evicting another token leaves a smaller sum of pairwise cosines",
+        best,
+        got,
+    )
 
 
 ANY_SCALE = ("small", "moving_mean", "sinks", "vast", "mixed_norms", "normal")
@@ -267,7 +349,9 @@ def check_long_prompt(impl, case):
 
 @law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
 def test_long_prompts_are_scored_against_the_mean_of_all_their_keys(impl, case):
-    """Of thousands of keys, of norms from 1e-4 to 1e5, each is compared with the sum of all unit keys, added part by part."""
+    """Of thousands of keys, of norms from 1e-4 to 1e5, each is compared with the sum of all unit keys,
+    added part by part.
+    """
     check_long_prompt(impl, case)
 
 
@@ -280,10 +364,11 @@ def test_the_anchor_of_a_long_prompt_is_the_mean_of_its_parts(impl, case):
 
 
 def keys_that_cancel(impl, case):
-    """Keys along the axes, at the scale of the case, and their directions, whose sum every order of adding gives exactly.
+    """Keys along the axes, at the scale of the case, and their directions, whose sum every order of adding
+    gives exactly.
 
-    Most lie along the first axis, forwards and, from the middle on, backwards; one in 61 lies along another one. What little
-    is left of thousands is the anchor.
+    Most lie along the first axis, forwards and, from the middle on, backwards; one in 61 lies along another
+    one. What little is left of thousands is the anchor.
     """
     tokens = np.arange(case.length)
     others = tokens[case.seed % 61 :: 61]
@@ -306,20 +391,31 @@ def check_cancelling(impl, case):
 
 @law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
 def test_no_part_of_a_long_prompt_is_lost(impl, case):
-    """Where thousands of directions cancel, a part that is lost, counted twice or weighted wrongly turns the anchor."""
+    """Where thousands of directions cancel, a part that is lost, counted twice or weighted wrongly turns
+    the anchor.
+    """
     check_cancelling(impl, case)
 
 
 @law("KD-8", of=SCORE, kind="edge", examples=2, case=long_cases(kinds=("minute",), lengths=(4097, 8191)))
 def test_minute_keys_have_directions_too(impl, case):
-    """Keys of norms down to 7e-9, which no model has, are scored like longer ones: no epsilon takes their place."""
+    """Keys of norms down to 7e-9, which no model has, are scored like longer ones: no epsilon takes their
+    place.
+    """
     check_long_prompt(impl, case)
     check_cancelling(impl, case)
 
 
-@law("KD-8", of="keydiff.anchor", examples=1, case=long_cases(kinds=ANY_SCALE, lengths=(65_537, 40_960, 32_769)))
+@law(
+    "KD-8",
+    of="keydiff.anchor",
+    examples=1,
+    case=long_cases(kinds=ANY_SCALE, lengths=(65_537, 40_960, 32_769)),
+)
 def test_the_sum_of_a_long_prompt_keeps_its_last_digits(impl, case):
-    """A sum of directions that grows to tens of thousands and shrinks again is exact in float32; in half precision it is not."""
+    """A sum of directions that grows to tens of thousands and shrinks again is exact in float32; in half
+    precision it is not.
+    """
     keys, units = keys_that_cancel(impl, case)
     expected = units.mean(axis=-2)
     slack = rounding(impl, case.length) * np.abs(expected).max()

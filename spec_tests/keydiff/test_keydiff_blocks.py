@@ -1,4 +1,6 @@
-"""Laws of KeyDiff's ground: cached attention (KD-1 to KD-3), eviction policies (KD-4, KD-5), block prompt processing (KD-6)."""
+"""Laws of KeyDiff's ground: cached attention (KD-1 to KD-3), eviction policies (KD-4, KD-5), block prompt
+processing (KD-6).
+"""
 
 import numpy as np
 from hypothesis import strategies as st
@@ -7,7 +9,11 @@ from evictionary.reference.keydiff import Cache
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.keydiff.helpers import paper_budgets, scores_in_parts
 
-ATTENTION, CACHED, EVICT = "keydiff_theory.causal_attention", "keydiff_theory.cached_attention", "keydiff.evict"
+ATTENTION, CACHED, EVICT = (
+    "keydiff_theory.causal_attention",
+    "keydiff_theory.cached_attention",
+    "keydiff.evict",
+)
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
 
 budgets = st.integers(1, 20)
@@ -15,7 +21,9 @@ block_sizes = st.sampled_from([1, 2, 3, 4, 7, 16, 64])
 
 
 def own_queries(case):
-    """One query for each key, of the same head: the states of the case as they are, in another order of channels."""
+    """One query for each key, of the same head: the states of the case as they are, in another order of
+    channels.
+    """
     return np.roll(case.keys, 1, axis=-1)[..., ::-1] / 2
 
 
@@ -44,9 +52,20 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
     expected and slack are the scores and what they may be wrong by, where the oracle is not asked.
     """
     wanted = min(budget, before.positions.shape[-1])
-    equal(after.positions.shape, (*before.positions.shape[:-1], wanted), "the cache has positions of another shape")
-    equal(after.seen, before.seen, f"the cache says that it has seen {after.seen} tokens, wanted {before.seen}")
-    require((np.diff(after.positions, axis=-1) > 0).all(), "the kept tokens are not in position order", None, after.positions)
+    equal(
+        after.positions.shape,
+        (*before.positions.shape[:-1], wanted),
+        "the cache has positions of another shape",
+    )
+    equal(
+        after.seen, before.seen, f"the cache says that it has seen {after.seen} tokens, wanted {before.seen}"
+    )
+    require(
+        (np.diff(after.positions, axis=-1) > 0).all(),
+        "the kept tokens are not in position order",
+        None,
+        after.positions,
+    )
     kept = np.zeros(before.positions.shape, dtype=bool)
     for row in np.ndindex(*kept.shape[:-1]):
         kept[row] = np.isin(before.positions[row], after.positions[row])
@@ -61,7 +80,9 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
 
 @law("KD-1", of="keydiff_theory.transformer_block", case=cases())
 def test_a_block_is_attention_and_then_the_feed_forward(impl, case):
-    """Y = FFN(CSA(X)): attention comes first (here doubling), the feed-forward network second (here adding one)."""
+    """Y = FFN(CSA(X)): attention comes first (here doubling), the feed-forward network second (here adding
+    one).
+    """
     states = np.clip(np.round(case.keys), -64, 64)  # whole numbers that every dtype doubles exactly
     got = impl.keydiff_theory.transformer_block(states, lambda x: x * 2, lambda x: x + 1)
     equal(got, states * 2 + 1, "the block does not apply attention first and the feed-forward second")
@@ -104,7 +125,9 @@ def test_attention_is_finite_at_large_logits(impl):
 
 @law("KD-3", of=(ATTENTION, CACHED), case=cases(min_length=2), cut=st.floats(0, 1))
 def test_cached_equals_uncached(impl, case, cut):
-    """The tokens after the cut, attending to a cache of those before it, give what causal attention over all of them gives."""
+    """The tokens after the cut, attending to a cache of those before it, give what causal attention over
+    all of them gives.
+    """
     start = 1 + int(cut * (case.keys.shape[2] - 2))
     states = own_queries(case), case.keys, case.values
     cache = cache_of(impl.round(case.keys[..., :start, :]), impl.round(case.values[..., :start, :]))
@@ -114,16 +137,25 @@ def test_cached_equals_uncached(impl, case, cut):
 
 @law("KD-3", of=CACHED, case=cases(min_length=4), seed=seeds())
 def test_an_evicted_cache_is_seen_whole(impl, case, seed):
-    """The mask hides later new tokens only: the order of a cache from which tokens were evicted plays no part."""
+    """The mask hides later new tokens only: the order of a cache from which tokens were evicted plays no
+    part.
+    """
     old = case.keys.shape[2] - 2
     order = np.random.default_rng(seed).permutation(old)[: max(1, old - 1)]
     cache = impl.rounded(cache_of(case.keys[..., order, :], case.values[..., order, :])._replace(seen=old))
-    new = queries, *states = impl.rounded(tuple(each[..., old:, :] for each in (own_queries(case), case.keys, case.values)))
+    new = queries, *states = impl.rounded(
+        tuple(each[..., old:, :] for each in (own_queries(case), case.keys, case.values))
+    )
     keys, values = (np.concatenate(pair, axis=-2) for pair in zip(cache[:2], states, strict=True))
-    by_hand, size = causal_weights(queries, keys) @ values, np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
+    by_hand, size = (
+        causal_weights(queries, keys) @ values,
+        np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max()),
+    )
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
     got = impl.keydiff_theory.cached_attention(*new, backwards)
-    agrees(impl, CACHED, *new, cache, got=got, by_hand=by_hand, size=size, what="attention to the reversed cache")
+    agrees(
+        impl, CACHED, *new, cache, got=got, by_hand=by_hand, size=size, what="attention to the reversed cache"
+    )
 
 
 @law("KD-3", of="keydiff.append", case=tiny_cases(min_length=2))
@@ -131,12 +163,17 @@ def test_new_tokens_come_after_the_cache(impl, case):
     """Appending keeps every number, the cache before the new tokens, and goes on counting positions."""
     half = case.keys.shape[2] // 2
     first, second = (
-        tuple(states[..., part, :] for states in (case.keys, case.values)) for part in (slice(half), slice(half, None))
+        tuple(states[..., part, :] for states in (case.keys, case.values))
+        for part in (slice(half), slice(half, None))
     )
-    got, whole = impl.keydiff.append(impl.keydiff.append(None, *first), *second), cache_of(case.keys, case.values)
+    got, whole = (
+        impl.keydiff.append(impl.keydiff.append(None, *first), *second),
+        cache_of(case.keys, case.values),
+    )
     for name in Cache._fields:
         equal(getattr(got, name), getattr(whole, name), f"the joined cache has other {name}")
-    # Two tokens were seen and evicted: the next position is that of the sequence, not the length of the cache.
+    # Two tokens were seen and evicted: the next position is that of the sequence, not the length of the
+    # cache.
     got = impl.keydiff.append(cache_of(*first)._replace(seen=half + 2), *second)
     wanted = np.concatenate([whole.positions[..., :half], whole.positions[..., half:] + 2], axis=-1)
     equal(got.positions, wanted, "after an eviction the new tokens get other positions")
@@ -155,7 +192,11 @@ def test_eviction_keeps_a_subset_whole_and_in_order(impl, case, seed):
         rows = np.flatnonzero(kept[item, head])
         for name in ("keys", "values", "positions"):
             wanted = getattr(cache, name)[item, head][rows]
-            equal(getattr(got, name)[item, head], wanted, f"the {name} of a head are not those of its kept tokens")
+            equal(
+                getattr(got, name)[item, head],
+                wanted,
+                f"the {name} of a head are not those of its kept tokens",
+            )
     equal(got.seen, cache.seen, "eviction changes how many tokens were seen")
 
 
@@ -168,36 +209,57 @@ def test_rows_of_different_counts_are_refused(impl):
 
 @law("KD-5", of="keydiff_theory.attention_policy", seed=seeds(), budget=st.integers(1, 6))
 def test_a_policy_keeps_the_best_of_the_aggregated_weights(impl, seed, budget):
-    """phi = the last row of A keeps what the last query attends to (TOVA); phi = its column sums what all attended to (H2O)."""
+    """phi = the last row of A keeps what the last query attends to (TOVA); phi = its column sums what all
+    attended to (H2O).
+    """
     weights = np.random.default_rng(seed).integers(0, 16, size=(2, 3, 4, 5)) / 64
-    last = impl.keydiff_theory.attention_policy(weights, budget, aggregate=lambda attention: attention[..., -1, :])
+    last = impl.keydiff_theory.attention_policy(
+        weights, budget, aggregate=lambda attention: attention[..., -1, :]
+    )
     selects(last, weights[..., -1, :], min(budget, 5), what="the policy of the last row")
-    summed = impl.keydiff_theory.attention_policy(weights, budget, aggregate=lambda attention: attention.sum(-2))
+    summed = impl.keydiff_theory.attention_policy(
+        weights, budget, aggregate=lambda attention: attention.sum(-2)
+    )
     selects(summed, weights.sum(axis=-2), min(budget, 5), what="the policy of the column sums")
 
 
 @law("KD-6", of=BLOCK, case=cases(), budget=budgets, block_size=block_sizes)
 def test_each_block_joins_the_cache_and_all_but_the_best_go(impl, case, budget, block_size):
-    """After each block the cache holds the N best of [cache ; block] by KD-8, so never more than N + B tokens are held."""
+    """After each block the cache holds the N best of [cache ; block] by KD-8, so never more than N + B
+    tokens are held.
+    """
     cache, length = None, case.keys.shape[2]
     for start in range(0, length, block_size):
         stop = min(start + block_size, length)
         before = joined(impl, cache, case, start, stop)
-        cache = impl.keydiff.process_block(cache, case.keys[..., start:stop, :], case.values[..., start:stop, :], budget=budget)
+        cache = impl.keydiff.process_block(
+            cache, case.keys[..., start:stop, :], case.values[..., start:stop, :], budget=budget
+        )
         check_step(impl, before, cache, budget)
         assert before.positions.shape[-1] <= budget + block_size
 
 
 # In the plane few choices are close, whatever the dtype.
-@law("KD-6", of=PROMPT, case=cases(), budget=budgets, block_size=block_sizes, channels=st.sampled_from([None, 2]))
+@law(
+    "KD-6",
+    of=PROMPT,
+    case=cases(),
+    budget=budgets,
+    block_size=block_sizes,
+    channels=st.sampled_from([None, 2]),
+)
 def test_a_prompt_is_its_blocks_one_after_another(impl, case, budget, block_size, channels):
-    """Where no choice is close, a head keeps the positions of the prompt that a plain loop over its blocks keeps."""
+    """Where no choice is close, a head keeps the positions of the prompt that a plain loop over its blocks
+    keeps.
+    """
     keys = impl.round(case.keys)[..., :channels]
     # Which of two close tokens stays is judged step by step in the law above.
     expected, clear = np.zeros((*keys.shape[:2], 0), dtype=int), np.ones(keys.shape[:2], dtype=bool)
     for start in range(0, keys.shape[2], block_size):
         block = np.arange(start, min(start + block_size, keys.shape[2]))
-        candidates = np.concatenate([expected, np.broadcast_to(block, (*keys.shape[:2], block.size))], axis=-1)
+        candidates = np.concatenate(
+            [expected, np.broadcast_to(block, (*keys.shape[:2], block.size))], axis=-1
+        )
         scores = impl.allowance("keydiff.score", np.take_along_axis(keys, candidates[..., None], axis=2))
         ranked = np.sort(scores.expected, axis=-1)[..., ::-1]
         if candidates.shape[-1] > budget:
@@ -205,7 +267,11 @@ def test_a_prompt_is_its_blocks_one_after_another(impl, case, budget, block_size
         order = np.argsort(-scores.expected, axis=-1, kind="stable")[..., :budget]
         expected = np.sort(np.take_along_axis(candidates, order, axis=-1), axis=-1)
     got = impl.keydiff.process_prompt(keys, case.values, budget=budget, block_size=block_size)
-    equal(got.positions[clear], expected[clear], "the prompt keeps other positions than its blocks one after another")
+    equal(
+        got.positions[clear],
+        expected[clear],
+        "the prompt keeps other positions than its blocks one after another",
+    )
     equal(got.seen, keys.shape[2], "the prompt has seen another number of tokens")
     for name, states in (("keys", keys), ("values", impl.round(case.values))):
         wanted = np.take_along_axis(states, got.positions[..., None], axis=2)
@@ -226,13 +292,17 @@ def test_decoding_is_a_block_of_one(impl, case, budget):
     cache = joined(impl, None, case, 0, 1)
     for place in range(1, min(case.keys.shape[2], 6)):
         before = joined(impl, cache, case, place, place + 1)
-        cache = impl.keydiff.decode(cache, case.keys[..., place, :], case.values[..., place, :], budget=budget)
+        cache = impl.keydiff.decode(
+            cache, case.keys[..., place, :], case.values[..., place, :], budget=budget
+        )
         check_step(impl, before, cache, budget)
 
 
 @law("KD-6", of=PROMPT, kind="edge")
 def test_of_equal_tokens_the_earlier_stays(impl):
-    """Keys e1, e1, e2, e1 with a budget of 2: e2 is the distinct one, and of the equal three the first is kept."""
+    """Keys e1, e1, e2, e1 with a budget of 2: e2 is the distinct one, and of the equal three the first is
+    kept.
+    """
     keys = np.array([[[[1.0, 0], [1, 0], [0, 1], [1, 0]]]])
     for block_size in (1, 2, 3, 4):
         got = impl.keydiff.process_prompt(keys, keys, budget=2, block_size=block_size).positions
@@ -248,7 +318,9 @@ def test_bad_blocks_are_refused(impl, name):
 
 @law("KD-6", of=BLOCK, examples=2, case=long_cases(lengths=(8191, 4097, 12_289)))
 def test_a_block_joins_a_cache_of_thousands(impl, case):
-    """A block of a thousand tokens joins a cache of thousands: the 2,048 best of all of them stay, whole and in order."""
+    """A block of a thousand tokens joins a cache of thousands: the 2,048 best of all of them stay, whole
+    and in order.
+    """
     first = case.length - 1000
     # The keys of the block point away from those of the cache: to lose one is a mistake of size.
     away = np.where(np.arange(case.length) < first, 3, -3)[:, None]
@@ -260,19 +332,29 @@ def test_a_block_joins_a_cache_of_thousands(impl, case):
     np.put_along_axis(kept, after.positions, True, axis=-1)
     scores, slack = scores_in_parts(impl, keys)
     selects(kept, scores, 2048, slack=slack, what="the cache after the block")
-    equal(after.keys, keys[kept].reshape(after.keys.shape), "the kept keys are not those at the kept positions")
-    equal(after.values, values[kept].reshape(after.values.shape), "the kept values are not those at the kept positions")
+    equal(
+        after.keys, keys[kept].reshape(after.keys.shape), "the kept keys are not those at the kept positions"
+    )
+    equal(
+        after.values,
+        values[kept].reshape(after.values.shape),
+        "the kept values are not those at the kept positions",
+    )
 
 
 @law("KD-6", of=(BLOCK, DECODE), examples=2, case=paper_cases((16_384, 8320, 6300)), budget=paper_budgets)
 def test_blocks_of_128_join_a_full_cache(impl, case, budget):
-    """At the paper's B = 128 and N = 2,048 to 8,192 each of the last blocks, and then each new token, leaves the N best."""
+    """At the paper's B = 128 and N = 2,048 to 8,192 each of the last blocks, and then each new token,
+    leaves the N best.
+    """
     keys, values = impl.round(case.keys + 2), impl.round(case.values)
     first = min(budget, case.length - 3 * 128 - 2)
     cache = cache_of(keys[:, :, :first], values[:, :, :first])
     for start, stop in zip([0, 128, 256, 384, 385], [128, 256, 384, 385, 386], strict=True):
         new = slice(first + start, first + stop)
-        before = joined(impl, cache, case, new.start, new.stop)._replace(keys=np.concatenate([cache.keys, keys[:, :, new]], axis=2))
+        before = joined(impl, cache, case, new.start, new.stop)._replace(
+            keys=np.concatenate([cache.keys, keys[:, :, new]], axis=2)
+        )
         if stop - start == 1:
             cache = impl.keydiff.decode(cache, keys[:, :, new.start], values[:, :, new.start], budget=budget)
         else:
@@ -283,14 +365,22 @@ def test_blocks_of_128_join_a_full_cache(impl, case, budget):
 
 @law("KD-6", of=PROMPT, examples=2, case=paper_cases((16_384, 32_769, 8320)), budget=paper_budgets)
 def test_a_prompt_of_hundreds_of_blocks_keeps_what_is_distinct(impl, case, budget):
-    """In blocks of 128, one key in 32 points another way: every one of them is kept, in whatever block it came."""
+    """In blocks of 128, one key in 32 points another way: every one of them is kept, in whatever block it
+    came.
+    """
     distinct = np.arange(case.length) % 32 == case.seed % 32
     keys = np.zeros_like(case.keys)
     keys[:, :, distinct, 1] = keys[:, :, ~distinct, 0] = 1
     values = impl.round(case.values)
     got = impl.keydiff.process_prompt(keys, values, budget=budget, block_size=128)
-    equal(got.positions.shape, (*keys.shape[:2], min(budget, case.length)), "the cache holds another number of tokens")
-    equal(distinct[got.positions].sum(axis=-1), distinct.sum(), "a distinct key was evicted, or is held twice")
+    equal(
+        got.positions.shape,
+        (*keys.shape[:2], min(budget, case.length)),
+        "the cache holds another number of tokens",
+    )
+    equal(
+        distinct[got.positions].sum(axis=-1), distinct.sum(), "a distinct key was evicted, or is held twice"
+    )
     for name, states in (("keys", keys), ("values", values)):
         wanted = np.take_along_axis(states, got.positions[..., None], axis=2)
         equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")

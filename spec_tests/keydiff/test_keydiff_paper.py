@@ -1,4 +1,6 @@
-"""Laws about the KeyDiff paper alone: its derivation, its blocks, its operation count, and the theorems of its appendix C."""
+"""Laws about the KeyDiff paper alone: its derivation, its blocks, its operation count, and the theorems of
+its appendix C.
+"""
 
 import itertools
 import math
@@ -11,7 +13,15 @@ from hypothesis import strategies as st
 
 from evictionary.reference import keydiff, keydiff_theory, keydiff_variants
 from evictionary.reference.attention import softmax
-from evictionary.reference.keydiff import Cache, anchor, process_block, process_prompt, score, similarity_matrix, unit
+from evictionary.reference.keydiff import (
+    Cache,
+    anchor,
+    process_block,
+    process_prompt,
+    score,
+    similarity_matrix,
+    unit,
+)
 from evictionary.reference.keydiff_theory import causal_attention, pairwise_objective, relaxed_objective
 from evictionary.reference.selection import top_k
 from evictionary.spec_tests.judge.prelude import *
@@ -27,7 +37,9 @@ def test_streaming_in_two_parts_is_streaming_in_one(case, budget, block_size):
     """A prompt cut at a block boundary and taken up again keeps what it keeps uncut."""
     whole = process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
     cut = (case.length // block_size + 1) // 2 * block_size
-    cache = process_prompt(case.keys[:, :, :cut], case.values[:, :, :cut], budget=budget, block_size=block_size)
+    cache = process_prompt(
+        case.keys[:, :, :cut], case.values[:, :, :cut], budget=budget, block_size=block_size
+    )
     for start in range(cut, case.length, block_size):
         block = (slice(None), slice(None), slice(start, start + block_size))
         cache = process_block(cache, case.keys[block], case.values[block], budget=budget)
@@ -37,7 +49,9 @@ def test_streaming_in_two_parts_is_streaming_in_one(case, budget, block_size):
 
 @law("KD-6")
 def test_the_block_size_changes_what_is_kept():
-    """The scores are local to cache and block, as those of attention are: blocks of 2 keep another token than one block of 3."""
+    """The scores are local to cache and block, as those of attention are: blocks of 2 keep another token
+    than one block of 3.
+    """
     keys = np.array([[0.0, 1], [0, 1], [1, 0]])
     assert process_prompt(keys, keys, budget=1, block_size=3).positions.tolist() == [2]
     assert process_prompt(keys, keys, budget=1, block_size=2).positions.tolist() == [0]
@@ -45,7 +59,9 @@ def test_the_block_size_changes_what_is_kept():
 
 @law("KD-6", case=cases(min_length=2))
 def test_two_keys_are_equally_far_from_their_mean(case):
-    """With N = 1, decoding chooses between two tokens that score alike: the budget that KeyDiff can use starts at 2."""
+    """With N = 1, decoding chooses between two tokens that score alike: the budget that KeyDiff can use
+    starts at 2.
+    """
     for pair in np.split(case.keys[:, :, : case.keys.shape[2] // 2 * 2], case.keys.shape[2] // 2, axis=2):
         if (np.abs(pair).max(axis=-1) > 0).all():
             first, second = np.moveaxis(score(pair), -1, 0)
@@ -56,23 +72,34 @@ def test_two_keys_are_equally_far_from_their_mean(case):
 
 @law("KD-2")
 def test_a_mask_on_the_diagonal_too_leaves_the_first_token_nothing():
-    """Read with the diagonal, the upper triangular mask of -inf hides every key from the first token; it means strictly above."""
+    """Read with the diagonal, the upper triangular mask of -inf hides every key from the first token; it
+    means strictly above.
+    """
     hidden = np.triu(np.ones((2, 2), dtype=bool))
     assert hidden[0].all()
-    assert np.array_equal(causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]])
+    assert np.array_equal(
+        causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]]
+    )
 
 
 @law("KD-8S")
 def test_the_mean_of_the_keys_is_another_anchor():
-    """Keys (10,0), (0,1), (.2,1), (1,1): the first scores highest against the mean of the unit keys, and last against the mean."""
+    """Keys (10,0), (0,1), (.2,1), (1,1): the first scores highest against the mean of the unit keys, and
+    last against the mean.
+    """
     keys = np.array([[10.0, 0], [0, 1], [0.2, 1], [1, 1]])
-    ranks = [np.argsort(-scored(keys), kind="stable").tolist() for scored in (score, keydiff_variants.raw_mean_score)]
+    ranks = [
+        np.argsort(-scored(keys), kind="stable").tolist()
+        for scored in (score, keydiff_variants.raw_mean_score)
+    ]
     assert ranks == [[0, 1, 2, 3], [1, 2, 3, 0]]
 
 
 @law("KD-O")
 def test_the_pairwise_problem_is_not_solved():
-    """For the problem as stated, min over S of the sum of all pairwise cosines, KD-O is false: 4 is kept where 0 is possible."""
+    """For the problem as stated, min over S of the sum of all pairwise cosines, KD-O is false: 4 is kept
+    where 0 is possible.
+    """
     keys = np.array([[1.0, 0], [1, 0], [1, 0], [-1, 0], [-1, 0]])
     similarity = similarity_matrix(keys)
 
@@ -88,8 +115,12 @@ def test_the_pairwise_problem_is_not_solved():
 
 @law("KD-O", case=cases(min_length=2, max_length=5), seed=seeds())
 def test_the_rewriting_of_the_objective_holds(case, seed):
-    """The sum over S x S of the cosines is N sum_{i in S} khat_i . mu(S): this step of the derivation is exact."""
-    kept = np.random.default_rng(seed).random(case.keys.shape[:3]).argsort(axis=-1) < max(1, case.keys.shape[2] // 2)
+    """The sum over S x S of the cosines is N sum_{i in S} khat_i . mu(S): this step of the derivation is
+    exact.
+    """
+    kept = np.random.default_rng(seed).random(case.keys.shape[:3]).argsort(axis=-1) < max(
+        1, case.keys.shape[2] // 2
+    )
     directions = unit(case.keys)
     count = kept.sum(axis=-1)
     own_mean = (directions * kept[..., None]).sum(axis=-2) / count[..., None]
@@ -99,7 +130,9 @@ def test_the_rewriting_of_the_objective_holds(case, seed):
 
 @law("KD-O", case=cases(min_length=2, max_length=5))
 def test_the_mean_of_a_random_subset_is_near_the_mean(case):
-    """Over all subsets of N of T unit keys, |mu(S) - mu|^2 is (1 - |mu|^2) (T - N) / (N (T - 1)) on average."""
+    """Over all subsets of N of T unit keys, |mu(S) - mu|^2 is (1 - |mu|^2) (T - N) / (N (T - 1)) on
+    average.
+    """
     directions, mean = unit(case.keys), anchor(case.keys)
     length = case.keys.shape[2]
     spread = (directions**2).sum(axis=(-2, -1)) / length - (mean**2).sum(axis=-1)
@@ -114,7 +147,9 @@ def test_the_mean_of_a_random_subset_is_near_the_mean(case):
 
 @law("KD-O", scale=st.sampled_from([1, 4, 64, 1024]))
 def test_the_mean_of_the_kept_keys_does_not_converge(scale):
-    """The chosen subset is not random: with three keys e1 for each e2 and N = T/4 the kept mean is e2, 1.06 from mu at every T."""
+    """The chosen subset is not random: with three keys e1 for each e2 and N = T/4 the kept mean is e2,
+    1.06 from mu at every T.
+    """
     keys = np.repeat(np.eye(2), [3 * scale, scale], axis=0)
     kept = top_k(score(keys), scale)
     assert np.linalg.norm(keys[kept].mean(axis=0) - anchor(keys)) == pytest.approx(0.75 * math.sqrt(2))
@@ -122,12 +157,18 @@ def test_the_mean_of_the_kept_keys_does_not_converge(scale):
 
 @law("KD-O")
 def test_the_relaxed_optimum_bounds_nothing():
-    """Putting mu(K) for mu(S) gives no bound: N times its optimum lies below the pairwise optimum here and above it there."""
+    """Putting mu(K) for mu(S) gives no bound: N times its optimum lies below the pairwise optimum here and
+    above it there.
+    """
     opposite = np.array([[1.0, 0], [1, 0], [1, 0], [-1, 0], [-1, 0]])
     angle = math.radians(80)
-    spread = np.array([[1.0, 0]] * 6 + [[math.cos(angle), math.sin(angle)], [math.cos(angle), -math.sin(angle)]])
+    spread = np.array(
+        [[1.0, 0]] * 6 + [[math.cos(angle), math.sin(angle)], [math.cos(angle), -math.sin(angle)]]
+    )
     for keys, above in ((opposite, False), (spread, True)):
-        sets = [np.isin(np.arange(len(keys)), chosen) for chosen in itertools.combinations(range(len(keys)), 2)]
+        sets = [
+            np.isin(np.arange(len(keys)), chosen) for chosen in itertools.combinations(range(len(keys)), 2)
+        ]
         exact = min(pairwise_objective(keys, kept) for kept in sets)
         relaxed = min(2 * relaxed_objective(keys, kept) for kept in sets)
         assert (relaxed > exact + 0.3) == above and (relaxed < exact - 0.3) == (not above)
@@ -162,7 +203,8 @@ class Counting(np.ndarray):
             self.tally["additions"] += np.size(plain[0]) - size
         elif (kind := COUNTED.get(ufunc)) and method == "__call__":
             self.tally[kind] += size
-        counting = np.asarray(result).view(Counting)  # a single number too, so that its square root is counted
+        # a single number too, so that its square root is counted
+        counting = np.asarray(result).view(Counting)
         counting.tally = self.tally
         return counting
 
@@ -185,7 +227,9 @@ def count(function, length, head_dim):
 
 @law("KD-A1", length=st.integers(1, 40), head_dim=st.integers(1, 40))
 def test_the_printed_total_leaves_out_d_products(length, head_dim):
-    """Counted by instrumenting the reference: 6nd + 2d + 18n + 12. Printed: d fewer, the products of the anchor with 1/n."""
+    """Counted by instrumenting the reference: 6nd + 2d + 18n + 12. Printed: d fewer, the products of the
+    anchor with 1/n.
+    """
     counted = count(keydiff_theory.score_step_by_step, length, head_dim)
     assert counted == keydiff_theory.operation_count(length, head_dim)
     printed = 6 * length * head_dim + head_dim + 18 * length + 12
@@ -194,16 +238,24 @@ def test_the_printed_total_leaves_out_d_products(length, head_dim):
 
 @law("KD-T4")
 def test_the_anchor_makes_the_score_linear():
-    """Doubling the keys doubles the operations of KD-8 but for a constant, and quadruples those of the pairwise form."""
+    """Doubling the keys doubles the operations of KD-8 but for a constant, and quadruples those of the
+    pairwise form.
+    """
     linear = [sum(count(keydiff_theory.score_step_by_step, n, 8)) for n in (64, 128, 256)]
     assert linear[2] - linear[1] == 2 * (linear[1] - linear[0])
     square = [sum(count(keydiff.pairwise_score, n, 8)) for n in (64, 128, 256)]
     assert 3.9 < (square[2] - square[1]) / (square[1] - square[0]) < 4.1
 
 
-@law("KD-T2", case=seeded_cases(min_length=3, kinds=("normal", "drift", "outlier_channel")), budget=st.integers(2, 8))
+@law(
+    "KD-T2",
+    case=seeded_cases(min_length=3, kinds=("normal", "drift", "outlier_channel")),
+    budget=st.integers(2, 8),
+)
 def test_the_pairwise_form_keeps_the_same_cache(case, budget):
-    """Block by block both forms keep the same tokens: whatever sets their rows of table 2 apart, it is not the method."""
+    """Block by block both forms keep the same tokens: whatever sets their rows of table 2 apart, it is not
+    the method.
+    """
     arguments: dict[str, Any] = {"budget": budget, "block_size": 4}
     plain = keydiff.process_prompt(case.keys, case.values, **arguments)
     pairwise = keydiff.process_prompt(case.keys, case.values, scorer=keydiff.pairwise_score, **arguments)
@@ -212,8 +264,12 @@ def test_the_pairwise_form_keeps_the_same_cache(case, budget):
 
 @law("KD-T2")
 def test_the_printed_rows_of_the_anchors_differ():
-    """Table 2: both other rows differ from KeyDiff's in all four columns, by up to .33 and .39, and lead in three."""
-    table = np.array([[35.09, 40.28, 41.88, 42.40], [35.24, 40.61, 41.87, 42.45], [35.43, 40.67, 41.89, 42.26]])
+    """Table 2: both other rows differ from KeyDiff's in all four columns, by up to .33 and .39, and lead
+    in three.
+    """
+    table = np.array(
+        [[35.09, 40.28, 41.88, 42.40], [35.24, 40.61, 41.87, 42.45], [35.43, 40.67, 41.89, 42.26]]
+    )
     assert (table[1:] != table[0]).all()
     assert (table[1:] > table[0]).sum(axis=-1).tolist() == [3, 3]
     assert np.abs(table[1:] - table[0]).max(axis=-1).round(2).tolist() == [0.33, 0.39]
@@ -222,7 +278,9 @@ def test_the_printed_rows_of_the_anchors_differ():
 
 @law("KD-T3")
 def test_the_best_similarity_does_not_read_magnitudes():
-    """Table 3: the cosine beats the variant that reads direction and length by 4.95 at 2K; it changes nothing to rescale a key."""
+    """Table 3: the cosine beats the variant that reads direction and length by 4.95 at 2K; it changes
+    nothing to rescale a key.
+    """
     cosines, best_other = [35.09, 40.28, 41.88, 42.40], [30.14, 38.01, 41.09, 42.23]
     assert np.subtract(cosines, best_other).round(2).tolist() == [4.95, 2.27, 0.79, 0.17]
     keys = Case(kind="mixed_norms", length=33).keys
@@ -230,7 +288,13 @@ def test_the_best_similarity_does_not_read_magnitudes():
     assert np.abs(keydiff.score(keys) - keydiff.score(keys * lengths)).max() < 1e-12
 
 
-@law("KD-C1", seed=seeds(), length=st.integers(2, 40), head_dim=st.integers(1, 8), largest=st.sampled_from([0.5, 2.0, 8.0]))
+@law(
+    "KD-C1",
+    seed=seeds(),
+    length=st.integers(2, 40),
+    head_dim=st.integers(1, 8),
+    largest=st.sampled_from([0.5, 2.0, 8.0]),
+)
 def test_a_heavy_key_has_a_large_logit(seed, length, head_dim, largest):
     """k*.q >= a - M always; where a >= M or k*.q >= 0 the cosine is at least a/M - 1."""
     generator = np.random.default_rng(seed)
@@ -263,7 +327,9 @@ def test_the_cosine_bound_needs_its_hypothesis():
 
 @law("KD-C1S")
 def test_a_heavy_key_need_not_be_aligned():
-    """Ten keys at -20 q and one short key at a right angle to q: it draws more than .9999999 of the weight with a cosine of 0."""
+    """Ten keys at -20 q and one short key at a right angle to q: it draws more than .9999999 of the weight
+    with a cosine of 0.
+    """
     query = np.array([1.0, 0])
     keys = np.array([[-20.0, 0]] * 10 + [[0, 0.1]])
     weight = float(softmax(keys @ query)[-1])
@@ -274,13 +340,17 @@ def test_a_heavy_key_need_not_be_aligned():
 
 @law("KD-C1S")
 def test_the_bound_says_nothing_at_usual_sizes():
-    """At 8,192 keys, half of all attention on one key and norms up to 20 the cosine is bounded by -.55 only."""
+    """At 8,192 keys, half of all attention on one key and norms up to 20 the cosine is bounded by -.55
+    only.
+    """
     assert keydiff_theory.alignment_bound(8192, 0.5, 20.0) == pytest.approx(-0.549, abs=1e-3)
 
 
 @law("KD-C2", seed=seeds(), size=st.integers(1, 12))
 def test_the_basis_must_be_of_the_whole_space(seed, size):
-    """In any orthonormal basis the squares sum to 1; leave one of its vectors out and they fall short by its own square."""
+    """In any orthonormal basis the squares sum to 1; leave one of its vectors out and they fall short by
+    its own square.
+    """
     generator = np.random.default_rng(seed)
     basis = np.linalg.qr(generator.normal(size=(size, size)))[0]
     squares = keydiff_theory.squared_cosines(generator.normal(size=size), basis)
@@ -309,7 +379,9 @@ def test_the_bound_is_attained():
 
 @law("KD-C3S")
 def test_the_converse_does_not_hold():
-    """With kbar at 120 degrees from q, the most distinct key is that opposite to kbar; the key along q draws twice its logit."""
+    """With kbar at 120 degrees from q, the most distinct key is that opposite to kbar; the key along q
+    draws twice its logit.
+    """
     query = np.array([1.0, 0])
     mean = np.array([-0.5, -math.sqrt(0.75)])
     assert cosine(-mean, mean) == pytest.approx(-1) and cosine(query, mean) == pytest.approx(-0.5)
@@ -318,19 +390,23 @@ def test_the_converse_does_not_hold():
 
 @law("KD-C3S")
 def test_a_smaller_cosine_of_the_mean_lowers_the_bound_only():
-    """kbar turned further from q, from -.1 to -.2, brings it nearer to the same k*, from -.05 to .75; only the bound fell."""
+    """kbar turned further from q, from -.1 to -.2, brings it nearer to the same k*, from -.05 to .75; only
+    the bound fell.
+    """
     key = np.array([0.5, 0, math.sqrt(0.75)])
     near, far = np.array([-0.1, math.sqrt(0.99), 0]), np.array([-0.2, 0, math.sqrt(0.96)])
     assert cosine(key, near) == pytest.approx(-0.05)
     assert cosine(key, far) == pytest.approx(0.7485, abs=1e-4)
-    assert keydiff_theory.anchor_cosine_bound(np.array(0.5), np.array(-0.2)) < keydiff_theory.anchor_cosine_bound(
-        np.array(0.5), np.array(-0.1)
-    )
+    assert keydiff_theory.anchor_cosine_bound(
+        np.array(0.5), np.array(-0.2)
+    ) < keydiff_theory.anchor_cosine_bound(np.array(0.5), np.array(-0.1))
 
 
 @law("KD-F5", seed=seeds())
 def test_the_gram_matrix_of_many_keys_is_singular(seed):
-    """Of more keys than channels, the T x T Gram matrix has no volume; det K^T K has one, and it grows with the keys' lengths."""
+    """Of more keys than channels, the T x T Gram matrix has no volume; det K^T K has one, and it grows
+    with the keys' lengths.
+    """
     keys = np.random.default_rng(seed).normal(size=(12, 4))
     assert np.linalg.matrix_rank(keys @ keys.T) == 4
     sign, volume = np.linalg.slogdet(keys.T @ keys)
@@ -341,7 +417,9 @@ def test_the_gram_matrix_of_many_keys_is_singular(seed):
 
 @law("KD-F5")
 def test_copies_of_a_distinct_key_are_all_kept():
-    """KeyDiff compares with the mean, not with what it keeps: ten copies of one distinct key fill the budget, volume zero."""
+    """KeyDiff compares with the mean, not with what it keeps: ten copies of one distinct key fill the
+    budget, volume zero.
+    """
     keys = np.array([[1.0, 0, 0]] * 20 + [[0, 1, 0]] * 10 + [[0.6, 0, 0.8]] * 10)
     kept = top_k(keydiff.score(keys), 10)
     assert kept[20:30].all()
@@ -352,5 +430,7 @@ def test_copies_of_a_distinct_key_are_all_kept():
 def test_a_share_of_nothing_is_keydiff():
     """With a share of 0 the variant is KeyDiff, with a share of 1 a sliding window."""
     keys = Case(length=17, num_kv_heads=2).keys
-    assert np.array_equal(keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=0), top_k(keydiff.score(keys), 5))
+    assert np.array_equal(
+        keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=0), top_k(keydiff.score(keys), 5)
+    )
     assert keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=Fraction(1))[..., -5:].all()

@@ -23,7 +23,11 @@ from evictionary.spec_tests.shared.variants import (
     torch_weights,
 )
 
-SCORE, ATTENTION, CACHED = "keydiff.score", "keydiff_theory.causal_attention", "keydiff_theory.cached_attention"
+SCORE, ATTENTION, CACHED = (
+    "keydiff.score",
+    "keydiff_theory.causal_attention",
+    "keydiff_theory.cached_attention",
+)
 BLOCK, PROMPT, DECODE = "keydiff.process_block", "keydiff.process_prompt", "keydiff.decode"
 
 units = forms.unit_by_divide
@@ -37,7 +41,10 @@ def torch_units(states):
 def tiled(keys):
     """The anchor summed tile by tile, the last tile shorter."""
     directions = units(keys)
-    total = sum(directions[..., start : start + 16, :].sum(axis=-2, keepdims=True) for start in range(0, keys.shape[-2], 16))
+    total = sum(
+        directions[..., start : start + 16, :].sum(axis=-2, keepdims=True)
+        for start in range(0, keys.shape[-2], 16)
+    )
     return -(directions * units(total)).sum(axis=-1)
 
 
@@ -56,7 +63,9 @@ for name, parts, longest in (
     ("keys_in_long_double", {"unit": forms.unit_in_long_double}, None),
 ):
     control(SCORE, dtypes=NUMPY, name=name, max_length=longest)(put_together(forms, "score", **parts))
-control("keydiff.pairwise_score", dtypes=NUMPY, name="pairwise_by_the_total")(forms.pairwise_from_the_sum_of_directions)
+control("keydiff.pairwise_score", dtypes=NUMPY, name="pairwise_by_the_total")(
+    forms.pairwise_from_the_sum_of_directions
+)
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
@@ -76,7 +85,9 @@ def torch_rounding_each_step(keys):
 
 @control(SCORE, array_library="torch", dtypes=ALL)
 def torch_padded_and_permuted(keys):
-    """Tokens before heads, filled up to whole tiles of 16 with rubbish that is masked, sums in float32 or wider."""
+    """Tokens before heads, filled up to whole tiles of 16 with rubbish that is masked, sums in float32 or
+    wider.
+    """
     length = keys.shape[-2]
     by_token = keys.movedim(-2, 0)
     padded = torch.cat([by_token, torch.full((-length % 16, *by_token.shape[1:]), 1e3, dtype=keys.dtype)])
@@ -107,7 +118,9 @@ SEEN: set[Any] = set()
 
 @control(SCORE, array_library="torch", dtypes=NUMPY)
 def torch_compiled_anew(keys):
-    """As torch.compile does: another program, whose roundings differ, in deterministic mode and once it has seen two sizes."""
+    """As torch.compile does: another program, whose roundings differ, in deterministic mode and once it
+    has seen two sizes.
+    """
     SEEN.add(keys.shape)
     backwards = torch.are_deterministic_algorithms_enabled() or len(SEEN) > 1
     return torch_in_float32(keys.flip(-1, -2)).flip(-1) if backwards else torch_normalised_twice(keys)
@@ -148,7 +161,9 @@ def written_into_a_buffer(cache, keys, values):
     if cache is None:
         cache = Cache(keys[..., :0, :], values[..., :0, :], np.zeros((*keys.shape[:-2], 0), dtype=int), 0)
     old, new = cache.keys.shape[-2], keys.shape[-2]
-    buffers = [np.full((*states.shape[:-2], old + new, states.shape[-1]), np.nan) for states in (keys, values)]
+    buffers = [
+        np.full((*states.shape[:-2], old + new, states.shape[-1]), np.nan) for states in (keys, values)
+    ]
     for buffer, last, first in zip(buffers, (keys, values), (cache.keys, cache.values), strict=True):
         buffer[..., old:, :], buffer[..., :old, :] = last, first
     positions = np.zeros((*keys.shape[:-2], old + new), dtype=int)
@@ -158,7 +173,9 @@ def written_into_a_buffer(cache, keys, values):
 
 def gathered(cache, places):
     """The tokens at some places [..., N] of a cache."""
-    keys, values = (np.take_along_axis(states, places[..., None], axis=-2) for states in (cache.keys, cache.values))
+    keys, values = (
+        np.take_along_axis(states, places[..., None], axis=-2) for states in (cache.keys, cache.values)
+    )
     return Cache(keys, values, np.take_along_axis(cache.positions, places, axis=-1), cache.seen)
 
 
@@ -180,7 +197,9 @@ def best_places(scores, budget):
 
 @control(BLOCK, dtypes=NUMPY)
 def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
-    """The order by a stable sort of minus the scores of another implementation, the kept places sorted again."""
+    """The order by a stable sort of minus the scores of another implementation, the kept places sorted
+    again.
+    """
     joined = written_into_a_buffer(cache, keys, values)
     joined = joined._replace(keys=joined.keys.astype(keys.dtype), values=joined.values.astype(keys.dtype))
     return gathered(joined, best_places(summed_backwards(joined.keys), budget))
@@ -188,7 +207,9 @@ def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
 
 @control(PROMPT, dtypes=NUMPY)
 def places_of_the_prompt(keys, values, *, budget, block_size, scorer=None):
-    """Only the places of the prompt are carried from block to block; the numbers are gathered once, at the end."""
+    """Only the places of the prompt are carried from block to block; the numbers are gathered once, at the
+    end.
+    """
     length = keys.shape[-2]
     whole = Cache(keys, values, np.broadcast_to(np.arange(length), keys.shape[:-1]), length)
     places = whole.positions[..., :0]
@@ -221,7 +242,10 @@ def worst_place_deleted(cache, key, value, *, budget, scorer=None):
         scores = tiled(held[0])
         worst = scores.shape[-1] - 1 - scores[..., ::-1].argmin(axis=-1)
         left = np.arange(scores.shape[-1]) != worst[..., None]
-        held = [entry[left].reshape(*left.shape[:-1], left.shape[-1] - 1, *entry.shape[left.ndim :]) for entry in held]
+        held = [
+            entry[left].reshape(*left.shape[:-1], left.shape[-1] - 1, *entry.shape[left.ndim :])
+            for entry in held
+        ]
     return Cache(held[0], held[1], held[2], joined.seen)
 
 
@@ -240,7 +264,9 @@ def raw_total(keys):
     total = np.einsum("...td->...d", keys)
     norms, size = np.linalg.norm(keys, axis=-1), np.linalg.norm(total, axis=-1)[..., None]
     products = norms * size
-    return -np.divide(np.einsum("...td,...d->...t", keys, total), products, out=np.zeros_like(products), where=products > 0)
+    return -np.divide(
+        np.einsum("...td,...d->...t", keys, total), products, out=np.zeros_like(products), where=products > 0
+    )
 
 
 @control("keydiff_variants.dot_product_score", dtypes=NUMPY)

@@ -16,7 +16,9 @@ SCORE, TOP_R = "kvzip.score", "kvzip.top_r"
 def streamed_with_a_running_maximum(keys, replay_queries, replay_keys):
     """Query by query over tiles of 16 tokens, the largest so far kept."""
     weights = streamed(replay_queries, np.concatenate([keys, replay_keys], axis=2))[..., : keys.shape[2]]
-    return functools.reduce(np.maximum, np.moveaxis(weights.reshape(*keys.shape[:2], -1, keys.shape[2]), 2, 0))
+    return functools.reduce(
+        np.maximum, np.moveaxis(weights.reshape(*keys.shape[:2], -1, keys.shape[2]), 2, 0)
+    )
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)

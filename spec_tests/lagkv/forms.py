@@ -18,7 +18,9 @@ def normalise_by_where(states, following):
 def normalise_by_divide(states, following):
     spread = np.ptp(following, axis=-2, keepdims=True)
     shifted = states - following.min(axis=-2, keepdims=True)
-    return np.divide(shifted, spread, out=np.zeros_like(shifted), where=np.broadcast_to(spread, shifted.shape) != 0)
+    return np.divide(
+        shifted, spread, out=np.zeros_like(shifted), where=np.broadcast_to(spread, shifted.shape) != 0
+    )
 
 
 def normalise_in_place(states, following):
@@ -39,7 +41,9 @@ def normalise_channel_by_channel(states, following):
 
 
 def normalise_in_long_double(states, following):
-    return normalise_by_where(states.astype(np.longdouble), following.astype(np.longdouble)).astype(np.float64)
+    return normalise_by_where(states.astype(np.longdouble), following.astype(np.longdouble)).astype(
+        np.float64
+    )
 
 
 def normalise_by_sorting(states, following):
@@ -55,7 +59,9 @@ def normalise_by_reciprocal(states, following):
 
 def normalise_token_by_token(states, following):
     tokens = np.moveaxis(following, -2, 0)
-    return normalise_by_where(states, np.stack([reduce(np.minimum, tokens), reduce(np.maximum, tokens)], axis=-2))
+    return normalise_by_where(
+        states, np.stack([reduce(np.minimum, tokens), reduce(np.maximum, tokens)], axis=-2)
+    )
 
 
 def deviation_by_std(scaled):
@@ -81,7 +87,9 @@ def deviation_in_lists(scaled):
         mean = math.fsum(row) / len(row)
         return math.sqrt(math.fsum((x - mean) ** 2 for x in row) / max(1, len(row) - 1))
 
-    return np.array([of(row) for row in scaled.reshape(-1, scaled.shape[-1]).tolist()]).reshape(scaled.shape[:-1])
+    return np.array([of(row) for row in scaled.reshape(-1, scaled.shape[-1]).tolist()]).reshape(
+        scaled.shape[:-1]
+    )
 
 
 def deviation_running(scaled):
@@ -175,7 +183,9 @@ def select_in_loops(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
         start, own_keys, own_values = sink_size, keys[batch, head], values[batch, head]
         while len(own_keys) - start >= 2 * lag_size:
             middle, end = start + lag_size, start + 2 * lag_size
-            scores = score(own_keys[start:middle], own_values[start:middle], own_keys[middle:end], own_values[middle:end])
+            scores = score(
+                own_keys[start:middle], own_values[start:middle], own_keys[middle:end], own_values[middle:end]
+            )
             kept[batch, head, start:middle] = top(scores, share(keep_ratio, lag_size))
             start = middle
     return kept
@@ -185,9 +195,14 @@ def select_all_partitions_at_once(keys, values, *, keep_ratio, sink_size=16, lag
     kept, count = np.ones(keys.shape[:3], dtype=bool), (keys.shape[2] - sink_size) // lag_size
     if count >= 2:
         end = sink_size + count * lag_size
-        parts = [states[:, :, sink_size:end].reshape(*states.shape[:2], count, lag_size, -1) for states in (keys, values)]
+        parts = [
+            states[:, :, sink_size:end].reshape(*states.shape[:2], count, lag_size, -1)
+            for states in (keys, values)
+        ]
         scores = score(*(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
-        kept[:, :, sink_size : end - lag_size] = top(scores, share(keep_ratio, lag_size)).reshape(*keys.shape[:2], -1)
+        kept[:, :, sink_size : end - lag_size] = top(scores, share(keep_ratio, lag_size)).reshape(
+            *keys.shape[:2], -1
+        )
     return kept
 
 
@@ -215,7 +230,14 @@ FORMS: dict = {
     "top": TOP,
     "share": (floor_of_fraction, floor_of_decimal, floor_by_counting, floor_in_float_with_a_guard),
     "score": (score_as_a_sum, score_in_a_loop, score_head_by_head),
-    "retained_length": (length_by_formula, length_by_recursion, length_by_counting, length_by_what_is_removed),
+    "retained_length": (
+        length_by_formula,
+        length_by_recursion,
+        length_by_counting,
+        length_by_what_is_removed,
+    ),
     "select": (select_partition_by_partition, select_in_loops, select_all_partitions_at_once),
 }
-normalise, deviation, softmax, top, share, score, retained_length, select = (forms[0] for forms in FORMS.values())
+normalise, deviation, softmax, top, share, score, retained_length, select = (
+    forms[0] for forms in FORMS.values()
+)

@@ -29,10 +29,11 @@ caches = st.builds(
 
 
 def check_partitions(impl, kept, case, percent, sink, lag, path=SCORE, takes=4):
-    """Raise Violation unless sinks and window are kept and each partition before the last keeps its best floor(rL) tokens.
+    """Raise Violation unless sinks and window are kept and each partition before the last keeps its best
+    floor(rL) tokens.
 
-    path names the function whose scores count. It takes 1 to 4 of these: the keys and the values of the partitions but the last,
-    and the keys and the values of their successors.
+    path names the function whose scores count. It takes 1 to 4 of these: the keys and the values of the
+    partitions but the last, and the keys and the values of their successors.
     """
     require_mask(kept, case.keys.shape[:3], "the selection")
     compressed = max(0, (case.length - sink) // lag - 1)
@@ -42,7 +43,8 @@ def check_partitions(impl, kept, case, percent, sink, lag, path=SCORE, takes=4):
     if not compressed:
         return
     keys, values = (
-        states[:, :, sink : last + lag].reshape(*states.shape[:2], compressed + 1, lag, -1) for states in (case.keys, case.values)
+        states[:, :, sink : last + lag].reshape(*states.shape[:2], compressed + 1, lag, -1)
+        for states in (case.keys, case.values)
     )
     states = (keys[:, :, :-1], values[:, :, :-1], keys[:, :, 1:], values[:, :, 1:])
     allowed = impl.allowance(path, *states[:takes])

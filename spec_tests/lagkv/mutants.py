@@ -12,6 +12,10 @@ STREAMS: list[Stream] = []
     misconception="the stream kept in a global: a second continuation starts from the end of the first",
 )
 def stream_in_a_global(stream, keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
-    last = STREAMS[-1] if stream is not None and STREAMS and STREAMS[-1].keys.shape[:2] == keys.shape[:2] else stream
+    last = (
+        STREAMS[-1]
+        if stream is not None and STREAMS and STREAMS[-1].keys.shape[:2] == keys.shape[:2]
+        else stream
+    )
     STREAMS[:] = [step(last, keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)]
     return STREAMS[-1]

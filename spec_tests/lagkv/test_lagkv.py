@@ -9,9 +9,19 @@ from hypothesis import strategies as st
 
 from evictionary.reference.lagkv import tokens_per_partition
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, SELECT, caches, check_partitions, hundredths, lags, sinks
+from evictionary.spec_tests.lagkv.helpers import (
+    RETAINED,
+    SCORE,
+    SELECT,
+    caches,
+    check_partitions,
+    hundredths,
+    lags,
+    sinks,
+)
 
-# What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks, prompts of 128K.
+# What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks,
+# prompts of 128K.
 any_length = st.one_of(st.integers(1, 5000), st.integers(5001, 200_000))
 any_lag = st.one_of(st.integers(1, 99), st.sampled_from([1024, 128, 512, 2048]), st.integers(100, 1500))
 any_sink = st.one_of(sinks, st.integers(6, 300))
@@ -34,10 +44,15 @@ def score_by_hand(states, next_states):
 
 
 def check_loops(impl, case):
-    """Raise Violation unless the score is that of equations 7 to 11 written as loops over tokens and channels."""
-    # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure rounding.
+    """Raise Violation unless the score is that of equations 7 to 11 written as loops over tokens and
+    channels.
+    """
+    # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure
+    # rounding.
     inputs = [np.round(8 * states) / 8 for states in partitions(case)]
-    keys, values, next_keys, next_values = [impl.round(np.where(np.abs(each) > 64, np.sign(each), each)) for each in inputs]
+    keys, values, next_keys, next_values = [
+        impl.round(np.where(np.abs(each) > 64, np.sign(each), each)) for each in inputs
+    ]
     by_hand = np.zeros(keys.shape[:3])
     for place in np.ndindex(keys.shape[:2]):
         for states, following in ((keys, next_keys), (values, next_values)):
@@ -53,7 +68,9 @@ def test_score_equals_the_plain_loops(impl, case):
 
 @law("LK-11", of=SCORE, case=cases())
 def test_score_is_the_sum_of_the_scores_of_keys_and_values(impl, case):
-    """score(K) + score(V), each the softmax over the tokens of the standard deviation (ddof=1) of the normalised channels."""
+    """score(K) + score(V), each the softmax over the tokens of the standard deviation (ddof=1) of the
+    normalised channels.
+    """
     agrees(impl, SCORE, *partitions(case))
 
 
@@ -79,7 +96,10 @@ def test_a_token_inside_the_range_adds_nothing(impl, case, seed):
     first, second = np.random.default_rng(seed).integers(0, case.next_keys.shape[2], size=2)
     inner_keys = np.minimum(case.next_keys[:, :, [first]], case.next_keys[:, :, [second]])
     inner_values = np.maximum(case.next_values[:, :, [first]], case.next_values[:, :, [second]])
-    longer = (np.concatenate(pair, axis=2) for pair in ((case.next_keys, inner_keys), (case.next_values, inner_values)))
+    longer = (
+        np.concatenate(pair, axis=2)
+        for pair in ((case.next_keys, inner_keys), (case.next_values, inner_values))
+    )
     agrees(impl, SCORE, *partitions(case), got=impl.lagkv.score(case.keys, case.values, *longer))
 
 
@@ -87,11 +107,15 @@ def test_a_token_inside_the_range_adds_nothing(impl, case, seed):
 def test_an_affine_map_of_the_channels_changes_nothing(impl, case, seed):
     """Each channel may be scaled by a positive number and shifted, in both partitions alike."""
     generator = np.random.default_rng(seed)
-    whole = [np.round(states) for states in partitions(case)]  # whole numbers: the map is exact in every dtype
+    # whole numbers: the map is exact in every dtype
+    whole = [np.round(states) for states in partitions(case)]
     mapped = list(whole)
     for first, second in ((0, 2), (1, 3)):
         channels = whole[first].shape[-1]
-        scale, shift = 2.0 ** generator.integers(-2, 3, size=channels), generator.integers(-4, 5, size=channels) * 1.0
+        scale, shift = (
+            2.0 ** generator.integers(-2, 3, size=channels),
+            generator.integers(-4, 5, size=channels) * 1.0,
+        )
         mapped[first], mapped[second] = whole[first] * scale + shift, whole[second] * scale + shift
     agrees(impl, SCORE, *whole, got=impl.lagkv.score(*mapped), what="the score after the affine map")
 
@@ -122,7 +146,9 @@ def test_a_channel_constant_in_the_next_partition_counts_as_zero(impl, case, see
 
 @law("LK-9", of=SCORE)
 def test_normalised_values_are_not_clipped(impl):
-    """A token beyond the range of the next partition counts by how far it is beyond: at 3, 5 and 9 ranges the score rises."""
+    """A token beyond the range of the next partition counts by how far it is beyond: at 3, 5 and 9 ranges
+    the score rises.
+    """
     keys, following = np.array([[[[0.0, 0], [3, 0], [5, 0], [9, 0]]]]), np.array([[[[0.0, 0], [1, 1]]]])
     got = agrees(impl, SCORE, keys, np.zeros_like(keys), following, following)
     require((np.diff(got) > 0).all(), "a token further beyond the range does not score more", None, got)
@@ -130,11 +156,21 @@ def test_normalised_values_are_not_clipped(impl):
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
 def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
-    """Channels permuted alike in both partitions, keys and values each in its own way, leave the score as it was."""
+    """Channels permuted alike in both partitions, keys and values each in its own way, leave the score as
+    it was.
+    """
     generator = np.random.default_rng(seed)
     k_order, v_order = (generator.permutation(states.shape[-1]) for states in (case.keys, case.values))
-    permuted = (states[..., order] for states, order in zip(partitions(case), (k_order, v_order) * 2, strict=True))
-    agrees(impl, SCORE, *partitions(case), got=impl.lagkv.score(*permuted), what="the score with permuted channels")
+    permuted = (
+        states[..., order] for states, order in zip(partitions(case), (k_order, v_order) * 2, strict=True)
+    )
+    agrees(
+        impl,
+        SCORE,
+        *partitions(case),
+        got=impl.lagkv.score(*permuted),
+        what="the score with permuted channels",
+    )
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties",)))
@@ -147,13 +183,17 @@ def test_large_states_do_not_overflow(impl, case):
 
 @law("LK-10", of=SCORE, case=cases(), seed=seeds())
 def test_scores_move_with_their_tokens(impl, case, seed):
-    """Permuting the tokens of the partition permutes the scores: the softmax is over all of its tokens, wherever they stand."""
+    """Permuting the tokens of the partition permutes the scores: the softmax is over all of its tokens,
+    wherever they stand.
+    """
     move_with_tokens(impl, SCORE, seed, (case.keys, case.values), case.next_keys, case.next_values)
 
 
 @law("LK-11", of=SCORE, kind="edge", case=cases(kinds=("constant_channel", "ties", "duplicate_keys")))
 def test_the_score_where_a_range_is_missing(impl, case):
-    """Channels that are constant in the next partition, and states of one channel, are scored as decided, in plain loops too."""
+    """Channels that are constant in the next partition, and states of one channel, are scored as decided,
+    in plain loops too.
+    """
     agrees(impl, SCORE, *partitions(case))
     check_loops(impl, case)
 
@@ -171,16 +211,27 @@ def test_the_deviation_is_that_of_a_sample(impl):
 def test_one_channel_does_not_vary(impl, case, keys_too):
     """With a single channel the deviation is 0 (not NaN): every token of the partition has the share 1/L."""
     keys, values, next_keys, next_values = partitions(case)
-    # A token of zeros before and one of ones behind: no channel of the next partition is constant, which is another law's case.
-    longer = [np.pad(states, ((0, 0), (0, 0), (1, 1), (0, 0)), constant_values=(0, 1)) for states in (next_keys, next_values)]
+    # A token of zeros before and one of ones behind: no channel of the next partition is constant, which is
+    # another law's case.
+    longer = [
+        np.pad(states, ((0, 0), (0, 0), (1, 1), (0, 0)), constant_values=(0, 1))
+        for states in (next_keys, next_values)
+    ]
     width = 1 if keys_too else keys.shape[-1]
     got = agrees(impl, SCORE, keys[..., :width], values[..., :1], longer[0][..., :width], longer[1][..., :1])
-    require(not keys_too or np.ptp(got) <= 2 * within(impl, roundings=0), "tokens of one channel do not score alike", None, got)
+    require(
+        not keys_too or np.ptp(got) <= 2 * within(impl, roundings=0),
+        "tokens of one channel do not score alike",
+        None,
+        got,
+    )
 
 
 @law("LK-11", of=SCORE, case=cases(min_length=2))
 def test_heads_do_not_see_each_other(impl, case):
-    """Each head of each batch item is scored by its own tokens: alone it scores what it scores among others."""
+    """Each head of each batch item is scored by its own tokens: alone it scores what it scores among
+    others.
+    """
     same_alone(impl, SCORE, *partitions(case))
 
 
@@ -218,7 +269,9 @@ def test_retained_length_is_the_formula(impl, length, percent, sink, lag):
 
 @law("LK-12", of=RETAINED)
 def test_retained_length_at_its_edges(impl):
-    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28; a third of 3 is 1."""
+    """S + 2L is the first length that is compressed, and floor(0.29 * 100) is 29, though float says 28; a
+    third of 3 is 1.
+    """
     for length, ratio, sink, lag, expected in (
         (7, 0.5, 2, 3, 7),
         (8, 0.5, 2, 3, 6),
@@ -232,7 +285,9 @@ def test_retained_length_at_its_edges(impl):
 
 @law("LK-12", of=(SELECT, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
-    """Every head keeps retained_length(T) tokens, the sinks and everything from the last partition on among them."""
+    """Every head keeps retained_length(T) tokens, the sinks and everything from the last partition on
+    among them.
+    """
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     kept = impl.lagkv.select(case.keys, case.values, **settings)
     require_mask(kept, case.keys.shape[:3], "the selection")
@@ -259,9 +314,12 @@ def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
     lag=any_lag,
 )
 def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink, lag):
-    """C = 1 - L_R / L_s, the removed tokens counted partition by partition; at most 1 - floor(rL)/L, which only r = 1 reaches."""
+    """C = 1 - L_R / L_s, the removed tokens counted partition by partition; at most 1 - floor(rL)/L, which
+    only r = 1 reaches.
+    """
     each = lag - percent * lag // 100
-    removed = sum(each for start in range(sink, length, lag) if start + 2 * lag <= length)  # a whole partition follows it
+    # a whole partition follows it
+    removed = sum(each for start in range(sink, length, lag) if start + 2 * lag <= length)
     got = impl.lagkv.compression_ratio(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     require(
         abs(got - removed / length) <= 1e-6,
@@ -269,12 +327,19 @@ def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink,
         removed / length,
         got,
     )
-    require(got < each / lag or got == each == 0, f"compression_ratio({length}) = {got} reaches its limit", each / lag, got)
+    require(
+        got < each / lag or got == each == 0,
+        f"compression_ratio({length}) = {got} reaches its limit",
+        each / lag,
+        got,
+    )
 
 
 @law("LK-13", of=RETAINED, percent=hundredths, sink=any_sink, lag=any_lag, partitions=st.integers(2, 10**6))
 def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, partitions):
-    """1 - floor(rL)/L is approached like 1/L_s: the gap is (1 - floor(rL)/L) (S + L + (L_s - S) mod L) / L_s, exactly."""
+    """1 - floor(rL)/L is approached like 1/L_s: the gap is (1 - floor(rL)/L) (S + L + (L_s - S) mod L) /
+    L_s, exactly.
+    """
     length = sink + partitions * lag + lag // 2
     left = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     limit = 1 - Fraction(percent * lag // 100, lag)
@@ -289,8 +354,12 @@ def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, part
 
 @law("LK-13", of="lagkv.compression_ratio")
 def test_the_compression_ratio_is_not_monotone(impl):
-    """With S=16, L=128, r=.5 the ratio is .235 at 272 tokens, falls to .160 at 399 and rises to .320 at 400."""
-    got = [impl.lagkv.compression_ratio(n, keep_ratio=0.5, sink_size=16, lag_size=128) for n in (272, 399, 400)]
+    """With S=16, L=128, r=.5 the ratio is .235 at 272 tokens, falls to .160 at 399 and rises to .320 at
+    400.
+    """
+    got = [
+        impl.lagkv.compression_ratio(n, keep_ratio=0.5, sink_size=16, lag_size=128) for n in (272, 399, 400)
+    ]
     near(np.array(got), np.array([64 / 272, 64 / 399, 128 / 400]), 1e-12, "the compression ratio")
 
 
@@ -303,20 +372,29 @@ def test_the_compression_ratio_is_not_monotone(impl):
     lag=any_lag,
 )
 def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budget, sink, lag):
-    """The retained length is within the budget where it can be; a token more a partition is too much; 1 where none has to go."""
+    """The retained length is within the budget where it can be; a token more a partition is too much; 1
+    where none has to go.
+    """
     settings = {"sink_size": sink, "lag_size": lag}
     ratio, said = impl.lagkv.keep_ratio_for(length, budget, **settings), f"keep_ratio_for({length}, {budget})"
     require(0 <= ratio <= 1, f"{said} = {ratio}, wanted in [0, 1]", None, ratio)
     must_go = budget < length and length >= sink + 2 * lag
     require(ratio == 1 or must_go, f"{said} = {ratio} where nothing has to go, or can", 1, ratio)
     least, got = (impl.lagkv.retained_length(length, keep_ratio=each, **settings) for each in (0, ratio))
-    require(got <= max(budget, least), f"retained_length is {got}, over the budget {budget} (possible: {least})", budget, got)
+    require(
+        got <= max(budget, least),
+        f"retained_length is {got}, over the budget {budget} (possible: {least})",
+        budget,
+        got,
+    )
     if (whole := tokens_per_partition(ratio, lag)) < lag:
         more = impl.lagkv.retained_length(length, keep_ratio=Fraction(whole + 1, lag), **settings)
         require(more > budget, f"a larger keep_ratio also fits: {more} of {budget}", more, got)
 
 
-@law("LK-12", of="lagkv.why_nothing_removed", sink=any_sink, lag=any_lag, more=st.sampled_from([-1, 0, 1, 300]))
+@law(
+    "LK-12", of="lagkv.why_nothing_removed", sink=any_sink, lag=any_lag, more=st.sampled_from([-1, 0, 1, 300])
+)
 def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     """Below S + 2L tokens the reason names that number; from there on there is none."""
     shortest = sink + 2 * lag
@@ -325,10 +403,22 @@ def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     require(explained, f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
 
 
-@law("LK-12", of=SELECT, kind="edge", case=cases(min_length=5), percent=hundredths, sink=sinks, lag=st.sampled_from([1, 2, 3, 4]))
+@law(
+    "LK-12",
+    of=SELECT,
+    kind="edge",
+    case=cases(min_length=5),
+    percent=hundredths,
+    sink=sinks,
+    lag=st.sampled_from([1, 2, 3, 4]),
+)
 def test_equal_tokens_are_kept_from_the_left(impl, case, percent, sink, lag):
-    """Of equal scores the lower position is kept: where all tokens are alike, the first floor(rL) of each partition."""
-    keys, values = (np.broadcast_to(states[:, :, :1], states.shape).copy() for states in (case.keys, case.values))
+    """Of equal scores the lower position is kept: where all tokens are alike, the first floor(rL) of each
+    partition.
+    """
+    keys, values = (
+        np.broadcast_to(states[:, :, :1], states.shape).copy() for states in (case.keys, case.values)
+    )
     kept = impl.lagkv.select(keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     length = keys.shape[2]
     last = max(0, (length - sink) // lag - 1) * lag + sink
@@ -337,9 +427,17 @@ def test_equal_tokens_are_kept_from_the_left(impl, case, percent, sink, lag):
     equal(kept, np.broadcast_to(expected, kept.shape), "equal tokens are not kept from the left")
 
 
-@law("LK-12", of=SELECT, percent=st.sampled_from([28, 29, 57, 58]), lag=st.sampled_from([25, 50, 100]), sink=st.integers(0, 1))
+@law(
+    "LK-12",
+    of=SELECT,
+    percent=st.sampled_from([28, 29, 57, 58]),
+    lag=st.sampled_from([25, 50, 100]),
+    sink=st.integers(0, 1),
+)
 def test_the_floor_of_rl_is_exact(impl, percent, lag, sink):
-    """floor(rL) of the decimal r that was written: 29 % of 100 tokens are 29, although 0.29 * 100 is less in floating point."""
+    """floor(rL) of the decimal r that was written: 29 % of 100 tokens are 29, although 0.29 * 100 is less
+    in floating point.
+    """
     keys = np.random.default_rng(lag).normal(size=(1, 1, sink + 2 * lag, width(impl, 4)))
     kept = impl.lagkv.select(keys, keys, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     require_mask(kept, keys.shape[:3], "the selection")
@@ -349,12 +447,18 @@ def test_the_floor_of_rl_is_exact(impl, percent, lag, sink):
 
 @law("LK-12", of=SELECT, case=tiny_cases(min_length=5), sink=sinks, lag=st.sampled_from([1, 2]))
 def test_the_extreme_ratios(impl, case, sink, lag):
-    """keep_ratio 1 keeps everything; keep_ratio 0 leaves the sinks and what follows the last compressed partition."""
+    """keep_ratio 1 keeps everything; keep_ratio 0 leaves the sinks and what follows the last compressed
+    partition.
+    """
     settings, place = {"sink_size": sink, "lag_size": lag}, np.arange(case.keys.shape[2])
     last = max(0, (place.size - sink) // lag - 1) * lag + sink
     for ratio, expected in ((1, place >= 0), (0, (place < sink) | (place >= last))):
         kept = impl.lagkv.select(case.keys, case.values, keep_ratio=ratio, **settings)
-        equal(kept, np.broadcast_to(expected, case.keys.shape[:3]), f"with keep_ratio {ratio} other tokens are kept")
+        equal(
+            kept,
+            np.broadcast_to(expected, case.keys.shape[:3]),
+            f"with keep_ratio {ratio} other tokens are kept",
+        )
 
 
 @law(
@@ -366,12 +470,17 @@ def test_the_extreme_ratios(impl, case, sink, lag):
     lag=st.sampled_from([1, 2, 3, 4]),
 )
 def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink, lag):
-    """What a partition keeps is decided by itself and the next one: other tokens further on change nothing."""
+    """What a partition keeps is decided by itself and the next one: other tokens further on change
+    nothing.
+    """
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     before = impl.lagkv.select(case.keys, case.values, **settings)
     decided = sink + ((case.length - sink) // lag // 2) * lag
     pairs = ((case.keys, case.next_keys), (case.values, case.next_values))
-    others = (np.concatenate([mine[:, :, : decided + lag], next_[:, :, decided + lag :]], axis=2) for mine, next_ in pairs)
+    others = (
+        np.concatenate([mine[:, :, : decided + lag], next_[:, :, decided + lag :]], axis=2)
+        for mine, next_ in pairs
+    )
     after = impl.lagkv.select(*others, **settings)
     equal(after[..., :decided], before[..., :decided], "tokens after the next partition changed what is kept")
 
@@ -388,7 +497,15 @@ def test_bad_settings_are_refused(impl, name):
 @law("LK-11", of=SCORE, kind="refusal")
 def test_disagreeing_shapes_are_refused(impl):
     """Values of another number of tokens than the keys raise ValueError."""
-    refused(impl, "values", SCORE, np.ones((1, 1, 3, 2)), np.ones((1, 1, 4, 2)), np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)))
+    refused(
+        impl,
+        "values",
+        SCORE,
+        np.ones((1, 1, 3, 2)),
+        np.ones((1, 1, 4, 2)),
+        np.ones((1, 1, 3, 2)),
+        np.ones((1, 1, 3, 2)),
+    )
 
 
 @law("LK-11", of=SCORE, kind="refusal", name=st.sampled_from(["next_keys", "next_values"]))

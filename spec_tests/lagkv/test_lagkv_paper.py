@@ -1,4 +1,6 @@
-"""What LagKV's paper says, recomputed from its own numbers: tables 1 to 3 (LK-T) and the claims of its text (LK-S)."""
+"""What LagKV's paper says, recomputed from its own numbers: tables 1 to 3 (LK-T) and the claims of its
+text (LK-S).
+"""
 
 import itertools
 import math
@@ -9,7 +11,13 @@ import pytest
 from hypothesis import strategies as st
 
 from evictionary.reference.attention import attention_logits, softmax
-from evictionary.reference.lagkv import compression_ratio, keep_ratio_for, normalise, retained_length, tokens_per_partition
+from evictionary.reference.lagkv import (
+    compression_ratio,
+    keep_ratio_for,
+    normalise,
+    retained_length,
+    tokens_per_partition,
+)
 from evictionary.reference.lagkv_theory import attention_weights
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.papers.tables import printed
@@ -28,22 +36,31 @@ def ruler(model):
 
 
 def longbench(model):
-    """One model's rows of table 3: {(lag size, 1/r): six categories, their average, the passkeys}; (0, 1) is the whole cache."""
+    """One model's rows of table 3: {(lag size, 1/r): six categories, their average, the passkeys}; (0, 1)
+    is the whole cache.
+    """
     rows = [list(row.values()) for row in printed("lagkv_longbench") if row["model"] == model]
     return {(int(lag), int(times)): np.array(numbers, dtype=float) for _, lag, times, *numbers in rows}
 
 
 def possible(number, percentages):
-    """Whether all these percentages, rounded twice to tenths, can be shares of `number` yes-or-no examples."""
+    """Whether all these percentages, rounded twice to tenths, can be shares of `number` yes-or-no
+    examples.
+    """
     return all(abs(100 * round(share * number / 100) / number - share) <= 0.0551 for share in percentages)
 
 
 def numbers_of_examples(model):
-    """The smallest possible number of examples of each task with one answer; RULER's 500 are possible for none of them."""
+    """The smallest possible number of examples of each task with one answer; RULER's 500 are possible for
+    none of them.
+    """
     columns = dict(zip(TASKS, np.array(list(ruler(model).values())).T, strict=False))
     single = {task: column for task, column in columns.items() if task[:2] in ("SK", "MK", "QA")}
     assert not any(possible(500, column) for column in single.values())
-    return {task: next(number for number in itertools.count(1) if possible(number, column)) for task, column in single.items()}
+    return {
+        task: next(number for number in itertools.count(1) if possible(number, column))
+        for task, column in single.items()
+    }
 
 
 @law("LK-T1")
@@ -62,7 +79,9 @@ def test_the_averages_of_table_2():
 
 @law("LK-S16")
 def test_table_1_is_measured_on_part_of_the_examples():
-    """The single-answer tasks fit 60 to 91 examples, not the 500 of RULER: a point or two between methods is within chance."""
+    """The single-answer tasks fit 60 to 91 examples, not the 500 of RULER: a point or two between methods
+    is within chance.
+    """
     numbers = numbers_of_examples("Llama")
     assert numbers == {"SK1": 91, "SK2": 87, "SK3": 69, "MK1": 77, "MK2": 60, "MK3": 72, "QA1": 74, "QA2": 64}
 
@@ -71,20 +90,36 @@ def test_table_1_is_measured_on_part_of_the_examples():
 def test_table_2_is_measured_on_other_examples_than_table_1():
     """The single-answer tasks fit 112 to 152 examples here: the two tables are not of one test set."""
     numbers = numbers_of_examples("Qwen")
-    assert numbers == {"SK1": 152, "SK2": 138, "SK3": 112, "MK1": 128, "MK2": 112, "MK3": 120, "QA1": 124, "QA2": 112}
+    assert numbers == {
+        "SK1": 152,
+        "SK2": 138,
+        "SK3": 112,
+        "MK1": 128,
+        "MK2": 112,
+        "MK3": 120,
+        "QA1": 124,
+        "QA2": 112,
+    }
 
 
 @law("LK-S1")
 def test_lagkv_has_the_best_average_everywhere():
-    """At each of the four ratios and for both models the average of LagKV is above those of SnapKV and StreamingLLM."""
+    """At each of the four ratios and for both models the average of LagKV is above those of SnapKV and
+    StreamingLLM.
+    """
     for table in map(ruler, MODELS):
         for ratio in (0.25, 0.5, 0.75, 0.875):
-            assert table[ratio, "LagKV"][-1] > max(table[ratio, "SnapKV"][-1], table[ratio, "StreamingLLM"][-1]) + 6
+            assert (
+                table[ratio, "LagKV"][-1]
+                > max(table[ratio, "SnapKV"][-1], table[ratio, "StreamingLLM"][-1]) + 6
+            )
 
 
 @law("LK-S1")
 def test_lagkv_is_not_best_at_every_task():
-    """Of 104 cells LagKV is strictly best in 65 and behind in 34; at MK3 a sliding window beats it in all eight rows."""
+    """Of 104 cells LagKV is strictly best in 65 and behind in 34; at MK3 a sliding window beats it in all
+    eight rows.
+    """
     best = behind = 0
     for table in map(ruler, MODELS):
         for ratio in (0.25, 0.5, 0.75, 0.875):
@@ -98,7 +133,9 @@ def test_lagkv_is_not_best_at_every_task():
 
 @law("LK-T3")
 def test_longbench_averages_weigh_categories_by_their_tasks():
-    """LB Avg. is the mean over 15 tasks, weights 3, 3, 3, 3, 1, 2: no other weights up to 6 give the 26 printed numbers."""
+    """LB Avg. is the mean over 15 tasks, weights 3, 3, 3, 3, 1, 2: no other weights up to 6 give the 26
+    printed numbers.
+    """
     rows = np.array([row for model in MODELS for row in longbench(model).values()])
 
     def fits(weights):
@@ -120,7 +157,9 @@ def test_the_plain_mean_of_the_categories_is_another_number():
 
 @law("LK-S2")
 def test_half_as_much_again_as_h2o_in_one_figure_only():
-    """At "4x": exact match 89 against 35, 54 points more; partial match 96.57 against 70.8, 25.8 points or 36 % more."""
+    """At "4x": exact match 89 against 35, 54 points more; partial match 96.57 against 70.8, 25.8 points or
+    36 % more.
+    """
     lagkv_partial = longbench("Llama")[1024, 4][7]
     assert lagkv_partial == 96.57
     assert 89 - 35 > 50 and 89 / 35 - 1 > 0.5
@@ -129,7 +168,9 @@ def test_half_as_much_again_as_h2o_in_one_figure_only():
 
 @law("LK-S2")
 def test_four_times_is_not_the_same_compression():
-    """L=1024 and r=4x compress 8,192 tokens 2.29 times and 16,384 tokens 2.91 times: H2O at 4x keeps fewer tokens."""
+    """L=1024 and r=4x compress 8,192 tokens 2.29 times and 16,384 tokens 2.91 times: H2O at 4x keeps fewer
+    tokens.
+    """
     for length, left, factor in ((8192, 3584, 2.29), (16384, 5632, 2.91)):
         got = retained_length(length, keep_ratio=0.25, sink_size=16, lag_size=1024)
         assert got == left
@@ -139,7 +180,9 @@ def test_four_times_is_not_the_same_compression():
 
 @law("LK-S2")
 def test_a_small_partition_loses_to_the_quoted_h2o():
-    """With L=128 LagKV does compress about 4 times (3.66 at 8,192), and then has 20.8 (Qwen) and 73.4 (Llama) against 70.8."""
+    """With L=128 LagKV does compress about 4 times (3.66 at 8,192), and then has 20.8 (Qwen) and 73.4
+    (Llama) against 70.8.
+    """
     assert 8192 / retained_length(8192, keep_ratio=0.25, lag_size=128) == pytest.approx(3.66, abs=0.005)
     assert longbench("Qwen")[128, 4][7] == 20.83
     assert longbench("Llama")[128, 4][7] == 73.41
@@ -155,7 +198,9 @@ def test_ninety_percent_of_longbench_remain():
 
 @law("LK-S4")
 def test_qwen_falls_below_85_percent():
-    """At L=128 and r=8x Llama keeps 89.4 % and Qwen 84.96 %, "at least 85 %" to the per cent that the text gives."""
+    """At L=128 and r=8x Llama keeps 89.4 % and Qwen 84.96 %, "at least 85 %" to the per cent that the text
+    gives.
+    """
     llama, qwen = map(longbench, MODELS)
     assert llama[128, 8][6] / llama[0, 1][6] == pytest.approx(0.894, abs=0.0005)
     assert (qwen[128, 8][6] + 0.005) / (qwen[0, 1][6] - 0.005) < 0.85
@@ -174,7 +219,9 @@ def test_qwen_falls_below_85_percent():
     times=st.integers(2, 8),
 )
 def test_a_divisor_as_lag_never_retains_more(length, percent, sink, lag, times):
-    """Where the smaller lag divides the larger one, as 128, 512 and 1024 do, it compresses at least as much."""
+    """Where the smaller lag divides the larger one, as 128, 512 and 1024 do, it compresses at least as
+    much.
+    """
     keep_ratio = Fraction(percent, 100)
     small = retained_length(length, keep_ratio=keep_ratio, sink_size=sink, lag_size=lag)
     assert small <= retained_length(length, keep_ratio=keep_ratio, sink_size=sink, lag_size=lag * times)
@@ -182,14 +229,21 @@ def test_a_divisor_as_lag_never_retains_more(length, percent, sink, lag, times):
 
 @law("LK-S5")
 def test_a_smaller_lag_can_compress_less():
-    """In general it does not: of 16 tokens at r = 1/2, L = 6 leaves 13 and L = 8 leaves 12, for 16 is no multiple of 6."""
+    """In general it does not: of 16 tokens at r = 1/2, L = 6 leaves 13 and L = 8 leaves 12, for 16 is no
+    multiple of 6.
+    """
     assert [retained_length(16, keep_ratio=0.5, sink_size=0, lag_size=lag) for lag in (6, 8)] == [13, 12]
-    assert [retained_length(200, keep_ratio=0.5, sink_size=0, lag_size=lag) for lag in (96, 100)] == [152, 150]
+    assert [retained_length(200, keep_ratio=0.5, sink_size=0, lag_size=lag) for lag in (96, 100)] == [
+        152,
+        150,
+    ]
 
 
 @law("LK-S6")
 def test_short_contexts_are_never_compressed():
-    """With S=16 and L=1024 nothing is evicted below 2,064 tokens, and the last 1,024 to 2,047 tokens are always whole."""
+    """With S=16 and L=1024 nothing is evicted below 2,064 tokens, and the last 1,024 to 2,047 tokens are
+    always whole.
+    """
     assert retained_length(2063, keep_ratio=0.125) == 2063
     assert retained_length(2064, keep_ratio=0.125) == 16 + 128 + 1024
     windows = {retained_length(length, keep_ratio=0) - 16 for length in range(2064, 9000)}
@@ -198,14 +252,18 @@ def test_short_contexts_are_never_compressed():
 
 @law("LK-S6")
 def test_a_grid_that_gives_27_percent():
-    """Two of ten lengths under 2K and eleven depths of which one is at the end: 2/10 + 8/10 * 1/11 = 27.3 %."""
+    """Two of ten lengths under 2K and eleven depths of which one is at the end: 2/10 + 8/10 * 1/11 = 27.3
+    %.
+    """
     short = Fraction(2, 10)
     assert round(float(100 * (short + (1 - short) / 11)), 1) == 27.3
 
 
 @law("LK-S6")
 def test_the_bottom_line_depends_on_the_lengths():
-    """At 3,087 tokens the window is 2,047: passkeys in the last two thirds are whole too, not at 100 % depth alone."""
+    """At 3,087 tokens the window is 2,047: passkeys in the last two thirds are whole too, not at 100 %
+    depth alone.
+    """
     window = retained_length(3087, keep_ratio=0) - 16
     assert window == 2047
     assert window / 3087 > 0.66
@@ -213,7 +271,9 @@ def test_the_bottom_line_depends_on_the_lengths():
 
 @law("LK-S7")
 def test_a_sixth_is_not_0167():
-    """r = 0.167 keeps 171 of 1024 tokens, r = 1/6 keeps 170; at 512 and 128 both keep 85 and 21; none of the six is whole."""
+    """r = 0.167 keeps 171 of 1024 tokens, r = 1/6 keeps 170; at 512 and 128 both keep 85 and 21; none of
+    the six is whole.
+    """
     for lag, rounded, exact in ((1024, 171, 170), (512, 85, 85), (128, 21, 21)):
         assert tokens_per_partition(0.167, lag) == rounded
         assert tokens_per_partition(Fraction(1, 6), lag) == exact
@@ -222,16 +282,22 @@ def test_a_sixth_is_not_0167():
 
 @law("LK-S7")
 def test_a_ratio_of_a_partition_is_not_the_ratio_of_the_cache():
-    """r = 8x at L=1024 compresses 16,384 tokens 4.3 times, at L=128 7.2 times; 8 times is the limit of long contexts."""
+    """r = 8x at L=1024 compresses 16,384 tokens 4.3 times, at L=128 7.2 times; 8 times is the limit of
+    long contexts.
+    """
     for lag, factor in ((1024, 4.27), (128, 7.21)):
-        assert 16384 / retained_length(16384, keep_ratio=0.125, lag_size=lag) == pytest.approx(factor, abs=0.005)
+        assert 16384 / retained_length(16384, keep_ratio=0.125, lag_size=lag) == pytest.approx(
+            factor, abs=0.005
+        )
     # With floor(rL) the cache may even shrink by more than 1/r: at L = 3 and r = 1/2 to nearly a third.
     assert compression_ratio(3000, keep_ratio=0.5, sink_size=0, lag_size=3) > 0.5
 
 
 @law("LK-S8", seed=st.integers(0, 999), width=st.sampled_from([0.25, 1.0, 64.0]))
 def test_normalising_keeps_how_a_token_varies_across_its_channels(seed, width):
-    """Where the next partition is equally wide in all channels, a token's deviation about their levels stays, but for the unit."""
+    """Where the next partition is equally wide in all channels, a token's deviation about their levels
+    stays, but for the unit.
+    """
     generator = np.random.default_rng(seed)
     level, own = 10 * generator.normal(size=4), generator.random((9, 4))
     following = level + width * np.array([[0.0], [1.0]])
@@ -241,17 +307,23 @@ def test_normalising_keeps_how_a_token_varies_across_its_channels(seed, width):
 
 @law("LK-S8")
 def test_normalising_erases_the_variance_of_the_channels():
-    """A channel a hundred times as wide in both partitions normalises to the same numbers: its variance is gone, by design."""
+    """A channel a hundred times as wide in both partitions normalises to the same numbers: its variance is
+    gone, by design.
+    """
     generator = np.random.default_rng(0)
     states, following = generator.normal(size=(2, 64, 4))
     wide = np.array([128.0, 1, 1, 1])
     assert (wide * states).var(axis=0)[0] > 100 * states.var(axis=0).max()
-    assert normalise(wide * states, wide * following).var(axis=0) == pytest.approx(normalise(states, following).var(axis=0))
+    assert normalise(wide * states, wide * following).var(axis=0) == pytest.approx(
+        normalise(states, following).var(axis=0)
+    )
 
 
 @law("LK-S10")
 def test_two_whole_layers_are_memory_too():
-    """Of 32 (Llama) or 28 layers (Qwen) two are left whole: at r = 1/8 the variant may hold up to 44 % or 50 % more than LagKV."""
+    """Of 32 (Llama) or 28 layers (Qwen) two are left whole: at r = 1/8 the variant may hold up to 44 % or
+    50 % more than LagKV.
+    """
     for layers, more in ((32, 0.4375), (28, 0.5)):
         kept = (2 + (layers - 2) * 0.125) / layers
         assert kept / 0.125 - 1 == more
@@ -259,7 +331,9 @@ def test_two_whole_layers_are_memory_too():
 
 @law("LK-S11")
 def test_the_ratios_of_ruler_are_nearly_reached():
-    """At 16,384 tokens and L=128 one token more a partition is 0.77 % of the cache: each ratio is met from above within that."""
+    """At 16,384 tokens and L=128 one token more a partition is 0.77 % of the cache: each ratio is met from
+    above within that.
+    """
     for ratio in (0.25, 0.5, 0.75, 0.875):
         keep_ratio = keep_ratio_for(16384, int(16384 * (1 - ratio)), lag_size=128)
         assert 0 <= compression_ratio(16384, keep_ratio=keep_ratio, lag_size=128) - ratio < 126 / 16384
@@ -267,7 +341,9 @@ def test_the_ratios_of_ruler_are_nearly_reached():
 
 @law("LK-S12")
 def test_qwen_falls_faster_at_small_partitions():
-    """Below rL = 256 Qwen keeps a smaller share of its passkey score than Llama in all nine setups; from 256 on they are alike."""
+    """Below rL = 256 Qwen keeps a smaller share of its passkey score than Llama in all nine setups; from
+    256 on they are alike.
+    """
     llama, qwen = map(longbench, MODELS)
     small = 0
     for lag, times in llama:
@@ -284,7 +360,9 @@ def test_qwen_falls_faster_at_small_partitions():
 
 @law("LK-S12")
 def test_the_product_alone_does_not_decide():
-    """rL = 64 comes from L=512, 8x and from L=128, 2x: 68.3 against 92.8 (Llama), 30.0 against 65.9 (Qwen)."""
+    """rL = 64 comes from L=512, 8x and from L=128, 2x: 68.3 against 92.8 (Llama), 30.0 against 65.9
+    (Qwen).
+    """
     for model, deep, shallow in (("Llama", 68.25, 92.76), ("Qwen", 30.0, 65.93)):
         table = longbench(model)
         assert (table[512, 8][7], table[128, 2][7]) == (deep, shallow)
@@ -292,7 +370,9 @@ def test_the_product_alone_does_not_decide():
 
 @law("LK-3")
 def test_without_a_mask_the_past_changes():
-    """Two tokens with q = k = 0: as printed, token 0 attends to both half and half, while decoding gave it weight 1 on itself."""
+    """Two tokens with q = k = 0: as printed, token 0 attends to both half and half, while decoding gave it
+    weight 1 on itself.
+    """
     states = np.zeros((2, 1))
     assert softmax(attention_logits(states, states)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
     assert attention_weights(states, states).tolist() == [[1.0, 0.0], [0.5, 0.5]]

@@ -12,7 +12,9 @@ ANY_SCALE = ("minute", "moving_mean", "vast", "normal", "sinks")
 
 
 def deviations(states, next_states):
-    """The standard deviation over the channels of the normalised states, [.., L], added channel by channel; and its magnitude."""
+    """The standard deviation over the channels of the normalised states, [.., L], added channel by
+    channel; and its magnitude.
+    """
     low, high = next_states.min(axis=-2), next_states.max(axis=-2)
     total = squares = largest = np.zeros(states.shape[:-1])
     for channel in range(states.shape[-1]):
@@ -39,10 +41,12 @@ def expected_score(impl, *partitions):
 
 
 def of_contrast(case):
-    """Exact partitions at the scale of the case, in which a few neighbouring tokens have all weight but 1e-20 or so.
+    """Exact partitions at the scale of the case, in which a few neighbouring tokens have all weight but
+    1e-20 or so.
 
-    These are the last ones by their keys, and any by their values. The range of the next partition is made by one token, its last
-    or any; all others are alike. Signs take turns, so that those few tokens vary alike in any arithmetic.
+    These are the last ones by their keys, and any by their values. The range of the next partition is made by
+    one token, its last or any; all others are alike. Signs take turns, so that those few tokens vary alike in
+    any arithmetic.
     """
     tokens = np.arange(case.length)[:, None]
     signs = (-1.0) ** (tokens + np.arange(case.head_dim)), (-1.0) ** (tokens + np.arange(case.value_dim))
@@ -54,7 +58,10 @@ def of_contrast(case):
         np.broadcast_to(np.where(tokens == last, 1, -1), case.keys.shape),
         np.broadcast_to(np.where(tokens == any_one, -1, 1), case.values.shape),
     )
-    return [np.broadcast_to(scale * part, whole.shape) for part, whole in zip(states, 2 * (case.keys, case.values), strict=True)]
+    return [
+        np.broadcast_to(scale * part, whole.shape)
+        for part, whole in zip(states, 2 * (case.keys, case.values), strict=True)
+    ]
 
 
 def check_score(impl, case):
@@ -69,13 +76,22 @@ def check_score(impl, case):
 
 @law("LK-9", of=SCORE, examples=2, case=long_cases(ANY_SCALE, lengths=(4097, 8191, 1024)))
 def test_a_range_of_any_size_normalises(impl, case):
-    """Channels whose range is 1e-7 or 1e5 are divided by it all the same: nothing but a range of 0 counts as constant."""
+    """Channels whose range is 1e-7 or 1e5 are divided by it all the same: nothing but a range of 0 counts
+    as constant.
+    """
     check_score(impl, case)
 
 
-@law("LK-11", of=SCORE, examples=2, case=long_cases(("moving_mean", "normal", "sinks"), lengths=(8191, 4097, 1024)))
+@law(
+    "LK-11",
+    of=SCORE,
+    examples=2,
+    case=long_cases(("moving_mean", "normal", "sinks"), lengths=(8191, 4097, 1024)),
+)
 def test_a_partition_of_thousands_of_tokens_has_one_range_and_one_softmax(impl, case):
-    """The range is that of all tokens of the next partition, and the scores of all tokens are normalised together."""
+    """The range is that of all tokens of the next partition, and the scores of all tokens are normalised
+    together.
+    """
     check_score(impl, case)
 
 
@@ -91,9 +107,13 @@ def one_shot(impl, keys, values, **settings):
 
 
 def streamed(impl, keys, values, *, sink_size, lag_size, **settings):
-    """The mask that a stream ends with: the first chunk of the paper, S + 2L tokens, then up to L at a time."""
+    """The mask that a stream ends with: the first chunk of the paper, S + 2L tokens, then up to L at a
+    time.
+    """
     settings |= {"sink_size": sink_size, "lag_size": lag_size}
-    lengths = np.random.default_rng(lag_size).integers(lag_size // 2, lag_size + 1, size=2 * keys.shape[2] // lag_size)
+    lengths = np.random.default_rng(lag_size).integers(
+        lag_size // 2, lag_size + 1, size=2 * keys.shape[2] // lag_size
+    )
     ends = sink_size + 2 * lag_size + np.concatenate([[0], np.cumsum(lengths)])
     start, stream = 0, cast(Any, None)
     for stop in [*ends[ends < keys.shape[2]].tolist(), keys.shape[2]]:
@@ -109,7 +129,9 @@ def streamed(impl, keys, values, *, sink_size, lag_size, **settings):
 
 
 def check_best(impl, case, choose, percent, sink, lag):
-    """Raise Violation unless each partition but the last keeps its best floor(rL) tokens, and the sinks and the window stay."""
+    """Raise Violation unless each partition but the last keeps its best floor(rL) tokens, and the sinks
+    and the window stay.
+    """
     keys, values = (of_dtype(impl, states) for states in (case.keys, case.values))
     kept = choose(impl, keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     require_mask(kept, keys.shape[:3], "the selection")
@@ -118,16 +140,22 @@ def check_best(impl, case, choose, percent, sink, lag):
     equal(kept[..., :sink], True, "a sink was evicted")
     equal(kept[..., last:], True, "a token of the window was evicted")
     if whole >= 2:
-        parts = [states[:, :, sink : last + lag].reshape(*states.shape[:2], whole, lag, -1) for states in (keys, values)]
-        scores, slack = expected_score(impl, *(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
+        parts = [
+            states[:, :, sink : last + lag].reshape(*states.shape[:2], whole, lag, -1)
+            for states in (keys, values)
+        ]
+        scores, slack = expected_score(
+            impl, *(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts)
+        )
         selects(kept[..., sink:last].reshape(scores.shape), scores, percent * lag // 100, slack=slack)
 
 
 def check_larger_half(impl, case, choose, percent, sink, lag):
     """Raise Violation unless of each partition the half stays that leaves the range of the next one.
 
-    It is 8 and -8 in every second channel, which has a range of 2 in the next partition; the other half is 1 and -1 in the other
-    channels, which have a range of 16 there. Measured by the partition's own range the halves vary alike. All quotients are exact.
+    It is 8 and -8 in every second channel, which has a range of 2 in the next partition; the other half is 1
+    and -1 in the other channels, which have a range of 16 there. Measured by the partition's own range the
+    halves vary alike. All quotients are exact.
     """
     places, compressed = np.arange(case.length) - sink, max(0, (case.length - sink) // lag - 1)
     larger = (places // (lag // 2) + places // lag) % 2 == 1
@@ -135,13 +163,17 @@ def check_larger_half(impl, case, choose, percent, sink, lag):
     def alternating(states):
         channels, size = np.arange(states.shape[-1]), np.where(larger, 8.0, 1.0)[:, None]
         mine = (channels + (places // lag)[:, None]) % 2 == np.where(larger, 0, 1)[:, None]
-        return np.broadcast_to(np.where(mine, np.where((places[:, None] + channels // 2) % 2, -size, size), 0), states.shape)
+        return np.broadcast_to(
+            np.where(mine, np.where((places[:, None] + channels // 2) % 2, -size, size), 0), states.shape
+        )
 
     keys, values = (alternating(states) for states in (case.keys, case.values))
     kept = choose(impl, keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
     require_mask(kept, keys.shape[:3], "the selection")
     own_kept, own_larger = (
-        np.broadcast_to(rows, kept.shape)[..., sink : sink + compressed * lag].reshape(*kept.shape[:2], compressed, lag)
+        np.broadcast_to(rows, kept.shape)[..., sink : sink + compressed * lag].reshape(
+            *kept.shape[:2], compressed, lag
+        )
         for rows in (kept, larger)
     )
     selects(own_kept, own_larger.astype(float), percent * lag // 100, what="a partition")
@@ -149,25 +181,33 @@ def check_larger_half(impl, case, choose, percent, sink, lag):
 
 @law("LK-12", of=SELECT, examples=2, case=long_cases(ANY_SCALE, lengths=(32_769, 8191, 4097)), **SIZES)
 def test_every_partition_of_a_long_prompt_keeps_its_best(impl, case, percent, sink, lag):
-    """Of dozens of partitions, each but the last keeps its best floor(rL) tokens; the sinks and the window stay."""
+    """Of dozens of partitions, each but the last keeps its best floor(rL) tokens; the sinks and the window
+    stay.
+    """
     check_best(impl, case, one_shot, percent, sink, lag)
 
 
 @law("LK-12", of=SELECT, examples=2, case=long_cases(lengths=(32_769, 8191, 4097)), **SIZES)
 def test_every_partition_of_a_long_prompt_keeps_its_larger_half(impl, case, percent, sink, lag):
-    """One half of each partition, the second and the first in turn, varies far more by the range of the next one: it stays."""
+    """One half of each partition, the second and the first in turn, varies far more by the range of the
+    next one: it stays.
+    """
     check_larger_half(impl, case, one_shot, percent, sink, lag)
 
 
 @law("LK-12", of=SELECT, examples=3, case=paper_cases(), **SIZES)
 def test_the_prompts_of_the_paper_are_compressed_whole(impl, case, percent, sink, lag):
-    """Prompts of 16K to 128K at the paper's settings and with up to 256 sinks: every partition keeps its best."""
+    """Prompts of 16K to 128K at the paper's settings and with up to 256 sinks: every partition keeps its
+    best.
+    """
     check_best(impl, case, one_shot, percent, sink, lag)
     check_larger_half(impl, case, one_shot, percent, sink, lag)
 
 
 @law("LK-R", of="lagkv.step", examples=3, case=paper_cases((16_384, 32_769, 20_011)), **SIZES)
 def test_the_streams_of_the_paper_keep_what_one_shot_keeps(impl, case, percent, sink, lag):
-    """Streams of 16K tokens and more, in chunks of up to the paper's 128, 512 or 1,024 tokens, keep the best of each partition."""
+    """Streams of 16K tokens and more, in chunks of up to the paper's 128, 512 or 1,024 tokens, keep the
+    best of each partition.
+    """
     check_best(impl, case, streamed, percent, sink, lag)
     check_larger_half(impl, case, streamed, percent, sink, lag)

@@ -1,4 +1,6 @@
-"""Laws of LagKV: attention as section 2.1 has it (LK-1 to LK-6), the recursion (LK-R) and the variants (LK-14 to LK-16)."""
+"""Laws of LagKV: attention as section 2.1 has it (LK-1 to LK-6), the recursion (LK-R) and the variants
+(LK-14 to LK-16).
+"""
 
 import itertools
 
@@ -6,7 +8,15 @@ import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.lagkv.helpers import RETAINED, SCORE, caches, check_partitions, hundredths, lags, sinks
+from evictionary.spec_tests.lagkv.helpers import (
+    RETAINED,
+    SCORE,
+    caches,
+    check_partitions,
+    hundredths,
+    lags,
+    sinks,
+)
 
 PROJECT, WEIGHTS, OUTPUT, APPEND = (
     "lagkv_theory.project",
@@ -15,13 +25,20 @@ PROJECT, WEIGHTS, OUTPUT, APPEND = (
     "lagkv.append",
 )
 STEP = "lagkv.step"
-LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = "lagkv_variants.local_score", "lagkv_variants.local_select", "lagkv_variants.norm_select"
+LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = (
+    "lagkv_variants.local_score",
+    "lagkv_variants.local_select",
+    "lagkv_variants.norm_select",
+)
 
 
 def streamed(impl, case, percent, sink, lag, seed):
-    """The mask that the stream keeps after each step, its state, and the number of tokens it has taken: chunks of any length."""
+    """The mask that the stream keeps after each step, its state, and the number of tokens it has taken:
+    chunks of any length.
+    """
     generator = np.random.default_rng(seed)
-    cut = generator.random(max(0, case.length - 1)) < generator.choice([0.05, 0.3, 1.0])  # long chunks, short ones, single tokens
+    # long chunks, short ones, single tokens
+    cut = generator.random(max(0, case.length - 1)) < generator.choice([0.05, 0.3, 1.0])
     yield from states_at(impl, case, [*(np.flatnonzero(cut) + 1).tolist(), case.length], percent, sink, lag)
 
 
@@ -52,7 +69,9 @@ def test_heads_stand_side_by_side(impl, case, seed):
     batch, num_heads, length, width = values.shape
     weights = impl.round(generator.dirichlet(np.ones(length), size=(batch, num_heads, 2)))
     output_weight = impl.round(generator.normal(size=(num_heads * width, 3)))
-    by_head = sum(weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads))
+    by_head = sum(
+        weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads)
+    )
     size = np.abs(values).max() * np.abs(output_weight).sum()
     agrees(impl, OUTPUT, weights, values, output_weight, by_hand=by_head, size=size)
 
@@ -68,7 +87,9 @@ def test_attention_weights_are_a_causal_softmax(impl, case):
 
 @law("LK-4", of=PROJECT, case=seeded_cases(max_length=17), seed=seeds())
 def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
-    """The q, k and v of the newest token are the last rows of Q, K and V: a projection sees one token at a time."""
+    """The q, k and v of the newest token are the last rows of Q, K and V: a projection sees one token at a
+    time.
+    """
     generator = np.random.default_rng(seed)
     weights = [impl.round(generator.normal(size=(case.head_dim, 3))) for _ in range(3)]
     alone = impl.lagkv_theory.project(case.keys[:, :, -1:], *weights)
@@ -88,7 +109,9 @@ def test_new_tokens_come_after_the_cached_ones(impl, case):
 
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
 def test_cached_decoding_is_uncached_attention(impl, case, seed):
-    """The newest queries over the cache, themselves included, have the weights that they have in the whole matrix."""
+    """The newest queries over the cache, themselves included, have the weights that they have in the whole
+    matrix.
+    """
     new = int(np.random.default_rng(seed).integers(1, case.length))
     cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
     got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
@@ -97,7 +120,9 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, seed):
-    """However the tokens come, each partition keeps its best floor(rL) tokens, judged against the whole next partition."""
+    """However the tokens come, each partition keeps its best floor(rL) tokens, judged against the whole
+    next partition.
+    """
     *_, (kept, end, _) = streamed(impl, case, percent, sink, lag, seed)
     ascending = (np.diff(end.positions, axis=-1) > 0).all()
     require(ascending, "the positions of a head are not distinct and ascending", None, end.positions)
@@ -106,7 +131,9 @@ def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink, lag, seed):
-    """Row n holds the key and the value of the token at position n of that head, unchanged, after every step."""
+    """Row n holds the key and the value of the token at position n of that head, unchanged, after every
+    step.
+    """
     for _, state, _ in streamed(impl, case, percent, sink, lag, seed):
         for got, states in ((state.keys, case.keys), (state.values, case.values)):
             wanted = np.take_along_axis(impl.round(states), state.positions[..., None], axis=2)
@@ -115,12 +142,19 @@ def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink
 
 @law("LK-R", of=(STEP, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
-    """After each step the cache is what it was, less some tokens, with the new ones; its length is that of LK-12."""
+    """After each step the cache is what it was, less some tokens, with the new ones; its length is that of
+    LK-12.
+    """
     settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     place, before, seen = np.arange(case.length), np.zeros(case.keys.shape[:3], dtype=bool), 0
     for kept, state, stop in streamed(impl, case, percent, sink, lag, seed):
         new = (place >= seen) & (place < stop)
-        require(not (kept & ~before & ~new).any(), "a token returned, or one that has not come is kept", before, kept)
+        require(
+            not (kept & ~before & ~new).any(),
+            "a token returned, or one that has not come is kept",
+            before,
+            kept,
+        )
         equal(int(state.seen), stop, "the stream has counted other tokens")
         length = impl.lagkv.retained_length(stop, **settings)
         equal(kept.sum(axis=-1), length, f"after {stop} tokens the cache is not retained_length({stop}) long")
@@ -129,12 +163,20 @@ def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_the_chunks_of_the_paper_compress_one_partition_each(impl, case, percent, sink, lag):
-    """S + 2L tokens and then L at a time: after each full chunk one partition more is static, and at most L + remainder are not."""
-    cuts = sorted({min(case.length, stop) for stop in range(sink + 2 * lag, case.length + lag, lag)} | {case.length})
+    """S + 2L tokens and then L at a time: after each full chunk one partition more is static, and at most
+    L + remainder are not.
+    """
+    cuts = sorted(
+        {min(case.length, stop) for stop in range(sink + 2 * lag, case.length + lag, lag)} | {case.length}
+    )
     for number, (_, state, stop) in enumerate(states_at(impl, case, cuts, percent, sink, lag), start=1):
         if stop >= sink + 2 * lag and not (stop - sink) % lag:
             static = sink + number * (percent * lag // 100)
-            equal(int(state.static_length), static, f"after {stop} tokens {number} partitions are not compressed")
+            equal(
+                int(state.static_length),
+                static,
+                f"after {stop} tokens {number} partitions are not compressed",
+            )
             equal(state.keys.shape[2], static + lag, f"after {stop} tokens the next partition is not whole")
 
 
@@ -151,7 +193,12 @@ def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
         equal(got, wanted, "a step changed the stream that it was given")
 
 
-@law("LK-R", of=STEP, kind="refusal", bad=st.sampled_from([("keep_ratio", -0.1), ("sink_size", -1), ("lag_size", 0)]))
+@law(
+    "LK-R",
+    of=STEP,
+    kind="refusal",
+    bad=st.sampled_from([("keep_ratio", -0.1), ("sink_size", -1), ("lag_size", 0)]),
+)
 def test_what_does_not_fit_the_stream_is_refused(impl, bad):
     """Bad settings raise ValueError naming the argument."""
     states, settings = [np.ones((1, 2, 6, 3))] * 2, {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2}
@@ -163,7 +210,9 @@ def test_what_does_not_fit_the_stream_is_refused(impl, bad):
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
     states = case.keys, case.values
-    agrees(impl, SCORE, *states, *states, got=impl.lagkv_variants.local_score(*states), what="the local score")
+    agrees(
+        impl, SCORE, *states, *states, got=impl.lagkv_variants.local_score(*states), what="the local score"
+    )
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())
@@ -172,29 +221,43 @@ def test_locally_normalised_values_fill_the_unit_interval(impl, case):
     keys = impl.round(case.keys)
     got = impl.lagkv.normalise(keys, keys)
     varies = (keys.max(axis=2) > keys.min(axis=2)).astype(float)
-    # A quotient of equal numbers is exactly 1; a product with the reciprocal, as correct, is rounded once more.
+    # A quotient of equal numbers is exactly 1; a product with the reciprocal, as correct, is rounded once
+    # more.
     near(got.min(axis=2), np.zeros_like(varies), within(impl, roundings=1), "the least of a channel")
     near(got.max(axis=2), varies, within(impl, roundings=1), "the largest of a channel")
 
 
 @law("LK-14", of=LOCAL_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, sink, lag):
-    """LocalKV changes the score alone: sinks and window stay, the last partition is not compressed, though it could be scored."""
-    kept = impl.lagkv_variants.local_select(case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    """LocalKV changes the score alone: sinks and window stay, the last partition is not compressed, though
+    it could be scored.
+    """
+    kept = impl.lagkv_variants.local_select(
+        case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag
+    )
     check_partitions(impl, kept, case, percent, sink, lag, path=LOCAL_SCORE, takes=2)
 
 
 @law("LK-15", of=LOCAL_SCORE)
 def test_the_local_range_is_not_the_next_one(impl):
-    """A token at the edge of its own partition but in the middle of the next one scores differently in the two."""
+    """A token at the edge of its own partition but in the middle of the next one scores differently in the
+    two.
+    """
     keys, following = np.array([[[[0.0, 0], [1, 0], [0, 1]]]]), np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
     local, lagged = agrees(impl, LOCAL_SCORE, keys, keys), oracle(SCORE)(keys, keys, following, following)
-    require(np.abs(local - lagged).max() >= 1e-3, "the local score is that against the next partition", lagged, local)
+    require(
+        np.abs(local - lagged).max() >= 1e-3,
+        "the local score is that against the next partition",
+        lagged,
+        local,
+    )
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
-    """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no part."""
+    """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no
+    part.
+    """
     settings = {"layer": 2, "keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
     check_partitions(impl, kept, case, percent, sink, lag, path="knorm.score", takes=1)
@@ -204,10 +267,15 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))
 def test_the_first_layers_keep_everything(impl, case, layer, skipped):
-    """Layers 0 and 1 are left whole, or as many as skipped_layers says; the layer after them is compressed."""
+    """Layers 0 and 1 are left whole, or as many as skipped_layers says; the layer after them is
+    compressed.
+    """
     for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
         settings = {"layer": layer, "keep_ratio": 0, "sink_size": 0, "lag_size": 2} | given
-        kept, whole = impl.lagkv_variants.norm_select(case.keys, case.values, **settings), layer < first or case.length < 4
+        kept, whole = (
+            impl.lagkv_variants.norm_select(case.keys, case.values, **settings),
+            layer < first or case.length < 4,
+        )
         equal(kept.all(), whole, f"layer {layer} with the first {first} skipped")
 
 

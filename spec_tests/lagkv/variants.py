@@ -15,16 +15,28 @@ from evictionary.spec_tests.shared.variants import ALL, NUMPY, hidden, in_float3
 SCORE, SELECT, RETAINED, STEP = "lagkv.score", "lagkv.select", "lagkv.retained_length", "lagkv.step"
 PAIRS = {"normalise": forms.normalise_by_divide, "deviation": forms.deviation_of_pairs}
 WALKING = {"normalise": forms.normalise_token_by_token, "softmax": shared.softmax_by_log_sum_exp}
-IN_PLACE = {"normalise": forms.normalise_in_place, "deviation": forms.deviation_by_hand, "softmax": shared.softmax_in_place}
+IN_PLACE = {
+    "normalise": forms.normalise_in_place,
+    "deviation": forms.deviation_by_hand,
+    "softmax": shared.softmax_in_place,
+}
 
 for name, parts, longest in (
     ("running_extremes", WALKING, None),
-    ("times_the_reciprocal", {"normalise": forms.normalise_by_reciprocal, "deviation": forms.deviation_running}, None),
+    (
+        "times_the_reciprocal",
+        {"normalise": forms.normalise_by_reciprocal, "deviation": forms.deviation_running},
+        None,
+    ),
     ("log_add_exp", {"softmax": shared.softmax_by_log_add_exp}, None),
     ("log_add_exp_of_a_list", {"softmax": shared.softmax_by_reduce}, None),
     ("softmax_by_powers_of_two", {"softmax": shared.softmax_in_powers_of_two}, None),
     ("every_share_by_differences", {"softmax": shared.softmax_by_differences}, 4096),
-    ("in_long_double", {"normalise": forms.normalise_in_long_double, "softmax": shared.softmax_in_long_double}, None),
+    (
+        "in_long_double",
+        {"normalise": forms.normalise_in_long_double, "softmax": shared.softmax_in_long_double},
+        None,
+    ),
     ("normalised_in_place", IN_PLACE, None),
     (
         "lists_and_loops",
@@ -41,15 +53,23 @@ for name, parts, longest in (
 
 sums_of_squares = control(SCORE, dtypes=NUMPY, name="sums_of_squares")(put_together(forms, "score", **PAIRS))
 control("lagkv.normalise", dtypes=NUMPY, name="inverted_range")(forms.normalise_by_reciprocal)
-control(SELECT, name="partition_by_partition")(put_together(forms, "select", top=shared.top_by_repeated_argmax, **WALKING))
-control(SELECT, dtypes=("float32",), name="in_float32")(put_together(forms, "select", top=shared.top_by_threshold, **PAIRS))
+control(SELECT, name="partition_by_partition")(
+    put_together(forms, "select", top=shared.top_by_repeated_argmax, **WALKING)
+)
+control(SELECT, dtypes=("float32",), name="in_float32")(
+    put_together(forms, "select", top=shared.top_by_threshold, **PAIRS)
+)
 control(RETAINED, name="what_is_removed")(forms.length_by_what_is_removed)
-control(RETAINED, name="in_float_with_a_guard")(put_together(forms, "retained_length", share=forms.floor_in_float_with_a_guard))
+control(RETAINED, name="in_float_with_a_guard")(
+    put_together(forms, "retained_length", share=forms.floor_in_float_with_a_guard)
+)
 control(RETAINED, name="partition_by_partition_counted")(forms.length_by_counting)
 
 
 def torch_scorer(part, name, **claims):
-    """Register a score by its part: what the keys, and likewise the values, of a partition have against the next one."""
+    """Register a score by its part: what the keys, and likewise the values, of a partition have against
+    the next one.
+    """
 
     def score(keys, values, next_keys, next_values):
         return part(keys, next_keys) + part(values, next_values)
@@ -83,7 +103,9 @@ def torch_tiles(states, following):
 
     def tiles(states, filling):
         first = states.movedim(-2, 0)
-        return torch.cat([first, torch.full((-len(first) % 16, *first.shape[1:]), filling, dtype=first.dtype)])
+        return torch.cat(
+            [first, torch.full((-len(first) % 16, *first.shape[1:]), filling, dtype=first.dtype)]
+        )
 
     low = tiles(following, torch.inf).unflatten(0, (-1, 16)).amin(dim=1).amin(dim=0)
     spread = tiles(following, -torch.inf).unflatten(0, (-1, 16)).amax(dim=1).amax(dim=0) - low
@@ -104,7 +126,9 @@ def torch_sorted(keys, values, keep_ratio, sink_size, lag_size, scored):
     partitions = (keys.shape[2] - sink_size) // lag_size
     if partitions >= 2:
         end = sink_size + partitions * lag_size
-        parts = [states[:, :, sink_size:end].unflatten(2, (partitions, lag_size)) for states in (keys, values)]
+        parts = [
+            states[:, :, sink_size:end].unflatten(2, (partitions, lag_size)) for states in (keys, values)
+        ]
         scores = scored(*(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts))
         rank = scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
         kept[:, :, sink_size : end - lag_size] = (rank < forms.share(keep_ratio, lag_size)).flatten(2)
@@ -120,12 +144,18 @@ def torch_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
 def searched(length, budget, *, sink_size=16, lag_size=1024):
     """The largest count of a partition that fits, by bisection."""
     lengths = {"sink_size": sink_size, "lag_size": lag_size}
-    if forms.length_by_what_is_removed(length, keep_ratio=1, **lengths) <= budget or length < sink_size + 2 * lag_size:
+    if (
+        forms.length_by_what_is_removed(length, keep_ratio=1, **lengths) <= budget
+        or length < sink_size + 2 * lag_size
+    ):
         return Fraction(1)
     low, high = 0, lag_size
     while high - low > 1:
         middle = (low + high) // 2
-        fits = forms.length_by_what_is_removed(length, keep_ratio=Fraction(middle, lag_size), **lengths) <= budget
+        fits = (
+            forms.length_by_what_is_removed(length, keep_ratio=Fraction(middle, lag_size), **lengths)
+            <= budget
+        )
         low, high = (middle, high) if fits else (low, middle)
     return Fraction(low, lag_size)
 
@@ -138,11 +168,17 @@ def token_by_token(stream, keys, values, *, keep_ratio, sink_size=16, lag_size=1
         stream = Stream(keys[:, :, :0], values[:, :, :0], np.zeros((*heads, 0), dtype=int), sink_size, 0)
     *rows, static, seen = stream
     for token in range(keys.shape[2]):
-        new = (keys[:, :, token : token + 1], values[:, :, token : token + 1], np.full((*heads, 1), seen + token))
+        new = (
+            keys[:, :, token : token + 1],
+            values[:, :, token : token + 1],
+            np.full((*heads, 1), seen + token),
+        )
         rows = [np.concatenate(pair, axis=2) for pair in zip(rows, new, strict=True)]
         if rows[0].shape[2] == static + 2 * lag_size:
             own, following = slice(static, static + lag_size), slice(static + lag_size, None)
-            scores = forms.score(rows[0][:, :, own], rows[1][:, :, own], rows[0][:, :, following], rows[1][:, :, following])
+            scores = forms.score(
+                rows[0][:, :, own], rows[1][:, :, own], rows[0][:, :, following], rows[1][:, :, following]
+            )
             kept = np.ones(rows[2].shape, dtype=bool)
             kept[:, :, own] = forms.top(scores, count)
             rows = [entry[kept].reshape(*heads, -1, *entry.shape[3:]) for entry in rows]
@@ -166,7 +202,11 @@ def head_by_head(weights, values, output_weight):
 @control("lagkv_theory.project", array_library="torch", dtypes=ALL)
 def torch_one_matrix(states, query_weight, key_weight, value_weight):
     joined = torch.cat([query_weight, key_weight, value_weight], dim=-1)
-    return tuple((states @ joined).split([query_weight.shape[-1], key_weight.shape[-1], value_weight.shape[-1]], dim=-1))
+    return tuple(
+        (states @ joined).split(
+            [query_weight.shape[-1], key_weight.shape[-1], value_weight.shape[-1]], dim=-1
+        )
+    )
 
 
 @control("lagkv_variants.local_score", dtypes=NUMPY)
@@ -176,10 +216,14 @@ def sums_of_squares_against_itself(keys, values):
 
 @control("lagkv_variants.local_select", array_library="torch", dtypes=("float64", "float32", "bfloat16"))
 def torch_local_select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
-    return torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda own, also, *_: torch_eager(own, also, own, also))
+    return torch_sorted(
+        keys, values, keep_ratio, sink_size, lag_size, lambda own, also, *_: torch_eager(own, also, own, also)
+    )
 
 
 @control("lagkv_variants.norm_select", array_library="torch", dtypes=ALL)
 def torch_norm_select(keys, values, *, layer, keep_ratio, sink_size=16, lag_size=1024, skipped_layers=2):
-    kept = torch_sorted(keys, values, keep_ratio, sink_size, lag_size, lambda own, *_: -own.float().norm(dim=-1))
+    kept = torch_sorted(
+        keys, values, keep_ratio, sink_size, lag_size, lambda own, *_: -own.float().norm(dim=-1)
+    )
     return kept | (layer < skipped_layers)

@@ -50,7 +50,8 @@ def offsets_in_32_bits(keys):
 @mutant(
     "knorm.score",
     killed_by="MEM-4",
-    misconception="batch items counted from the storage: an expanded batch is scored once, the rest stays zero",
+    misconception="batch items counted from the storage: an expanded batch is scored once, the rest stays "
+    "zero",
     array_library="torch",
 )
 def batch_counted_from_storage(keys):

@@ -28,14 +28,26 @@ SMALL = st.builds(
     value_dim=st.sampled_from([2, 8]),
     num_queries=st.integers(1, 2),
 )
-PLAIN = st.builds(Case, seed=seeds(), batch=st.just(2), num_kv_heads=st.just(2), length=st.sampled_from([8, 17]))
+PLAIN = st.builds(
+    Case, seed=seeds(), batch=st.just(2), num_kv_heads=st.just(2), length=st.sampled_from([8, 17])
+)
 
 
 def mask(case: Case, shape: tuple[int, ...], share: float) -> np.ndarray:
     return np.random.default_rng(case.seed).random(shape) < share
 
 
-SEAMS = ("score", "select", "compress", "attend", "top_k", "nucleus", "update", "compact_pages", "attend_pages")
+SEAMS = (
+    "score",
+    "select",
+    "compress",
+    "attend",
+    "top_k",
+    "nucleus",
+    "update",
+    "compact_pages",
+    "attend_pages",
+)
 
 
 def moments_of(case: Case) -> momentkv.Moments:
@@ -44,11 +56,15 @@ def moments_of(case: Case) -> momentkv.Moments:
 
 
 def in_pages(case: Case) -> cache.PagedCache:
-    """Each sequence in a page of its own, of which the last token is missing: `kept` is a mask over its places."""
+    """Each sequence in a page of its own, of which the last token is missing: `kept` is a mask over its
+    places.
+    """
     keys, values = (states.swapaxes(1, 2) for states in (case.keys, case.values))
     positions = np.broadcast_to(np.arange(case.length)[:, None], keys.shape[:3])
     lengths = np.full((case.batch, case.num_kv_heads), max(1, case.length - 1))
-    return cache.PagedCache(keys, values, positions, np.arange(case.batch)[::-1, None], lengths, lengths[:, 0])
+    return cache.PagedCache(
+        keys, values, positions, np.arange(case.batch)[::-1, None], lengths, lengths[:, 0]
+    )
 
 
 def covariance(case: Case) -> np.ndarray:
@@ -56,7 +72,8 @@ def covariance(case: Case) -> np.ndarray:
     return np.swapaxes(factor, -1, -2) @ factor
 
 
-# How to make the argument of a name, from a case. A seam with another required argument is left to its own laws.
+# How to make the argument of a name, from a case. A seam with another required argument is left to its own
+# laws.
 ARGUMENTS: dict[str, Callable[[Case], Any]] = {
     "keys": lambda case: case.keys,
     "values": lambda case: case.values,
@@ -64,7 +81,9 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
     "next_values": lambda case: case.next_values,
     "queries": lambda case: case.queries,
     "query": lambda case: case.queries[:, :, 0],
-    "sampled_queries": lambda case: np.repeat(case.queries, 3, axis=2) * np.arange(1, 3 * case.num_queries + 1)[:, None],
+    "sampled_queries": lambda case: (
+        np.repeat(case.queries, 3, axis=2) * np.arange(1, 3 * case.num_queries + 1)[:, None]
+    ),
     "scores": lambda case: case.keys[..., 0],
     "budget": lambda case: max(1, case.length // 2),
     "kept": lambda case: mask(case, case.keys.shape[:3], 0.5),
@@ -83,7 +102,9 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 
 
 def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and what it gives."""
+    """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and
+    what it gives.
+    """
     for path in impl.asked_of_memory():
         arguments = arguments_of(impl, path, case)
         if arguments is not None and (numbers := answer(impl, path, arguments)) is not None:
@@ -110,10 +131,14 @@ def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] 
 def answer(impl: Implementation, path: str, arguments: dict[str, Any]) -> Any:
     """What a call gives, as NumPy; None where it fails or holds a NaN: the laws of its equation say so."""
     try:
-        numbers = to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()}))
+        numbers = to_numpy(
+            function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
+        )
     except Exception:
         return None
-    return None if any(np.isnan(leaf).any() for leaf in leaves(numbers) if leaf.dtype.kind == "f") else numbers
+    return (
+        None if any(np.isnan(leaf).any() for leaf in leaves(numbers) if leaf.dtype.kind == "f") else numbers
+    )
 
 
 def function_of(impl: Implementation, path: str) -> Callable[..., Any]:
@@ -150,7 +175,10 @@ def test_inputs_are_left_alone(impl, case):
         function_of(impl, path)(**natives)
         for name, value in arguments.items():
             require(
-                same_bits(impl.native(value), natives[name]), f"{path} changed its argument {name}", value, to_numpy(natives[name])
+                same_bits(impl.native(value), natives[name]),
+                f"{path} changed its argument {name}",
+                value,
+                to_numpy(natives[name]),
             )
 
 
@@ -180,7 +208,10 @@ def test_the_same_call_gives_the_same_bits(impl, case):
     calls = list(callables(impl, case))
     for path, arguments, first in reversed(calls):
         again, at_once = (
-            to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})) for _ in range(2)
+            to_numpy(
+                function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
+            )
+            for _ in range(2)
         )
         require(same_bits(again, at_once), f"{path} gives other numbers the second time", again, at_once)
         agree_within_rounding(impl, path, arguments, first, again, "gives other numbers after other calls")
@@ -207,7 +238,9 @@ def test_strides_do_not_matter(impl, case, layout):
     for path, arguments, plain in callables(impl, case):
         natives = {name: impl.native(value) for name, value in arguments.items()}
         strided = {
-            name: layout(impl, value) if isinstance(arguments[name], np.ndarray) and value.ndim >= 3 else value
+            name: layout(impl, value)
+            if isinstance(arguments[name], np.ndarray) and value.ndim >= 3
+            else value
             for name, value in natives.items()
         }
         agree_within_rounding(impl, path, arguments, plain, function_of(impl, path)(**strided))
@@ -226,9 +259,13 @@ def test_expanded_inputs_are_read_as_copies(impl, case):
                 natives[name] = impl.native(np.concatenate([value[:1]] * 2))
                 one = impl.native(value[:1])
                 shape = (2, *one.shape[1:])
-                expanded[name] = np.broadcast_to(one, shape) if impl.array_library != "torch" else one.expand(shape)
+                expanded[name] = (
+                    np.broadcast_to(one, shape) if impl.array_library != "torch" else one.expand(shape)
+                )
         repeated = {name: to_numpy(value) for name, value in natives.items()}
-        agree_within_rounding(impl, path, repeated, function_of(impl, path)(**natives), function_of(impl, path)(**expanded))
+        agree_within_rounding(
+            impl, path, repeated, function_of(impl, path)(**natives), function_of(impl, path)(**expanded)
+        )
 
 
 def agree_within_rounding(
@@ -261,14 +298,19 @@ def test_poisoned_memory_does_not_shine_through(impl, case):
     torch = importlib.import_module("torch")
     for path, arguments, plain in callables(impl, case):
         natives = {name: impl.native(value) for name, value in arguments.items()}
-        before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
         try:
             poisoned = to_numpy(function_of(impl, path)(**natives))
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         # A number may differ by a rounding: what is compiled is compiled anew in this mode.
-        agree_within_rounding(impl, path, arguments, plain, poisoned, "leaves elements of its result unwritten")
+        agree_within_rounding(
+            impl, path, arguments, plain, poisoned, "leaves elements of its result unwritten"
+        )
 
 
 @law("MEM-6", of=ANY, case=SMALL, not_for=cuda_only, why="a missing synchronisation shows on a GPU alone")
@@ -276,13 +318,17 @@ def test_another_stream_gives_the_same_numbers(impl, case):
     """A call queued on a stream of its own, behind other work, gives the same numbers."""
     torch = importlib.import_module("torch")
     for path, arguments, _ in callables(impl, case):
-        plain = to_numpy(function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()}))
+        plain = to_numpy(
+            function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
+        )
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             busy = torch.randn(2048, 2048, device=impl.device)
             for _ in range(8):
                 busy = busy @ busy / 2048
-            result = function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
+            result = function_of(impl, path)(
+                **{name: impl.native(value) for name, value in arguments.items()}
+            )
         stream.synchronize()
         agree_within_rounding(impl, path, arguments, plain, result, "gives other numbers on another stream")
 
@@ -294,7 +340,9 @@ def lazy_memory_only(impl):
 
 @law("MEM-7", of=ANY, not_for=lazy_memory_only)
 def test_offsets_do_not_wrap_at_two_to_the_31(impl):
-    """Batch items 2^31 elements apart are read where they are. Only the pages that are touched take memory on a CPU."""
+    """Batch items 2^31 elements apart are read where they are. Only the pages that are touched take memory
+    on a CPU.
+    """
     torch = importlib.import_module("torch")
     case = Case(batch=2, num_kv_heads=2, length=8)
     dtype = getattr(torch, impl.dtype)
@@ -308,7 +356,9 @@ def test_offsets_do_not_wrap_at_two_to_the_31(impl):
         far = far.as_strided(keys.shape, (step, *keys.stride()[1:]))
         far.copy_(keys)
         plain = function_of(impl, path)(**natives)
-        agree_within_rounding(impl, path, arguments, plain, function_of(impl, path)(**{**natives, "keys": far}))
+        agree_within_rounding(
+            impl, path, arguments, plain, function_of(impl, path)(**{**natives, "keys": far})
+        )
 
 
 def compiled_only(impl):
@@ -316,12 +366,28 @@ def compiled_only(impl):
 
 
 # Whole tiles, one token more than a tile, and a few channels.
-TILES = st.builds(Case, seed=seeds(), batch=st.just(2), length=st.sampled_from([17, 128, 130]), head_dim=st.sampled_from([3, 64]))
+TILES = st.builds(
+    Case,
+    seed=seeds(),
+    batch=st.just(2),
+    length=st.sampled_from([17, 128, 130]),
+    head_dim=st.sampled_from([3, 64]),
+)
 
 
-@law("MEM-8", of=ANY, kind=MEMORY, examples=25, case=TILES, not_for=compiled_only, why="the mistakes of kernels are planted apart")
+@law(
+    "MEM-8",
+    of=ANY,
+    kind=MEMORY,
+    examples=25,
+    case=TILES,
+    not_for=compiled_only,
+    why="the mistakes of kernels are planted apart",
+)
 def test_compiled_code_touches_its_own_memory_alone(impl, case):
-    """Each launch stays inside its tensors, no two programs touch an element that one of them writes, and no value is undefined."""
+    """Each launch stays inside its tensors, no two programs touch an element that one of them writes, and
+    no value is undefined.
+    """
     STOPPED.clear()
     for _ in callables(impl, case):
         pass

@@ -53,7 +53,9 @@ def update_head_by_head(moments, keys, values, evicted):
     for head in np.ndindex(keys.shape[:2]):
         own_keys, own_values = keys[head][evicted[head]], values[head][evicted[head]]
         for field, added in zip(
-            result, (len(own_keys), own_keys.sum(axis=0), own_values.sum(axis=0), own_values.T @ own_keys), strict=True
+            result,
+            (len(own_keys), own_keys.sum(axis=0), own_values.sum(axis=0), own_values.T @ own_keys),
+            strict=True,
         ):
             field[head] += added
     return result
@@ -83,7 +85,11 @@ def means_by_divide(moments):
 def means_by_where(moments):
     count = np.where(moments.count > 0, moments.count, 1)[..., None]
     outer = moments.value_sum[..., :, None] @ moments.key_sum[..., None, :]
-    return moments.key_sum / count, moments.value_sum / count, moments.value_key_sum - outer / count[..., None]
+    return (
+        moments.key_sum / count,
+        moments.value_sum / count,
+        moments.value_key_sum - outer / count[..., None],
+    )
 
 
 def score_in_loops(query, keys, values, moments):
@@ -91,7 +97,11 @@ def score_in_loops(query, keys, values, moments):
     _, mean_value, covariance = means(moments)
     for batch, head in np.ndindex(keys.shape[:2]):
         scale = max(1, moments.count[batch, head]) * math.sqrt(keys.shape[-1])
-        rest = values[batch, head] - mean_value[batch, head] - keys[batch, head] @ covariance[batch, head].T / scale
+        rest = (
+            values[batch, head]
+            - mean_value[batch, head]
+            - keys[batch, head] @ covariance[batch, head].T / scale
+        )
         for reader in range(head * group, (head + 1) * group):
             out[batch, head] += softmax(logits(query[batch, reader], keys[batch, head])) / group
         out[batch, head] *= np.linalg.norm(rest, axis=-1)
@@ -116,7 +126,9 @@ def estimated(query, keys, values, moments, key, value, covariance, kept):
         parts.append((top + math.log(np.exp(scores - top).sum()), softmax(scores) @ values[kept]))
     if moments > 0:
         scale = math.sqrt(len(query))
-        parts.append((math.log(moments) + query @ key / scale, value + covariance @ query / (moments * scale)))
+        parts.append(
+            (math.log(moments) + query @ key / scale, value + covariance @ query / (moments * scale))
+        )
     return parts
 
 
@@ -130,7 +142,9 @@ def mixed_by_log_add_exp(parts, width):
 def mixed_by_maximum(parts, width):
     top = max((size for size, _ in parts), default=0.0)
     weights = [math.exp(size - top) for size, _ in parts]
-    return sum((weight * output for weight, (_, output) in zip(weights, parts, strict=True)), np.zeros(width)) / (sum(weights) or 1)
+    return sum(
+        (weight * output for weight, (_, output) in zip(weights, parts, strict=True)), np.zeros(width)
+    ) / (sum(weights) or 1)
 
 
 def mixed_by_a_sigmoid(parts, width):
@@ -146,7 +160,15 @@ def attend_in_loops(query, keys, values, kept, moments):
     key, value, covariance = means(moments)
     for batch, head in np.ndindex(query.shape[:2]):
         place = batch, head // group
-        own = (keys[place], values[place], moments.count[place], key[place], value[place], covariance[place], kept[place])
+        own = (
+            keys[place],
+            values[place],
+            moments.count[place],
+            key[place],
+            value[place],
+            covariance[place],
+            kept[place],
+        )
         out[batch, head] = mixed(estimated(query[batch, head], *own), values.shape[-1])
     return out
 
@@ -157,14 +179,24 @@ def attend_in_lists(query, keys, values, kept, moments):
     def of(batch, head):
         place = (batch, head // group)
         statistics = (field[place] for field in found)
-        parts = estimated(query[batch, head], keys[place], values[place], moments.count[place], *statistics, kept[place])
+        parts = estimated(
+            query[batch, head], keys[place], values[place], moments.count[place], *statistics, kept[place]
+        )
         return mixed(parts, values.shape[-1])
 
-    return np.stack([np.stack([of(batch, head) for head in range(query.shape[1])]) for batch in range(len(query))])
+    return np.stack(
+        [np.stack([of(batch, head) for head in range(query.shape[1])]) for batch in range(len(query))]
+    )
 
 
 FORMS: dict = {
-    "update": (update_by_matmul, update_by_einsum, update_token_by_token, update_head_by_head, update_by_recursion),
+    "update": (
+        update_by_matmul,
+        update_by_einsum,
+        update_token_by_token,
+        update_head_by_head,
+        update_by_recursion,
+    ),
     "softmax": SOFTMAX,
     "means": (means_by_maximum, means_by_divide, means_by_where),
     "logits": LOGITS,

@@ -11,7 +11,9 @@ UPDATE, SCORE = "momentkv.update", "momentkv.score"
 
 
 # Whole numbers of few bits: their sums and products are exact in every dtype.
-short_cases = seeded_cases(max_length=17, kinds=("ties", "duplicate_keys"), head_dims=(2, 4), groups=(1, 2, 3))
+short_cases = seeded_cases(
+    max_length=17, kinds=("ties", "duplicate_keys"), head_dims=(2, 4), groups=(1, 2, 3)
+)
 
 
 def some(case, seed, shape=None):
@@ -27,14 +29,18 @@ def moments_of(keys, values, evicted):
 
 
 def held(impl, moments):
-    """The moments, where the dtype under test can hold them; otherwise the case says nothing about the implementation."""
+    """The moments, where the dtype under test can hold them; otherwise the case says nothing about the
+    implementation.
+    """
     if not all(np.isfinite(field).all() for field in impl.rounded(moments)):
         impl.unrepresentable()
     return moments
 
 
 def situation(impl, case, seed):
-    """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next partition."""
+    """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next
+    partition.
+    """
     evicted = some(case, seed, case.next_keys.shape[:3])
     moments = held(impl, moments_of(case.next_keys, case.next_values, evicted))
     return case.queries[:, :, 0], case.keys, case.values, moments
@@ -46,14 +52,18 @@ def whole(case):
 
 
 def recovers(impl, moments, pick, **another_way):
-    """`agrees` where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does not."""
+    """`agrees` where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does
+    not.
+    """
     third = moments._replace(**{name: getattr(moments, name) * 4 / 3 for name in Moments._fields[1:]})
     more = impl.allowance("momentkv.recover", third, pick=pick).errors()
     return agrees(impl, "momentkv.recover", moments, pick=pick, more=more, **another_way)
 
 
 def score_in_loops(query, keys, values, moments):
-    alpha = over_group(causal_weights(query[:, :, None], for_each_reader(keys, query))[:, :, 0], keys.shape[1])
+    alpha = over_group(
+        causal_weights(query[:, :, None], for_each_reader(keys, query))[:, :, 0], keys.shape[1]
+    )
     scores = np.zeros(keys.shape[:3])
     for item, head, token in np.ndindex(scores.shape):
         count = int(moments.count[item, head])
@@ -61,20 +71,26 @@ def score_in_loops(query, keys, values, moments):
         residual = values[item, head, token].copy()
         if count:
             centred = moments.value_key_sum[item, head] - np.outer(value_sum, key_sum) / count
-            residual -= value_sum / count + centred @ keys[item, head, token] / (count * keys.shape[-1] ** 0.5)
+            residual -= value_sum / count + centred @ keys[item, head, token] / (
+                count * keys.shape[-1] ** 0.5
+            )
         scores[item, head, token] = alpha[item, head, token] * np.linalg.norm(residual)
     return scores
 
 
 def refuses_misfits(impl, path, bad):
-    """Raise Violation unless each call is refused in which the axes of this argument, or its heads, do not fit the others."""
+    """Raise Violation unless each call is refused in which the axes of this argument, or its heads, do not
+    fit the others.
+    """
     for wrong in misfits(path):
         if wrong.argument == bad and not wrong.reads_numbers:
             refused(impl, "query|queries" if bad == "query" else bad, path, *wrong.given.values())
 
 
 def turn(seed, query, keys, values, moments):
-    """Channels of keys (with query and moments) exchanged and mirrored, and those of the values in another way."""
+    """Channels of keys (with query and moments) exchanged and mirrored, and those of the values in another
+    way.
+    """
     generator = np.random.default_rng(seed)
     k_order, v_order = generator.permutation(keys.shape[-1]), generator.permutation(values.shape[-1])
     k_sign, v_sign = (generator.choice([-1.0, 1.0], size=array.shape[-1]) for array in (keys, values))
@@ -84,13 +100,24 @@ def turn(seed, query, keys, values, moments):
         moments.value_sum[..., v_order] * v_sign,
         moments.value_key_sum[..., v_order, :][..., k_order] * v_sign[:, None] * k_sign,
     )
-    return query[..., k_order] * k_sign, keys[..., k_order] * k_sign, values[..., v_order] * v_sign, turned, v_order, v_sign
+    return (
+        query[..., k_order] * k_sign,
+        keys[..., k_order] * k_sign,
+        values[..., v_order] * v_sign,
+        turned,
+        v_order,
+        v_sign,
+    )
 
 
 def scale_values(impl, values, moments, factor):
-    """The values and their moments as the dtype holds them, and both multiplied by the factor, a power of two."""
+    """The values and their moments as the dtype holds them, and both multiplied by the factor, a power of
+    two.
+    """
     values, moments = impl.rounded((values, moments))
-    scaled = moments._replace(value_sum=moments.value_sum * factor, value_key_sum=moments.value_key_sum * factor)
+    scaled = moments._replace(
+        value_sum=moments.value_sum * factor, value_key_sum=moments.value_key_sum * factor
+    )
     return values, moments, values * factor, held(impl, scaled)
 
 
@@ -98,23 +125,37 @@ ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
 
 
 def attends(impl, query, keys, values, kept, moments, **another_way):
-    """`agrees` of the output: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight is."""
+    """`agrees` of the output: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight
+    is.
+    """
     of_each_query = Moments(*(field[:, :, None] for field in moments))
-    estimate = momentkv.approximate_evicted(query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query)
+    estimate = momentkv.approximate_evicted(
+        query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query
+    )
     more = 2 * accumulating(impl) * float(np.abs(estimate).max(initial=0))
-    return agrees(impl, ATTEND, query, keys, values, kept, moments, more=more, what="the output", **another_way)
+    return agrees(
+        impl, ATTEND, query, keys, values, kept, moments, more=more, what="the output", **another_way
+    )
 
 
 def attend_in_loops(query, keys, values, kept, moments):
-    """Plain loops over the kept tokens; then each query head whose KV head has evicted tokens mixes their estimate in."""
+    """Plain loops over the kept tokens; then each query head whose KV head has evicted tokens mixes their
+    estimate in.
+    """
     output, logarithms = attention_by_hand(query[:, :, None], keys, values, kept)
     for item, reader in np.ndindex(query.shape[:2]):
         head = item, reader * keys.shape[1] // query.shape[1]
         if count := int(moments.count[head]):
-            q, key_sum, value_sum = query[item, reader] / keys.shape[-1] ** 0.5, moments.key_sum[head], moments.value_sum[head]
+            q, key_sum, value_sum = (
+                query[item, reader] / keys.shape[-1] ** 0.5,
+                moments.key_sum[head],
+                moments.value_sum[head],
+            )
             centred = moments.value_key_sum[head] - np.outer(value_sum, key_sum) / count
             estimate = value_sum / count + centred @ q / count
-            weight = np.exp(-np.logaddexp(0, logarithms[item, reader, 0] - np.log(count) - q @ key_sum / count))
+            weight = np.exp(
+                -np.logaddexp(0, logarithms[item, reader, 0] - np.log(count) - q @ key_sum / count)
+            )
             output[item, reader, 0] = (1 - weight) * output[item, reader, 0] + weight * estimate
     return output[:, :, 0]
 
@@ -123,10 +164,16 @@ SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
 
 
 def prompt(case, seed, window=0):
-    """Queries of the last tokens of the case's prompt: a window of as many, or without a number of one, several, or all."""
+    """Queries of the last tokens of the case's prompt: a window of as many, or without a number of one,
+    several, or all.
+    """
     generator = np.random.default_rng(seed)
     window = window or int(generator.integers(1, case.keys.shape[2] + 1))
-    return generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])), case.keys, case.values
+    return (
+        generator.normal(size=(*case.queries.shape[:2], window, case.keys.shape[-1])),
+        case.keys,
+        case.values,
+    )
 
 
 def scores_of_prompt(chunk, queries, keys, values):
@@ -135,15 +182,18 @@ def scores_of_prompt(chunk, queries, keys, values):
     scores = mass * np.linalg.norm(values, axis=-1)
     for start in range(0, keys.shape[2], chunk):
         for numbers in (mass, scores):
-            numbers[..., start : start + chunk] = numbers[..., start : start + chunk].mean(axis=-1, keepdims=True)
+            numbers[..., start : start + chunk] = numbers[..., start : start + chunk].mean(
+                axis=-1, keepdims=True
+            )
     return scores, mass
 
 
 def check_prompt(impl, states, budget_of, **settings):
-    """Raise Violation unless each head of a prompt keeps all protected tokens and its best others; `budget_of` their number.
+    """Raise Violation unless each head of a prompt keeps all protected tokens and its best others;
+    `budget_of` their number.
 
-    With a floor_ratio each head keeps a number of its own. Returns the mask, the protected tokens of a head, the budget, and the
-    attention.
+    With a floor_ratio each head keeps a number of its own. Returns the mask, the protected tokens of a head,
+    the budget, and the attention.
     """
     queries, keys, values = states
     place, length, chunk = np.arange(keys.shape[2]), keys.shape[2], settings.get("chunk_size", 4)
@@ -152,7 +202,10 @@ def check_prompt(impl, states, budget_of, **settings):
     kept = impl.momentkv.select_prompt(queries, keys, values, budget, **settings)
     require_mask(kept, keys.shape[:3], "the selection")
     scores, mass = scores_of_prompt(chunk, *impl.rounded(states))
-    allowed, more = impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk), 1e-12 * float(scores.max())
+    allowed, more = (
+        impl.allowance(SCORE_PROMPT, queries, keys, values, chunk_size=chunk),
+        1e-12 * float(scores.max()),
+    )
     counts = kept.sum(axis=-1) if "floor_ratio" in settings else budget
     selects(kept, scores, counts, slack=lambda: 2 * allowed.largest + more, protected=protected)
     return kept, safe, budget, mass

@@ -1,4 +1,6 @@
-"""Laws of MomentKV: the moments and the eviction score (MK-10, MK-22 to MK-25); further helpers for the files beside it."""
+"""Laws of MomentKV: the moments and the eviction score (MK-10, MK-22 to MK-25); further helpers for the
+files beside it.
+"""
 
 import math
 
@@ -38,14 +40,20 @@ def same_moments(impl, path, *arguments, got=None):
 
 @law("MK-22", of=UPDATE, case=cases(), seed=seeds())
 def test_the_moments_are_four_sums_over_the_evicted_tokens(impl, case, seed):
-    """Count, sum of keys, sum of values, and sum of v k^T (rows of values, columns of keys), added to what was there."""
-    before = held(impl, moments_of(case.next_keys, case.next_values, some(case, seed + 1, case.next_keys.shape[:3])))
+    """Count, sum of keys, sum of values, and sum of v k^T (rows of values, columns of keys), added to what
+    was there.
+    """
+    before = held(
+        impl, moments_of(case.next_keys, case.next_values, some(case, seed + 1, case.next_keys.shape[:3]))
+    )
     same_moments(impl, UPDATE, before, case.keys, case.values, some(case, seed))
 
 
 @law("MK-25", of=UPDATE, case=short_cases, seed=seeds())
 def test_one_token_at_a_time_gives_the_same_moments(impl, case, seed):
-    """Evicted one by one, in any order, or all at once: the sums are the same (whole numbers: exactly), as in plain loops."""
+    """Evicted one by one, in any order, or all at once: the sums are the same (whole numbers: exactly), as
+    in plain loops.
+    """
     keys, values, _ = whole(case)
     evicted, empty = some(case, seed), momentkv.no_moments(keys, values)
     moments = empty
@@ -76,7 +84,9 @@ def test_what_stays_does_not_count(impl, case, seed):
 
 @law("MK-25", of="momentkv.merge", case=short_cases, seed=seeds())
 def test_moments_of_disjoint_sets_add_up(impl, case, seed):
-    """Merging is commutative and associative, the empty moments change nothing, and it equals one update with the union."""
+    """Merging is commutative and associative, the empty moments change nothing, and it equals one update
+    with the union.
+    """
     keys, values, _ = whole(case)
     owner = np.random.default_rng(seed).integers(0, 4, size=keys.shape[:3])
     first, second, third = (moments_of(keys, values, owner == part) for part in range(3))
@@ -99,9 +109,15 @@ def test_the_empty_set_has_moments_of_zero(impl, case):
 def test_sums_are_float32_or_wider(impl, large):
     """A sum of 2048 still grows by one: half-precision sums stall there, bfloat16 ones at 256."""
     large = min(large, 2048.0) if impl.dtype == "float16" else large
-    before = Moments(np.array([[4096]]), np.full((1, 1, 2), large), np.full((1, 1, 3), large), np.full((1, 1, 3, 2), large))
-    after = impl.momentkv.update(before, np.ones((1, 1, 1, 2)), np.ones((1, 1, 1, 3)), np.ones((1, 1, 1), dtype=bool))
-    for name, got, expected in zip(Moments._fields, after, (4097, large + 1, large + 1, large + 1), strict=True):
+    before = Moments(
+        np.array([[4096]]), np.full((1, 1, 2), large), np.full((1, 1, 3), large), np.full((1, 1, 3, 2), large)
+    )
+    after = impl.momentkv.update(
+        before, np.ones((1, 1, 1, 2)), np.ones((1, 1, 1, 3)), np.ones((1, 1, 1), dtype=bool)
+    )
+    for name, got, expected in zip(
+        Moments._fields, after, (4097, large + 1, large + 1, large + 1), strict=True
+    ):
         equal(got, expected, f"{name} did not grow by one: it is kept in too few bits")
 
 
@@ -115,7 +131,9 @@ def test_the_means_are_recovered_from_the_sums(impl, case, seed):
 
 @law("MK-23", of="momentkv.recover", case=short_cases, seed=seeds())
 def test_the_covariance_is_the_centred_sum(impl, case, seed):
-    """Stilde = sum over the evicted tokens of v (k - kbar)^T, also with the values centred, and no shift of all keys changes it."""
+    """Stilde = sum over the evicted tokens of v (k - kbar)^T, also with the values centred, and no shift
+    of all keys changes it.
+    """
     keys, values, _ = whole(case)
     evicted = some(case, seed)
     expected = np.zeros((*keys.shape[:2], values.shape[-1], keys.shape[-1]))
@@ -132,15 +150,26 @@ def test_the_covariance_is_the_centred_sum(impl, case, seed):
 
 @law("MK-C2", of="momentkv.recover", power=st.integers(0, 24))
 def test_no_entry_of_the_covariance_is_too_small_to_count(impl, power):
-    """Keys 2 and -2 with values 2^-p and -2^-p: Stilde is 2^(2-p), however small; nothing below 1e-6 is cut."""
+    """Keys 2 and -2 with values 2^-p and -2^-p: Stilde is 2^(2-p), however small; nothing below 1e-6 is
+    cut.
+    """
     keys = np.array([[[[2.0], [-2.0]]]])
     moments = moments_of(keys, keys / 2 ** (power + 1), np.ones((1, 1, 2), dtype=bool))
-    agrees(impl, "momentkv.recover", moments, pick=2, expected=np.array([[[[2.0 ** (2 - power)]]]]), what="Stilde")
+    agrees(
+        impl,
+        "momentkv.recover",
+        moments,
+        pick=2,
+        expected=np.array([[[[2.0 ** (2 - power)]]]]),
+        what="Stilde",
+    )
 
 
 @law("MK-25", of=UPDATE, kind="refusal", bad=st.sampled_from(["evicted", "moments", "values"]))
 def test_bad_updates_are_refused(impl, bad):
-    """A mask that does not fit or is not boolean, moments of other heads, and a negative count raise ValueError with the name."""
+    """A mask that does not fit or is not boolean, moments of other heads, and a negative count raise
+    ValueError with the name.
+    """
     refuses_misfits(impl, UPDATE, bad)
     states, evicted = np.ones((1, 2, 3, 2)), np.ones((1, 2, 3), dtype=bool)
     if impl.reads_numbers:
@@ -181,13 +210,18 @@ def test_with_nothing_evicted_the_residual_is_the_value(impl, case):
 
 @law("MK-10", of=SCORE, power=st.sampled_from([0, 22, 24]))
 def test_a_predicted_token_scores_zero(impl, power):
-    """Evicted k = (r, 0, ..), r^2 = D, v = 1 and their mirror image predict v = k_1: where k_1 = v the score is 0, at any scale."""
+    """Evicted k = (r, 0, ..), r^2 = D, v = 1 and their mirror image predict v = k_1: where k_1 = v the
+    score is 0, at any scale.
+    """
     # Of a number of channels without a whole root, four: the least that the sentence can be said with.
     root = math.isqrt(width(impl, 4)) if math.sqrt(width(impl, 4)).is_integer() else 2
     key, scale = root * np.eye(root**2)[0], 2.0**-power
     evicted_keys, evicted_values = np.stack([key, -key])[None, None], scale * np.array([[[[1.0], [-1.0]]]])
     moments = moments_of(evicted_keys, evicted_values, np.ones((1, 1, 2), dtype=bool))
-    keys, values = np.stack([key, key, 2 * key])[None, None], root * scale * np.array([[[[1.0], [-1.0], [1.0]]]])
+    keys, values = (
+        np.stack([key, key, 2 * key])[None, None],
+        root * scale * np.array([[[[1.0], [-1.0], [1.0]]]]),
+    )
     what = f"the score of the residuals 0, 2 and 1, times {root} (values 1, -1 and 1, predictions 1, 1 and 2)"
     also = root * scale * np.array([[[0, 2, 1]]]) / 3
     agrees(impl, SCORE, np.zeros((1, 1, root**2)), keys, values, moments, also=also, what=what)
@@ -195,25 +229,40 @@ def test_a_predicted_token_scores_zero(impl, power):
 
 @law("MK-10", of=SCORE)
 def test_the_group_is_averaged_after_the_softmax(impl):
-    """Two query heads that look at different tokens give each half of the attention; the mean query would give a third."""
+    """Two query heads that look at different tokens give each half of the attention; the mean query would
+    give a third.
+    """
     keys, values = np.array([[[[8.0, 0], [0, 8], [-8, -8]]]]), np.ones((1, 1, 3, 1))
     empty = momentkv.no_moments(keys, values)
     # In the second pair one query head looks the other way, and would be averaged away.
     for second, expected in (([0, 64], [0.5, 0.5, 0]), ([-48, 0], [0.5, 0, 0.5])):
         query = np.array([[[64.0, 0], second]])
-        agrees(impl, SCORE, query, keys, values, empty, also=np.array([[expected]]), what="the score of two query heads")
+        agrees(
+            impl,
+            SCORE,
+            query,
+            keys,
+            values,
+            empty,
+            also=np.array([[expected]]),
+            what="the score of two query heads",
+        )
 
 
 @law("MK-10", of=SCORE, case=seeded_cases(groups=(2, 3)), seed=seeds())
 def test_query_heads_of_a_group_are_interchangeable(impl, case, seed):
-    """Query head h reads KV head h // G: an exchange within a group changes nothing, each KV head alone gives the same score."""
+    """Query head h reads KV head h // G: an exchange within a group changes nothing, each KV head alone
+    gives the same score.
+    """
     query, keys, values, moments = states = situation(impl, case, seed)
     heads = query.reshape(query.shape[0], keys.shape[1], -1, query.shape[-1])
     exchanged = heads[:, :, ::-1].reshape(query.shape)
     agrees(impl, SCORE, *states, got=impl.momentkv.score(exchanged, keys, values, moments))
     scores = np.zeros(keys.shape[:3])
     for own, readers in heads_alone(query, keys):
-        scores[own] = impl.momentkv.score(query[readers], keys[own], values[own], Moments(*(field[own] for field in moments)))
+        scores[own] = impl.momentkv.score(
+            query[readers], keys[own], values[own], Moments(*(field[own] for field in moments))
+        )
     agrees(impl, SCORE, *states, got=scores, what="the scores of the heads alone")
 
 
@@ -228,9 +277,17 @@ def test_scores_move_with_their_tokens(impl, case, seed):
 
 @law("MK-10", of=SCORE, case=cases(), seed=seeds())
 def test_turning_keys_or_values_changes_no_score(impl, case, seed):
-    """One orthogonal map of keys, query and moments, and another of the values, leave the scores as they are."""
+    """One orthogonal map of keys, query and moments, and another of the values, leave the scores as they
+    are.
+    """
     states = situation(impl, case, seed)
-    agrees(impl, SCORE, *states, got=impl.momentkv.score(*turn(seed, *states)[:4]), what="the score of the turned states")
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        got=impl.momentkv.score(*turn(seed, *states)[:4]),
+        what="the score of the turned states",
+    )
 
 
 @law("MK-10", of=SCORE, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))
@@ -239,7 +296,9 @@ def test_the_score_is_of_first_degree_in_the_values(impl, case, seed, power):
     query, keys, values, moments = situation(impl, case, seed)
     values, moments, scaled_values, scaled_moments = scale_values(impl, values, moments, 2.0**power)
     got = agrees(impl, SCORE, query, keys, values, moments)
-    agrees(impl, SCORE, query, keys, scaled_values, scaled_moments, got=got * 2.0**power, what="the scaled score")
+    agrees(
+        impl, SCORE, query, keys, scaled_values, scaled_moments, got=got * 2.0**power, what="the scaled score"
+    )
 
 
 @law("MK-10", of=SCORE, case=cases())

@@ -1,4 +1,6 @@
-"""Laws of MomentKV: the corrected attention (MK-2, MK-9 to MK-12, MK-37) and its zeroth-order variant (MK-T4)."""
+"""Laws of MomentKV: the corrected attention (MK-2, MK-9 to MK-12, MK-37) and its zeroth-order variant
+(MK-T4).
+"""
 
 import math
 from operator import mul
@@ -41,7 +43,9 @@ def test_output_mixes_the_retained_and_the_estimated_part(impl, case, seed):
 
 @law("MK-12", of=ATTEND, case=cases(max_length=17), seed=seeds())
 def test_output_equals_the_loops(impl, case, seed):
-    """One numerator and one denominator summed in plain loops, the moments entering as one more token, give the same output."""
+    """One numerator and one denominator summed in plain loops, the moments entering as one more token,
+    give the same output.
+    """
     query, keys, values, moments = situation(impl, case, seed)
     attends(impl, query, keys, values, some(case, seed + 1), moments, also=attend_in_loops)
 
@@ -79,40 +83,80 @@ def full_attention(query, keys, values):
 
 @law("MK-12", of=ATTEND, case=short_cases, seed=seeds())
 def test_equal_evicted_keys_lose_nothing(impl, case, seed):
-    """Where the evicted keys of a head are equal, the output is that of the full cache: one token is a special case."""
+    """Where the evicted keys of a head are equal, the output is that of the full cache: one token is a
+    special case.
+    """
     keys, values, query = whole(case)
     kept = some(case, seed)
     keys = np.where(kept[..., None], keys, keys[:, :, :1])
-    attends(impl, query, keys, values, kept, moments_of(keys, values, ~kept), also=full_attention(query, keys, values))
+    attends(
+        impl,
+        query,
+        keys,
+        values,
+        kept,
+        moments_of(keys, values, ~kept),
+        also=full_attention(query, keys, values),
+    )
 
 
 @law("MK-9", of=ATTEND, case=short_cases, seed=seeds())
 def test_a_query_orthogonal_to_the_spread_loses_nothing(impl, case, seed):
-    """Where the evicted keys differ only in a channel that the query does not have, the output is that of the full cache."""
+    """Where the evicted keys differ only in a channel that the query does not have, the output is that of
+    the full cache.
+    """
     keys, values, query = whole(case)
     kept = some(case, seed)
     query[..., 0] = 0
-    aligned = np.concatenate([keys[..., :1], np.broadcast_to(keys[:, :, :1, 1:], keys[..., 1:].shape)], axis=-1)
+    aligned = np.concatenate(
+        [keys[..., :1], np.broadcast_to(keys[:, :, :1, 1:], keys[..., 1:].shape)], axis=-1
+    )
     keys = np.where(kept[..., None], keys, aligned)
-    attends(impl, query, keys, values, kept, moments_of(keys, values, ~kept), also=full_attention(query, keys, values))
+    attends(
+        impl,
+        query,
+        keys,
+        values,
+        kept,
+        moments_of(keys, values, ~kept),
+        also=full_attention(query, keys, values),
+    )
 
 
 @law("MK-C2", of=ATTEND, kind="edge", power=st.integers(0, 24))
 def test_a_small_covariance_moves_the_output(impl, power):
-    """Evicted k = (2,0,0,0), v = 2^-p and their mirror image, nothing kept: at q = (1,0,0,0) the output is 2^-p, however small."""
+    """Evicted k = (2,0,0,0), v = 2^-p and their mirror image, nothing kept: at q = (1,0,0,0) the output is
+    2^-p, however small.
+    """
     keys, values = np.array([[[[2.0, 0, 0, 0], [-2, 0, 0, 0]]]]), np.array([[[[1.0], [-1]]]]) * 2.0**-power
     query, nothing = np.array([[[1.0, 0, 0, 0]]]), np.zeros((1, 1, 2), dtype=bool)
-    attends(impl, query, keys, values, nothing, moments_of(keys, values, ~nothing), expected=np.array([[[2.0**-power]]]))
+    attends(
+        impl,
+        query,
+        keys,
+        values,
+        nothing,
+        moments_of(keys, values, ~nothing),
+        expected=np.array([[[2.0**-power]]]),
+    )
 
 
 def weights_in_loops(query, keys, kept):
-    """The weight of the kept tokens beside the estimate of the others, and beside the others themselves: two of [B, H_q, 1]."""
+    """The weight of the kept tokens beside the estimate of the others, and beside the others themselves:
+    two of [B, H_q, 1].
+    """
     weights = np.zeros((2, *query.shape[:2], 1))
     for item, reader in np.ndindex(query.shape[:2]):
         head = reader * keys.shape[1] // query.shape[1]
-        logits = [math.fsum(map(mul, query[item, reader], key)) / math.sqrt(len(key)) for key in keys[item, head]]
+        logits = [
+            math.fsum(map(mul, query[item, reader], key)) / math.sqrt(len(key)) for key in keys[item, head]
+        ]
         retained, evicted = (
-            [logit - max(logits) for logit, stays in zip(logits, kept[item, head], strict=True) if stays == side]
+            [
+                logit - max(logits)
+                for logit, stays in zip(logits, kept[item, head], strict=True)
+                if stays == side
+            ]
             for side in (True, False)
         )
         of_kept, of_others = (math.fsum(map(math.exp, each)) for each in (retained, evicted))
@@ -123,7 +167,9 @@ def weights_in_loops(query, keys, kept):
 
 @law("MK-11", of=ATTEND, case=short_cases, seed=seeds())
 def test_the_retained_weight_is_never_too_small(impl, case, seed):
-    """With value 1 for kept and 0 for evicted tokens the output is Z_R / (Z_R + n exp(mean logit)): by Jensen w_R, or more."""
+    """With value 1 for kept and 0 for evicted tokens the output is Z_R / (Z_R + n exp(mean logit)): by
+    Jensen w_R, or more.
+    """
     keys, _, query = whole(case)
     kept = some(case, seed)
     values = kept[..., None] * np.ones((*keys.shape[:3], 1))
@@ -145,7 +191,9 @@ def test_a_constant_added_to_all_logits_changes_nothing(impl, case, seed, shift)
 
 @law("MK-12", of=ATTEND, case=short_cases, seed=seeds(), shift=st.integers(-2, 2))
 def test_moving_all_values_moves_the_output(impl, case, seed, shift):
-    """All values moved by one vector, kept and evicted: the output moves by the same vector, for the weights sum to 1."""
+    """All values moved by one vector, kept and evicted: the output moves by the same vector, for the
+    weights sum to 1.
+    """
     keys, values, query = whole(case)
     kept = some(case, seed)
     kept[..., 0] = True
@@ -156,7 +204,9 @@ def test_moving_all_values_moves_the_output(impl, case, seed, shift):
 
 @law("MK-37", of=ATTEND, case=cases(), seed=seeds(), side=st.sampled_from(["kept", "evicted", "both"]))
 def test_logits_of_ten_thousand_do_not_overflow(impl, case, seed, side):
-    """With logits of 1e4 on the kept side, on the evicted side, or on both, the output is finite and right."""
+    """With logits of 1e4 on the kept side, on the evicted side, or on both, the output is finite and
+    right.
+    """
     lift = largest_product(impl, case.keys.shape[-1]) / 100
     states = case.queries[:, :, 0] / 64, case.keys / 64, case.next_keys / 64
     query, keys, evicted_keys = (np.clip(each, -1, 1) for each in states)
@@ -173,12 +223,16 @@ def test_logits_of_ten_thousand_do_not_overflow(impl, case, seed, side):
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
-    """One orthogonal map of keys, query and moments changes nothing; another of the values maps the output."""
+    """One orthogonal map of keys, query and moments changes nothing; another of the values maps the
+    output.
+    """
     query, keys, values, moments = situation(impl, case, seed)
     kept = some(case, seed)
     turned_query, turned_keys, turned_values, turned, order, sign = turn(seed, query, keys, values, moments)
     got = impl.momentkv.attend(turned_query, turned_keys, turned_values, kept, turned)
-    attends(impl, query, keys, values, kept, moments, got=got, expected=lambda output: output[..., order] * sign)
+    attends(
+        impl, query, keys, values, kept, moments, got=got, expected=lambda output: output[..., order] * sign
+    )
 
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))
@@ -193,7 +247,9 @@ def test_the_output_is_of_first_degree_in_the_values(impl, case, seed, power):
 
 @law("MK-12", of=ATTEND, case=seeded_cases(groups=(2, 3)), seed=seeds())
 def test_each_query_head_reads_its_own_kv_head(impl, case, seed):
-    """Query head h reads KV head h // G and its moments: every KV head alone, with its query heads, gives the same output."""
+    """Query head h reads KV head h // G and its moments: every KV head alone, with its query heads, gives
+    the same output.
+    """
     query, keys, values, moments = situation(impl, case, seed)
     kept = some(case, seed + 1)
     output = np.zeros((*query.shape[:2], values.shape[-1]))
@@ -210,14 +266,21 @@ def test_each_query_head_reads_its_own_kv_head(impl, case, seed):
     lift=st.sampled_from([0, 10_000]),
 )
 def test_log_weights_are_the_logarithms_of_the_weights(impl, pair, lift):
-    """exp of the log weights is Z_R / (Z_R + Zhat_E) and its complement, at any height of the logits; an empty set weighs 0."""
+    """exp of the log weights is Z_R / (Z_R + Zhat_E) and its complement, at any height of the logits; an
+    empty set weighs 0.
+    """
     first, second = np.array([pair[0] / 4.0]), np.array([pair[1] / 4.0])
     logs = first + lift, second + lift
     weights = np.exp(impl.momentkv.log_mixing_weights(*logs))
     if all(map(np.array_equal, impl.rounded(logs), logs)):
         expected = momentkv_theory.mixing_weight(np.exp(first), np.exp(second))
         allowed = impl.allowance("momentkv.log_mixing_weights", *logs, pick=0)
-        near(weights, np.array([expected, 1 - expected]), allowed, "the weights of the retained and of the evicted tokens")
+        near(
+            weights,
+            np.array([expected, 1 - expected]),
+            allowed,
+            "the weights of the retained and of the evicted tokens",
+        )
     nothing = np.array([-np.inf])
     for sides, weight in (((first, nothing), 1.0), ((nothing, first), 0.0)):
         equal(np.exp(impl.momentkv.log_mixing_weights(*sides)[0]), weight, "an empty set has a weight")
@@ -243,7 +306,11 @@ def test_the_evicted_partition_is_the_count_at_the_mean_key(impl, case, seed):
     """log n_e + q . kbar / sqrt(d), also summed up key by key, and -inf where nothing was evicted."""
     query, _, _, moments = situation(impl, case, seed)
     query = impl.round(query[:, :: query.shape[1] // case.keys.shape[1]])
-    evicted, by_hand, size = some(case, seed, case.next_keys.shape[:3]), np.full(query.shape[:2], -np.inf), np.ones(query.shape[:2])
+    evicted, by_hand, size = (
+        some(case, seed, case.next_keys.shape[:3]),
+        np.full(query.shape[:2], -np.inf),
+        np.ones(query.shape[:2]),
+    )
     for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
         sums, count = impl.round(case.next_keys[place][evicted[place]].sum(axis=0)), int(evicted[place].sum())
         terms = [x * y / math.sqrt(len(sums)) for x, y in zip(query[place], sums, strict=True)]
@@ -255,7 +322,13 @@ def test_the_evicted_partition_is_the_count_at_the_mean_key(impl, case, seed):
 def test_retained_attention_is_renormalised(impl, case, seed):
     """f_R and log Z_R over the kept tokens alone; 0 and -inf where none is kept."""
     logits = np.swapaxes(np.clip(case.next_keys, -16, 16), -1, -2)  # [..., M, T]: a row for each channel
-    agrees(impl, "momentkv.retained_attention", logits, case.next_values, some(case, seed, case.next_keys.shape[:3])[..., None, :])
+    agrees(
+        impl,
+        "momentkv.retained_attention",
+        logits,
+        case.next_values,
+        some(case, seed, case.next_keys.shape[:3])[..., None, :],
+    )
 
 
 @law("MK-10", of=("momentkv.residual", "momentkv.residual_norm"), case=cases(), seed=seeds())
@@ -277,7 +350,9 @@ def spread_of_means(moments):
 
 @law("MK-T4", of="momentkv_theory.attend_zeroth_order", case=cases(), seed=seeds())
 def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
-    """what_R f_R + (1 - what_R) vbar: value_key_sum may be anything; in plain loops the evicted tokens are n_e times their mean."""
+    """what_R f_R + (1 - what_R) vbar: value_key_sum may be anything; in plain loops the evicted tokens are
+    n_e times their mean.
+    """
     query, keys, values, moments = impl.rounded(situation(impl, case, seed))
     kept, path = some(case, seed + 1), "momentkv_theory.attend_zeroth_order"
     without_spread = attend_in_loops(query, keys, values, kept, spread_of_means(moments))
@@ -288,8 +363,12 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
 
 @law("MK-2", of="momentkv.retained_attention", gap=st.sampled_from([0.0, 100.0, 1000.0]))
 def test_a_larger_logit_that_is_not_kept_does_not_matter(impl, gap):
-    """Two kept tokens of equal logits share the weight, however far above them lies the logit of a token that is not kept."""
+    """Two kept tokens of equal logits share the weight, however far above them lies the logit of a token
+    that is not kept.
+    """
     logits, values = np.array([[0.0, 0.0, gap]]), np.array([[1.0], [3.0], [7.0]])
     got = impl.momentkv.retained_attention(logits, values, np.array([[True, True, False]]))
-    for entry, expected, what in zip(got, ([[2.0]], [np.log(2)]), ("the output", "the logarithm of the sum"), strict=True):
+    for entry, expected, what in zip(
+        got, ([[2.0]], [np.log(2)]), ("the output", "the logarithm of the sum"), strict=True
+    ):
         near(entry, np.array(expected), 0.01, what)

@@ -1,4 +1,6 @@
-"""Laws of MomentKV with hundreds and thousands of retained and evicted tokens: MK-9, MK-10, MK-12, MK-23, MK-25, MK-P."""
+"""Laws of MomentKV with hundreds and thousands of retained and evicted tokens: MK-9, MK-10, MK-12, MK-23,
+MK-25, MK-P.
+"""
 
 import math
 
@@ -29,7 +31,10 @@ def sums(keys, values, evicted):
     weights = evicted[..., None] * 1.0
     parts = in_parts(
         lambda k, v, gone: Moments(
-            (gone[..., 0] > 0).sum(axis=-1), (k * gone).sum(axis=-2), (v * gone).sum(axis=-2), np.swapaxes(v * gone, -1, -2) @ k
+            (gone[..., 0] > 0).sum(axis=-1),
+            (k * gone).sum(axis=-2),
+            (v * gone).sum(axis=-2),
+            np.swapaxes(v * gone, -1, -2) @ k,
         ),
         keys,
         values,
@@ -39,7 +44,9 @@ def sums(keys, values, evicted):
 
 
 def long_situation(impl, case, share):
-    """Keys and values of a long prompt, a query, what of them is evicted, and its moments, as the dtype represents them."""
+    """Keys and values of a long prompt, a query, what of them is evicted, and its moments, as the dtype
+    represents them.
+    """
     keys, values, query = impl.round(case.keys), impl.round(case.values), impl.round(case.queries[:, :, 0])
     evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < share
     return query, keys, values, evicted, as_held(impl, sums(keys, values, evicted))
@@ -51,7 +58,9 @@ def as_held(impl, moments):
 
 
 def estimate(impl, queries, moments):
-    """vbar + Stilde q / (n sqrt(d)) for queries [M, D] of one head, and what it may be wrong by: the sums that Stilde is of."""
+    """vbar + Stilde q / (n sqrt(d)) for queries [M, D] of one head, and what it may be wrong by: the sums
+    that Stilde is of.
+    """
     scale = float(moments.count) * np.sqrt(queries.shape[-1])
     outer = np.outer(moments.value_sum, moments.key_sum) / float(moments.count)
     mean = moments.value_sum / float(moments.count)
@@ -61,10 +70,12 @@ def estimate(impl, queries, moments):
 
 
 def looked_at(case):
-    """Exact queries, keys and values: each query head looks at four tokens alike, three neighbours and one in the last quarter.
+    """Exact queries, keys and values: each query head looks at four tokens alike, three neighbours and one
+    in the last quarter.
 
-    Returns queries [1, H_q, D], keys, values, and the tokens of each query head [H_q, 4]. The values are 1 at the three, 8 at the
-    fourth and 0 at all other tokens, which weigh nothing: a split that is lost or weighted alike changes the answer by a factor.
+    Returns queries [1, H_q, D], keys, values, and the tokens of each query head [H_q, 4]. The values are 1 at
+    the three, 8 at the fourth and 0 at all other tokens, which weigh nothing: a split that is lost or
+    weighted alike changes the answer by a factor.
     """
     heads = case.num_kv_heads * case.group
     places = np.linspace(0, case.length - 1, 4 * heads).astype(int)
@@ -77,7 +88,9 @@ def looked_at(case):
 
 
 def unseen(impl, keys, values, tokens):
-    """Some of the tokens that no head looks at, as evicted, and their moments: few enough for the sums to fit into float16."""
+    """Some of the tokens that no head looks at, as evicted, and their moments: few enough for the sums to
+    fit into float16.
+    """
     places = np.arange(keys.shape[2])
     evicted = np.broadcast_to((places % 128 == 1) & ~np.isin(places, tokens), keys.shape[:3])
     return evicted, as_held(impl, sums(keys, values, evicted))
@@ -85,7 +98,9 @@ def unseen(impl, keys, values, tokens):
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_no_split_of_the_retained_tokens_is_lost(impl, case):
-    """Each query head looks at three tokens of value 1 and at one of value 8, in other splits: the output is their mean."""
+    """Each query head looks at three tokens of value 1 and at one of value 8, in other splits: the output
+    is their mean.
+    """
     for each in (case, *narrow(impl, case.seed, batch=1)):
         queries, keys, values, tokens = looked_at(each)
         evicted, moments = unseen(impl, keys, values, tokens)
@@ -110,9 +125,14 @@ def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_tokens_and_their_moments_mix(impl, case):
-    """The retained part is added up from parts of thousands of tokens, the estimate of the evicted ones joins it."""
+    """The retained part is added up from parts of thousands of tokens, the estimate of the evicted ones
+    joins it.
+    """
     query, keys, values, evicted, moments = long_situation(impl, case, 0.4)
-    expected, slack = np.zeros((*query.shape[:2], values.shape[-1])), np.zeros((*query.shape[:2], values.shape[-1]))
+    expected, slack = (
+        np.zeros((*query.shape[:2], values.shape[-1])),
+        np.zeros((*query.shape[:2], values.shape[-1])),
+    )
     for head in range(case.num_kv_heads):
         readers = slice(head * case.group, (head + 1) * case.group)
         queries, of_head = query[0, readers], Moments(*(field[0, head] for field in moments))
@@ -124,7 +144,9 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
         share = 1 / (1 + np.exp(log_evicted - log_retained))[:, None]
         expected[0, readers] = share * retained + (1 - share) * evicted_part
         errors = logit_errors(impl, queries, np.concatenate([keys[0, head, kept], mean_key[None]]))
-        of_logs = (weights_in_parts(queries, keys[0, head, kept]) * errors[:, :-1]).sum(axis=-1) + errors[:, -1]
+        of_logs = (weights_in_parts(queries, keys[0, head, kept]) * errors[:, :-1]).sum(axis=-1) + errors[
+            :, -1
+        ]
         of_share = share * (1 - share) * np.expm1(of_logs + rounding(impl, case.length))[:, None]
         slack[0, readers] = share * output_slack(impl, queries, keys[0, head, kept], values[0, head, kept])
         slack[0, readers] += of_share * np.abs(retained - evicted_part) + (1 - share) * of_estimate
@@ -147,7 +169,9 @@ def test_moments_of_thousands_of_evicted_tokens_are_their_sums(impl, case):
 
 @law("MK-25", of=UPDATE, examples=2, case=long_cases(lengths=(16_384, 65_536, 8_192)))
 def test_sums_of_thousands_that_cancel_are_exact(impl, case):
-    """Keys of 16 and of -16 cancel, and one that is larger by 1 is left: a sum in float32 is exact, in half precision none is."""
+    """Keys of 16 and of -16 cancel, and one that is larger by 1 is left: a sum in float32 is exact, in
+    half precision none is.
+    """
     tokens = np.arange(case.length // 4 * 4)
     keys = np.zeros((1, case.num_kv_heads, case.length, case.head_dim))
     values, evicted = np.zeros((*keys.shape[:3], case.value_dim)), np.zeros(keys.shape[:3], dtype=bool)
@@ -162,11 +186,16 @@ def test_sums_of_thousands_that_cancel_are_exact(impl, case):
 
 @law("MK-10", of=SCORE, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_retained_tokens_are_scored_together(impl, case):
-    """alpha is one softmax over all retained tokens, and each is weighted by what the moments leave unexplained of its value."""
+    """alpha is one softmax over all retained tokens, and each is weighted by what the moments leave
+    unexplained of its value.
+    """
     query, keys, values, _, moments = long_situation(impl, case, 0.4)
     expected, slack = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
     for head in range(case.num_kv_heads):
-        queries, of_head = query[0, head * case.group : (head + 1) * case.group], Moments(*(field[0, head] for field in moments))
+        queries, of_head = (
+            query[0, head * case.group : (head + 1) * case.group],
+            Moments(*(field[0, head] for field in moments)),
+        )
         weights = weights_in_parts(queries, keys[0, head])
         alpha = weights.mean(axis=0)
         explained, of_estimate = estimate(impl, keys[0, head], of_head)
@@ -174,13 +203,22 @@ def test_thousands_of_retained_tokens_are_scored_together(impl, case):
         wrong = np.linalg.norm(of_estimate + rounding(impl) * np.abs(values[0, head]), axis=-1)
         expected[0, head] = alpha * unexplained
         of_alpha = softmax_slack(impl, weights, logit_errors(impl, queries, keys[0, head])).mean(axis=0)
-        slack[0, head] = of_alpha * (unexplained + wrong) + alpha * (wrong + rounding(impl, case.value_dim) * unexplained)
+        slack[0, head] = of_alpha * (unexplained + wrong) + alpha * (
+            wrong + rounding(impl, case.value_dim) * unexplained
+        )
     near(impl.momentkv.score(query, keys, values, moments), expected, slack, "the score of a long cache")
 
 
-@law("MK-P", of="momentkv.score_prompt", examples=2, case=long_cases(LONG_KINDS, groups=(4, 1), lengths=(8191, 4097, 4095)))
+@law(
+    "MK-P",
+    of="momentkv.score_prompt",
+    examples=2,
+    case=long_cases(LONG_KINDS, groups=(4, 1), lengths=(8191, 4097, 4095)),
+)
 def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
-    """Over thousands of tokens: the mean attention of a window of 32 queries times |v|, averaged over chunks of 4."""
+    """Over thousands of tokens: the mean attention of a window of 32 queries times |v|, averaged over
+    chunks of 4.
+    """
     shape = (1, case.group * case.num_kv_heads, 32, case.head_dim)
     queries = impl.round(np.random.default_rng(case.seed).normal(size=shape))
     keys, values = impl.round(case.keys), impl.round(case.values)
@@ -196,21 +234,29 @@ def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
 
 
 def exact_states(case):
-    """Queries, keys and values of whole numbers, some of them evicted, and their moments, summed up token by token."""
+    """Queries, keys and values of whole numbers, some of them evicted, and their moments, summed up token
+    by token.
+    """
     keys, values, query = whole(case)
     evicted = some(case, case.seed)
-    sums = np.zeros((*keys.shape[:2], 1 + keys.shape[-1] + values.shape[-1] + keys.shape[-1] * values.shape[-1]))
+    sums = np.zeros(
+        (*keys.shape[:2], 1 + keys.shape[-1] + values.shape[-1] + keys.shape[-1] * values.shape[-1])
+    )
     for item, head, token in np.argwhere(evicted):
         key, value = keys[item, head, token], values[item, head, token]
         sums[item, head] += [1, *key, *value, *np.outer(value, key).ravel()]
-    count, of_keys, of_values, products = np.split(sums, np.cumsum([1, keys.shape[-1], values.shape[-1]]), axis=-1)
+    count, of_keys, of_values, products = np.split(
+        sums, np.cumsum([1, keys.shape[-1], values.shape[-1]]), axis=-1
+    )
     products = products.reshape(*of_values.shape, keys.shape[-1])
     return query, keys, values, evicted, Moments(count[..., 0].astype(np.int64), of_keys, of_values, products)
 
 
 @law("MK-25", of=UPDATE, examples=1, seed=seeds())
 def test_moments_at_the_budgets_of_the_paper_are_their_sums(impl, seed):
-    """Of 64 to 1,024 tokens of whole numbers, of a batch of three: the four sums, exactly, also on top of others."""
+    """Of 64 to 1,024 tokens of whole numbers, of a batch of three: the four sums, exactly, also on top of
+    others.
+    """
     for case in narrow(impl, seed):
         _, keys, values, evicted, expected = exact_states(case)
         for before in (no_moments(keys, values), as_held(impl, expected)):
@@ -252,12 +298,21 @@ def test_the_output_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
 
 @law("MK-9", of=("momentkv.approximate_evicted", "momentkv.log_evicted_partition"), examples=1, seed=seeds())
 def test_the_estimate_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
-    """Of 64 to 1,024 tokens: vbar + Stilde q / (n sqrt(d)), and the logarithm of the count plus the mean of the logits."""
+    """Of 64 to 1,024 tokens: vbar + Stilde q / (n sqrt(d)), and the logarithm of the count plus the mean
+    of the logits.
+    """
     for case in narrow(impl, seed):
         query, keys, values, evicted, moments = exact_states(case)
-        estimates, logarithms = np.zeros((*query.shape[:2], values.shape[-1])), np.full(query.shape[:2], -np.inf)
+        estimates, logarithms = (
+            np.zeros((*query.shape[:2], values.shape[-1])),
+            np.full(query.shape[:2], -np.inf),
+        )
         for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
-            k, v, q = keys[place][evicted[place]], values[place][evicted[place]], query[place] / np.sqrt(keys.shape[-1])
+            k, v, q = (
+                keys[place][evicted[place]],
+                values[place][evicted[place]],
+                query[place] / np.sqrt(keys.shape[-1]),
+            )
             mean_key = k.sum(axis=0) / len(k)
             estimates[place] = (v * (1 + (k - mean_key) @ q)[:, None]).sum(axis=0) / len(k)
             logarithms[place] = np.log(len(k)) + mean_key @ q

@@ -26,11 +26,17 @@ ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 
 
 def check_bookkeeping(impl, case, seed, budget):
-    """Raise Violation unless a step on whole numbers leaves the budget and sums up the others, and attends with those sums."""
+    """Raise Violation unless a step on whole numbers leaves the budget and sums up the others, and attends
+    with those sums.
+    """
     keys, values, query = whole(case)
-    new_key, new_value = (np.clip(np.round(states[:, :, 0]), -2, 2) for states in (case.next_keys, case.next_values))
+    new_key, new_value = (
+        np.clip(np.round(states[:, :, 0]), -2, 2) for states in (case.next_keys, case.next_values)
+    )
     before = moments_of(keys, values, some(case, seed))  # of other tokens with the same numbers
-    output, left_keys, left_values, after = impl.momentkv.decode_step(query, new_key, new_value, keys, values, before, budget)
+    output, left_keys, left_values, after = impl.momentkv.decode_step(
+        query, new_key, new_value, keys, values, before, budget
+    )
     left, all_keys = min(keys.shape[2] + 1, budget), np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
     require_numbers(left_keys, (*keys.shape[:2], left, keys.shape[-1]), "the keys left")
@@ -38,19 +44,35 @@ def check_bookkeeping(impl, case, seed, budget):
     equal(after[0] - before.count, gone, "the count did not grow by the tokens evicted")
     sums = (all_keys.sum(axis=2), all_values.sum(axis=2), np.swapaxes(all_values, -1, -2) @ all_keys)
     still = (left_keys.sum(axis=2), left_values.sum(axis=2), np.swapaxes(left_values, -1, -2) @ left_keys)
-    for name, had, total, kept_part, now in zip(Moments._fields[1:], before[1:], sums, still, after[1:], strict=True):
-        equal(now + kept_part, had + total, f"{name}: what is retained and what is summed up are not all tokens")
+    for name, had, total, kept_part, now in zip(
+        Moments._fields[1:], before[1:], sums, still, after[1:], strict=True
+    ):
+        equal(
+            now + kept_part, had + total, f"{name}: what is retained and what is summed up are not all tokens"
+        )
     for place in np.ndindex(keys.shape[:2]):
         rows = iter(np.concatenate([all_keys[place], all_values[place]], axis=-1).tolist())
-        in_order = all(row in rows for row in np.concatenate([left_keys[place], left_values[place]], axis=-1).tolist())
-        require(in_order, "the tokens left are not in position order, or a key lost its value", None, left_keys[place])
-    fresh, kept = Moments(np.asarray(after[0]).astype(np.int64), *after[1:]), np.ones(left_keys.shape[:3], dtype=bool)
+        in_order = all(
+            row in rows for row in np.concatenate([left_keys[place], left_values[place]], axis=-1).tolist()
+        )
+        require(
+            in_order,
+            "the tokens left are not in position order, or a key lost its value",
+            None,
+            left_keys[place],
+        )
+    fresh, kept = (
+        Moments(np.asarray(after[0]).astype(np.int64), *after[1:]),
+        np.ones(left_keys.shape[:3], dtype=bool),
+    )
     agrees(impl, ATTEND, query, left_keys, left_values, kept, fresh, got=output, also=attend_in_loops)
 
 
 @law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
 def test_a_step_ends_within_the_budget_and_attends_with_the_moments_of_its_end(impl, case, seed, budget):
-    """min(T + 1, L) tokens are left, in order; the moments are the sums of the others; the output is that of these moments."""
+    """min(T + 1, L) tokens are left, in order; the moments are the sums of the others; the output is that
+    of these moments.
+    """
     check_bookkeeping(impl, case, seed, budget)
 
 
@@ -62,15 +84,24 @@ def test_steps_at_the_budgets_of_the_paper_lose_no_token(impl, seed, over):
 
 
 def check_eviction(impl, case, seed):
-    """Raise Violation unless a step over the budget by one evicts one token of each head, and none that stays scores less."""
+    """Raise Violation unless a step over the budget by one evicts one token of each head, and none that
+    stays scores less.
+    """
     query, keys, values, moments = impl.rounded(situation(impl, case, seed))
     new_key, new_value = impl.rounded((case.next_keys[:, :, 0], case.next_values[:, :, 0]))
     all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
     expected = score_in_loops(query, all_keys, all_values, moments)
-    slack = impl.allowance(SCORE, query, all_keys, all_values, moments).largest + 1e-12 * float(expected.max())
-    _, left_keys, left_values, _ = impl.momentkv.decode_step(query, new_key, new_value, keys, values, moments, keys.shape[2])
-    tokens, left = np.concatenate([all_keys, all_values], axis=-1), np.concatenate([left_keys, left_values], axis=-1)
+    slack = impl.allowance(SCORE, query, all_keys, all_values, moments).largest + 1e-12 * float(
+        expected.max()
+    )
+    _, left_keys, left_values, _ = impl.momentkv.decode_step(
+        query, new_key, new_value, keys, values, moments, keys.shape[2]
+    )
+    tokens, left = (
+        np.concatenate([all_keys, all_values], axis=-1),
+        np.concatenate([left_keys, left_values], axis=-1),
+    )
     require_numbers(left, (*keys.shape[:3], tokens.shape[-1]), "the tokens left")
     for place in np.ndindex(keys.shape[:2]):
         # The first row that differs is the evicted one, or one equal to it.
@@ -82,13 +113,17 @@ def check_eviction(impl, case, seed):
 
 @law("MK-A1", of=STEP, case=cases(kinds=KINDS), seed=seeds())
 def test_a_step_evicts_the_lowest_score(impl, case, seed):
-    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores less."""
+    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores
+    less.
+    """
     check_eviction(impl, case, seed)
 
 
 @law("MK-A1", of=STEP, examples=1, seed=seeds())
 def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
-    """The same at budgets of 64 to 1,024 tokens, of a batch of three; of values alike but for one, that one goes."""
+    """The same at budgets of 64 to 1,024 tokens, of a batch of three; of values alike but for one, that
+    one goes.
+    """
     for case in narrow(impl, seed):
         check_eviction(impl, case, seed)
         gone = np.random.default_rng(seed).integers(case.length + 1, size=case.keys.shape[:2])
@@ -96,16 +131,26 @@ def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
         np.put_along_axis(values, gone[..., None, None], 0.25, axis=2)
         keys, query, new = np.zeros_like(case.keys), case.queries[:, :, 0], np.zeros_like(case.keys[:, :, 0])
         empty = momentkv.no_moments(keys, case.values)
-        step = impl.momentkv.decode_step(query, new, values[:, :, -1], keys, values[:, :, :-1], empty, case.length)
+        step = impl.momentkv.decode_step(
+            query, new, values[:, :, -1], keys, values[:, :, :-1], empty, case.length
+        )
         equal(step[2], np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
 
 
 @law("MK-A1", of=STEP)
 def test_each_eviction_is_scored_anew(impl):
-    """Of the values 1, 1.5, -1.25 at equal attention 1 goes first; then 1.5 is the nearer to its mean, and -1.25 stays."""
+    """Of the values 1, 1.5, -1.25 at equal attention 1 goes first; then 1.5 is the nearer to its mean, and
+    -1.25 stays.
+    """
     keys, values = np.zeros((1, 1, 3, 2)), np.array([[[[1.0], [1.5], [-1.25]]]])
     step = impl.momentkv.decode_step(
-        np.zeros((1, 1, 2)), keys[:, :, 2], values[:, :, 2], keys[:, :, :2], values[:, :, :2], momentkv.no_moments(keys, values), 1
+        np.zeros((1, 1, 2)),
+        keys[:, :, 2],
+        values[:, :, 2],
+        keys[:, :, :2],
+        values[:, :, :2],
+        momentkv.no_moments(keys, values),
+        1,
     )
     equal(step[2], values[:, :, 2:], "the second eviction does not follow from the moments after the first")
 
@@ -117,7 +162,9 @@ def test_of_equal_scores_the_earlier_token_stays(impl, signs):
     keys = np.zeros((1, 1, len(signs), 2))
     old, new = (..., slice(-1), slice(None)), (..., -1, slice(None))
     empty = momentkv.no_moments(keys, values)
-    step = impl.momentkv.decode_step(np.zeros((1, 1, 2)), keys[new], values[new], keys[old], values[old], empty, len(signs) - 1)
+    step = impl.momentkv.decode_step(
+        np.zeros((1, 1, 2)), keys[new], values[new], keys[old], values[old], empty, len(signs) - 1
+    )
     equal(step[2], values[old], "of equal scores the later token was kept")
 
 
@@ -125,14 +172,29 @@ def test_of_equal_scores_the_earlier_token_stays(impl, signs):
 def test_bad_steps_are_refused(impl):
     """A budget of 0 raises ValueError naming the argument."""
     keys, new = np.ones((1, 2, 3, 2)), np.ones((1, 2, 2))
-    refused(impl, "budget", STEP, new, new, new, keys=keys, values=keys, moments=momentkv.no_moments(keys, keys), budget=0)
+    refused(
+        impl,
+        "budget",
+        STEP,
+        new,
+        new,
+        new,
+        keys=keys,
+        values=keys,
+        moments=momentkv.no_moments(keys, keys),
+        budget=0,
+    )
 
 
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
 def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
-    """alpha, causal within the window, is averaged over window and group; the products over each chunk, of 4 unless told."""
+    """alpha, causal within the window, is averaged over window and group; the products over each chunk, of
+    4 unless told.
+    """
     states, settings = prompt(case, seed), {} if chunk is None else {"chunk_size": chunk}
-    agrees(impl, SCORE_PROMPT, *states, **settings, also=scores_of_prompt(chunk or 4, *impl.rounded(states))[0])
+    agrees(
+        impl, SCORE_PROMPT, *states, **settings, also=scores_of_prompt(chunk or 4, *impl.rounded(states))[0]
+    )
 
 
 @law(
@@ -144,13 +206,17 @@ def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, 
     settings=st.sampled_from([{}, {"sink_size": 0}, {"sink_size": 3, "chunk_size": 2}, {"chunk_size": 1}]),
 )
 def test_the_prompt_keeps_its_first_token_and_its_window(impl, case, seed, spare, settings):
-    """Exactly the budget is kept: the first token (or as many as asked), those of the window, and the best of the others."""
+    """Exactly the budget is kept: the first token (or as many as asked), those of the window, and the best
+    of the others.
+    """
     check_prompt(impl, prompt(case, seed), lambda safe: safe + spare, **settings)
 
 
 @law("MK-P", of=SELECT_PROMPT, examples=1, seed=seeds())
 def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
-    """The same for a window of 32 tokens, chunks of 4 and budgets of 64 to 1,024, of prompts that are 67 tokens longer."""
+    """The same for a window of 32 tokens, chunks of 4 and budgets of 64 to 1,024, of prompts that are 67
+    tokens longer.
+    """
     for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], group=2):
         check_prompt(impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67))
 

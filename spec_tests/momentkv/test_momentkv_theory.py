@@ -1,4 +1,6 @@
-"""Laws of the functions in momentkv_theory: each equation of sections 2, 3 and the appendices, against plain loops."""
+"""Laws of the functions in momentkv_theory: each equation of sections 2, 3 and the appendices, against
+plain loops.
+"""
 
 import math
 from typing import Any
@@ -12,7 +14,18 @@ from evictionary.spec_tests.momentkv.helpers import some
 
 heads = st.builds(
     Case,
-    kind=st.sampled_from(["normal", "ties", "duplicate_keys", "zero_keys", "cancelling_keys", "constant_channel", "tiny", "drift"]),
+    kind=st.sampled_from(
+        [
+            "normal",
+            "ties",
+            "duplicate_keys",
+            "zero_keys",
+            "cancelling_keys",
+            "constant_channel",
+            "tiny",
+            "drift",
+        ]
+    ),
     seed=seeds(),
     num_kv_heads=st.integers(1, 2),
     length=st.sampled_from([1, 2, 3, 7, 16, 33]),
@@ -27,7 +40,9 @@ def one_query(impl, case):
 
 
 def halves(impl, case, seed):
-    """The same with a mask that keeps at least one token and evicts at least one; a case of one token is doubled."""
+    """The same with a mask that keeps at least one token and evicts at least one; a case of one token is
+    doubled.
+    """
     query, keys, values = one_query(impl, case)
     if keys.shape[2] == 1:
         keys, values = np.concatenate([keys, keys], axis=2), np.concatenate([values, -values], axis=2)
@@ -46,8 +61,12 @@ def over_heads(function, *arrays):
 
 
 def weighted(query, keys, values, rows):
-    """Numerator and denominator of the attention of one head over some rows, term by term, and the largest logit."""
-    logits = [sum(q * k for q, k in zip(query, keys[row], strict=True)) / math.sqrt(len(query)) for row in rows]
+    """Numerator and denominator of the attention of one head over some rows, term by term, and the largest
+    logit.
+    """
+    logits = [
+        sum(q * k for q, k in zip(query, keys[row], strict=True)) / math.sqrt(len(query)) for row in rows
+    ]
     top = max(logits)
     numerator, denominator = np.zeros(values.shape[-1]), 0.0
     for row, logit in zip(rows, logits, strict=True):
@@ -93,10 +112,23 @@ def test_the_sub_outputs_are_attention_over_each_set(impl, case, seed):
 def test_an_empty_set_has_no_output(impl, keeps):
     """A row that keeps every token, or none, raises ValueError."""
     states = np.ones((1, 1, 3, 2))
-    refused(impl, "kept", "momentkv_theory.sub_outputs", np.ones((1, 1, 2)), states, states, np.full((1, 1, 3), keeps))
+    refused(
+        impl,
+        "kept",
+        "momentkv_theory.sub_outputs",
+        np.ones((1, 1, 2)),
+        states,
+        states,
+        np.full((1, 1, 3), keeps),
+    )
 
 
-@law("MK-3", of=("momentkv_theory.mass", "momentkv_theory.sub_outputs", "momentkv_theory.full_output"), case=heads, seed=seeds())
+@law(
+    "MK-3",
+    of=("momentkv_theory.mass", "momentkv_theory.sub_outputs", "momentkv_theory.full_output"),
+    case=heads,
+    seed=seeds(),
+)
 def test_the_output_is_the_mixture_of_the_sub_outputs(impl, case, seed):
     """w_R and w_E are the shares of the partition function, sum to 1, and w_R f_R + w_E f_E = f."""
     query, keys, values, kept = halves(impl, case, seed)
@@ -109,19 +141,31 @@ def test_the_output_is_the_mixture_of_the_sub_outputs(impl, case, seed):
     expected = over_heads(share, query, keys, values, kept)
     shares = [impl.allowance("momentkv_theory.mass", query, keys, kept, pick=pick) for pick in (0, 1)]
     got = impl.momentkv_theory.mass(query, keys, kept)
-    for part, wanted, allowed, what in zip(got, (expected, 1 - expected), shares, ("w_R", "w_E"), strict=True):
+    for part, wanted, allowed, what in zip(
+        got, (expected, 1 - expected), shares, ("w_R", "w_E"), strict=True
+    ):
         allowed.check(part, what)
         near(part, wanted, allowed, what)
     outputs = impl.momentkv_theory.sub_outputs(query, keys, values, kept)
     mixed = sum(part[..., None] * output for part, output in zip(got, outputs, strict=True))
     slack = sum(allowed.largest for allowed in shares) * np.abs(values).max()
-    slack += sum(impl.allowance("momentkv_theory.sub_outputs", query, keys, values, kept, pick=pick).largest for pick in (0, 1))
+    slack += sum(
+        impl.allowance("momentkv_theory.sub_outputs", query, keys, values, kept, pick=pick).largest
+        for pick in (0, 1)
+    )
     full = impl.momentkv_theory.full_output(query, keys, values)
     slack += impl.allowance("momentkv_theory.full_output", query, keys, values).largest
-    require(np.abs(mixed - full).max() <= slack + 1e-12 * max(1.0, np.abs(values).max()), "w_R f_R + w_E f_E is not f", full, mixed)
+    require(
+        np.abs(mixed - full).max() <= slack + 1e-12 * max(1.0, np.abs(values).max()),
+        "w_R f_R + w_E f_E is not f",
+        full,
+        mixed,
+    )
 
 
-vectors = st.lists(st.sampled_from([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=3, max_size=3).map(lambda row: np.array([row]))
+vectors = st.lists(st.sampled_from([-2.0, -1.0, -0.5, 0.0, 0.5, 1.0, 3.0]), min_size=3, max_size=3).map(
+    lambda row: np.array([row])
+)
 fractions = st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0]).map(lambda share: np.array([share]))
 
 
@@ -134,11 +178,21 @@ def test_the_eviction_error_is_mass_times_divergence(impl, retained, evicted, sh
 
 @law("MK-5", of="momentkv_theory.split_divergence", retained=vectors.filter(np.any), evicted=vectors)
 def test_the_divergence_splits_along_the_retained_output(impl, retained, evicted):
-    """Parallel part (|f_E| cos / |f_R| - 1) f_R and perpendicular part of length |f_E| sin; together f_E - f_R."""
+    """Parallel part (|f_E| cos / |f_R| - 1) f_R and perpendicular part of length |f_E| sin; together f_E -
+    f_R.
+    """
     size, other = np.linalg.norm(retained), np.linalg.norm(evicted)
     cosine = float(retained[0] @ evicted[0]) / (size * other) if other else 0.0
     parallel = (other / size * cosine - 1) * retained
-    agrees(impl, "momentkv_theory.split_divergence", retained, evicted, pick=0, also=parallel, what="the parallel part")
+    agrees(
+        impl,
+        "momentkv_theory.split_divergence",
+        retained,
+        evicted,
+        pick=0,
+        also=parallel,
+        what="the parallel part",
+    )
     agrees(
         impl,
         "momentkv_theory.split_divergence",
@@ -164,7 +218,13 @@ def test_a_retained_output_of_zero_is_refused(impl):
     refused(impl, "retained_output", "momentkv_theory.split_divergence", np.zeros((1, 3)), np.ones((1, 3)))
 
 
-@law("MK-6", of="momentkv_theory.squared_error", retained=vectors.filter(np.any), evicted=vectors, share=fractions)
+@law(
+    "MK-6",
+    of="momentkv_theory.squared_error",
+    retained=vectors.filter(np.any),
+    evicted=vectors,
+    share=fractions,
+)
 def test_the_squared_error_follows_pythagoras(impl, retained, evicted, share):
     """The two parts add up to w_E^2 |f_E - f_R|^2."""
     expected = share**2 * sum((a - b) ** 2 for a, b in zip(evicted[0], retained[0], strict=True))
@@ -188,7 +248,12 @@ def test_the_relative_error_is_mass_times_amplification(impl, retained, evicted,
     )
 
 
-@law("MK-13", of="momentkv_theory.shifted_softmax", case=heads, shift=st.sampled_from([-1024.0, -2.0, 0.5, 1024.0]))
+@law(
+    "MK-13",
+    of="momentkv_theory.shifted_softmax",
+    case=heads,
+    shift=st.sampled_from([-1024.0, -2.0, 0.5, 1024.0]),
+)
 def test_a_shift_of_all_logits_changes_no_weight(impl, case, shift):
     """softmax(s + c) = softmax(s)."""
     logits = np.clip(np.round(case.keys * 4) / 4, -8, 8)
@@ -208,7 +273,12 @@ def less_the_mean_logit(query, keys):
 
 def centring(impl, query, keys):
     """The allowance of centred logits, whether the keys are centred or the logits."""
-    other = allowance(less_the_mean_logit, *impl.rounded((query, keys)), dtype=impl.dtype, unrepresentable=impl.unrepresentable)
+    other = allowance(
+        less_the_mean_logit,
+        *impl.rounded((query, keys)),
+        dtype=impl.dtype,
+        unrepresentable=impl.unrepresentable,
+    )
     return impl.allowance("momentkv_theory.centred_logits", query, keys).wider(other.largest, other.mean)
 
 
@@ -256,7 +326,8 @@ def test_the_evicted_output_needs_only_centred_logits(impl, case, seed):
         got = impl.momentkv_theory.centred_output(*arguments)
         allowed.check(got, "f_E")
         require(
-            np.abs(got - evicted[item, head]).max() <= allowed.largest + slack + 1e-12 * max(1.0, np.abs(values).max()),
+            np.abs(got - evicted[item, head]).max()
+            <= allowed.largest + slack + 1e-12 * max(1.0, np.abs(values).max()),
             "the centred softmax is not f_E",
             evicted[item, head],
             got,
@@ -266,7 +337,10 @@ def test_the_evicted_output_needs_only_centred_logits(impl, case, seed):
 def terms_by_hand(query, keys, values) -> dict[str, Any]:
     """Numerator and denominator of equation 26 and their parts, token by token."""
     deltas = centre(query, keys)
-    weighted = [(math.exp(delta), delta, math.expm1(delta) - delta, value) for delta, value in zip(deltas, values, strict=True)]
+    weighted = [
+        (math.exp(delta), delta, math.expm1(delta) - delta, value)
+        for delta, value in zip(deltas, values, strict=True)
+    ]
     parts: dict[str, Any] = {
         "numerator": sum(weight * value for weight, *_, value in weighted),
         "mean_part": sum(value for *_, value in weighted),
@@ -297,13 +371,18 @@ def test_numerator_and_denominator_split_into_first_order_and_remainder(impl, ca
     """A = n vbar + sum delta v + R_num and B = n + R_den."""
     arguments = one_query(impl, case)
     expected = over_heads(lambda *head: terms_by_hand(*head)[name], *arguments)
-    agrees(impl, "momentkv_theory.expansion", *arguments, pick=1 + FIELDS.index(name), also=expected, what=name)
+    agrees(
+        impl, "momentkv_theory.expansion", *arguments, pick=1 + FIELDS.index(name), also=expected, what=name
+    )
 
 
 def expanded(impl, case):
     """The Expansion of a case, from the loops, and |fhat_E| = |mean part + linear part| / n."""
     arguments = one_query(impl, case)
-    parts = {name: impl.round(over_heads(lambda *head, name=name: terms_by_hand(*head)[name], *arguments)) for name in FIELDS}
+    parts = {
+        name: impl.round(over_heads(lambda *head, name=name: terms_by_hand(*head)[name], *arguments))
+        for name in FIELDS
+    }
     terms = Expansion(count=case.length, **parts)
     return terms, lengths(terms.mean_part + terms.linear_part) / case.length
 
@@ -323,7 +402,13 @@ def test_the_bound_of_the_denominator_is_the_printed_number(impl, case):
 def test_the_bound_of_the_numerator_is_the_printed_number(impl, case):
     """n sigma^2 V_max e^sigma / 2."""
     terms, _ = expanded(impl, case)
-    agrees(impl, "momentkv_theory.remainder_bounds", terms, pick=1, also=case.length * half_spread(terms) * terms.largest_value)
+    agrees(
+        impl,
+        "momentkv_theory.remainder_bounds",
+        terms,
+        pick=1,
+        also=case.length * half_spread(terms) * terms.largest_value,
+    )
 
 
 @law("MK-27", of="momentkv_theory.inverse_to_first_order", case=heads)
@@ -334,7 +419,11 @@ def test_the_inverse_to_first_order_is_the_printed_line(impl, case):
     agrees(impl, "momentkv_theory.inverse_to_first_order", terms, also=expected)
 
 
-@law("MK-28", of=("momentkv_theory.approximation_error", "momentkv_theory.approximation_error_exactly"), case=heads)
+@law(
+    "MK-28",
+    of=("momentkv_theory.approximation_error", "momentkv_theory.approximation_error_exactly"),
+    case=heads,
+)
 def test_the_approximation_errors_are_their_lines(impl, case):
     """R_num / n - A R_den / n^2 as printed, and (R_num - R_den fhat_E) / B exactly."""
     terms, n = expanded(impl, case)[0], case.length
@@ -348,19 +437,28 @@ def test_the_approximation_errors_are_their_lines(impl, case):
 
 @law("MK-29", of="momentkv_theory.error_bound", case=heads)
 def test_the_lines_of_the_error_bound(impl, case):
-    """As printed; in the second line |A| / n is at most |fhat_E| + |R_num| / n, which is mended by one division by n less."""
+    """As printed; in the second line |A| / n is at most |fhat_E| + |R_num| / n, which is mended by one
+    division by n less.
+    """
     terms, approximate = expanded(impl, case)
     n, half = case.length, half_spread(terms)
     second = half * (approximate + lengths(terms.numerator_remainder) / n)
-    first = lengths(terms.numerator_remainder) / n + lengths(terms.numerator) * np.abs(terms.denominator_remainder) / n**2
+    first = (
+        lengths(terms.numerator_remainder) / n
+        + lengths(terms.numerator) * np.abs(terms.denominator_remainder) / n**2
+    )
     middle = half * terms.largest_value
-    for pick, expected in enumerate((first, middle + second / n, middle + second, half * (terms.largest_value + approximate))):
+    for pick, expected in enumerate(
+        (first, middle + second / n, middle + second, half * (terms.largest_value + approximate))
+    ):
         agrees(impl, "momentkv_theory.error_bound", terms, pick=pick, also=expected, what=f"line {pick + 1}")
 
 
 @law("MK-30", of="momentkv_theory.geometric_bound", case=heads)
 def test_the_geometric_bound_is_the_printed_number(impl, case):
-    """|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|), r_max the largest distance of a key from their mean."""
+    """|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|), r_max the largest distance of a key
+    from their mean.
+    """
     arguments = one_query(impl, case)
 
     def by_hand(query, keys, values):
@@ -380,9 +478,13 @@ def test_the_linear_part_is_a_product_with_the_covariance(impl, case):
     covariance = impl.round(np.swapaxes(values, -1, -2) @ (keys - keys.mean(axis=2, keepdims=True)))
 
     def by_hand(query, covariance):
-        return np.array([sum(entry * q for entry, q in zip(row, query, strict=True)) for row in covariance]) / math.sqrt(len(query))
+        return np.array(
+            [sum(entry * q for entry, q in zip(row, query, strict=True)) for row in covariance]
+        ) / math.sqrt(len(query))
 
-    agrees(impl, "momentkv_theory.linear_part", query, covariance, also=over_heads(by_hand, query, covariance))
+    agrees(
+        impl, "momentkv_theory.linear_part", query, covariance, also=over_heads(by_hand, query, covariance)
+    )
 
 
 @law("MK-31", of="momentkv_theory.log_partition", case=heads)
@@ -395,17 +497,37 @@ def test_the_partition_function_and_its_lower_bound(impl, case):
         return top + math.log(total)
 
     def bound(query, keys):
-        return math.log(len(keys)) + sum(float(query @ key) for key in keys) / len(keys) / math.sqrt(len(query))
+        return math.log(len(keys)) + sum(float(query @ key) for key in keys) / len(keys) / math.sqrt(
+            len(query)
+        )
 
-    agrees(impl, "momentkv_theory.log_partition", query, keys, pick=0, also=over_heads(log_z, query, keys, values), what="log Z_E")
-    agrees(impl, "momentkv_theory.log_partition", query, keys, pick=1, also=over_heads(bound, query, keys), what="log Zhat_E")
+    agrees(
+        impl,
+        "momentkv_theory.log_partition",
+        query,
+        keys,
+        pick=0,
+        also=over_heads(log_z, query, keys, values),
+        what="log Z_E",
+    )
+    agrees(
+        impl,
+        "momentkv_theory.log_partition",
+        query,
+        keys,
+        pick=1,
+        also=over_heads(bound, query, keys),
+        what="log Zhat_E",
+    )
 
 
 @law("MK-32", of="momentkv_theory.partition_ratio", case=heads)
 def test_the_ratio_is_the_mean_of_the_exponentials(impl, case):
     """Z_E / Zhat_E = (1/n) sum exp(delta_i)."""
     query, keys, _ = one_query(impl, case)
-    expected = over_heads(lambda query, keys: sum(math.exp(delta) for delta in centre(query, keys)) / len(keys), query, keys)
+    expected = over_heads(
+        lambda query, keys: sum(math.exp(delta) for delta in centre(query, keys)) / len(keys), query, keys
+    )
     agrees(impl, "momentkv_theory.partition_ratio", query, keys, also=expected)
 
 
@@ -413,7 +535,9 @@ def test_the_ratio_is_the_mean_of_the_exponentials(impl, case):
 def test_the_logit_variance_is_a_quadratic_form(impl, case):
     """q^T Sigma_k q / d = (1/n) sum delta_i^2, over n and not n - 1."""
     query, keys, _ = one_query(impl, case)
-    expected = over_heads(lambda query, keys: sum(delta**2 for delta in centre(query, keys)) / len(keys), query, keys)
+    expected = over_heads(
+        lambda query, keys: sum(delta**2 for delta in centre(query, keys)) / len(keys), query, keys
+    )
     agrees(impl, "momentkv_theory.logit_variance", query, keys, also=expected)
 
 
@@ -422,16 +546,42 @@ eighths = st.integers(1, 64).map(lambda count: np.array([count / 8]))
 
 @law("MK-35", of="momentkv_theory.weight_bias", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
 def test_the_weight_bias_is_the_difference_of_the_weights(impl, retained, estimate, excess):
-    """Two lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E); the printed third is w_R / what_R of it."""
+    """Two lines and the mended third are Z_R / (Z_R + Zhat_E) - Z_R / (Z_R + Z_E); the printed third is
+    w_R / what_R of it.
+    """
     evicted = estimate * (1 + excess / 8)
     expected = retained / (retained + estimate) - retained / (retained + evicted)
     for pick in (0, 1, 3):
-        agrees(impl, "momentkv_theory.weight_bias", retained, evicted, estimate, pick=pick, also=expected, what=f"line {pick + 1}")
+        agrees(
+            impl,
+            "momentkv_theory.weight_bias",
+            retained,
+            evicted,
+            estimate,
+            pick=pick,
+            also=expected,
+            what=f"line {pick + 1}",
+        )
     printed = expected * (retained + estimate) / (retained + evicted)
-    agrees(impl, "momentkv_theory.weight_bias", retained, evicted, estimate, pick=2, also=printed, what="line 3 as printed")
+    agrees(
+        impl,
+        "momentkv_theory.weight_bias",
+        retained,
+        evicted,
+        estimate,
+        pick=2,
+        also=printed,
+        what="line 3 as printed",
+    )
 
 
-@law("MK-36", of="momentkv_theory.estimated_evicted_weight", retained=eighths, estimate=eighths, excess=st.integers(0, 64))
+@law(
+    "MK-36",
+    of="momentkv_theory.estimated_evicted_weight",
+    retained=eighths,
+    estimate=eighths,
+    excess=st.integers(0, 64),
+)
 def test_the_estimated_weight_follows_from_the_true_one(impl, retained, estimate, excess):
     """what_E = w_E rho / (w_R + w_E rho) = Zhat_E / (Z_R + Zhat_E)."""
     evicted = estimate * (1 + excess / 8)
@@ -447,17 +597,38 @@ def test_the_estimated_weight_follows_from_the_true_one(impl, retained, estimate
     )  # mass and ratio were rounded to the dtype
 
 
-@law("MK-36", of="momentkv_theory.output_error", sides=st.tuples(vectors, vectors, vectors), share=fractions, estimated=fractions)
+@law(
+    "MK-36",
+    of="momentkv_theory.output_error",
+    sides=st.tuples(vectors, vectors, vectors),
+    share=fractions,
+    estimated=fractions,
+)
 def test_the_output_error_has_two_sources(impl, sides, share, estimated):
     """f - fhat = w_E (f_E - fhat_E) + (w_E - what_E)(fhat_E - f_R)."""
     retained, evicted, approximate = sides
-    agrees(impl, "momentkv_theory.output_error", *sides, share, estimated, pick=0, also=share * (evicted - approximate))
     agrees(
-        impl, "momentkv_theory.output_error", *sides, share, estimated, pick=1, also=(share - estimated) * (approximate - retained)
+        impl,
+        "momentkv_theory.output_error",
+        *sides,
+        share,
+        estimated,
+        pick=0,
+        also=share * (evicted - approximate),
+    )
+    agrees(
+        impl,
+        "momentkv_theory.output_error",
+        *sides,
+        share,
+        estimated,
+        pick=1,
+        also=(share - estimated) * (approximate - retained),
     )
     exact = (1 - share) * retained + share * evicted - (1 - estimated) * retained - estimated * approximate
     require(
-        np.abs(sum(impl.momentkv_theory.output_error(*sides, share, estimated)) - exact).max() <= 64 * EPSILON[impl.dtype],
+        np.abs(sum(impl.momentkv_theory.output_error(*sides, share, estimated)) - exact).max()
+        <= 64 * EPSILON[impl.dtype],
         "the two parts do not add up to f - fhat",
         exact,
         None,
@@ -472,13 +643,22 @@ def test_the_output_error_has_two_sources(impl, sides, share, estimated):
     part=fractions,
 )
 def test_an_estimate_within_the_largest_harmless_error_never_hurts(impl, sides, share, part):
-    """|f_E - f_R|: no estimate at this distance from f_E, on any side, leaves a larger error than f_R does."""
+    """|f_E - f_R|: no estimate at this distance from f_E, on any side, leaves a larger error than f_R
+    does.
+    """
     retained, evicted, towards = sides
     distance = lengths(evicted - retained)
     agrees(impl, "momentkv_theory.largest_harmless_error", retained, evicted, also=distance)
-    reach = impl.call("momentkv_theory.largest_harmless_error", retained, evicted) / np.maximum(lengths(towards), 1e-9)
+    reach = impl.call("momentkv_theory.largest_harmless_error", retained, evicted) / np.maximum(
+        lengths(towards), 1e-9
+    )
     slack = impl.allowance("momentkv_theory.largest_harmless_error", retained, evicted).largest + 1e-9
     full, estimated = (1 - share) * retained + share * evicted, share * part
     for approximate in (evicted + reach[..., None] * towards, evicted - reach[..., None] * towards):
         error = lengths(full - (1 - estimated) * retained - estimated * approximate)
-        require((error <= share * distance + slack).all(), "the correction is worse than none", share * distance, error)
+        require(
+            (error <= share * distance + slack).all(),
+            "the correction is worse than none",
+            share * distance,
+            error,
+        )

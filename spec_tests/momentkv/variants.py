@@ -10,7 +10,12 @@ from evictionary.reference.momentkv import Moments, Recovered, Step
 from evictionary.reference.momentkv_theory import Expansion
 from evictionary.spec_tests.momentkv import forms
 from evictionary.spec_tests.proof.planted import control, put_together
-from evictionary.spec_tests.shared.forms import softmax_by_log_sum_exp, softmax_by_maximum, softmax_online, top_by_repeated_argmax
+from evictionary.spec_tests.shared.forms import (
+    softmax_by_log_sum_exp,
+    softmax_by_maximum,
+    softmax_online,
+    top_by_repeated_argmax,
+)
 from evictionary.spec_tests.shared.variants import (
     ALL,
     NUMPY,
@@ -26,7 +31,9 @@ from evictionary.spec_tests.shared.variants import (
 )
 
 UPDATE, SCORE, ATTEND, RECOVER = (f"momentkv.{name}" for name in ("update", "score", "attend", "recover"))
-STEP, SCORE_PROMPT, SELECT_PROMPT = (f"momentkv.{name}" for name in ("decode_step", "score_prompt", "select_prompt"))
+STEP, SCORE_PROMPT, SELECT_PROMPT = (
+    f"momentkv.{name}" for name in ("decode_step", "score_prompt", "select_prompt")
+)
 WIDE = (*NUMPY, "bfloat16")
 
 
@@ -40,14 +47,21 @@ control(RECOVER, dtypes=NUMPY, name="value_mean_outside")(forms.means_by_maximum
 
 @control(UPDATE, dtypes=NUMPY)
 def one_matrix(moments, keys, values, evicted):
-    """All four sums in one product: [1, v]^T [1, k] over tiles of 16 tokens, the last one padded with masked rows."""
+    """All four sums in one product: [1, v]^T [1, k] over tiles of 16 tokens, the last one padded with
+    masked rows.
+    """
     mask = evicted[..., None].astype(keys.dtype)
     left, right = (np.concatenate([np.ones_like(mask), states], axis=-1) * mask for states in (values, keys))
     total = np.zeros((*keys.shape[:2], left.shape[-1], right.shape[-1]), keys.dtype)
     for start in range(0, keys.shape[2], 16):
         tile = slice(start, start + 16)
         total += np.einsum("bhti,bhtj->bhij", left[:, :, tile], right[:, :, tile])
-    added = np.rint(total[..., 0, 0]).astype(np.int64), total[..., 0, 1:], total[..., 1:, 0], total[..., 1:, 1:]
+    added = (
+        np.rint(total[..., 0, 0]).astype(np.int64),
+        total[..., 0, 1:],
+        total[..., 1:, 0],
+        total[..., 1:, 1:],
+    )
     return Moments(*(had + more for had, more in zip(moments, added, strict=True)))
 
 
@@ -63,27 +77,39 @@ def torch_in_float32(moments, keys, values, evicted):
 def torch_recover(moments):
     count = moments.count.clamp(min=1)[..., None].to(moments.key_sum.dtype)
     mean_key, mean_value = moments.key_sum / count, moments.value_sum / count
-    return Recovered(mean_key, mean_value, moments.value_key_sum - mean_value[..., :, None] * moments.key_sum[..., None, :])
+    return Recovered(
+        mean_key, mean_value, moments.value_key_sum - mean_value[..., :, None] * moments.key_sum[..., None, :]
+    )
 
 
 # The eviction score
 
 
 tiled = control(SCORE, dtypes=NUMPY, name="tiled")(
-    put_together(forms, "score", score=forms.score_by_einsum, softmax=softmax_online, means=forms.means_by_divide)
+    put_together(
+        forms, "score", score=forms.score_by_einsum, softmax=softmax_online, means=forms.means_by_divide
+    )
 )
 
 
 @control(SCORE, dtypes=NUMPY)
 def affine_model(query, keys, values, moments):
-    """Value, mean value and slope as one product [v, 1, k] W, tokens on the first axis, weights by a log-sum-exp."""
+    """Value, mean value and slope as one product [v, 1, k] W, tokens on the first axis, weights by a
+    log-sum-exp.
+    """
     batch, heads, _, head_dim = keys.shape
     _, mean_value, covariance = forms.means_by_maximum(moments)
     slope = covariance / (np.maximum(moments.count, 1)[..., None, None] * math.sqrt(head_dim))
     by_token = np.moveaxis(np.concatenate([values, np.ones_like(keys[..., :1]), keys], axis=-1), 2, 0)
-    identity = np.broadcast_to(np.eye(values.shape[-1], dtype=keys.dtype), (batch, heads, values.shape[-1], values.shape[-1]))
-    left = np.einsum("tbhc,bhic->bhti", by_token, np.concatenate([identity, -mean_value[..., None], -slope], axis=-1))
-    logits = np.einsum("bhgd,bhtd->bhgt", query.reshape(batch, heads, -1, head_dim), keys) / math.sqrt(head_dim)
+    identity = np.broadcast_to(
+        np.eye(values.shape[-1], dtype=keys.dtype), (batch, heads, values.shape[-1], values.shape[-1])
+    )
+    left = np.einsum(
+        "tbhc,bhic->bhti", by_token, np.concatenate([identity, -mean_value[..., None], -slope], axis=-1)
+    )
+    logits = np.einsum("bhgd,bhtd->bhgt", query.reshape(batch, heads, -1, head_dim), keys) / math.sqrt(
+        head_dim
+    )
     return softmax_by_log_sum_exp(logits).mean(axis=2) * np.sqrt(np.einsum("bhti,bhti->bht", left, left))
 
 
@@ -109,36 +135,48 @@ def estimate(query, moments):
     root = math.sqrt(query.shape[-1])
     mean_key, mean_value, covariance = forms.means_by_divide(moments)
     count = np.maximum(moments.count, 1)[..., None]
-    value = mean_value[:, :, None] + np.einsum("bhij,bhgj->bhgi", covariance, query) / (count * root)[..., None]
+    value = (
+        mean_value[:, :, None] + np.einsum("bhij,bhgj->bhgi", covariance, query) / (count * root)[..., None]
+    )
     logit = np.log(count) + np.einsum("bhgj,bhj->bhg", query, mean_key) / root
     return value, np.where(moments.count[..., None] > 0, logit, -np.inf)
 
 
 @control(ATTEND, dtypes=NUMPY)
 def one_more_token(query, keys, values, kept, moments):
-    """The moments as one more token of each query head: its logit log n + sbar, its value fhat_E, one softmax over all."""
+    """The moments as one more token of each query head: its logit log n + sbar, its value fhat_E, one
+    softmax over all.
+    """
     grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
     value, logit = estimate(grouped, moments)
-    logits = np.where(kept[:, :, None], grouped @ np.swapaxes(keys, -1, -2) / math.sqrt(keys.shape[-1]), -np.inf)
+    logits = np.where(
+        kept[:, :, None], grouped @ np.swapaxes(keys, -1, -2) / math.sqrt(keys.shape[-1]), -np.inf
+    )
     weights = softmax(np.concatenate([logits, logit[..., None]], axis=-1))
     return (weights[..., :-1] @ values + weights[..., -1:] * value).reshape(*query.shape[:2], -1)
 
 
 @control(ATTEND, dtypes=NUMPY)
 def running_maximum(query, keys, values, kept, moments):
-    """Only the kept rows read, from the end, with a running maximum, sum and output, and merged with the estimate."""
+    """Only the kept rows read, from the end, with a running maximum, sum and output, and merged with the
+    estimate.
+    """
     grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
     value, logit = estimate(grouped, moments)
     output = np.zeros((*grouped.shape[:3], values.shape[-1]), keys.dtype)
     for head in np.ndindex(keys.shape[:2]):
         rows = np.flatnonzero(kept[head])[::-1]
-        output[head] = merged((value[head], logit[head]), online(grouped[head], keys[head][rows], values[head][rows]))
+        output[head] = merged(
+            (value[head], logit[head]), online(grouped[head], keys[head][rows], values[head][rows])
+        )
     return output.reshape(*query.shape[:2], -1)
 
 
 @control(ATTEND, dtypes=NUMPY)
 def split_in_two(query, keys, values, kept, moments):
-    """Odd and even tokens attended apart, on a storage padded to 16, and merged with the estimate by their log-sum-exps."""
+    """Odd and even tokens attended apart, on a storage padded to 16, and merged with the estimate by their
+    log-sum-exps.
+    """
     grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
     padding = [(0, 0), (0, 0), (0, -keys.shape[2] % 16)]
     keys, values = (np.pad(states, [*padding, (0, 0)], constant_values=77) for states in (keys, values))
@@ -159,14 +197,18 @@ def torch_attend(query, keys, values, kept, moments):
     mean_key, mean_value, covariance = torch_recover(moments)
     grouped = query.reshape(batch, heads, -1, head_dim)
     count = moments.count.clamp(min=1)[..., None].to(keys.dtype)
-    logit = torch.where(moments.count[..., None] > 0, count.log() + (grouped @ mean_key[..., None])[..., 0] / root, -torch.inf)
+    logit = torch.where(
+        moments.count[..., None] > 0, count.log() + (grouped @ mean_key[..., None])[..., 0] / root, -torch.inf
+    )
     value = mean_value[:, :, None] + grouped @ covariance.mT / (count[..., None] * root)
     logits = (grouped @ keys.mT / root).masked_fill(~kept[:, :, None], -torch.inf)
     weights = torch.cat([logits, logit[..., None]], dim=-1).softmax(dim=-1).nan_to_num()
     return (weights[..., :-1] @ values + weights[..., -1:] * value).reshape(*query.shape[:2], -1)
 
 
-control(ATTEND, array_library="torch", dtypes=ALL[1:], name="torch_attend_widened")(through_float32(torch_attend))
+control(ATTEND, array_library="torch", dtypes=ALL[1:], name="torch_attend_widened")(
+    through_float32(torch_attend)
+)
 
 
 # A decoding step and the prompt
@@ -175,12 +217,16 @@ control(ATTEND, array_library="torch", dtypes=ALL[1:], name="torch_attend_widene
 @control(STEP, dtypes=NUMPY)
 def flagged_step(query, new_key, new_value, keys, values, moments, budget):
     """Evicted tokens flagged and skipped, the rows compacted once at the end."""
-    keys, values = (np.concatenate([old, new[:, :, None]], axis=2) for old, new in ((keys, new_key), (values, new_value)))
+    keys, values = (
+        np.concatenate([old, new[:, :, None]], axis=2) for old, new in ((keys, new_key), (values, new_value))
+    )
     kept = np.ones(keys.shape[:3], dtype=bool)
     rows = np.arange(keys.shape[0])[:, None], np.arange(keys.shape[1])
     for left in range(keys.shape[2], budget, -1):
         places = np.nonzero(kept)[2].reshape(*keys.shape[:2], left)
-        scores = affine_model(query, *(np.take_along_axis(states, places[..., None], 2) for states in (keys, values)), moments)
+        scores = affine_model(
+            query, *(np.take_along_axis(states, places[..., None], 2) for states in (keys, values)), moments
+        )
         lowest = left - 1 - scores[..., ::-1].argmin(axis=-1)  # of equal scores the last
         gone = np.zeros_like(kept)
         gone[(*rows, np.take_along_axis(places, lowest[..., None], axis=-1)[..., 0])] = True
@@ -196,31 +242,45 @@ def head_by_head(query, new_key, new_value, keys, values, moments, budget):
     """Each head by itself, its tokens in a list from which rows are deleted."""
     group, heads = query.shape[1] // keys.shape[1], []
     for item, head in np.ndindex(*keys.shape[:2]):
-        own, readers = np.s_[item : item + 1, head : head + 1], np.s_[item : item + 1, head * group : (head + 1) * group]
+        own, readers = (
+            np.s_[item : item + 1, head : head + 1],
+            np.s_[item : item + 1, head * group : (head + 1) * group],
+        )
         pairs = (keys, new_key), (values, new_value)
         key, value = (np.concatenate([old[own], new[own][:, :, None]], axis=2) for old, new in pairs)
         sums = Moments(*(field[own] for field in moments))
         while key.shape[2] > budget:
             scores = tiled(query[readers], key, value, sums)[0, 0]
             gone = np.flatnonzero(scores == scores.min())[-1]
-            sums = forms.update_token_by_token(sums, key, value, (np.arange(key.shape[2]) == gone)[None, None])
+            sums = forms.update_token_by_token(
+                sums, key, value, (np.arange(key.shape[2]) == gone)[None, None]
+            )
             key, value = np.delete(key, gone, axis=2), np.delete(value, gone, axis=2)
         output = one_more_token(query[readers], key, value, np.ones(key.shape[:3], dtype=bool), sums)
         heads.append((output[0], key[0, 0], value[0, 0], *(field[0, 0] for field in sums)))
-    columns = [np.stack(column).reshape(*keys.shape[:2], *column[0].shape) for column in zip(*heads, strict=True)]
+    columns = [
+        np.stack(column).reshape(*keys.shape[:2], *column[0].shape) for column in zip(*heads, strict=True)
+    ]
     return Step(columns[0].reshape(*query.shape[:2], -1), columns[1], columns[2], Moments(*columns[3:]))
 
 
 @control(STEP, array_library="torch", dtypes=NUMPY)
 def torch_step(query, new_key, new_value, keys, values, moments, budget):
     """torch: the place of the lowest score (the last of equals), the rest gathered."""
-    keys, values = torch.cat([keys, new_key[:, :, None]], dim=2), torch.cat([values, new_value[:, :, None]], dim=2)
+    keys, values = (
+        torch.cat([keys, new_key[:, :, None]], dim=2),
+        torch.cat([values, new_value[:, :, None]], dim=2),
+    )
     while keys.shape[2] > budget:
         scores, place = torch_eager(query, keys, values, moments), torch.arange(keys.shape[2])
-        lowest = torch.where(scores == scores.amin(dim=-1, keepdim=True), place, -1).amax(dim=-1, keepdim=True)
+        lowest = torch.where(scores == scores.amin(dim=-1, keepdim=True), place, -1).amax(
+            dim=-1, keepdim=True
+        )
         moments = torch_in_float32(moments, keys, values, place == lowest)
         order = torch.where(place[:-1] < lowest, place[:-1], place[1:])[..., None]
-        keys, values = (states.gather(2, order.expand(-1, -1, -1, states.shape[-1])) for states in (keys, values))
+        keys, values = (
+            states.gather(2, order.expand(-1, -1, -1, states.shape[-1])) for states in (keys, values)
+        )
     kept = torch.ones(keys.shape[:3], dtype=torch.bool)
     return Step(torch_attend(query, keys, values, kept, moments), keys, values, moments)
 
@@ -231,7 +291,9 @@ def prompt_query_by_query(queries, keys, values, *, chunk_size=4):
     length = keys.shape[2]
     alpha = streamed(queries, keys).reshape(*keys.shape[:2], -1, length).mean(axis=2)
     each = alpha * np.linalg.norm(values, axis=-1)
-    padded = np.pad(each, [(0, 0), (0, 0), (0, -length % chunk_size)]).reshape(*keys.shape[:2], -1, chunk_size)
+    padded = np.pad(each, [(0, 0), (0, 0), (0, -length % chunk_size)]).reshape(
+        *keys.shape[:2], -1, chunk_size
+    )
     sizes = np.minimum(chunk_size, length - chunk_size * np.arange(padded.shape[2]))
     return np.repeat(padded.sum(axis=-1) / sizes.astype(keys.dtype), chunk_size, axis=-1)[..., :length]
 
@@ -279,7 +341,9 @@ def torch_chosen(queries, keys, values, budget, *, sink_size=1, chunk_size=4, fl
     scores[..., :sink_size] = scores[..., keys.shape[2] - queries.shape[2] :] = torch.inf
     if floor_ratio is not None:
         mass = torch_prompt(queries, keys, torch.ones_like(values), chunk_size=chunk_size)
-        budget = torch_layer_sort(mass, budget, floor_ratio=floor_ratio, protected=scores.isinf()).sum(dim=-1, keepdim=True)
+        budget = torch_layer_sort(mass, budget, floor_ratio=floor_ratio, protected=scores.isinf()).sum(
+            dim=-1, keepdim=True
+        )
     return scores.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1) < budget
 
 
@@ -324,7 +388,9 @@ def torch_sub_outputs(query, keys, values, kept):
 def logistic(query, keys, kept):
     """w_R = 1 / (1 + exp(log Z_E - log Z_R))."""
     logits = logits_of(query, keys)
-    evicted, retained = (np.logaddexp.reduce(np.where(mask, logits, -np.inf), axis=-1) for mask in (~kept, kept))
+    evicted, retained = (
+        np.logaddexp.reduce(np.where(mask, logits, -np.inf), axis=-1) for mask in (~kept, kept)
+    )
     difference = evicted - retained
     with np.errstate(over="ignore"):
         return 1 / (1 + np.exp(difference)), 1 / (1 + np.exp(-difference))
@@ -350,7 +416,15 @@ def torch_expansion(query, keys, values):
         torch.einsum("...t,...td->...d", weight, values) for weight in (delta.exp(), ones, delta, rest)
     )
     largest = delta.abs().amax(dim=-1), values.norm(dim=-1).amax(dim=-1)
-    fields: Any = (*largest, delta.exp().sum(dim=-1), rest.sum(dim=-1), numerator, mean_part, linear_part, remainder)
+    fields: Any = (
+        *largest,
+        delta.exp().sum(dim=-1),
+        rest.sum(dim=-1),
+        numerator,
+        mean_part,
+        linear_part,
+        remainder,
+    )
     return Expansion(keys.shape[-2], *fields)
 
 

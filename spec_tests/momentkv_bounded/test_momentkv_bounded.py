@@ -11,7 +11,9 @@ from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import moments_of, short_cases, some, whole
 
-UPDATE, RANGE, MASS = (f"momentkv_bounded.{name}" for name in ("update", "logit_range", "log_partition_bounds"))
+UPDATE, RANGE, MASS = (
+    f"momentkv_bounded.{name}" for name in ("update", "logit_range", "log_partition_bounds")
+)
 BOX, ESTIMATE = "momentkv_bounded.evicted_bounds", "momentkv_bounded.bounded_evicted"
 ATTEND, CERTIFIED = "momentkv_bounded.attend", "momentkv_bounded.attend_certified"
 shifts = st.sampled_from([0.0, 2.0])
@@ -23,7 +25,9 @@ def bounds_of(keys, values, evicted):
 
 
 def evicted_set(case, shift, scale):
-    """One query of each head, and its evicted tokens: whole numbers, the values moved, the query scaled; exact in every dtype."""
+    """One query of each head, and its evicted tokens: whole numbers, the values moved, the query scaled;
+    exact in every dtype.
+    """
     keys, values, query = whole(case)
     values, query = values + shift, for_heads(query, case) * scale
     gone = np.ones(keys.shape[:3], dtype=bool)
@@ -36,7 +40,9 @@ def for_heads(query, case):
 
 
 def attention(query, keys, values, seen):
-    """Each query head by itself in plain loops: the output and the logarithm of the partition function over the seen tokens."""
+    """Each query head by itself in plain loops: the output and the logarithm of the partition function
+    over the seen tokens.
+    """
     output, log_partition = np.zeros((*query.shape[:2], values.shape[-1])), np.full(query.shape[:2], -np.inf)
     for place in np.ndindex(query.shape[:2]):
         if seen[place].any():
@@ -52,11 +58,15 @@ def everything(states):
 
 
 def decoding(case, seed, shift, scale):
-    """The arguments of attend, and the outputs of full attention, of the retained tokens alone and of MomentKV."""
+    """The arguments of attend, and the outputs of full attention, of the retained tokens alone and of
+    MomentKV.
+    """
     keys, values, query = whole(case)
     query = query * scale
     # The evicted tokens are moved: a correction has something to do, and may miss.
-    gone_keys, gone_values = (np.clip(np.round(states), -2, 2) for states in (case.next_keys, case.next_values))
+    gone_keys, gone_values = (
+        np.clip(np.round(states), -2, 2) for states in (case.next_keys, case.next_values)
+    )
     evicted, kept = some(case, seed, gone_keys.shape[:3]), some(case, seed + 1)
     kept[..., 0] = True
     gone = gone_keys, gone_values + shift, evicted
@@ -68,7 +78,9 @@ def decoding(case, seed, shift, scale):
 
 
 def no_farther(impl, path, *arguments, other, truth, values, what):
-    """Raise Violation unless the answer is the oracle's, and no farther from the truth than the other one is."""
+    """Raise Violation unless the answer is the oracle's, and no farther from the truth than the other one
+    is.
+    """
     got = agrees(impl, path, *arguments)
     worse = lengths(got - truth) - lengths(other - truth)
     slack = 1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5
@@ -76,7 +88,9 @@ def no_farther(impl, path, *arguments, other, truth, values, what):
 
 
 def encloses(impl, path, *arguments, least, most, what):
-    """Raise Violation unless both bounds are the oracle's and hold what loops find, from the least to the most."""
+    """Raise Violation unless both bounds are the oracle's and hold what loops find, from the least to the
+    most.
+    """
     low, high = agrees(impl, path, *arguments)
     error = [1e-9 + within(impl, pick, roundings=0) for pick in (0, 1)]
     require((low <= least + error[0]).all(), f"{what} is below its bound", least, low)
@@ -85,13 +99,23 @@ def encloses(impl, path, *arguments, least, most, what):
 
 @law("MB-1", of=UPDATE, case=cases(), seed=seeds())
 def test_the_bounds_are_the_extremes_of_the_evicted_tokens(impl, case, seed):
-    """The least and the largest of each channel, what was there before included, token by token; infinite where nothing was."""
+    """The least and the largest of each channel, what was there before included, token by token; infinite
+    where nothing was.
+    """
     evicted, before = some(case, seed), some(case, seed + 1, case.next_keys.shape[:3])
     next_keys, next_values = (impl.round(states) for states in (case.next_keys, case.next_values))
-    got = impl.momentkv_bounded.update(bounds_of(next_keys, next_values, before), case.keys, case.values, evicted)
+    got = impl.momentkv_bounded.update(
+        bounds_of(next_keys, next_values, before), case.keys, case.values, evicted
+    )
     for place in np.ndindex(evicted.shape[:2]):
-        for states, following, fields in ((case.keys, next_keys, got[:2]), (case.values, next_values, got[2:])):
-            rows = [*impl.round(states)[place][evicted[place]].tolist(), *following[place][before[place]].tolist()]
+        for states, following, fields in (
+            (case.keys, next_keys, got[:2]),
+            (case.values, next_values, got[2:]),
+        ):
+            rows = [
+                *impl.round(states)[place][evicted[place]].tolist(),
+                *following[place][before[place]].tolist(),
+            ]
             for pick, worst, field in zip((min, max), (np.inf, -np.inf), fields, strict=True):
                 expected = [pick(column) for column in zip(*rows, strict=True)] or [worst] * states.shape[-1]
                 equal(field[place], np.array(expected), "a bound is not the extreme of the evicted tokens")
@@ -103,7 +127,10 @@ def test_every_logit_is_in_the_range(impl, case, scale):
     query, keys, _, _, bounds = evicted_set(case, 0, scale)
     logits = (keys @ query[..., None])[..., 0] / query.shape[-1] ** 0.5
     encloses(impl, RANGE, query, bounds, least=logits.min(axis=-1), most=logits.max(axis=-1), what="a logit")
-    ends = np.where(query >= 0, bounds.key_low, bounds.key_high), np.where(query >= 0, bounds.key_high, bounds.key_low)
+    ends = (
+        np.where(query >= 0, bounds.key_low, bounds.key_high),
+        np.where(query >= 0, bounds.key_high, bounds.key_low),
+    )
     for expected, corner in zip(oracle(RANGE)(query, bounds), ends, strict=True):
         loops(expected, (query * corner).sum(axis=-1) / query.shape[-1] ** 0.5, 10)
 
@@ -118,7 +145,9 @@ def test_the_mass_is_between_its_bounds(impl, case, scale):
 
 @law("MB-3", of=MASS)
 def test_two_ends_of_the_range_are_the_chord_itself(impl):
-    """Keys 0, 0, 0, 2: the upper bound is log(3 + e^2) itself, the lower one log 4 + 1/2. No key: -inf. One key 2: both are 2."""
+    """Keys 0, 0, 0, 2: the upper bound is log(3 + e^2) itself, the lower one log 4 + 1/2. No key: -inf.
+    One key 2: both are 2.
+    """
     keys = np.array([[[[0.0], [0], [0], [2]], [[0.0]] * 4, [[0.0], [0], [0], [2]]]])
     evicted = np.array([[[True] * 4, [False] * 4, [False] * 3 + [True]]])
     got = impl.momentkv_bounded.log_partition_bounds(
@@ -126,7 +155,12 @@ def test_two_ends_of_the_range_are_the_chord_itself(impl):
     )
     for bound, three_and_one in zip(got, (np.log(4) + 0.5, np.log(3 + np.exp(2))), strict=True):
         expected = np.array([[three_and_one, -np.inf, 2]])
-        near(bound, expected, 0.01 * np.abs(expected), "a bound of three keys 0 and one key 2, of none and of one")
+        near(
+            bound,
+            expected,
+            0.01 * np.abs(expected),
+            "a bound of three keys 0 and one key 2, of none and of one",
+        )
 
 
 @law("MB-4", of=BOX, case=short_cases, shift=shifts, scale=scales)
@@ -139,10 +173,14 @@ def test_the_evicted_output_is_in_its_box(impl, case, shift, scale):
 
 @law("MB-4", of=BOX)
 def test_two_tokens_reach_the_side_of_the_box(impl):
-    """Keys -1 and 1, values 0 and 2, query 1: f_E is in 1 + [-1, 1] sinh(1), cut at 0 and 2; for 1/2 by sinh(1/2)."""
+    """Keys -1 and 1, values 0 and 2, query 1: f_E is in 1 + [-1, 1] sinh(1), cut at 0 and 2; for 1/2 by
+    sinh(1/2).
+    """
     keys, values = np.array([[[[-1.0], [1]]] * 2]), np.array([[[[0.0], [2]]] * 2])
     query, gone = np.array([[[1.0], [0.5]]]), np.ones((1, 2, 2), dtype=bool)
-    low, high = impl.momentkv_bounded.evicted_bounds(query, moments_of(keys, values, gone), bounds_of(keys, values, gone))
+    low, high = impl.momentkv_bounded.evicted_bounds(
+        query, moments_of(keys, values, gone), bounds_of(keys, values, gone)
+    )
     side = np.array([[[0.0], [1 - np.sinh(0.5)]]])
     near(low, side, 0.02, "the lower side of the box of two tokens")
     near(high, 2 - side, 0.02, "the upper side of the box of two tokens")
@@ -159,7 +197,9 @@ def test_the_box_of_no_token_is_zero(impl):
 
 @law("MB-5", of=ESTIMATE, case=short_cases, shift=shifts, scale=scales)
 def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, case, shift, scale):
-    """It is in the box, it is MomentKV's where that is in the box, and it is never farther from f_E than MomentKV's."""
+    """It is in the box, it is MomentKV's where that is in the box, and it is never farther from f_E than
+    MomentKV's.
+    """
     query, keys, values, *bounds = evicted_set(case, shift, scale)
     paper, exact = momentkv.approximate_evicted(query, bounds[0]), oracle(ESTIMATE)(query, *bounds)
     low, high = momentkv_bounded.evicted_bounds(query, *bounds)
@@ -180,20 +220,25 @@ def test_it_is_never_worse_than_momentkv(impl, case, seed, shift, scale):
 
 @law("MB-6", of=ATTEND)
 def test_an_estimate_outside_the_values_is_moved_back(impl):
-    """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 1 + 4 = 5 with e^0 for a mass of cosh(4); f_R = 0."""
+    """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 1 + 4 = 5 with e^0 for a mass
+    of cosh(4); f_R = 0.
+    """
     keys, values, zero = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]]), np.zeros((1, 1, 1, 1))
     gone, query = np.ones((1, 1, 2), dtype=bool), np.full((1, 1, 1), 4.0)
     got = impl.momentkv_bounded.attend(
         query, zero, zero, gone[..., :1], moments_of(keys, values, gone), bounds_of(keys, values, gone)
     )
-    # The weight is 2/3 at least, and 2 cosh(4) / (1 + 2 cosh(4)) at most: MomentKV says 10/3, the box ends at nearly 2.
+    # The weight is 2/3 at least, and 2 cosh(4) / (1 + 2 cosh(4)) at most: MomentKV says 10/3, the box ends at
+    # nearly 2.
     heavy = 2 * np.cosh(4) / (1 + 2 * np.cosh(4))
     near(got, np.full((1, 1, 1), 2 * heavy), 0.02, "the output of an estimate beyond all values")
 
 
 @law("MB-6", of=ATTEND)
 def test_the_plain_case_is_momentkv(impl):
-    """Equal keys: the mass and the evicted output are exact, one kept value 0 and three evicted ones of mean 4 give 3."""
+    """Equal keys: the mass and the evicted output are exact, one kept value 0 and three evicted ones of
+    mean 4 give 3.
+    """
     keys, values = np.zeros((1, 1, 4, 2)), np.array([[[[0.0], [2], [4], [6]]]])
     kept, query = np.array([[[True, False, False, False]]]), np.ones((1, 1, 2))
     evicted = keys, values, ~kept
@@ -218,7 +263,10 @@ def safe_share(step, corners):
     """The largest share of a step, up to all of it, that leads no farther from any corner, by halving."""
 
     def is_safe(share):
-        return all(math.dist([share * move for move in step], corner) <= math.hypot(*corner) + 1e-15 for corner in corners)
+        return all(
+            math.dist([share * move for move in step], corner) <= math.hypot(*corner) + 1e-15
+            for corner in corners
+        )
 
     safe, unsafe = 0.0, 1.0
     if is_safe(unsafe):
@@ -230,7 +278,9 @@ def safe_share(step, corners):
 
 
 def outputs_by_hand(query, kept, gone):
-    """MB-6 and MB-7 from the tokens themselves, with plain numbers: one retained token, so f_R is its value."""
+    """MB-6 and MB-7 from the tokens themselves, with plain numbers: one retained token, so f_R is its
+    value.
+    """
     count, logits = len(gone), [query * key for key, *_ in gone]
     mean, least, largest = sum(logits) / count, min(logits), max(logits)
     share = (mean - least) / (largest - least) if largest > least else 0.0
@@ -242,28 +292,44 @@ def outputs_by_hand(query, kept, gone):
         radius = math.sqrt((max(column) - middle) * (middle - min(column))) * math.sinh((largest - least) / 2)
         low, high = max(min(column), middle - radius) - retained, min(max(column), middle + radius) - retained
         sides.append((min(weight * low for weight in weights), max(weight * high for weight in weights)))
-        slope = sum((logit - mean) * (value - middle) for logit, value in zip(logits, column, strict=True)) / count
+        slope = (
+            sum((logit - mean) * (value - middle) for logit, value in zip(logits, column, strict=True))
+            / count
+        )
         step.append(min(max(weights[0] * (middle + slope - retained), sides[-1][0]), sides[-1][1]))
     safe = safe_share(step, list(itertools.product(*sides)))
     moved = [min(max(safe * move, low), high) for move, (low, high) in zip(step, sides, strict=True)]
-    return [[retained + move for retained, move in zip(kept[1:], moves, strict=True)] for moves in (step, moved)]
+    return [
+        [retained + move for retained, move in zip(kept[1:], moves, strict=True)] for moves in (step, moved)
+    ]
 
 
-@law("MB-7", of=(ATTEND, CERTIFIED), kept=tokens, gone=st.lists(tokens, min_size=1, max_size=3), query=queries)
+@law(
+    "MB-7", of=(ATTEND, CERTIFIED), kept=tokens, gone=st.lists(tokens, min_size=1, max_size=3), query=queries
+)
 def test_no_corner_of_the_box_allows_more(impl, kept, gone, query):
-    """The bounded output and the certified one of a few tokens by plain numbers: corner by corner, a larger share might hurt."""
+    """The bounded output and the certified one of a few tokens by plain numbers: corner by corner, a
+    larger share might hurt.
+    """
     rows = np.array([kept, *gone])[None, None]
     keys, values, evicted = rows[..., :1], rows[..., 1:], np.arange(rows.shape[2])[None, None] > 0
     held = moments_of(keys, values, evicted), bounds_of(keys, values, evicted)
     arguments = np.full((1, 1, 1), query), keys, values, ~evicted, *held
     for path, expected in zip((ATTEND, CERTIFIED), outputs_by_hand(query, kept, gone), strict=True):
         agrees(impl, path, *arguments)
-        near(oracle(path)(*arguments), np.array([[expected]]), 1e-6, "the oracle's output, from that of plain numbers,")
+        near(
+            oracle(path)(*arguments),
+            np.array([[expected]]),
+            1e-6,
+            "the oracle's output, from that of plain numbers,",
+        )
 
 
 @law("MB-7", of=CERTIFIED)
 def test_the_share_is_the_largest_that_cannot_hurt(impl):
-    """Equal keys, one kept value (0, 0), one evicted (2, 2): all of it, (1, 1). A kept value amid the evicted ones: none."""
+    """Equal keys, one kept value (0, 0), one evicted (2, 2): all of it, (1, 1). A kept value amid the
+    evicted ones: none.
+    """
     keys, values = np.zeros((1, 1, 3, 1)), np.array([[[[0.0, 0], [2, 2], [9, 9]]]])
     apart, around = np.array([[[[-4.0], [4], [0]]]]), np.array([[[[-1.0], [3], [0]]]])
     one, both = np.array([[[False, True, False]]]), np.array([[[True, True, False]]])
@@ -274,7 +340,12 @@ def test_the_share_is_the_largest_that_cannot_hurt(impl):
         evicted = *states, gone
         held = moments_of(*evicted), bounds_of(*evicted)
         got = impl.momentkv_bounded.attend_certified(np.ones((1, 1, 1)), *states, kept, *held)
-        near(got, np.full((1, 1, states[1].shape[-1]), wanted), 0.02, f"a correction of which {wanted:g} is proved")
+        near(
+            got,
+            np.full((1, 1, states[1].shape[-1]), wanted),
+            0.02,
+            f"a correction of which {wanted:g} is proved",
+        )
 
 
 @law("MB-7", of=(ATTEND, CERTIFIED))
@@ -294,7 +365,14 @@ def test_bad_arguments_are_refused(impl):
         return
     keys, values = np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
     moments, bounds = momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
-    arguments = np.ones((1, 4, 2)), keys, values, np.ones((1, 2, 3), dtype=bool), moments._replace(count=moments.count + 1), bounds
+    arguments = (
+        np.ones((1, 4, 2)),
+        keys,
+        values,
+        np.ones((1, 2, 3), dtype=bool),
+        moments._replace(count=moments.count + 1),
+        bounds,
+    )
     for function in (impl.momentkv_bounded.attend, impl.momentkv_bounded.attend_certified):
         with impl.refuses("bounds"):
             function(*arguments)
@@ -307,8 +385,16 @@ def test_the_bounds_of_a_long_prompt_are_its_extremes(impl, case):
     gone = np.broadcast_to(np.arange(case.length) % 16 != 0, keys.shape[:3])
     got = impl.momentkv_bounded.update(momentkv_bounded.no_bounds(keys, values), keys, values, gone)
     for states, (low, high) in ((keys, got[:2]), (values, got[2:])):
-        equal(low, states[:, :, gone[0, 0]].min(axis=2), "a bound of a long prompt is not the least of a channel")
-        equal(high, states[:, :, gone[0, 0]].max(axis=2), "a bound of a long prompt is not the largest of a channel")
+        equal(
+            low,
+            states[:, :, gone[0, 0]].min(axis=2),
+            "a bound of a long prompt is not the least of a channel",
+        )
+        equal(
+            high,
+            states[:, :, gone[0, 0]].max(axis=2),
+            "a bound of a long prompt is not the largest of a channel",
+        )
 
 
 @law("MB-6", of=ATTEND, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))

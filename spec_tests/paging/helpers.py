@@ -16,7 +16,9 @@ def slots_of(paged: PagedCache, item: int) -> list[tuple[int, int]]:
 
 
 def pages_of(paged: PagedCache, item: int, lengths: np.ndarray) -> list[int]:
-    """The pages in which a sequence holds a token, in their order, if its heads have these lengths [B, H_kv]."""
+    """The pages in which a sequence holds a token, in their order, if its heads have these lengths [B,
+    H_kv].
+    """
     return list(dict.fromkeys(page for page, _ in slots_of(paged, item)[: lengths[item].max()]))
 
 
@@ -30,16 +32,21 @@ def held(paged: PagedCache, pool: np.ndarray, lengths: np.ndarray) -> Iterator[n
 def in_pages(case, seed: int, least: int = 0) -> PagedCache:
     """The tokens of a case in pages that lie in any order, of heads that hold `least` tokens or more.
 
-    Every slot without a token is NaN. Two pages are nobody's, and behind the last page of a sequence stands any page.
+    Every slot without a token is NaN. Two pages are nobody's, and behind the last page of a sequence stands
+    any page.
     """
     generator = np.random.default_rng(seed)
     batch, heads, length = case.keys.shape[:3]
     size = int(generator.choice(SIZES))
     lengths = generator.integers(least, length + 1, size=(batch, heads))
     table = generator.permutation(batch * (length // size + 2) + 2)[:-2].reshape(batch, -1)
-    positions = np.sort(generator.permuted(np.tile(np.arange(2 * length), (batch, heads, 1)), axis=-1)[..., :length])
+    positions = np.sort(
+        generator.permuted(np.tile(np.arange(2 * length), (batch, heads, 1)), axis=-1)[..., :length]
+    )
     shape = (table.size + 2, size, heads)
-    pools = [np.full(shape + states.shape[3:], np.nan) for states in (case.keys, case.values)] + [np.zeros(shape, dtype=np.int64)]
+    pools = [np.full(shape + states.shape[3:], np.nan) for states in (case.keys, case.values)] + [
+        np.zeros(shape, dtype=np.int64)
+    ]
     paged = PagedCache(pools[0], pools[1], pools[2], table, lengths, np.full(batch, 2 * length))
     for item, head in np.ndindex(lengths.shape):
         for place, (page, offset) in enumerate(slots_of(paged, item)[: lengths[item, head]]):
@@ -50,7 +57,9 @@ def in_pages(case, seed: int, least: int = 0) -> PagedCache:
 
 
 def drawn(case, seed: int, least: int = 0) -> tuple[PagedCache, np.ndarray]:
-    """A case in pages, and a mask over all places of the block table, beyond the lengths too; each head keeps `least` or more."""
+    """A case in pages, and a mask over all places of the block table, beyond the lengths too; each head
+    keeps `least` or more.
+    """
     paged = in_pages(case, seed, least)
     kept = draw_mask((*paged.lengths.shape, paged.block_table.shape[1] * paged.keys.shape[1]), seed)
     kept[..., :least] = True

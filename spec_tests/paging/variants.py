@@ -1,4 +1,6 @@
-"""Right caches in pages of other kinds: by sorting, in loops, through a staging buffer, in place from the front, in torch."""
+"""Right caches in pages of other kinds: by sorting, in loops, through a staging buffer, in place from the
+front, in torch.
+"""
 
 import numpy as np
 import torch
@@ -8,7 +10,12 @@ from evictionary.spec_tests.paging.helpers import held, pages_of, slots_of
 from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.variants import ALL, NUMPY, padded_storage
 
-COMPACT, ATTEND, GATHER, SLOTS = "paging.compact_pages", "paging.attend_pages", "paging.gather_pages", "paging.slot_mapping"
+COMPACT, ATTEND, GATHER, SLOTS = (
+    "paging.compact_pages",
+    "paging.attend_pages",
+    "paging.gather_pages",
+    "paging.slot_mapping",
+)
 
 
 def answered(paged, pools, lengths):
@@ -48,18 +55,25 @@ def through_a_staging_buffer(paged, kept):
 
 @control(COMPACT, array_library="torch", dtypes=ALL)
 def by_a_stable_sort(paged, kept):
-    """Kept places come first in a stable sort of the evicted ones; whole rows of slots are gathered and written back."""
+    """Kept places come first in a stable sort of the evicted ones; whole rows of slots are gathered and
+    written back.
+    """
     size, places = paged.keys.shape[1], torch.arange(kept.shape[-1])
     kept = kept & (places < paged.lengths[..., None])
     order = (~kept).to(torch.int8).argsort(dim=-1, stable=True)
-    slots = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(order.shape)
+    slots = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(
+        order.shape
+    )
     lengths, head = kept.sum(dim=-1), torch.arange(order.shape[1])[:, None].expand(order.shape)
     filled = places < lengths[..., None]
     pools = [pool.clone() for pool in paged[:3]]
     for pool in pools:
         flat = pool.flatten(0, 1)
         flat[slots[filled], head[filled]] = flat[slots.gather(-1, order)[filled], head[filled]]
-    needs = torch.arange(paged.block_table.shape[1]) * size < torch.stack([paged.lengths, lengths]).amax(dim=-1)[..., None]
+    needs = (
+        torch.arange(paged.block_table.shape[1]) * size
+        < torch.stack([paged.lengths, lengths]).amax(dim=-1)[..., None]
+    )
     freed = torch.zeros(len(paged.keys), dtype=torch.bool)
     freed[paged.block_table[needs[0] & ~needs[1]]] = True
     return paged._replace(**dict(zip(paged._fields, pools, strict=False)), lengths=lengths), freed
@@ -69,7 +83,13 @@ def by_a_stable_sort(paged, kept):
 def slot_by_slot(paged, count):
     return np.array(
         [
-            [[page * paged.keys.shape[1] + offset for page, offset in slots_of(paged, item)[length:][:count]] for length in lengths]
+            [
+                [
+                    page * paged.keys.shape[1] + offset
+                    for page, offset in slots_of(paged, item)[length:][:count]
+                ]
+                for length in lengths
+            ]
             for item, lengths in enumerate(paged.lengths)
         ]
     )
@@ -86,7 +106,9 @@ def padded_and_masked(queries, paged):
     """The slots of each head gathered in one go, padded to the longest head, and the padding masked."""
     size, places = paged.keys.shape[1], torch.arange(paged.block_table.shape[1] * paged.keys.shape[1])
     filled = places < paged.lengths[..., None]
-    rows = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(filled.shape)[filled]
+    rows = (paged.block_table.repeat_interleave(size, dim=1) * size + places % size)[:, None].expand(
+        filled.shape
+    )[filled]
     head = torch.arange(filled.shape[1])[:, None].expand(filled.shape)[filled]
     keys, values, positions = (pool.flatten(0, 1)[rows, head] for pool in paged[:3])
     return padded_storage(queries, CompressedCache(keys, values, positions, paged.lengths))

@@ -22,7 +22,9 @@ from evictionary.spec_tests.judge.law import law
 
 
 def defaults(module):
-    """{function: {argument: default}} of the numbers that the functions of a module take where none is given."""
+    """{function: {argument: default}} of the numbers that the functions of a module take where none is
+    given.
+    """
     found = {}
     for name, function in inspect.getmembers(module, inspect.isfunction):
         arguments = inspect.signature(function).parameters.values()
@@ -37,7 +39,9 @@ ROPE = {"horizon": 512, "theta": 10000.0}
 
 @law("EA-10")
 def test_the_settings_of_expected_attention():
-    """512 positions ahead, theta = 10000, epsilon = 0.02, 128 buffered queries, a compression every 512 tokens."""
+    """512 positions ahead, theta = 10000, epsilon = 0.02, 128 buffered queries, a compression every 512
+    tokens.
+    """
     buffer, epsilon = {"buffer_size": 128}, {"epsilon": 0.02}
     assert defaults(expected_attention) == {
         "average_rotation": ROPE,
@@ -64,7 +68,10 @@ def test_the_settings_of_gvote():
 @law("KD-A1")
 def test_the_settings_of_keydiff():
     """A division counts 5 operations and a square root 8; blocks are scored by KD-8."""
-    assert defaults(keydiff_theory) == {"score_step_by_step": {"epsilon": 1e-8}, "flops": {"division": 5, "square_root": 8}}
+    assert defaults(keydiff_theory) == {
+        "score_step_by_step": {"epsilon": 1e-8},
+        "flops": {"division": 5, "square_root": 8},
+    }
     for function in (keydiff.process_block, keydiff.process_prompt, keydiff.decode):
         assert inspect.signature(function).parameters["scorer"].default is keydiff.score
 
@@ -73,7 +80,14 @@ def test_the_settings_of_keydiff():
 def test_the_settings_of_lagkv():
     """16 sinks and partitions of 1024 tokens; the variant by norms leaves two layers whole."""
     sizes = {"sink_size": 16, "lag_size": 1024}
-    functions = ("retained_length", "compression_ratio", "keep_ratio_for", "why_nothing_removed", "select", "step")
+    functions = (
+        "retained_length",
+        "compression_ratio",
+        "keep_ratio_for",
+        "why_nothing_removed",
+        "select",
+        "step",
+    )
     assert defaults(lagkv) == dict.fromkeys(functions, sizes)
     assert defaults(lagkv_variants) == {"local_select": sizes, "norm_select": sizes | {"skipped_layers": 2}}
 
@@ -81,7 +95,10 @@ def test_the_settings_of_lagkv():
 @law("MK-P")
 def test_the_settings_of_momentkv():
     """Chunks of 4 tokens, and the first token is protected; the storage is that of the first order."""
-    assert defaults(momentkv) == {"score_prompt": {"chunk_size": 4}, "select_prompt": {"sink_size": 1, "chunk_size": 4}}
+    assert defaults(momentkv) == {
+        "score_prompt": {"chunk_size": 4},
+        "select_prompt": {"sink_size": 1, "chunk_size": 4},
+    }
     assert defaults(momentkv_theory) == {"numbers_stored": {"order": 1}}
 
 
@@ -93,7 +110,9 @@ def test_the_base_of_rope():
 
 @law("SN-1")
 def test_the_settings_of_the_baselines():
-    """SnapKV: a window of 32 and a kernel of 7; StreamingLLM: 4 sinks; AdaKV: a fifth for each head; PyramidKV: beta = 20."""
+    """SnapKV: a window of 32 and a kernel of 7; StreamingLLM: 4 sinks; AdaKV: a fifth for each head;
+    PyramidKV: beta = 20.
+    """
     assert defaults(snapkv) == {"score": {"window_size": 32, "kernel_size": 7}}
     assert defaults(streaming_llm) == {"score": {"sink_size": 4}}
     assert defaults(ada_kv) == {"select": {"floor_ratio": 0.2}}

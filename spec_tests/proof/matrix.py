@@ -1,7 +1,8 @@
-"""Laws against mutants: who kills whom. `python -m evictionary.spec_tests.proof.matrix` writes the matrix, as JSON and a page.
+"""Laws against mutants: who kills whom. `python -m evictionary.spec_tests.proof.matrix` writes the matrix,
+as JSON and a page.
 
-A mutant is killed only by an assertion of a law. A crash, a hang or a law that found nothing to judge is not a kill and is counted
-apart.
+A mutant is killed only by an assertion of a law. A crash, a hang or a law that found nothing to judge is not
+a kill and is counted apart.
 """
 
 import argparse
@@ -27,7 +28,9 @@ ALIVE = DOCS / "alive.toml"
 
 
 def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
-    """The laws that call the mutant's function, of one requirement or of all; those of its own requirement come first."""
+    """The laws that call the mutant's function, of one requirement or of all; those of its own requirement
+    come first.
+    """
     found = [law for law in load_laws().values() if mutant.of in law.functions or ANY in law.functions]
     found = [law for law in found if requirement is None or law.requirement.id == requirement]
     return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
@@ -42,7 +45,9 @@ def row(name: str, max_examples: int) -> dict[str, Any]:
     mine = [law for law in laws if law.requirement.id == mutant.killed_by]
     if all(outcomes[law.name] == "passed" for law in mine):
         # A mistake that few inputs show gets a longer look before it counts as a survivor, as in the tests.
-        outcomes |= {law.name: outcome(law, implementation, max_examples=20 * max_examples)[0] for law in mine}
+        outcomes |= {
+            law.name: outcome(law, implementation, max_examples=20 * max_examples)[0] for law in mine
+        }
     own = {outcomes[law.name] for law in mine}
     verdict = next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
     return {
@@ -56,7 +61,9 @@ def row(name: str, max_examples: int) -> dict[str, Any]:
 
 
 def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
-    """By what a mutant dies at a dtype, judged as a kernel for so many channels: its "own" law, "another", a "crash", or "none"."""
+    """By what a mutant dies at a dtype, judged as a kernel for so many channels: its "own" law, "another",
+    a "crash", or "none".
+    """
     mutant = load_mutants()[name]
     implementation = mutant.implementation(dtype)
     implementation.domain |= Domain.read({"head_dim": (head_dim,)})
@@ -69,17 +76,23 @@ def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
         if word == "killed":
             return "own" if law in own else "another"
         # A law that has no input for so many channels says nothing of the mistake.
-        crash |= word == "crashed" and not message.startswith(("NothingToAsk", "Unsatisfiable", "OutsideDomain"))
+        crash |= word == "crashed" and not message.startswith(
+            ("NothingToAsk", "Unsatisfiable", "OutsideDomain")
+        )
     return "crash" if crash else "none"
 
 
 def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int) -> int:
-    """Judge every mutant at a dtype and a number of channels; write docs/power.json, and return how many live."""
+    """Judge every mutant at a dtype and a number of channels; write docs/power.json, and return how many
+    live.
+    """
     from joblib import Parallel, delayed
     from rich.progress import track
 
     names = sorted(load_mutants())
-    work = Parallel(n_jobs=jobs, return_as="generator")(delayed(dies)(name, dtype, head_dim, max_examples) for name in names)
+    work = Parallel(n_jobs=jobs, return_as="generator")(
+        delayed(dies)(name, dtype, head_dim, max_examples) for name in names
+    )
     found = list(track(work, total=len(names), description=f"{dtype}, {head_dim} channels"))
     alive = [name for name, by in zip(names, found, strict=True) if by == "none"]
     content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
@@ -90,15 +103,23 @@ def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int) -> int:
         "alive": alive,
     }
     put(POWER, json.dumps(content, indent=1) + "\n")
-    print(f"{len(names) - len(alive)} of {len(names)} die in {dtype} with {head_dim} channels; alive: {', '.join(alive) or 'none'}")
+    print(
+        f"{len(names) - len(alive)} of {len(names)} die in {dtype} with {head_dim} channels; alive: "
+        f"{', '.join(alive) or 'none'}"
+    )
     return len(alive)
 
 
 def _power() -> list[str]:
-    """How many mutants die at dtypes and channels of real kernels, and why the others live; nothing where none was asked."""
+    """How many mutants die at dtypes and channels of real kernels, and why the others live; nothing where
+    none was asked.
+    """
     if not POWER.exists():
         return []
-    measured, reasons = json.loads(POWER.read_text(encoding="utf-8")), tomllib.loads(ALIVE.read_text(encoding="utf-8"))
+    measured, reasons = (
+        json.loads(POWER.read_text(encoding="utf-8")),
+        tomllib.loads(ALIVE.read_text(encoding="utf-8")),
+    )
     cells, alive = [], defaultdict(list)
     for cell, found in measured.items():
         dead = [found.get(by, 0) for by in ("own", "another", "crash")]
@@ -111,11 +132,25 @@ def _power() -> list[str]:
     because = [(reason, f"`{name}`", ", ".join(alive[name])) for reason, name in listed]
     return [
         "",
-        "The same at dtypes and channels of real kernels. Each mistake is judged as a kernel that takes so many channels",
-        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own drew four times the inputs.",
+        "The same at dtypes and channels of real kernels. Each mistake is judged as a kernel that takes so "
+        "many channels",
+        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own drew four "
+        "times the inputs.",
         "A crash fails an implementation too, and is counted apart.",
         "",
-        table(["dtype", "channels", "die by their own law", "by another", "by a crash", "die", "alive", "laws of the run"], cells),
+        table(
+            [
+                "dtype",
+                "channels",
+                "die by their own law",
+                "by another",
+                "by a crash",
+                "die",
+                "alive",
+                "laws of the run",
+            ],
+            cells,
+        ),
         "",
         "Those that live, and why:",
         "",
@@ -144,7 +179,11 @@ def _controls() -> list[str]:
         *how,
         f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
         f"(`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`).",
-        *(["Laws and variants have changed since that run."] if content.get("suite") != suite_version() else []),
+        *(
+            ["Laws and variants have changed since that run."]
+            if content.get("suite") != suite_version()
+            else []
+        ),
         "",
         *(f"- {alarm}" for alarm in content["alarms"]),
         *(f"- Mended: {alarm}" for alarm in mended),
@@ -152,17 +191,23 @@ def _controls() -> list[str]:
 
 
 def page(rows: list[dict[str, Any]], max_examples: int) -> str:
-    """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its laws do."""
+    """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its
+    laws do.
+    """
     verdicts = Counter(entry["verdict"] for entry in rows)
     lines = [
         "# Kill matrix",
         "",
-        "Each planted mistake against every law that calls its function. A kill is an assertion of a law of the requirement that",
-        "the mistake names; crashes and hangs are counted apart. `python -m evictionary.spec_tests.proof.matrix` made this page,",
-        f"with {max_examples} inputs a law (twenty times as many where none of its own laws saw the mistake);",
+        "Each planted mistake against every law that calls its function. A kill is an assertion of a law of "
+        "the requirement that",
+        "the mistake names; crashes and hangs are counted apart. `python -m "
+        "evictionary.spec_tests.proof.matrix` made this page,",
+        f"with {max_examples} inputs a law (twenty times as many where none of its own laws saw the "
+        "mistake);",
         "the whole matrix goes to `build/kill_matrix.json`.",
         "",
-        ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out")) + f", of {len(rows)}.",
+        ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out"))
+        + f", of {len(rows)}.",
         *_controls(),
         *_power(),
         "",
@@ -172,7 +217,15 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         kills = sorted(name.split("::")[1] for name, word in entry["laws"].items() if word == "killed")
         shown = "<br>".join(kills[:3]) + (f"<br>and {len(kills) - 3} more" if len(kills) > 3 else "")
         total = f"{len(kills)} of {len(entry['laws'])}"
-        cells.append((f"`{entry['of']}`", entry["misconception"], entry["killed_by"], entry["verdict"], f"{total}: {shown}"))
+        cells.append(
+            (
+                f"`{entry['of']}`",
+                entry["misconception"],
+                entry["killed_by"],
+                entry["verdict"],
+                f"{total}: {shown}",
+            )
+        )
     lines.append(table(["function", "planted mistake", "must die by", "outcome", "laws that kill it"], cells))
     return "\n".join(lines) + "\n"
 
@@ -185,15 +238,17 @@ DOMAINS = (
 )
 
 
-# Laws of long inputs take most of the time: they are asked at each so many-th seed. A prime, so that they meet every dtype and
-# domain, which seeds take in turn.
+# Laws of long inputs take most of the time: they are asked at each so many-th seed. A prime, so that they
+# meet every dtype and domain, which seeds take in turn.
 LONG_EVERY = 23
 
 
 def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = False) -> list[str]:
-    """The laws that a correct variant fails at one seed, each with what it said; none is what they are for.
+    """The laws that a correct variant fails at one seed, each with what it said; none is what they are
+    for.
 
-    bare is the variant as a kernel author writes it: it checks no argument, takes some sizes only, and owes the mathematics alone.
+    bare is the variant as a kernel author writes it: it checks no argument, takes some sizes only, and owes
+    the mathematics alone.
     """
     control = load_controls()[name]
     implementation = control.implementation(dtype, bare)
@@ -201,7 +256,11 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
         implementation.domain |= Domain.read(DOMAINS[seed % len(DOMAINS)])
     found = []
     for law in load_laws().values():
-        if control.of not in law.functions or law.missing(implementation)[0] or (bare and law.kind != MATHEMATICS):
+        if (
+            control.of not in law.functions
+            or law.missing(implementation)[0]
+            or (bare and law.kind != MATHEMATICS)
+        ):
             continue
         if law.kind == EDGE and not control.edges:
             continue
@@ -216,10 +275,12 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
 
 
 def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
-    """Run every correct variant over the seeds, as it is and bare; print each alarm at once, write docs/controls.json.
+    """Run every correct variant over the seeds, as it is and bare; print each alarm at once, write
+    docs/controls.json.
 
-    Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A run that was stopped
-    goes on with the next seed, unless laws, variants or their number of inputs have changed since.
+    Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A
+    run that was stopped goes on with the next seed, unless laws, variants or their number of inputs have
+    changed since.
     """
     from joblib import Parallel, delayed
     from rich.console import Console
@@ -240,7 +301,10 @@ def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
     console = Console()
     with Parallel(n_jobs=jobs, batch_size=4) as parallel:
         for seed in track(range(first, seeds), description=f"seeds from {first}", console=console):
-            runs = [(name, control.dtypes[seed % len(control.dtypes)], seed, max_examples) for name, control in controls]
+            runs = [
+                (name, control.dtypes[seed % len(control.dtypes)], seed, max_examples)
+                for name, control in controls
+            ]
             both = [delayed(alarms)(*run, bare=bare) for run in runs for bare in (False, True)]
             for line in [line for lines in parallel(both) for line in lines]:
                 found.append(line)
@@ -248,7 +312,10 @@ def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
             content = of | {"seeds": seed + 1, "runs": 2 * (seed + 1) * len(controls), "alarms": found}
             # After each seed, and whole: a run that is stopped keeps what it had.
             put(CONTROLS, json.dumps(content, indent=1) + "\n")
-    console.print(f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a law")
+    console.print(
+        f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a "
+        "law"
+    )
     return bool(found)
 
 
@@ -257,21 +324,33 @@ def main() -> None:
     from rich.progress import track
 
     parser = argparse.ArgumentParser(
-        description="Run every planted mistake against every law; write build/kill_matrix.json and docs/kill_matrix.md."
+        description="Run every planted mistake against every law; write build/kill_matrix.json and "
+        "docs/kill_matrix.md."
     )
-    parser.add_argument("--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)")
-    parser.add_argument("--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds")
-    parser.add_argument("--dtype", help="judge the mistakes at this dtype, with --head-dim, up to the first law that sees them")
+    parser.add_argument(
+        "--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)"
+    )
+    parser.add_argument(
+        "--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds"
+    )
+    parser.add_argument(
+        "--dtype",
+        help="judge the mistakes at this dtype, with --head-dim, up to the first law that sees them",
+    )
     parser.add_argument("--head-dim", type=int, default=64, help="the channels of that kernel (default 64)")
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     arguments = parser.parse_args()
     if arguments.controls:
         raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
     if arguments.dtype:
-        raise SystemExit(bool(run_power(arguments.dtype, arguments.head_dim, arguments.max_examples or 30, arguments.jobs)))
+        raise SystemExit(
+            bool(run_power(arguments.dtype, arguments.head_dim, arguments.max_examples or 30, arguments.jobs))
+        )
     max_examples = arguments.max_examples or 30
     names = sorted(load_mutants())
-    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(delayed(row)(name, max_examples) for name in names)
+    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(
+        delayed(row)(name, max_examples) for name in names
+    )
     rows = list(track(work, total=len(names), description="mutants"))
     content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
     whole = DOCS.parent / "build" / "kill_matrix.json"

@@ -1,9 +1,10 @@
-"""Who guards the oracle: mistakes are made in `reference/` itself, so that the implementation and the oracle make them alike.
+"""Who guards the oracle: mistakes are made in `reference/` itself, so that the implementation and the
+oracle make them alike.
 
-A law that only compares the two sees nothing then. What remains are the laws that compute in a way of their own: plain loops,
-brute force, an exact fraction, a closed form, an example by hand. The mistakes are those of the bank and small ones that a
-program makes of the source (`source_mutations.py`). `python -m evictionary.spec_tests.proof.oracle` plants them all and writes
-docs/oracle.md.
+A law that only compares the two sees nothing then. What remains are the laws that compute in a way of their
+own: plain loops, brute force, an exact fraction, a closed form, an example by hand. The mistakes are those of
+the bank and small ones that a program makes of the source (`source_mutations.py`). `python -m
+evictionary.spec_tests.proof.oracle` plants them all and writes docs/oracle.md.
 """
 
 import argparse
@@ -36,7 +37,9 @@ from evictionary.store import table
 EQUIVALENT = SUITE / "proof" / "oracle.toml"
 SECONDS = 20
 FEW, SOME, MANY = 3, 8, 100
-"""Inputs that each law draws: at first, to record what a function is called with, and for what was not seen before."""
+"""Inputs that each law draws: at first, to record what a function is called with, and for what was not
+seen before.
+"""
 NEAR, FAR = 10, 40
 """Laws that are asked first, and in all; the nearest ones."""
 CALLS, ENOUGH = 60, 300
@@ -70,7 +73,9 @@ def _call(*args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def planted(path: str, wrong: Callable[..., Any]) -> Iterator[None]:
-    """The reference with `wrong` in the place of a function, for whoever calls it: the function stays and gets other code."""
+    """The reference with `wrong` in the place of a function, for whoever calls it: the function stays and
+    gets other code.
+    """
     right = oracle(path)
     assert isinstance(right, types.FunctionType)
     code, copy, inside = right.__code__, copied(right), False
@@ -97,7 +102,9 @@ def planted(path: str, wrong: Callable[..., Any]) -> Iterator[None]:
 
 
 def fails(law: Law, max_examples: int) -> bool:
-    """Whether a law that is put to the reference fails: by an assertion, by an error, or because it never ends."""
+    """Whether a law that is put to the reference fails: by an assertion, by an error, or because it never
+    ends.
+    """
     test = prepared(law, max_examples=max_examples, seed=None)
     try:
         with time_limit(SECONDS), np.errstate(all="ignore"), warnings.catch_warnings(action="ignore"):
@@ -147,13 +154,17 @@ def same(right: Any, other: Any) -> bool:
 
 
 def recorded(path: str, laws: list[Law]) -> list[Arguments]:
-    """The arguments with which these laws call a function, some calls of each law; float64 alone, not the other arithmetics."""
+    """The arguments with which these laws call a function, some calls of each law; float64 alone, not the
+    other arithmetics.
+    """
     right, kept = copied(oracle(path)), 0
     found: list[Arguments] = []
 
     def note(*args: Any, **kwargs: Any) -> Any:
         arrays = [each for each in (*args, *kwargs.values()) if isinstance(each, np.ndarray)]
-        if len(found) - kept < CALLS and all(type(each) is np.ndarray and each.size < 10**5 for each in arrays):
+        if len(found) - kept < CALLS and all(
+            type(each) is np.ndarray and each.size < 10**5 for each in arrays
+        ):
             found.append(deepcopy((args, kwargs)))
         return right(*args, **kwargs)
 
@@ -182,7 +193,9 @@ def differ(right: Callable[..., Any], wrong: Callable[..., Any], calls: list[Arg
 
 def longest(values: Any) -> int:
     """The largest extent of the arrays among some arguments."""
-    nested = values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else ()
+    nested = (
+        values.values() if isinstance(values, dict) else values if isinstance(values, tuple | list) else ()
+    )
     return max([*getattr(values, "shape", ()), *map(longest, nested)], default=0)
 
 
@@ -193,7 +206,8 @@ def beyond(path: str, wrong: Callable[..., Any], size: int) -> Callable[..., Any
 
 
 def judge(path: str, mistakes: list[tuple[str, str]], names: list[str], above: int = 0) -> list[Result]:
-    """Put each mistake in one function, (what, how made), to the laws that run it, until the first law sees it.
+    """Put each mistake in one function, (what, how made), to the laws that run it, until the first law
+    sees it.
 
     above, a size up to which the function stays right.
     """
@@ -216,14 +230,20 @@ def judge(path: str, mistakes: list[tuple[str, str]], names: list[str], above: i
             wrong = beyond(path, wrong, above) if above else wrong
         else:
             mutant = load_mutants()[mistake]
-            wrong, own = mutant.function, [law for law in laws_for(mutant, mutant.killed_by) if law.kind != REFUSAL]
+            wrong, own = (
+                mutant.function,
+                [law for law in laws_for(mutant, mutant.killed_by) if law.kind != REFUSAL],
+            )
         law = first(wrong, laws[:NEAR], FEW) or first(wrong, own, FEW)
         if not law:
             if made == PROGRAM:
                 calls = calls or recorded(path, laws)
                 other = differ(oracle(path), wrong, calls)
             else:  # planted where few inputs show it: its own laws know whether it gives other numbers
-                other = any(outcome(each, mutant.implementation(), max_examples=3 * SOME)[0] != "passed" for each in own)
+                other = any(
+                    outcome(each, mutant.implementation(), max_examples=3 * SOME)[0] != "passed"
+                    for each in own
+                )
             if not other:
                 results.append(Result(path, mistake, made, SAME))
                 continue
@@ -248,9 +268,11 @@ def listed() -> dict[tuple[str, str], str]:
 
 
 def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
-    """Judge every mistake in the functions whose path contains one of `only`, in as many processes; all where it is empty.
+    """Judge every mistake in the functions whose path contains one of `only`, in as many processes; all
+    where it is empty.
 
-    above, a size up to which the functions stay right: then those of the program alone are made, and long laws are asked first.
+    above, a size up to which the functions stay right: then those of the program alone are made, and long
+    laws are asked first.
     """
     from joblib import Parallel, delayed
     from rich.progress import track
@@ -260,19 +282,25 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
         return list(track(answers, total=len(calls), description=what))
 
     right = replaced("the reference", {})
-    laws = {name: law for name, law in load_laws().items() if law.kind != REFUSAL and not law.missing(right)[0]}
+    laws = {
+        name: law for name, law in load_laws().items() if law.kind != REFUSAL and not law.missing(right)[0]
+    }
     runs = dict(zip(laws, all_of([delayed(executed)(name) for name in laws], "laws"), strict=True))
     by_hand, work = bank(), []
     for path in functions():
         if only and not any(each in path for each in only):
             continue
         names = [name for name in laws if path in runs[name]]
-        # First the laws that are about this function, then those that run few others; what is long comes last.
+        # First the laws that are about this function, then those that run few others; what is long comes
+        # last.
         far = {name: (laws[name].examples > 0) != (above > 0) for name in names}
         names.sort(key=lambda name: (far[name], path not in laws[name].functions, len(runs[name]), name))
         mistakes = [(str(each), PROGRAM) for each in mutations(path)]
         mistakes += [] if above else [(name, BANK) for name in by_hand.get(path, [])]
-        work += [(path, mistakes[start : start + PART], names[:FAR], above) for start in range(0, len(mistakes), PART)]
+        work += [
+            (path, mistakes[start : start + PART], names[:FAR], above)
+            for start in range(0, len(mistakes), PART)
+        ]
     reasons = listed()
     found = [each for part in all_of([delayed(judge)(*each) for each in work], "mistakes") for each in part]
     return [
@@ -284,30 +312,41 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
 
 
 def page(results: list[Result]) -> str:
-    """The table as Markdown: of each function how many mistakes were made and what became of them, and the reasons."""
+    """The table as Markdown: of each function how many mistakes were made and what became of them, and the
+    reasons.
+    """
     total = Counter(each.verdict for each in results)
     made = Counter(each.made for each in results)
     lines = [
         "# Who guards the oracle",
         "",
-        "Everything is compared with `reference/`. What if `reference/` is wrong? Here the same bug is planted in the",
-        "implementation and in the reference. Comparing the two finds nothing; only a law with an independent computation can",
+        "Everything is compared with `reference/`. What if `reference/` is wrong? Here the same bug is "
+        "planted in the",
+        "implementation and in the reference. Comparing the two finds nothing; only a law with an "
+        "independent computation can",
         "detect it: plain loops, brute force, an exact fraction, a closed form, an example by hand.",
         "",
-        f"{made[BANK]} mistakes are those of the [bank](kill_matrix.md); {made[PROGRAM]} are made by a program, which replaces one",
-        "operator, number, axis, bound or call in the source of a function. What only refuses an argument is left alone.",
+        f"{made[BANK]} mistakes are those of the [bank](kill_matrix.md); {made[PROGRAM]} are made by a "
+        "program, which replaces one",
+        "operator, number, axis, bound or call in the source of a function. What only refuses an argument is "
+        "left alone.",
         "`make oracle` made this page.",
         "",
         f"- **Seen**: {total[SEEN]}. A law fails.",
-        f"- **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its laws draw; of the bank,",
+        f"- **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its "
+        "laws draw; of the bank,",
         "  these are mistakes that only refuse or accept other arguments.",
-        f"- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law can object.",
+        f"- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law "
+        "can object.",
         f"- **Unseen**: {total[UNSEEN]}.",
         "",
-        "These figures speak of these mistakes, and of no others. A mistake that begins at a size is seen if a law draws that",
-        f"size: {sum(bool(each.above) for each in load_mutants().values())} of the bank begin at one, such as a budget of 100 or",
+        "These figures speak of these mistakes, and of no others. A mistake that begins at a size is seen if "
+        "a law draws that",
+        f"size: {sum(bool(each.above) for each in load_mutants().values())} of the bank begin at one, such "
+        "as a budget of 100 or",
         "the last of several whole tiles. The program's mistakes hold at every size.",
-        "`python -m evictionary.spec_tests.proof.oracle --above 100` makes them where an array is longer than 100 alone, in the",
+        "`python -m evictionary.spec_tests.proof.oracle --above 100` makes them where an array is longer "
+        "than 100 alone, in the",
         "functions named by `--only`. *Same numbers* then also means that no law draws such a size.",
         "",
     ]
@@ -316,30 +355,56 @@ def page(results: list[Result]) -> str:
         count = Counter(word for each in results if each.of == path for word in (each.made, each.verdict))
         counted.append([f"`{path}`", *(count[word] for word in (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN))])
     head = ["function", "by hand", "by the program", "seen", "same numbers", "equivalent", "unseen"]
-    reasons = [(f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED]
-    lines += [table(head, counted), "", "## Equivalent, and why", "", table(["function", "mistake", "reason"], reasons)]
+    reasons = [
+        (f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED
+    ]
+    lines += [
+        table(head, counted),
+        "",
+        "## Equivalent, and why",
+        "",
+        table(["function", "mistake", "reason"], reasons),
+    ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", default=[], metavar="FUNCTION", help="a part of `stem.function`; no page then")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--above", type=int, default=0, metavar="SIZE", help="make mistakes that only arrays longer than this meet; no page then"
+        "--only",
+        action="append",
+        default=[],
+        metavar="FUNCTION",
+        help="a part of `stem.function`; no page then",
+    )
+    parser.add_argument(
+        "--above",
+        type=int,
+        default=0,
+        metavar="SIZE",
+        help="make mistakes that only arrays longer than this meet; no page then",
     )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument("--json", metavar="FILE", help="write every mistake with its verdict, and the law that saw it")
+    parser.add_argument(
+        "--json", metavar="FILE", help="write every mistake with its verdict, and the law that saw it"
+    )
     arguments = parser.parse_args()
     results = run(arguments.only, arguments.jobs, arguments.above)
     if arguments.json:
-        Path(arguments.json).write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n", encoding="utf-8")
+        Path(arguments.json).write_text(
+            json.dumps([asdict(each) for each in results], indent=1) + "\n", encoding="utf-8"
+        )
     if not arguments.only and not arguments.above:
         (DOCS / "oracle.md").write_text(page(results), encoding="utf-8")
     unseen = [each for each in results if each.verdict == UNSEEN]
     for each in unseen:
         print(f"unseen: {each.of}: {each.mistake}")
     total = Counter(each.verdict for each in results)
-    print(", ".join(f"{total[word]} {word}" for word in (SEEN, SAME, LISTED, UNSEEN)) + f", of {len(results)}")
+    print(
+        ", ".join(f"{total[word]} {word}" for word in (SEEN, SAME, LISTED, UNSEEN)) + f", of {len(results)}"
+    )
     raise SystemExit(bool(unseen))
 
 

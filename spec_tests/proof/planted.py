@@ -1,7 +1,9 @@
-"""What is planted to measure the laws: wrong implementations that must die, and correct ones on which no law may raise an alarm.
+"""What is planted to measure the laws: wrong implementations that must die, and correct ones on which no
+law may raise an alarm.
 
-A mutant is a mistake that people make, with the requirement that must kill it and the misconception behind it; when an
-implementation fails with the numbers of a mutant, the report names that mistake. A control is correct but different.
+A mutant is a mistake that people make, with the requirement that must kill it and the misconception behind
+it; when an implementation fails with the numbers of a mutant, the report names that mistake. A control is
+correct but different.
 """
 
 import copy
@@ -25,8 +27,8 @@ from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
 class Mutant:
     """A wrong implementation of the function `of`; `killed_by` is the requirement whose laws must kill it.
 
-    It is written as a function, or as the right one with `edits`: pairs of a text of its source and what stands there instead.
-    One that is right up to some size says it in `above`: "4,096 tokens".
+    It is written as a function, or as the right one with `edits`: pairs of a text of its source and what
+    stands there instead. One that is right up to some size says it in `above`: "4,096 tokens".
     """
 
     name: str
@@ -45,9 +47,14 @@ class Mutant:
         return self.written or edited(self.of, self.edited or self.of, self.edits)
 
     def implementation(self, dtype: str | None = None) -> Implementation:
-        """The reference with this one function replaced, judged at a dtype: without one at float64, and float32 for torch."""
+        """The reference with this one function replaced, judged at a dtype: without one at float64, and
+        float32 for torch.
+        """
         in_torch = self.array_library == "torch"
-        fields = {"array_library": self.array_library, "dtype": dtype or ("float32" if in_torch else "float64")}
+        fields = {
+            "array_library": self.array_library,
+            "dtype": dtype or ("float32" if in_torch else "float64"),
+        }
         return replaced(f"mutant {self.name}", {self.of: self.function}, **fields)
 
 
@@ -57,7 +64,9 @@ MUTANTS: dict[str, Mutant] = {}
 def mutant(
     of: str, *, killed_by: str, misconception: str, array_library: str = "numpy", above: str = ""
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Plant the decorated function as a wrong `of`; the misconception completes "your numbers match a known bug: ..."."""
+    """Plant the decorated function as a wrong `of`; the misconception completes "your numbers match a
+    known bug: ...".
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         name = f"{of.split('.')[0]}.{function.__name__}"
@@ -87,7 +96,11 @@ def _plant_edits() -> None:
     for path in sorted(SUITE.glob("*/mutants*.toml")):
         for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
             edits = edits_of(entry.pop("was"), entry.pop("is"))
-            _plant(Mutant(f"{entry['of'].split('.')[0]}.{name}", edited=entry.pop("in", ""), edits=edits, **entry))
+            _plant(
+                Mutant(
+                    f"{entry['of'].split('.')[0]}.{name}", edited=entry.pop("in", ""), edits=edits, **entry
+                )
+            )
 
 
 def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str], ...]:
@@ -96,12 +109,16 @@ def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str
 
 
 def edited_source(path: str, edits: Iterable[tuple[str, str]]) -> str:
-    """The source of the function `path` of the reference, with the edits made; ValueError as `edited_text` says."""
+    """The source of the function `path` of the reference, with the edits made; ValueError as `edited_text`
+    says.
+    """
     return edited_text(path, inspect.getsource(oracle(path)), edits)
 
 
 def edited_text(path: str, source: str, edits: Iterable[tuple[str, str]]) -> str:
-    """The source with the edits made. Raises ValueError where a text to be replaced does not stand in it exactly once."""
+    """The source with the edits made. Raises ValueError where a text to be replaced does not stand in it
+    exactly once.
+    """
     for was, now in edits:
         if source.count(was) != 1:
             raise ValueError(f"{path}: got {source.count(was)} places of {was!r}, wanted exactly one to edit")
@@ -115,7 +132,9 @@ def copied(
     """A function of a module once more; with other code, or with other globals."""
     assert isinstance(function, types.FunctionType)
     scope = function.__globals__ if scope is None else scope
-    copy = types.FunctionType(code or function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)
+    copy = types.FunctionType(
+        code or function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
@@ -130,8 +149,12 @@ def again(module: types.ModuleType) -> dict[str, Any]:
 
 
 def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
-    """The function `of` of the reference where the source of the function `path`, itself or one that it calls, is edited."""
-    module, target = (importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path))
+    """The function `of` of the reference where the source of the function `path`, itself or one that it
+    calls, is edited.
+    """
+    module, target = (
+        importlib.import_module(f"evictionary.reference.{each.split('.')[0]}") for each in (of, path)
+    )
     source = edited_source(path, edits)
     scope = again(module)  # what calls the edited function finds it
     if target is module:
@@ -140,14 +163,16 @@ def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[.
         own = dict(vars(target))
         exec("from __future__ import annotations\n" + source, own)
         scope[path.split(".")[1]] = own[path.split(".")[1]]
-    return np.errstate(all="ignore")(scope[of.split(".")[1]])  # a mistake dies by its numbers, not by a warning
+    # a mistake dies by its numbers, not by a warning
+    return np.errstate(all="ignore")(scope[of.split(".")[1]])
 
 
 def answer(function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
     """What a right or a wrong function gives for a copy of the arguments, or the exception that it raises."""
     try:
         with np.errstate(all="ignore"):
-            return function(*copy.deepcopy(args), **copy.deepcopy(arguments))  # some planted mistakes write into their inputs
+            # some planted mistakes write into their inputs
+            return function(*copy.deepcopy(args), **copy.deepcopy(arguments))
     except Exception as error:
         return error
 
@@ -171,7 +196,8 @@ def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any)
 
 @dataclass(frozen=True)
 class Control:
-    """A correct implementation of the function `of`, computing with NumPy or torch, at each of the dtypes that it claims.
+    """A correct implementation of the function `of`, computing with NumPy or torch, at each of the dtypes
+    that it claims.
 
     It owes every law, or without `edges` all but those of our decisions on degenerate inputs.
     """
@@ -185,8 +211,14 @@ class Control:
     edges: bool = True
 
     def implementation(self, dtype: str, bare: bool = False) -> Implementation:
-        """This one function, judged alone at a dtype; bare is without checks. What else its laws call comes from the reference."""
-        fields = {"array_library": self.array_library, "dtype": dtype, "domain": Domain(max_length=self.max_length)}
+        """This one function, judged alone at a dtype; bare is without checks. What else its laws call
+        comes from the reference.
+        """
+        fields = {
+            "array_library": self.array_library,
+            "dtype": dtype,
+            "domain": Domain(max_length=self.max_length),
+        }
         function = self.function if bare else refusing(self.of, self.function)
         return replaced(f"control {self.name}", {self.of: function}, **fields)
 
@@ -196,7 +228,9 @@ def refusing(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        found = answer(oracle(path), *map(to_numpy, args), **{name: to_numpy(value) for name, value in kwargs.items()})
+        found = answer(
+            oracle(path), *map(to_numpy, args), **{name: to_numpy(value) for name, value in kwargs.items()}
+        )
         if isinstance(found, ValueError):
             raise found
         return function(*args, **kwargs)
@@ -218,7 +252,8 @@ def control(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as a correct `of`, under its name or another.
 
-    max_length, for one whose memory or time is their square; edges is false for one that decides degenerate inputs otherwise.
+    max_length, for one whose memory or time is their square; edges is false for one that decides degenerate
+    inputs otherwise.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -232,7 +267,9 @@ def control(
 
 
 def put_together(forms: types.ModuleType, function: str, **chosen: Any) -> Callable[..., Any]:
-    """The part `function` of a file of forms, where each part is the form chosen for it, or else the first."""
+    """The part `function` of a file of forms, where each part is the form chosen for it, or else the
+    first.
+    """
     scope = again(forms)
     scope |= {part: scope.get(form.__name__, form) for part, form in chosen.items()}
     return scope[function]

@@ -1,8 +1,9 @@
-"""Small mistakes made by a program: the source of a function of `reference/` with one operator, number, axis or call replaced.
+"""Small mistakes made by a program: the source of a function of `reference/` with one operator, number,
+axis or call replaced.
 
-What only refuses an argument gives no number and is left alone: `raise`, the `if` in front of it, the calls in CHECKS, `contract`,
-and the bounds that the functions of `checks` are given. So are the defaults of arguments, of which `papers/test_defaults.py` has
-a table.
+What only refuses an argument gives no number and is left alone: `raise`, the `if` in front of it, the calls
+in CHECKS, `contract`, and the bounds that the functions of `checks` are given. So are the defaults of
+arguments, of which `papers/test_defaults.py` has a table.
 """
 
 import ast
@@ -38,13 +39,24 @@ OPERATORS: dict[type, tuple[type, ...]] = {
 }
 """What stands for an operator or a comparison instead."""
 
-RENAMED = {"mean": "sum", "sum": "mean", "max": "min", "min": "max", "std": "var", "floor": "ceil", "cos": "sin", "sin": "cos"}
+RENAMED = {
+    "mean": "sum",
+    "sum": "mean",
+    "max": "min",
+    "min": "max",
+    "std": "var",
+    "floor": "ceil",
+    "cos": "sin",
+    "sin": "cos",
+}
 """What is called instead of a function."""
 
 _DROPPED = """abs append centre cosine cumsum delete exp expm1 floor log log_sum_exp logaddexp max maximum median min norm repeat
 rotate softmax sort sqrt swapaxes triu unit where"""
 DROPPED = frozenset(_DROPPED.split())
-"""Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition excepted."""
+"""Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition
+excepted.
+"""
 
 ARGUMENTS_OF_CHECKS = {"low", "high", "closed_high"}
 CHECKS = {"array", "arrays", "as_count", "as_odd", "require_between", "require_window"}
@@ -52,7 +64,9 @@ CHECKS = {"array", "arrays", "as_count", "as_odd", "require_between", "require_w
 
 @dataclass(frozen=True)
 class Mutation:
-    """The function `of` (`keydiff.score`) with the line `was` replaced by `now`; `place` counts the equal ones before it."""
+    """The function `of` (`keydiff.score`) with the line `was` replaced by `now`; `place` counts the equal
+    ones before it.
+    """
 
     of: str
     was: str
@@ -74,7 +88,9 @@ class Mutation:
 
 def functions() -> list[str]:
     """Every function of the reference, helpers too, as `stem.function`."""
-    modules = {stem: importlib.import_module(f"evictionary.reference.{stem}") for stem in STEMS if stem != "contract"}
+    modules = {
+        stem: importlib.import_module(f"evictionary.reference.{stem}") for stem in STEMS if stem != "contract"
+    }
     return [
         f"{stem}.{name}"
         for stem, module in modules.items()
@@ -107,8 +123,12 @@ def _first_line(statement: ast.AST) -> str:
     return ast.unparse(statement).splitlines()[0]
 
 
-def _places(holder: ast.AST, statement: ast.AST) -> Iterator[tuple[Callable[[ast.AST], None], ast.AST, ast.AST]]:
-    """Every node below `holder` that may be replaced: how to put another in its place, the node, and its statement."""
+def _places(
+    holder: ast.AST, statement: ast.AST
+) -> Iterator[tuple[Callable[[ast.AST], None], ast.AST, ast.AST]]:
+    """Every node below `holder` that may be replaced: how to put another in its place, the node, and its
+    statement.
+    """
     for field, value in ast.iter_fields(holder):
         if field in ("annotation", "returns", "args") and isinstance(holder, ast.FunctionDef | ast.AnnAssign):
             continue
@@ -132,7 +152,10 @@ def _only_refuses(node: ast.AST) -> bool:
     match node:
         case ast.Raise() | ast.Expr(value=ast.Constant()):
             return True
-        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+        case (
+            ast.Expr(value=ast.Call(func=ast.Name(id=name)))
+            | ast.Assign(value=ast.Call(func=ast.Name(id=name)))
+        ):
             return name in CHECKS
         case ast.If():
             return isinstance(node.body[-1], ast.Raise)
@@ -153,7 +176,11 @@ def _alternatives(node: ast.AST) -> list[ast.AST]:
         value = ast.literal_eval(node)
         if isinstance(value, bool):
             return [ast.Constant(not value)]
-        return [ast.Constant(value + 1), ast.Constant(value - 1)] if isinstance(value, int) else [ast.Constant(value * 2)]
+        return (
+            [ast.Constant(value + 1), ast.Constant(value - 1)]
+            if isinstance(value, int)
+            else [ast.Constant(value * 2)]
+        )
     match node:
         case ast.operator() | ast.boolop() | ast.cmpop():
             return [other() for other in OPERATORS.get(type(node), ())]
@@ -185,14 +212,28 @@ def _alternatives(node: ast.AST) -> list[ast.AST]:
 
 def _other_calls(node: ast.Call) -> list[ast.AST]:
     called = node.func
-    name = called.attr if isinstance(called, ast.Attribute) else called.id if isinstance(called, ast.Name) else ""
+    name = (
+        called.attr
+        if isinstance(called, ast.Attribute)
+        else called.id
+        if isinstance(called, ast.Name)
+        else ""
+    )
     others: list[ast.AST] = list(node.args[name == "where" :]) if name in DROPPED else []
     if name in RENAMED and isinstance(called, ast.Attribute):
-        others.append(ast.Call(ast.Attribute(called.value, RENAMED[name], ast.Load()), node.args, node.keywords))
+        others.append(
+            ast.Call(ast.Attribute(called.value, RENAMED[name], ast.Load()), node.args, node.keywords)
+        )
     if name in ("range", "arange"):
         for index, argument in enumerate(node.args):
             if _is_computed(argument):
-                others.append(ast.Call(called, [*node.args[:index], _one_more(argument), *node.args[index + 1 :]], node.keywords))
+                others.append(
+                    ast.Call(
+                        called,
+                        [*node.args[:index], _one_more(argument), *node.args[index + 1 :]],
+                        node.keywords,
+                    )
+                )
     return others
 
 

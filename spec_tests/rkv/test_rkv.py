@@ -14,18 +14,23 @@ kernels = st.sampled_from([1, 3, 7])
 
 
 def scored(impl, queries, keys, *, path=SCORE, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any number."""
+    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
+    number.
+    """
     return window_above_all(impl.call(path, queries, keys, **settings), keys, settings.get("window_size", 8))
 
 
 def cosines(keys):
     """The cosines of the keys of one head, [T, T], 0 for a key with itself."""
     rows = directions(keys)
-    return np.array([[0.0 if i == j else float(rows[i] @ rows[j]) for j in range(len(rows))] for i in range(len(rows))])
+    return np.array(
+        [[0.0 if i == j else float(rows[i] @ rows[j]) for j in range(len(rows))] for i in range(len(rows))]
+    )
 
 
 def counted(similarity, threshold=0.5, otherwise=()):
-    """The redundancy of one head, row by row: what each key says of the others, its latest similar one left out.
+    """The redundancy of one head, row by row: what each key says of the others, its latest similar one
+    left out.
 
     otherwise is what a row without a similar key leaves out: nothing, or token 0.
     """
@@ -38,7 +43,9 @@ def counted(similarity, threshold=0.5, otherwise=()):
 
 
 def by_hand(keys, margin=1e-4):
-    """The redundancy of keys [B, H, T, D], and in how many rows a cosine lies so near to the threshold that rounding may decide."""
+    """The redundancy of keys [B, H, T, D], and in how many rows a cosine lies so near to the threshold
+    that rounding may decide.
+    """
     found, doubtful = np.zeros(keys.shape[:3]), 0
     for place in np.ndindex(keys.shape[:2]):
         similarity = cosines(keys[place])
@@ -48,8 +55,11 @@ def by_hand(keys, margin=1e-4):
 
 
 def doubt(impl, keys, share=1.0):
-    """What is allowed more where two keys may be similar or not: each such row moves one column mean by at most 1/T."""
-    expected, doubtful = by_hand(keys, max(1e-4, 2 * final_rounding(impl)))  # an implementation may round the cosines too
+    """What is allowed more where two keys may be similar or not: each such row moves one column mean by at
+    most 1/T.
+    """
+    # an implementation may round the cosines too
+    expected, doubtful = by_hand(keys, max(1e-4, 2 * final_rounding(impl)))
     return share * float(expected.max()) * float(np.expm1(2 * doubtful / keys.shape[2]))
 
 
@@ -60,20 +70,30 @@ def test_similarities_are_cosines_without_the_diagonal(impl, case):
     agrees(impl, SIMILARITIES, keys, by_hand=np.array([[cosines(head) for head in item] for item in keys]))
 
 
-@law("RK-2", of=LATEST, rows=st.lists(st.lists(st.integers(-4, 4), min_size=4, max_size=4), min_size=4, max_size=4))
+@law(
+    "RK-2",
+    of=LATEST,
+    rows=st.lists(st.lists(st.integers(-4, 4), min_size=4, max_size=4), min_size=4, max_size=4),
+)
 def test_each_row_loses_its_latest_similar_key_alone(impl, rows):
-    """Of cosines in quarters, those above 1/2 are similar: the last of them in each row becomes 0, and nothing else."""
+    """Of cosines in quarters, those above 1/2 are similar: the last of them in each row becomes 0, and
+    nothing else.
+    """
     similarity = np.array(rows) / 4
     expected = similarity.copy()
     for row in expected:
         similar = np.flatnonzero(row > 0.5)
         row[similar[-1:]] = 0
-    equal(impl.rkv.without_latest(similarity), expected, "other cosines are left out than the latest above 1/2")
+    equal(
+        impl.rkv.without_latest(similarity), expected, "other cosines are left out than the latest above 1/2"
+    )
 
 
 @law("RK-3", of=REDUNDANCY, case=cases())
 def test_redundancy_is_the_softmax_of_the_column_means(impl, case):
-    """What the other keys say of a key, its latest similar one left out of each row; also counted row by row."""
+    """What the other keys say of a key, its latest similar one left out of each row; also counted row by
+    row.
+    """
     keys = impl.round(case.keys)
     expected, doubtful = by_hand(keys)
     agrees(impl, REDUNDANCY, keys, more=doubt(impl, keys), by_hand=None if doubtful else expected)
@@ -81,7 +101,9 @@ def test_redundancy_is_the_softmax_of_the_column_means(impl, case):
 
 @law("RK-3", of=REDUNDANCY)
 def test_the_latest_of_three_copies_is_the_least_redundant(impl):
-    """Of three equal keys each row forgives the latest of the others: the column means are 2/3, 1/3 and 0, the row means equal."""
+    """Of three equal keys each row forgives the latest of the others: the column means are 2/3, 1/3 and 0,
+    the row means equal.
+    """
     powers = np.exp(np.array([2, 1, 0]) / 3)
     keys = np.array([[[[2.0, 0], [2, 0], [2, 0]]]])
     agrees(impl, REDUNDANCY, keys, expected=(powers / powers.sum())[None, None])
@@ -89,23 +111,34 @@ def test_the_latest_of_three_copies_is_the_least_redundant(impl):
 
 @law("RK-3", of=REDUNDANCY)
 def test_two_copies_forgive_each_other(impl):
-    """Each of two equal keys is the other's latest similar key, so that neither is redundant: all three keys have 1/3."""
+    """Each of two equal keys is the other's latest similar key, so that neither is redundant: all three
+    keys have 1/3.
+    """
     agrees(impl, REDUNDANCY, np.array([[[[4.0, 0], [0, 1], [4, 0]]]]), expected=np.full((1, 1, 3), 1 / 3))
 
 
 @law("RK-3", of=REDUNDANCY)
 def test_a_row_without_a_similar_key_loses_nothing(impl):
-    """Cosines of at most 1/2 all count, that with token 0 too: (1, 0), (0, 1) and (-1, 0) have the means -1/3, 0 and -1/3."""
+    """Cosines of at most 1/2 all count, that with token 0 too: (1, 0), (0, 1) and (-1, 0) have the means
+    -1/3, 0 and -1/3.
+    """
     keys = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]])
     powers = np.exp([-1 / 3, 0, -1 / 3])
     agrees(
-        impl, REDUNDANCY, keys, got=impl.rkv.redundancy(keys), expected=(powers / powers.sum())[None, None], what="the redundancy"
+        impl,
+        REDUNDANCY,
+        keys,
+        got=impl.rkv.redundancy(keys),
+        expected=(powers / powers.sum())[None, None],
+        what="the redundancy",
     )
 
 
 @law("RK-3", of=REDUNDANCY, threshold=st.sampled_from([0.5, 0.7, 0.9]))
 def test_the_threshold_is_the_callers(impl, threshold):
-    """(4, 3) has the cosines 0.8 and 0.6 with the axes; above the threshold they are forgiven, (4, 3) itself the later axis."""
+    """(4, 3) has the cosines 0.8 and 0.6 with the axes; above the threshold they are forgiven, (4, 3)
+    itself the later axis.
+    """
     keys = np.array([[[[1.0, 0], [0, 8], [4, 3]]]])
     means = {0.5: [0.8 / 3, 0, 0], 0.7: [0, 0.6 / 3, 0.6 / 3], 0.9: [0.8 / 3, 0.6 / 3, 1.4 / 3]}
     powers = np.exp(means[threshold])
@@ -155,8 +188,12 @@ def check_importance(impl, case, seed, window_size, kernel_size):
 
 
 @law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
-def test_importance_is_the_attention_of_the_largest_logit_of_a_group(impl, case, seed, window_size, kernel_size):
-    """Largest logit of the group, softmax over the tokens before the window, mean over it, largest neighbour; also by loops."""
+def test_importance_is_the_attention_of_the_largest_logit_of_a_group(
+    impl, case, seed, window_size, kernel_size
+):
+    """Largest logit of the group, softmax over the tokens before the window, mean over it, largest
+    neighbour; also by loops.
+    """
     check_importance(impl, case, seed, window_size, kernel_size)
 
 
@@ -176,21 +213,32 @@ def test_the_attention_within_the_window_is_not_counted(impl):
 
 @law("RK-5", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window_size, share):
-    """lambda I - (1 - lambda) R before the window, more than all of it in the window, and top-k keeps the window."""
+    """lambda I - (1 - lambda) R before the window, more than all of it in the window, and top-k keeps the
+    window.
+    """
     queries, keys, length = prompt_queries(case, seed), impl.round(case.keys), case.keys.shape[2]
     settings = {"window_size": window_size, "importance_share": share}
     got, more = scored(impl, queries, keys, **settings), doubt(impl, keys, 1 - share)
     agrees(impl, SCORE, queries, keys, **settings, got=got, more=more)
     window = np.broadcast_to(np.arange(length) >= length - window_size, got.shape)
-    equal(np.isinf(got), window, "the window does not score more than all tokens before it, or one of these is infinite")
-    budget, allowed = min(length, window_size + int(share * length)), impl.allowance(SCORE, queries, keys, **settings)
+    equal(
+        np.isinf(got),
+        window,
+        "the window does not score more than all tokens before it, or one of these is infinite",
+    )
+    budget, allowed = (
+        min(length, window_size + int(share * length)),
+        impl.allowance(SCORE, queries, keys, **settings),
+    )
     kept = impl.selection.top_k(got, budget)
     selects(kept, allowed.expected, budget, slack=allowed.largest + more, protected=window)
 
 
 @law("RK-5", of=SCORE)
 def test_the_defaults_are_those_of_the_public_code(impl):
-    """Of 16 tokens, zero keys: the last 8 are kept, each other has the attention 1/8 and the redundancy 1/16."""
+    """Of 16 tokens, zero keys: the last 8 are kept, each other has the attention 1/8 and the redundancy
+    1/16.
+    """
     states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
     expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
     agrees(impl, SCORE, *states, got=scored(impl, *states), expected=expected, what="the score")
@@ -202,7 +250,11 @@ def test_a_peak_lifts_three_neighbours_to_each_side(impl):
     keys = np.zeros((1, 1, 20, 1))
     keys[0, 0, 5] = 64
     got = scored(impl, np.full((1, 1, 20, 1), 64.0), keys, importance_share=1.0)[0, 0, :12]
-    equal(got.round(6), np.array([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0.0]), "other tokens share the attention of a peak")
+    equal(
+        got.round(6),
+        np.array([0, 0, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0.0]),
+        "other tokens share the attention of a peak",
+    )
 
 
 @law("RK-5", of=SCORE)
@@ -215,7 +267,13 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     near(got, np.array([[[0.5, 0.5], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
-BAD = [("window_size", 0), ("window_size", 1.5), ("kernel_size", 4), ("kernel_size", 0), ("importance_share", 1.5)]
+BAD = [
+    ("window_size", 0),
+    ("window_size", 1.5),
+    ("kernel_size", 4),
+    ("kernel_size", 0),
+    ("importance_share", 1.5),
+]
 
 
 @law("RK-5", of=SCORE, kind="refusal", bad=st.sampled_from(BAD))
@@ -231,17 +289,30 @@ def test_bad_settings_are_refused(impl, bad):
     )
 
 
-@law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(kinds=("duplicate_keys",), lengths=(1025, 767), head_dims=(64, 80)))
+@law(
+    "RK-3",
+    of=REDUNDANCY,
+    examples=2,
+    case=long_cases(kinds=("duplicate_keys",), lengths=(1025, 767), head_dims=(64, 80)),
+)
 def test_copies_among_a_thousand_keys_are_counted(impl, case):
-    """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which is forgiven."""
+    """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which
+    is forgiven.
+    """
     expected = of_copies(impl.round(case.keys))
-    near(impl.rkv.redundancy(case.keys), expected, 32 * final_rounding(impl) * expected, "the redundancy of copies")
+    near(
+        impl.rkv.redundancy(case.keys),
+        expected,
+        32 * final_rounding(impl) * expected,
+        "the redundancy of copies",
+    )
 
 
 @law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(lengths=(1025, 767), head_dims=(64, 80)))
 def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
-    """The first half of the keys points one way, the second another: each row forgives the last key of its half, and that key the
-    one before."""
+    """The first half of the keys points one way, the second another: each row forgives the last key of its
+    half, and that key the one before.
+    """
     keys, count = np.zeros((1, case.num_kv_heads, case.length, case.head_dim)), case.length
     half = count // 2
     sizes = 2.0 ** (np.arange(count) % 3)
@@ -266,14 +337,21 @@ def of_copies(keys):
 
 @law("RK-4", of=IMPORTANCE, examples=2, case=long_cases(groups=(8, 2, 1), lengths=(16_385, 4097)))
 def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
-    """Of thousands of tokens: the softmax of the largest logits of the group, and the largest of three neighbours to each side."""
+    """Of thousands of tokens: the softmax of the largest logits of the group, and the largest of three
+    neighbours to each side.
+    """
     queries, keys = impl.round(case.queries), impl.round(case.keys)
     by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
     logits = (by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1])
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     weights = powers / powers.sum(axis=-1, keepdims=True)
     slack = softmax_slack(impl, weights, logit_errors(impl, by_head, keys[:, :, :-1]).max(axis=2))
-    near(impl.rkv.importance(queries, keys, window_size=1), of_seven(weights), of_seven(slack), "the importance of a long prompt")
+    near(
+        impl.rkv.importance(queries, keys, window_size=1),
+        of_seven(weights),
+        of_seven(slack),
+        "the importance of a long prompt",
+    )
 
 
 def of_seven(numbers):
@@ -283,21 +361,33 @@ def of_seven(numbers):
 
 
 @law(
-    "RK-5", of=SCORE, examples=2, case=long_cases(kinds=("duplicate_keys",), groups=(8, 1), lengths=(1025, 767), head_dims=(64, 80))
+    "RK-5",
+    of=SCORE,
+    examples=2,
+    case=long_cases(kinds=("duplicate_keys",), groups=(8, 1), lengths=(1025, 767), head_dims=(64, 80)),
 )
 def test_a_thousand_tokens_have_their_scores(impl, case):
-    """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token too."""
-    attended, repeated = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1), of_copies(impl.round(case.keys))
+    """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token
+    too.
+    """
+    attended, repeated = (
+        impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1),
+        of_copies(impl.round(case.keys)),
+    )
     expected = 0.07 * attended.expected - 0.93 * repeated[..., :-1]
     got = scored(impl, case.queries, case.keys, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than those before it")
-    slack = 0.07 * attended.largest + 8 * final_rounding(impl) * float(repeated.max() + np.abs(expected).max())
+    slack = 0.07 * attended.largest + 8 * final_rounding(impl) * float(
+        repeated.max() + np.abs(expected).max()
+    )
     near(got[..., :-1], expected, slack, "the score")
 
 
 @law("RK-6", of=RELEASED, case=cases(min_length=3), seed=seeds(), share=shares())
 def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case, seed, share):
-    """The redundancy counted row by row, token 0 left out of the rows without a similar key; the importance as in RK-4."""
+    """The redundancy counted row by row, token 0 left out of the rows without a similar key; the
+    importance as in RK-4.
+    """
     queries, keys = prompt_queries(case, seed), impl.round(case.keys)
     settings: dict = {"window_size": 2, "kernel_size": 3}
     expected = None
@@ -312,7 +402,9 @@ def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case
 
 @law("RK-6", of=RELEASED)
 def test_the_released_code_finds_token_0_the_least_redundant(impl):
-    """(1, 0), (0, 1), (-1, 0): no two are similar, so no row counts token 0, and the means are 0, 0 and -1/3."""
+    """(1, 0), (0, 1), (-1, 0): no two are similar, so no row counts token 0, and the means are 0, 0 and
+    -1/3.
+    """
     keys, queries = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]]), np.zeros((1, 1, 1, 2))
     settings: dict = {"window_size": 1, "kernel_size": 1, "importance_share": 0.0}
     powers = np.exp([0, 0, -1 / 3])

@@ -14,7 +14,9 @@ REDUNDANCY, IMPORTANCE, SCORE = "rkv.redundancy", "rkv.importance", "rkv.score"
 
 @control(REDUNDANCY, dtypes=NUMPY)
 def row_by_row(keys, *, threshold=0.5):
-    """One key after the other says what it thinks of the others; its latest similar key is found from the end."""
+    """One key after the other says what it thinks of the others; its latest similar key is found from the
+    end.
+    """
     norms = np.sqrt(np.einsum("...d,...d->...", keys, keys))
     directions = keys / np.where(norms == 0, 1, norms)[..., None]
     totals = np.zeros(keys.shape[:-1], keys.dtype)
@@ -48,11 +50,15 @@ def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
     group = queries.shape[1] // keys.shape[1]
     total = np.zeros(before.shape[:-1], before.dtype)
     for place in range(-1, -window_size - 1, -1):
-        logits = np.stack([np.einsum("bhtd,bhd->bht", before, queries[:, g::group, place]) for g in range(group)])
+        logits = np.stack(
+            [np.einsum("bhtd,bhd->bht", before, queries[:, g::group, place]) for g in range(group)]
+        )
         powers = np.exp(logits.max(axis=0) - logits.max(axis=(0, -1))[..., None])
         total = total + powers / powers.sum(axis=-1, keepdims=True)
     padded = np.pad(total, [(0, 0), (0, 0), (kernel_size // 2, kernel_size // 2)])
-    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1).max(axis=-1) / keys.dtype.type(window_size)
+    return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1).max(
+        axis=-1
+    ) / keys.dtype.type(window_size)
 
 
 @control(IMPORTANCE, array_library="torch", dtypes=ALL)
@@ -88,13 +94,17 @@ def torch_score(queries, keys, *, kernel_size=7, importance_share=0.07, threshol
     return importance_share * attended - (1 - importance_share) * repeated
 
 
-control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(window_above_the_rest(torch_score))
+control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(
+    window_above_the_rest(torch_score)
+)
 
 
 @control("rkv_variants.released_score", dtypes=NUMPY)
 @before_a_window_of(8)
 def released_by_rows(queries, keys, *, kernel_size=7, importance_share=0.07, threshold=0.5):
-    """The score of the reference, and what token 0 gains where no key is similar put right in the column sums."""
+    """The score of the reference, and what token 0 gains where no key is similar put right in the column
+    sums.
+    """
     attended = rkv.importance(queries, keys, window_size=queries.shape[2], kernel_size=kernel_size)
     similarity = rkv.similarities(keys)
     sums = rkv.without_latest(similarity, threshold).sum(axis=-2)

@@ -17,8 +17,12 @@ def positions_of(case: Case, offset: int = 0) -> np.ndarray:
     return np.arange(offset, offset + case.length)
 
 
-def turned(impl, states: np.ndarray, positions: np.ndarray, theta: float = 10000.0) -> tuple[np.ndarray, float]:
-    """What the oracle gives, and the error allowed on a channel: the angle is a product, rounded in float32 or wider."""
+def turned(
+    impl, states: np.ndarray, positions: np.ndarray, theta: float = 10000.0
+) -> tuple[np.ndarray, float]:
+    """What the oracle gives, and the error allowed on a channel: the angle is a product, rounded in
+    float32 or wider.
+    """
     allowed = impl.allowance(ROTATE, states, positions, theta)
     error = angle_error(impl, np.abs(positions).max()) + 2.0**-50
     return allowed.expected, float(allowed.largest + error * np.abs(states).max())
@@ -27,7 +31,10 @@ def turned(impl, states: np.ndarray, positions: np.ndarray, theta: float = 10000
 def turned_by_hand(states: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
     """Each pair (i, i + D/2) as a complex number, times e^(i angle): the definition, one number at a time."""
     half, positions = states.shape[-1] // 2, np.broadcast_to(positions, states.shape[:-1])
-    angles = [[float(position) * theta ** (-2 * channel / (2 * half)) for channel in range(half)] for position in positions.ravel()]
+    angles = [
+        [float(position) * theta ** (-2 * channel / (2 * half)) for channel in range(half)]
+        for position in positions.ravel()
+    ]
     turns = np.array([[complex(math.cos(angle), math.sin(angle)) for angle in row] for row in angles])
     first, second = np.split(states, 2, axis=-1)
     pairs = (first + 1j * second) * turns.reshape(first.shape)
@@ -38,9 +45,14 @@ def turned_by_hand(states: np.ndarray, positions: np.ndarray, theta: float) -> n
 def test_frequencies_fall_geometrically_from_one(impl, half, theta):
     """D/2 frequencies, theta^(-2i/D): the first is 1, each the same factor below the one before."""
     wanted = np.array([theta ** (-index / half) for index in range(half)])
-    # Computed in float32 or wider: the exponent is off by 2^-24 of itself, which theta to that power multiplies by its logarithm,
-    # the power and its inverse by as much; and all that twice.
-    near(impl.rope.frequencies(2 * half, theta), wanted, (math.log(theta) + 3) * 2.0**-23 * wanted, "the frequencies")
+    # Computed in float32 or wider: the exponent is off by 2^-24 of itself, which theta to that power
+    # multiplies by its logarithm, the power and its inverse by as much; and all that twice.
+    near(
+        impl.rope.frequencies(2 * half, theta),
+        wanted,
+        (math.log(theta) + 3) * 2.0**-23 * wanted,
+        "the frequencies",
+    )
 
 
 @law("ROPE-1", of=FREQUENCIES, kind="refusal", head_dim=st.sampled_from([0, 1, 3, 7]))
@@ -54,31 +66,54 @@ def test_channel_i_turns_with_channel_i_plus_half(impl, case, offset, theta):
     """The pairs are (i, i + D/2), not (2i, 2i + 1), and turn from the first towards the second."""
     keys, positions = impl.round(case.keys), positions_of(case, offset)
     expected, slack = turned(impl, keys, positions, theta)
-    near(expected, turned_by_hand(keys, positions, theta), 1e-12 * max(1, np.abs(keys).max()), "the reference")
+    near(
+        expected, turned_by_hand(keys, positions, theta), 1e-12 * max(1, np.abs(keys).max()), "the reference"
+    )
     near(impl.rope.rotate(keys, positions, theta), expected, slack, "the rotated keys")
 
 
-@law("ROPE-2", of=ROTATE, case=seeded_cases(max_length=17), seed=seeds(), batch=st.sampled_from([1, 3]), shape=st.integers(0, 2))
+@law(
+    "ROPE-2",
+    of=ROTATE,
+    case=seeded_cases(max_length=17),
+    seed=seeds(),
+    batch=st.sampled_from([1, 3]),
+    shape=st.integers(0, 2),
+)
 def test_each_head_turns_by_its_own_positions(impl, case, seed, batch, shape):
-    """After eviction each head has other positions: [B, H, T], [B, 1, T] and [H, T] turn token by token as well as [T]."""
+    """After eviction each head has other positions: [B, H, T], [B, 1, T] and [H, T] turn token by token as
+    well as [T].
+    """
     keys = impl.round(np.concatenate([case.keys[:1]] * batch))
     wanted = ((*keys.shape[:3],), (batch, 1, case.length), keys.shape[1:3])[shape]
     positions = np.sort(np.random.default_rng(seed).integers(0, 5000, size=wanted), axis=-1)
     expected, slack = turned(impl, keys, positions)
-    near(expected, turned_by_hand(keys, positions, 10000.0), 1e-11 * max(1, np.abs(keys).max()), "the reference")
+    near(
+        expected,
+        turned_by_hand(keys, positions, 10000.0),
+        1e-11 * max(1, np.abs(keys).max()),
+        "the reference",
+    )
     near(impl.rope.rotate(keys, positions), expected, slack, "the rotated keys")
 
 
 @law("ROPE-2", of=ROTATE)
 def test_a_quarter_turn_moves_the_first_half_to_the_second(impl):
-    """At D = 4 and position 1, channel 0 turns by 1 radian into channel 2; channel 1 turns by 0.01 into channel 3."""
+    """At D = 4 and position 1, channel 0 turns by 1 radian into channel 2; channel 1 turns by 0.01 into
+    channel 3.
+    """
     for channel, angle in ((0, 1.0), (1, 0.01)):
         basis = np.zeros((1, 1, 1, 4))
         basis[..., channel] = 1
         wanted = np.zeros(4)
         wanted[channel], wanted[channel + 2] = math.cos(angle), math.sin(angle)
         _, slack = turned(impl, basis, np.array([1]))
-        near(impl.rope.rotate(basis, np.array([1])), wanted.reshape(basis.shape), slack, "a rotated basis vector")
+        near(
+            impl.rope.rotate(basis, np.array([1])),
+            wanted.reshape(basis.shape),
+            slack,
+            "a rotated basis vector",
+        )
 
 
 @law("ROPE-3", of=ROTATE, case=seeded_cases(), offset=offsets)
@@ -91,7 +126,13 @@ def test_a_rotation_keeps_the_norm_of_each_pair(impl, case, offset):
     near(after, before, 2 * slack, "the length of a pair")
 
 
-@law("ROPE-4", of=ROTATE, case=seeded_cases(kinds=("normal", "ties", "drift")), shift=st.integers(-50, 2000), seed=seeds())
+@law(
+    "ROPE-4",
+    of=ROTATE,
+    case=seeded_cases(kinds=("normal", "ties", "drift")),
+    shift=st.integers(-50, 2000),
+    seed=seeds(),
+)
 def test_a_dot_product_depends_on_the_distance_only(impl, case, shift, seed):
     """Moving query and key by the same number of positions leaves q . k as it was."""
     queries, keys = impl.round(case.keys), impl.round(case.next_keys)
@@ -100,10 +141,16 @@ def test_a_dot_product_depends_on_the_distance_only(impl, case, shift, seed):
 
     def products(shift: int) -> tuple[np.ndarray, np.ndarray]:
         got_queries, got_keys = impl.rope.rotate(queries, here + shift), impl.rope.rotate(keys, there + shift)
-        (_, query_slack), (_, key_slack) = turned(impl, queries, here + shift), turned(impl, keys, there + shift)
+        (_, query_slack), (_, key_slack) = (
+            turned(impl, queries, here + shift),
+            turned(impl, keys, there + shift),
+        )
         # The errors of the channels are independent: they add up by their squares.
         size_of_queries, size_of_keys = lengths(queries), lengths(keys)
-        slack = 2 * (query_slack * size_of_keys + key_slack * size_of_queries) + 2.0**-46 * size_of_queries * size_of_keys
+        slack = (
+            2 * (query_slack * size_of_keys + key_slack * size_of_queries)
+            + 2.0**-46 * size_of_queries * size_of_keys
+        )
         return (got_queries * got_keys).sum(axis=-1), slack
 
     (before, slack_before), (after, slack_after) = products(0), products(shift)
@@ -122,9 +169,12 @@ def test_rotations_add_up(impl, case, first, second):
     """Turning by s after turning by t is turning by s + t; s = -t undoes it."""
     keys = impl.round(case.keys)
     for then in (second, -first):
-        at_first, at_then, at_sum = (np.full(case.length, position) for position in (first, then, first + then))
+        at_first, at_then, at_sum = (
+            np.full(case.length, position) for position in (first, then, first + then)
+        )
         halfway = impl.round(impl.rope.rotate(keys, at_first))
-        # The first turn may be off by its allowance, which the second carries on, mixed over a pair of channels.
+        # The first turn may be off by its allowance, which the second carries on, mixed over a pair of
+        # channels.
         slack = 2 * turned(impl, keys, at_first)[1] + turned(impl, halfway, at_then)[1]
         expected, slack_of_sum = turned(impl, keys, at_sum)
         got = impl.rope.rotate(halfway, at_then)
@@ -133,7 +183,9 @@ def test_rotations_add_up(impl, case, first, second):
 
 @law("ROPE-5", of=ROTATE, case=seeded_cases(min_length=2), seed=seeds())
 def test_each_token_turns_by_its_own_position(impl, case, seed):
-    """Positions need not be consecutive or ascending: tokens permuted with their positions give the permuted result."""
+    """Positions need not be consecutive or ascending: tokens permuted with their positions give the
+    permuted result.
+    """
     generator = np.random.default_rng(seed)
     positions = generator.integers(0, 5000, size=case.length)
     order = generator.permutation(case.length)
@@ -150,7 +202,9 @@ def test_each_token_turns_by_its_own_position(impl, case, seed):
     theta=thetas,
 )
 def test_tokens_turn_by_any_position_up_to_131072(impl, case, theta):
-    """Thousands of tokens at positions up to 131,072, in any order: each pair turns as a complex number by its angle."""
+    """Thousands of tokens at positions up to 131,072, in any order: each pair turns as a complex number by
+    its angle.
+    """
     states = of_dtype(impl, case.keys)
     positions = np.random.default_rng(case.seed).integers(0, 2**17 + 1, size=case.length)
     positions[0] = 2**17

@@ -44,7 +44,9 @@ def torch_angles(states, positions, theta):
 
 def torch_turned(states, angles):
     first, second = states.chunk(2, dim=-1)
-    return states * angles.cos().to(states.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(states.dtype)
+    return states * angles.cos().to(states.dtype) + torch.cat([-second, first], dim=-1) * angles.sin().to(
+        states.dtype
+    )
 
 
 @control(ROTATE, array_library="torch", dtypes=ALL)

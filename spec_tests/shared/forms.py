@@ -1,8 +1,9 @@
 """Steps of many methods as different people write them: forms of a softmax, of RoPE, of the best tokens.
 
-A file `forms.py` is what a student could hand in: NumPy alone, and each part of a method as several functions, its forms.
-`FORMS` of a method names them; the first form of a part is the one that others call unless another is chosen. The right
-variants are forms put together (`proof/planted.py::put_together`), and so are the submissions of `tests/classroom_styles.py`.
+A file `forms.py` is what a student could hand in: NumPy alone, and each part of a method as several
+functions, its forms. `FORMS` of a method names them; the first form of a part is the one that others call
+unless another is chosen. The right variants are forms put together (`proof/planted.py::put_together`), and so
+are the submissions of `tests/classroom_styles.py`.
 """
 
 import heapq
@@ -115,14 +116,17 @@ def turned_by_halves(vectors, places, theta=10000.0):
     angles = places[..., None] * theta ** (-np.arange(half) / half)
     first, second = vectors[..., :half], vectors[..., half:]
     return np.concatenate(
-        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)], axis=-1
+        [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)],
+        axis=-1,
     )
 
 
 def turned_as_complex_numbers(vectors, places, theta=10000.0):
     half = vectors.shape[-1] // 2
     points = vectors[..., :half] + 1j * vectors[..., half:]
-    points = points * np.exp(1j * places[..., None] * np.exp(-np.arange(half) * (2 * math.log(theta) / vectors.shape[-1])))
+    points = points * np.exp(
+        1j * places[..., None] * np.exp(-np.arange(half) * (2 * math.log(theta) / vectors.shape[-1]))
+    )
     return np.concatenate([points.real, points.imag], axis=-1)
 
 
@@ -138,7 +142,9 @@ def turned_by_matrices(vectors, places, theta=10000.0):
 def turned_with_rotate_half(vectors, places, theta=10000.0):
     frequencies = 1.0 / theta ** (np.arange(0, vectors.shape[-1], 2) / vectors.shape[-1])
     angles = np.concatenate([places[..., None] * frequencies] * 2, axis=-1)
-    swapped = np.concatenate([-vectors[..., vectors.shape[-1] // 2 :], vectors[..., : vectors.shape[-1] // 2]], axis=-1)
+    swapped = np.concatenate(
+        [-vectors[..., vectors.shape[-1] // 2 :], vectors[..., : vectors.shape[-1] // 2]], axis=-1
+    )
     return vectors * np.cos(angles) + swapped * np.sin(angles)
 
 
@@ -168,14 +174,19 @@ def top_by_lexsort(scores, count):
 
 def top_by_sorted(scores, count):
     def of(row):
-        return np.isin(np.arange(len(row)), sorted(range(len(row)), key=lambda token: (-row[token], token))[:count])
+        return np.isin(
+            np.arange(len(row)), sorted(range(len(row)), key=lambda token: (-row[token], token))[:count]
+        )
 
     return np.apply_along_axis(of, -1, scores)
 
 
 def top_by_a_heap(scores, count):
     def of(row):
-        return np.isin(np.arange(len(row)), heapq.nsmallest(count, range(len(row)), key=lambda token: (-row[token], token)))
+        return np.isin(
+            np.arange(len(row)),
+            heapq.nsmallest(count, range(len(row)), key=lambda token: (-row[token], token)),
+        )
 
     return np.apply_along_axis(of, -1, scores)
 
@@ -192,7 +203,9 @@ def top_by_threshold(scores, count):
     place = max(1, min(count, scores.shape[-1])) - 1
     least = -np.partition(-scores, place, axis=-1)[..., place : place + 1]
     equal = scores == least
-    return (scores > least) | (equal & (np.cumsum(equal, axis=-1) <= count - (scores > least).sum(axis=-1, keepdims=True)))
+    return (scores > least) | (
+        equal & (np.cumsum(equal, axis=-1) <= count - (scores > least).sum(axis=-1, keepdims=True))
+    )
 
 
 TOP = (

@@ -19,7 +19,9 @@ def most_some_few(case):
 
 
 def attention_by_hand(queries, keys, values, kept):
-    """Attention of queries [B, H_q, M, D] and its log-sum-exp, in loops over the query heads and the kept tokens [B, H_kv, T]."""
+    """Attention of queries [B, H_q, M, D] and its log-sum-exp, in loops over the query heads and the kept
+    tokens [B, H_kv, T].
+    """
     group = queries.shape[1] // keys.shape[1]
     output, normaliser = np.zeros((*queries.shape[:3], values.shape[-1])), np.full(queries.shape[:3], -np.inf)
     for item, reader in np.ndindex(queries.shape[:2]):
@@ -35,7 +37,9 @@ def attention_by_hand(queries, keys, values, kept):
 
 
 def sorted_choice(scores, count, protected):
-    """The `count` first of each row by a stable sort: the protected before the others, then by falling score."""
+    """The `count` first of each row by a stable sort: the protected before the others, then by falling
+    score.
+    """
     by_score = np.argsort(-scores, axis=-1, kind="stable")
     second = np.argsort(~np.take_along_axis(protected, by_score, axis=-1), axis=-1, kind="stable")
     kept = np.zeros(scores.shape, dtype=bool)

@@ -1,4 +1,6 @@
-"""Laws of attention: over a compressed cache, ATT-1 to ATT-4; by groups of query heads, ATT-5; causal, ATT-6."""
+"""Laws of attention: over a compressed cache, ATT-1 to ATT-4; by groups of query heads, ATT-5; causal,
+ATT-6.
+"""
 
 import math
 
@@ -19,7 +21,9 @@ def compressed(impl, case, kept):
 
 
 def check_attend(impl, case, seed, pick, what):
-    """Raise Violation unless the output (pick 0) or the log-sum-exp (1) is that of loops over query heads and kept tokens."""
+    """Raise Violation unless the output (pick 0) or the log-sum-exp (1) is that of loops over query heads
+    and kept tokens.
+    """
     kept = draw_mask(case.keys.shape[:3], seed)
     kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)  # nothing kept is an edge
     queries, keys, values = impl.rounded((case.queries, case.keys, case.values))
@@ -31,7 +35,9 @@ def check_attend(impl, case, seed, pick, what):
 
 @law("ATT-1", of="attention.attend", case=CASES, seed=seeds())
 def test_output_is_softmax_attention_over_the_kept_tokens(impl, case, seed):
-    """Query head h attends, with scale 1/sqrt(D), over the kept tokens of KV head h // G, and over no other."""
+    """Query head h attends, with scale 1/sqrt(D), over the kept tokens of KV head h // G, and over no
+    other.
+    """
     check_attend(impl, case, seed, 0, "the output")
 
 
@@ -43,19 +49,27 @@ def test_log_sum_exp_is_that_of_the_scaled_logits(impl, case, seed):
 
 @law("ATT-2", of="attention.attend", kind="edge", case=CASES)
 def test_a_head_that_keeps_nothing_adds_nothing(impl, case):
-    """Its output is 0, not NaN, and its log-sum-exp -inf, so that a merge leaves the other cache; beside full heads too."""
+    """Its output is 0, not NaN, and its log-sum-exp -inf, so that a merge leaves the other cache; beside
+    full heads too.
+    """
     none = np.zeros(case.keys.shape[:3], dtype=bool)
     alternating = none | (np.arange(case.keys.shape[1]) % 2 == 0)[:, None]
     for kept in (none, alternating):
         output, normaliser = impl.attention.attend(case.queries, compressed(impl, case, kept))
         empty = ~for_each_reader(kept, case.queries).any(axis=-1)
         equal(output[empty], np.zeros(output[empty].shape), "the output over no token is not 0")
-        equal(normaliser[empty], np.full(normaliser[empty].shape, -np.inf), "the log-sum-exp over no token is not -inf")
+        equal(
+            normaliser[empty],
+            np.full(normaliser[empty].shape, -np.inf),
+            "the log-sum-exp over no token is not -inf",
+        )
 
 
 @law("ATT-3", of="attention.attend", case=seeded_cases(min_length=2, max_length=33), seed=seeds())
 def test_two_disjoint_caches_merge_exactly(impl, case, seed):
-    """Outputs over the kept and over the evicted tokens, weighted by their log-sum-exp, give attention over all tokens."""
+    """Outputs over the kept and over the evicted tokens, weighted by their log-sum-exp, give attention
+    over all tokens.
+    """
     kept = draw_mask(case.keys.shape[:3], seed)
     kept[..., :1] |= ~kept.any(axis=-1, keepdims=True)
     kept[..., -1:] &= ~kept.all(axis=-1, keepdims=True)
@@ -65,11 +79,16 @@ def test_two_disjoint_caches_merge_exactly(impl, case, seed):
     merged = sum(np.exp(normaliser - total)[..., None] * output for output, normaliser in parts)
     # An error of a log-sum-exp moves weight from one output to the other.
     outputs, normalisers = (
-        [impl.allowance("attention.attend", case.queries, cache, pick=pick) for cache in caches] for pick in (0, 1)
+        [impl.allowance("attention.attend", case.queries, cache, pick=pick) for cache in caches]
+        for pick in (0, 1)
     )
     share = np.exp(-np.logaddexp(0, np.diff([each.expected for each in normalisers], axis=0)[0]))
-    moved = np.minimum(share * (1 - share) * np.expm1(min(sum(each.largest for each in normalisers), 50.0)), 1)
-    slack = moved[..., None] * np.abs(outputs[0].expected - outputs[1].expected) + 3 * max(each.largest for each in outputs)
+    moved = np.minimum(
+        share * (1 - share) * np.expm1(min(sum(each.largest for each in normalisers), 50.0)), 1
+    )
+    slack = moved[..., None] * np.abs(outputs[0].expected - outputs[1].expected) + 3 * max(
+        each.largest for each in outputs
+    )
     whole = attention.attend(impl.round(case.queries), compressed(impl, case, np.ones_like(kept)))[0]
     near(merged, whole, slack + 4 * np.finfo(np.float64).eps * np.abs(case.values).max(), "the merged output")
 
@@ -86,12 +105,19 @@ def test_large_logits_stay_finite(impl, case):
     output, _ = impl.attention.attend(impl.round(direction * size), cache)
     require_numbers(output, (*case.queries.shape[:3], case.values.shape[-1]), "the output")
     largest, bound = np.abs(output).max(), np.abs(case.values).max()
-    require(largest <= bound * 1.01, f"an output of {largest:.3g} leaves the range of the values, {bound:.3g}", None, output)
+    require(
+        largest <= bound * 1.01,
+        f"an output of {largest:.3g} leaves the range of the values, {bound:.3g}",
+        None,
+        output,
+    )
 
 
 @law("ATT-5", of=BY_GROUP, case=seeded_cases(min_length=3))
 def test_each_query_head_stands_beside_its_kv_head(impl, case):
-    """Query head h stands at [h // G, h % G], its numbers unchanged; the keys get an axis of one, which a group shares."""
+    """Query head h stands at [h // G, h % G], its numbers unchanged; the keys get an axis of one, which a
+    group shares.
+    """
     queries, keys = impl.rounded((case.queries, case.keys))
     grouped, shared = impl.attention.by_group(queries, keys)
     expected = np.stack([queries[:, head :: case.group] for head in range(case.group)], axis=2)
@@ -108,14 +134,18 @@ def last_queries(case, seed):
 
 @law("ATT-6", of=CAUSAL, case=cases(max_length=33), seed=seeds())
 def test_causal_attention_is_the_softmax_over_the_tokens_so_far(impl, case, seed):
-    """Each query attends with scale 1/sqrt(D) to the tokens up to its own; also computed query by query over what it can see."""
+    """Each query attends with scale 1/sqrt(D) to the tokens up to its own; also computed query by query
+    over what it can see.
+    """
     queries = last_queries(case, seed)
     agrees(impl, CAUSAL, queries, case.keys, by_hand=causal_weights, size=1 + np.abs(case.keys).max())
 
 
 @law("ATT-6", of=CAUSAL, case=seeded_cases(max_length=33), seed=seeds(), size=st.sampled_from([1.0, 1e4]))
 def test_later_tokens_get_nothing(impl, case, seed, size):
-    """The weights beyond a query's own token are 0, not merely small, and the others sum to 1, however large the later keys are."""
+    """The weights beyond a query's own token are 0, not merely small, and the others sum to 1, however
+    large the later keys are.
+    """
     queries = last_queries(case, seed)
     keys = size * case.keys / np.abs(case.keys).max(initial=1e-300)
     got = impl.attention.causal_attention(queries, keys)
@@ -128,7 +158,9 @@ GROUPS = (4, 16, 1)
 
 
 def long_attention(impl, case):
-    """A cache whose heads keep most, some and few of a long prompt's tokens; output and log-sum-exp part by part, and slacks."""
+    """A cache whose heads keep most, some and few of a long prompt's tokens; output and log-sum-exp part
+    by part, and slacks.
+    """
     kept = most_some_few(case)
     cache, queries = compressed(impl, case, kept), impl.round(case.queries)
     parts = []
@@ -144,7 +176,9 @@ def long_attention(impl, case):
 
 @law("ATT-1", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_attention_over_a_long_cache_adds_up_its_parts(impl, case):
-    """Over thousands of kept tokens the output is that of parts, each weighted by its share of the softmax."""
+    """Over thousands of kept tokens the output is that of parts, each weighted by its share of the
+    softmax.
+    """
     queries, cache, expected, slack, _, _ = long_attention(impl, case)
     near(impl.attention.attend(queries, cache)[0], expected, slack, "the output over a long cache")
 
@@ -156,9 +190,17 @@ def test_log_sum_exp_of_a_long_cache_adds_up_its_parts(impl, case):
     near(impl.attention.attend(queries, cache)[1], expected, slack, "the log-sum-exp over a long cache")
 
 
-@law("ATT-6", of=CAUSAL, examples=2, case=long_cases(lengths=(8191, 4097, 4095)), last=st.sampled_from([33, 1, 16]))
+@law(
+    "ATT-6",
+    of=CAUSAL,
+    examples=2,
+    case=long_cases(lengths=(8191, 4097, 4095)),
+    last=st.sampled_from([33, 1, 16]),
+)
 def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
-    """Each of the last queries of a long prompt attends to every token up to its own, as computed query by query."""
+    """Each of the last queries of a long prompt attends to every token up to its own, as computed query by
+    query.
+    """
     shape = (1, case.num_kv_heads, last, case.head_dim)
     queries, keys = impl.round(np.random.default_rng(case.seed).normal(size=shape)), impl.round(case.keys)
     expected, slack = attended(impl, queries, keys)
@@ -167,7 +209,9 @@ def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
 
 @law("ATT-1", of="attention.attend", examples=3, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_no_split_of_a_long_cache_is_lost(impl, case):
-    """Each query head shares its weight among a few neighbouring tokens; the heads find them from the first token to the last."""
+    """Each query head shares its weight among a few neighbouring tokens; the heads find them from the
+    first token to the last.
+    """
     readers, tokens = neighbours(case)
     queries, keys = looking(case, readers, tokens)
     # Neighbours have channels of their own, so that the output has the weight of each.
@@ -181,11 +225,20 @@ def test_no_split_of_a_long_cache_is_lost(impl, case):
     near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
 
 
-@law("ATT-6", of=CAUSAL, examples=3, case=long_cases(lengths=(8191, 4097, 12_289)), last=st.sampled_from([33, 1, 16]))
+@law(
+    "ATT-6",
+    of=CAUSAL,
+    examples=3,
+    case=long_cases(lengths=(8191, 4097, 12_289)),
+    last=st.sampled_from([33, 1, 16]),
+)
 def test_no_block_of_the_causal_mask_is_lost(impl, case, last):
-    """Each of the last queries of a long prompt shares its weight among every 17th token up to its own: some in all blocks."""
+    """Each of the last queries of a long prompt shares its weight among every 17th token up to its own:
+    some in all blocks.
+    """
     keys, queries = np.full_like(case.keys, -64), np.zeros((1, case.num_kv_heads, last, case.head_dim))
-    # Exact products, and equal ones where a query looks: rounded logits hide no block. All are negative, so that padding shows.
+    # Exact products, and equal ones where a query looks: rounded logits hide no block. All are negative, so
+    # that padding shows.
     keys[:, :, ::17, 0], queries[..., 0] = -2, math.isqrt(case.head_dim)
     expected = causal_weights(queries, keys)
     slack = rounding(impl, case.length) * np.maximum(expected, 1e-6 * expected.max())

@@ -7,12 +7,22 @@ from evictionary.spec_tests.shared.helpers import draw_mask, most_some_few
 
 
 def check_cache(impl, case, kept, *names):
-    """Raise Violation unless these fields of the cache are those of the kept tokens: batch by batch, head by head, in order."""
+    """Raise Violation unless these fields of the cache are those of the kept tokens: batch by batch, head
+    by head, in order.
+    """
     cache, where = impl.cache.compress(case.keys, case.values, kept), tuple(np.argwhere(kept).T)
-    wanted = {"keys": impl.round(case.keys)[where], "values": impl.round(case.values)[where], "positions": where[2]}
+    wanted = {
+        "keys": impl.round(case.keys)[where],
+        "values": impl.round(case.values)[where],
+        "positions": where[2],
+    }
     wanted["lengths"] = np.array([[np.count_nonzero(head) for head in item] for item in kept])
     for name in names:
-        equal(getattr(cache, name), wanted[name], f"the stored {name} are not those of the kept tokens in position order")
+        equal(
+            getattr(cache, name),
+            wanted[name],
+            f"the stored {name} are not those of the kept tokens in position order",
+        )
 
 
 def drawn(case, seed):
@@ -21,7 +31,9 @@ def drawn(case, seed):
 
 @law("CACHE-1", of="cache.compress", case=cases(), seed=seeds())
 def test_the_cache_holds_the_kept_tokens_in_position_order(impl, case, seed):
-    """Row by row, batch by batch, head by head and position by position, the cache holds the kept keys, bit for bit."""
+    """Row by row, batch by batch, head by head and position by position, the cache holds the kept keys,
+    bit for bit.
+    """
     check_cache(impl, case, drawn(case, seed), "keys", "positions")
 
 
@@ -41,12 +53,18 @@ def test_lengths_count_the_rows_of_each_head(impl, case, seed):
 def test_keeping_all_changes_nothing(impl, case):
     """With every token kept the cache is the sequence itself."""
     cache = impl.cache.compress(case.keys, case.values, np.ones(case.keys.shape[:3], dtype=bool))
-    equal(cache.values.reshape(case.values.shape), impl.round(case.values), "keeping every token changed the values")
+    equal(
+        cache.values.reshape(case.values.shape),
+        impl.round(case.values),
+        "keeping every token changed the values",
+    )
 
 
 @law("CACHE-1", of="cache.compress", examples=2, case=long_cases())
 def test_a_long_cache_holds_the_kept_tokens_in_position_order(impl, case):
-    """Of thousands of tokens per head the cache holds the kept ones, head by head, in position order, and says where they stood."""
+    """Of thousands of tokens per head the cache holds the kept ones, head by head, in position order, and
+    says where they stood.
+    """
     check_cache(impl, case, most_some_few(case), "keys", "positions")
 
 

@@ -1,10 +1,19 @@
-"""A cache in use: tokens appended, evicted, compressed and attended to in any order, against plain lists (CACHE-4)."""
+"""A cache in use: tokens appended, evicted, compressed and attended to in any order, against plain lists
+(CACHE-4).
+"""
 
 from typing import Any
 
 import numpy as np
 from hypothesis import settings, strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from evictionary.spec_tests.judge.prelude import *
 
@@ -12,7 +21,9 @@ NUMBERS = st.sampled_from([0.0, 1.0, -1.0, 0.5, 2.0])
 
 
 class CacheInUse(RuleBasedStateMachine):
-    """The sequence seen so far, a mask of what is kept of it, and beside them the plain model: a list of positions per head."""
+    """The sequence seen so far, a mask of what is kept of it, and beside them the plain model: a list of
+    positions per head.
+    """
 
     impl: Any
 
@@ -38,13 +49,18 @@ class CacheInUse(RuleBasedStateMachine):
     @precondition(lambda self: self.kept.any())
     @rule(budget=st.integers(1, 8), scores=st.lists(NUMBERS, min_size=8, max_size=8))
     def evict(self, budget: int, scores: list[float]) -> None:
-        """Each head keeps its sinks and the best of what it still holds; what is gone scores minus infinity."""
+        """Each head keeps its sinks and the best of what it still holds; what is gone scores minus
+        infinity.
+        """
         held = min(budget, *(len(positions) for positions in self.model))
         sinks = np.broadcast_to(np.arange(self.kept.shape[2]) < min(self.sink_size, held), self.kept.shape)
         ranked = np.where(self.kept, np.resize(scores, self.kept.shape), -np.inf)
         chosen = self.impl.selection.top_k(ranked, held, sinks & self.kept)
         for head, positions in enumerate(self.model):
-            rank = sorted(positions, key=lambda place: (place >= min(self.sink_size, held), -ranked[0, head, place], place))
+            rank = sorted(
+                positions,
+                key=lambda place: (place >= min(self.sink_size, held), -ranked[0, head, place], place),
+            )
             self.model[head] = sorted(rank[:held])
         require(not (chosen & ~self.kept).any(), "a token that was evicted came back", self.kept, chosen)
         self.kept = chosen
@@ -62,7 +78,9 @@ class CacheInUse(RuleBasedStateMachine):
     @rule(seed=st.integers(0, 99))
     def decode(self, seed: int) -> None:
         """A query attends to what is stored, and to nothing else."""
-        queries = np.round(np.random.default_rng(seed).normal(size=(1, 2 * len(self.model), 1, self.keys.shape[-1])))
+        queries = np.round(
+            np.random.default_rng(seed).normal(size=(1, 2 * len(self.model), 1, self.keys.shape[-1]))
+        )
         cache = self.impl.cache.compress(self.keys, self.values, self.kept)
         allowed = self.impl.allowance("attention.attend", queries, cache, pick=0)
         allowed.check(self.impl.attention.attend(queries, cache)[0], "the output over the compressed cache")
@@ -73,7 +91,11 @@ class CacheInUse(RuleBasedStateMachine):
             return
         cache = self.impl.cache.compress(self.keys, self.values, self.kept)
         rows = [(head, place) for head, positions in enumerate(self.model) for place in positions]
-        equal(cache.positions, [place for _, place in rows], "other positions are stored than a plain list holds")
+        equal(
+            cache.positions,
+            [place for _, place in rows],
+            "other positions are stored than a plain list holds",
+        )
         for name, states in (("keys", self.keys), ("values", self.values)):
             expected = np.array([states[0, head, place] for head, place in rows])
             equal(getattr(cache, name), expected, f"the stored {name} are not those of their positions")
@@ -81,10 +103,14 @@ class CacheInUse(RuleBasedStateMachine):
 
 @law("CACHE-4", of=("cache.compress", "selection.top_k", "attention.attend"))
 def test_a_cache_in_use_holds_what_a_plain_list_holds(impl):
-    """In any order of appending, evicting, trimming and decoding: budget held, sinks kept, nothing regained, K and V together."""
+    """In any order of appending, evicting, trimming and decoding: budget held, sinks kept, nothing
+    regained, K and V together.
+    """
 
     class Judged(CacheInUse):
         pass
 
     Judged.impl = impl
-    run_state_machine_as_test(Judged, settings=settings(max_examples=20, stateful_step_count=12, deadline=None))
+    run_state_machine_as_test(
+        Judged, settings=settings(max_examples=20, stateful_step_count=12, deadline=None)
+    )

@@ -1,4 +1,6 @@
-"""What does not fit is refused: a law for each function of `reference/contract.py`, made from its line there."""
+"""What does not fit is refused: a law for each function of `reference/contract.py`, made from its line
+there.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -23,13 +25,21 @@ def takes(impl: Implementation, path: str, argument: str) -> bool:
     """Whether the function has this argument, which older implementations of it may lack."""
     stem, name = path.split(".")
     parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
-    return any(each.name == argument or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters)
+    return any(
+        each.name == argument or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters
+    )
 
 
 def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
-    """Raise Violation unless the call is refused by the name of the argument, or a NaN shows where that is enough."""
+    """Raise Violation unless the call is refused by the name of the argument, or a NaN shows where that is
+    enough.
+    """
     parameters = inspect.signature(oracle(path)).parameters
-    by_name = {name: value for name, value in wrong.given.items() if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY}
+    by_name = {
+        name: value
+        for name, value in wrong.given.items()
+        if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    }
     by_place = [value for name, value in wrong.given.items() if name not in by_name]
     if not wrong.shows:
         refused(impl, wrong.argument, path, *by_place, **by_name)
@@ -43,7 +53,10 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
             raise
         return
     require(
-        any(np.isnan(np.asarray(each, dtype=np.float64)).any() for each in (got if isinstance(got, tuple) else [got])),
+        any(
+            np.isnan(np.asarray(each, dtype=np.float64)).any()
+            for each in (got if isinstance(got, tuple) else [got])
+        ),
         f"{wrong.what} passes in silence",
         np.nan,
         got,
@@ -59,9 +72,13 @@ def refusing(path: str) -> Callable[..., None]:
                 refuse(impl, path, wrong)
 
     test.__name__ = f"test_{path.replace('.', '_')}_refuses_what_does_not_fit"
-    test.__doc__ = f"Of `{path}`, an argument whose axes or numbers do not fit is refused by its name: {CONTRACT[path]}."
+    test.__doc__ = (
+        f"Of `{path}`, an argument whose axes or numbers do not fit is refused by its name: {CONTRACT[path]}."
+    )
     requirement = REQUIREMENT.get(path) or ids_of(function.__doc__)[-1]
-    return law(requirement, of=path, kind="refusal", why="what the contract says is asked of every function")(test)
+    return law(requirement, of=path, kind="refusal", why="what the contract says is asked of every function")(
+        test
+    )
 
 
 for path in CONTRACT:

@@ -17,7 +17,12 @@ SCORES = st.lists(st.sampled_from([-2.0, -1.0, 0.0, 0.5, 1.0, 7.0]), min_size=1,
 LENGTHS = st.one_of(st.integers(1, 400).map(lambda hundreds: 100 * hundreds), st.integers(1, 10**6))
 
 
-@law("SEL-1", of="selection.budget", length=LENGTHS, percent=st.one_of(st.sampled_from([34, 55, 67, 79, 90]), st.integers(0, 99)))
+@law(
+    "SEL-1",
+    of="selection.budget",
+    length=LENGTHS,
+    percent=st.one_of(st.sampled_from([34, 55, 67, 79, 90]), st.integers(0, 99)),
+)
 def test_budget_is_the_exact_floor(impl, length, percent):
     """A ratio written in hundredths gives floor(length * (100 - percent) / 100), and at least 1."""
     got = impl.selection.budget(length, percent / 100)
@@ -38,11 +43,17 @@ def test_budget_falls_with_the_ratio(impl, length, first, second):
     more, fewer = impl.selection.budget(length, low), impl.selection.budget(length, high)
     require(
         1 <= fewer <= more <= length,
-        f"budget({length}, {low}) = {more} and budget({length}, {high}) = {fewer}, wanted 1 <= .. <= {length}",
+        f"budget({length}, {low}) = {more} and budget({length}, {high}) = {fewer}, wanted 1 <= .. <= "
+        f"{length}",
     )
 
 
-@law("SEL-1", of="selection.budget", kind="refusal", ratio=st.sampled_from([1.0, 1.5, -0.1, float("nan"), "half"]))
+@law(
+    "SEL-1",
+    of="selection.budget",
+    kind="refusal",
+    ratio=st.sampled_from([1.0, 1.5, -0.1, float("nan"), "half"]),
+)
 def test_budget_refuses_a_ratio_outside_the_range(impl, ratio):
     """A ratio outside [0, 1) raises ValueError."""
     refused(impl, "compression_ratio", "selection.budget", 10, ratio)
@@ -78,7 +89,9 @@ def test_a_budget_beyond_the_cache_keeps_all(impl, scores, extra):
 
 @law("SEL-2", of="selection.top_k", examples=5, seed=seeds(), share=shares())
 def test_scores_of_every_size_rank(impl, seed, share):
-    """Powers of two up to the largest that the dtype holds, their negatives and both infinities are told apart."""
+    """Powers of two up to the largest that the dtype holds, their negatives and both infinities are told
+    apart.
+    """
     largest = {"float16": 15, "float64": 1023}.get(impl.dtype, 127)
     powers = np.append(2.0 ** np.arange(1 - largest, largest + 1), np.inf)
     scores = np.random.default_rng(seed).permutation(np.concatenate([powers, -powers]))[None, None]
@@ -110,7 +123,9 @@ def test_protected_tokens_are_kept_first(impl, scores, data):
 
 @law("SEL-4", of="selection.top_k")
 def test_each_row_protects_its_own(impl):
-    """Six rows protect the same token with a budget of one: one token in each row, however many rows there are."""
+    """Six rows protect the same token with a budget of one: one token in each row, however many rows there
+    are.
+    """
     protected = np.array([[[False, False, True]] * 3] * 2)
     got = impl.selection.top_k(np.zeros((2, 3, 3)), 1, protected)
     equal(got, protected, "a row does not keep the one token that it protects")
@@ -123,11 +138,20 @@ def not_counted(impl) -> str:
 @law("SEL-4", of="selection.top_k", kind="refusal", not_for=not_counted, scores=SCORES)
 def test_more_protected_than_the_budget_is_refused(impl, scores):
     """Protecting every token with a smaller budget raises ValueError."""
-    refused(impl, "protected", "selection.top_k", np.array([[scores]]), len(scores) - 1, np.ones((1, 1, len(scores)), dtype=bool))
+    refused(
+        impl,
+        "protected",
+        "selection.top_k",
+        np.array([[scores]]),
+        len(scores) - 1,
+        np.ones((1, 1, len(scores)), dtype=bool),
+    )
 
 
 def masked_rows(impl, case, share):
-    """Rows of scores as a serving engine has them: each with a length of its own, -inf in the padding behind it, and one +inf."""
+    """Rows of scores as a serving engine has them: each with a length of its own, -inf in the padding
+    behind it, and one +inf.
+    """
     scores = impl.round(100 * case.keys[..., 0])
     ends = case.length - np.arange(case.num_kv_heads) * case.length // 3 - int(share * case.length / 4)
     scores[np.broadcast_to(np.arange(case.length) >= ends[:, None], scores.shape)] = -np.inf
@@ -150,12 +174,24 @@ def test_a_long_row_is_chosen_as_by_a_stable_sort(impl, case, share, budget):
     """Of up to 131,072 scores, many equal, the budget's best are kept, the lower position first."""
     scores = masked_rows(impl, case, share)
     expected = sorted_choice(scores, budget, np.zeros(scores.shape, dtype=bool))
-    equal(impl.selection.top_k(scores, budget), expected, "other tokens of a long row are kept than by a stable sort")
+    equal(
+        impl.selection.top_k(scores, budget),
+        expected,
+        "other tokens of a long row are kept than by a stable sort",
+    )
 
 
-@law("SEL-3", of="selection.top_k", kind="edge", examples=2, case=long_rows(("saturated",), lengths=(131_072, 131_071)))
+@law(
+    "SEL-3",
+    of="selection.top_k",
+    kind="edge",
+    examples=2,
+    case=long_rows(("saturated",), lengths=(131_072, 131_071)),
+)
 def test_a_hundred_thousand_equal_scores_are_counted(impl, case):
-    """Nine of ten scores are 0: those above stay, and of the zeros the lower positions, up to three quarters of the row."""
+    """Nine of ten scores are 0: those above stay, and of the zeros the lower positions, up to three
+    quarters of the row.
+    """
     scores = impl.round(case.keys[..., 0])
     expected = sorted_choice(scores, case.length * 3 // 4, np.zeros(scores.shape, dtype=bool))
     got = impl.selection.top_k(scores, case.length * 3 // 4)
@@ -164,15 +200,26 @@ def test_a_hundred_thousand_equal_scores_are_counted(impl, case):
 
 @law("SEL-4", of="selection.top_k", examples=5, case=long_rows(), share=shares())
 def test_protected_tokens_of_a_long_row_are_kept_first(impl, case, share):
-    """Some two thousand protected tokens, in the padding too, are kept, and the best of the others up to the budget."""
+    """Some two thousand protected tokens, in the padding too, are kept, and the best of the others up to
+    the budget.
+    """
     scores = masked_rows(impl, case, share)
-    scores = np.where(scores == np.inf, 0, scores)  # whoever sets protected scores to infinity could not tell them apart
+    # whoever sets protected scores to infinity could not tell them apart
+    scores = np.where(scores == np.inf, 0, scores)
     protected = np.random.default_rng(case.seed).random(scores.shape) < 2000 / case.length
     budget = int(protected.sum(axis=-1).max()) + int(share * 2048)
-    selects(impl.selection.top_k(scores, budget, protected), scores, min(budget, case.length), protected=protected)
+    selects(
+        impl.selection.top_k(scores, budget, protected), scores, min(budget, case.length), protected=protected
+    )
 
 
-@law("SEL-2", of="selection.top_k", examples=10, case=long_rows(("normal", "vast", "minute", "saturated")), share=shares())
+@law(
+    "SEL-2",
+    of="selection.top_k",
+    examples=10,
+    case=long_rows(("normal", "vast", "minute", "saturated")),
+    share=shares(),
+)
 def test_a_long_row_keeps_its_budget(impl, case, share):
     """Exactly min(budget, T) tokens of a long row are kept, and none evicted scores more than one kept."""
     scores = impl.round(case.keys[..., 0])
@@ -182,7 +229,9 @@ def test_a_long_row_keeps_its_budget(impl, case, share):
 
 @law("SEL-2", of="selection.regret", brute_force=True, case=cases(max_length=5), seed=seeds())
 def test_regret_is_what_the_best_set_has_more(impl, case, seed):
-    """The largest sum of as many scores, over every set of that size, less the sum of the kept ones: 0 for the best set."""
+    """The largest sum of as many scores, over every set of that size, less the sum of the kept ones: 0 for
+    the best set.
+    """
     scores = impl.round(case.keys[..., 0])
     kept = np.random.default_rng(seed).random(scores.shape) < 0.5
     got = impl.selection.regret(scores, kept)

@@ -1,7 +1,8 @@
-"""Correct selections, caches, attention, baselines and allocators of other kinds, and what variants of methods share.
+"""Correct selections, caches, attention, baselines and allocators of other kinds, and what variants of
+methods share.
 
-A variant is named for what it does in another way. One in torch computes in the dtype of its inputs, as eager code does, and rounds
-at each step, unless it is widened by `in_float32` or `through_float32`.
+A variant is named for what it does in another way. One in torch computes in the dtype of its inputs, as eager
+code does, and rounds at each step, unless it is widened by `in_float32` or `through_float32`.
 """
 
 import functools
@@ -23,7 +24,9 @@ ALL = (*NUMPY, "float16", "bfloat16")
 
 
 def cast(value, dtype=None):
-    """Floating-point tensors, alone or in a tuple, in a dtype, or without one at least in float32; all else as it is."""
+    """Floating-point tensors, alone or in a tuple, in a dtype, or without one at least in float32; all
+    else as it is.
+    """
     if isinstance(value, tuple):
         entries = [cast(each, dtype) for each in value]
         return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
@@ -43,11 +46,15 @@ def in_float32(function):
 
 
 def through_float32(function):
-    """Computes at least in float32; what it answers is rounded to the dtype of its last argument of real numbers."""
+    """Computes at least in float32; what it answers is rounded to the dtype of its last argument of real
+    numbers.
+    """
 
     @functools.wraps(function)
     def rounded(*args, **settings):
-        dtype = [each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()][-1]
+        dtype = [each.dtype for each in args if isinstance(each, torch.Tensor) and each.is_floating_point()][
+            -1
+        ]
         return cast(in_float32(function)(*args, **settings), dtype)
 
     return rounded
@@ -79,7 +86,9 @@ def integer_budget(length, compression_ratio):
 
 
 def first_protected(top):
-    """A selection by a form of `top`; where tokens are protected, it is asked for the best of the ranks that have these first."""
+    """A selection by a form of `top`; where tokens are protected, it is asked for the best of the ranks
+    that have these first.
+    """
 
     def kept(scores, budget, protected=None):
         if protected is not None:
@@ -104,7 +113,9 @@ def torch_stable_sort(scores, budget, protected=None):
 
 @control(TOP_K, array_library="torch", dtypes=ALL, edges=False)
 def torch_topk(scores, budget, protected=None):
-    """torch.topk, which keeps any of equal scores; the protected stand above all others, and are counted first."""
+    """torch.topk, which keeps any of equal scores; the protected stand above all others, and are counted
+    first.
+    """
     kept = torch.zeros(scores.shape, dtype=torch.bool) if protected is None else protected.clone()
     for row in np.ndindex(*scores.shape[:-1]):
         free = (~kept[row]).nonzero()[:, 0]
@@ -118,7 +129,8 @@ def row_by_row(keys, values, kept):
     where = np.argwhere(kept)
     rows = [tuple(row) for row in where]
     stored_keys, stored_values = (
-        np.array([states[row] for row in rows]).reshape(len(rows), states.shape[-1]) for states in (keys, values)
+        np.array([states[row] for row in rows]).reshape(len(rows), states.shape[-1])
+        for states in (keys, values)
     )
     return CompressedCache(stored_keys, stored_values, where[:, 2], kept.sum(axis=-1))
 
@@ -134,17 +146,31 @@ def sorted_and_cut(keys, values, kept):
     lengths = kept.sum(axis=-1)
     order = np.argsort(~kept, axis=-1, kind="stable")
     cut = np.arange(kept.shape[-1]) < lengths[..., None]
-    stored_keys, stored_values = (np.take_along_axis(states, order[..., None], axis=2)[cut] for states in (keys, values))
+    stored_keys, stored_values = (
+        np.take_along_axis(states, order[..., None], axis=2)[cut] for states in (keys, values)
+    )
     return CompressedCache(stored_keys, stored_values, order[cut], lengths)
 
 
 def online(queries, keys, values, causal=False):
-    """Attention [..., M, D_v] with a running maximum, sum and output, one token after the other; its log-sum-exp [..., M]."""
-    seen = np.tri(queries.shape[-2], keys.shape[-2], (keys.shape[-2] - queries.shape[-2]) if causal else keys.shape[-2], dtype=bool)
+    """Attention [..., M, D_v] with a running maximum, sum and output, one token after the other; its
+    log-sum-exp [..., M].
+    """
+    seen = np.tri(
+        queries.shape[-2],
+        keys.shape[-2],
+        (keys.shape[-2] - queries.shape[-2]) if causal else keys.shape[-2],
+        dtype=bool,
+    )
     output = np.zeros((*queries.shape[:-1], values.shape[-1]), queries.dtype)
-    top, total = np.full(queries.shape[:-1], -np.inf, queries.dtype), np.zeros(queries.shape[:-1], queries.dtype)
+    top, total = (
+        np.full(queries.shape[:-1], -np.inf, queries.dtype),
+        np.zeros(queries.shape[:-1], queries.dtype),
+    )
     for place in range(keys.shape[-2]):
-        logit = (queries * keys[..., place : place + 1, :]).sum(axis=-1) / queries.dtype.type(math.sqrt(keys.shape[-1]))
+        logit = (queries * keys[..., place : place + 1, :]).sum(axis=-1) / queries.dtype.type(
+            math.sqrt(keys.shape[-1])
+        )
         logit = np.where(seen[:, place], logit, -np.inf)
         higher = np.maximum(top, logit)
         old, new = np.exp(top - higher), np.exp(logit - higher)
@@ -163,17 +189,24 @@ def softmax(logits):
 
 
 def merged(*parts):
-    """Attention from the outputs [..., M, D_v] and log-sum-exps [..., M] over several sets of tokens, as split kernels do it."""
+    """Attention from the outputs [..., M, D_v] and log-sum-exps [..., M] over several sets of tokens, as
+    split kernels do it.
+    """
     outputs, log_totals = (np.stack(part, axis=-1) for part in zip(*parts, strict=True))
     return (outputs @ softmax(log_totals)[..., None])[..., 0]
 
 
 def each_head(attention):
-    """`attend` by the attention of the readers of one head [G, M, D] to its rows, and the log-sum-exp beside it."""
+    """`attend` by the attention of the readers of one head [G, M, D] to its rows, and the log-sum-exp
+    beside it.
+    """
 
     @functools.wraps(attention)
     def attend(queries, cache):
-        library, group = torch if isinstance(queries, torch.Tensor) else np, queries.shape[1] // cache.lengths.shape[1]
+        library, group = (
+            torch if isinstance(queries, torch.Tensor) else np,
+            queries.shape[1] // cache.lengths.shape[1],
+        )
         output = library.zeros((*queries.shape[:3], cache.values.shape[-1]), dtype=queries.dtype)
         normaliser = library.full(queries.shape[:3], -library.inf, dtype=queries.dtype)
         stop = 0
@@ -181,7 +214,9 @@ def each_head(attention):
             start, stop = stop, stop + int(cache.lengths[item, head])
             readers = item, slice(head * group, (head + 1) * group)
             if start < stop:
-                output[readers], normaliser[readers] = attention(queries[readers], cache.keys[start:stop], cache.values[start:stop])
+                output[readers], normaliser[readers] = attention(
+                    queries[readers], cache.keys[start:stop], cache.values[start:stop]
+                )
         return output, normaliser
 
     return attend
@@ -203,7 +238,10 @@ def torch_library_attention(queries, keys, values):
 def padded_storage(queries, cache):
     """Heads padded to the longest, the padding masked with -inf."""
     empty = torch.arange(int(cache.lengths.max())) >= cache.lengths[..., None]
-    keys, values = (torch.full((*empty.shape, rows.shape[-1]), 1e3, dtype=rows.dtype) for rows in (cache.keys, cache.values))
+    keys, values = (
+        torch.full((*empty.shape, rows.shape[-1]), 1e3, dtype=rows.dtype)
+        for rows in (cache.keys, cache.values)
+    )
     keys[~empty], values[~empty] = cache.keys, cache.values
     grouped = queries.unflatten(1, (cache.lengths.shape[1], -1))
     logits = torch.einsum("bhgmd,bhtd->bhgmt", grouped, keys) * queries.shape[-1] ** -0.5
@@ -223,7 +261,9 @@ def hidden(num_queries, length):
 
 
 def torch_weights(queries, keys):
-    """Causal attention [B, H_q, M, T] in the dtype of the keys throughout, the keys repeated for each query head."""
+    """Causal attention [B, H_q, M, T] in the dtype of the keys throughout, the keys repeated for each
+    query head.
+    """
     repeated = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     logits = queries @ repeated.mT / math.sqrt(keys.shape[-1])
     return logits.masked_fill(hidden(*logits.shape[-2:]), -torch.inf).softmax(dim=-1)
@@ -240,7 +280,9 @@ def streamed(queries, keys):
 def head_by_head(queries, keys):
     """Each KV head's readers cut out and stacked."""
     group = queries.shape[1] // keys.shape[1]
-    return np.stack([queries[:, head * group : (head + 1) * group] for head in range(keys.shape[1])], axis=1), keys[:, :, None]
+    return np.stack(
+        [queries[:, head * group : (head + 1) * group] for head in range(keys.shape[1])], axis=1
+    ), keys[:, :, None]
 
 
 @control(BY_GROUP, dtypes=NUMPY)
@@ -249,7 +291,9 @@ def permuted_layout(queries, keys):
     first = np.ascontiguousarray(np.moveaxis(queries, -1, 0)).reshape(
         queries.shape[3], queries.shape[0], keys.shape[1], -1, queries.shape[2]
     )
-    return np.moveaxis(first, 0, -1), np.moveaxis(np.ascontiguousarray(np.moveaxis(keys, -1, 0)), 0, -1)[:, :, None]
+    return np.moveaxis(first, 0, -1), np.moveaxis(np.ascontiguousarray(np.moveaxis(keys, -1, 0)), 0, -1)[
+        :, :, None
+    ]
 
 
 @control(BY_GROUP, array_library="torch", dtypes=ALL)
@@ -328,11 +372,17 @@ def torch_positions(keys, *, sink_size=4):
 
 
 def own_of(scores, budget, floor_ratio, protected) -> tuple[int, np.ndarray, np.ndarray]:
-    """The budget, the protected tokens [B, H_kv, T], and how many tokens each head keeps for itself [B, H_kv, 1]."""
+    """The budget, the protected tokens [B, H_kv, T], and how many tokens each head keeps for itself [B,
+    H_kv, 1].
+    """
     ratio, budget = Fraction(str(floor_ratio)), min(budget, scores.shape[2])
     protected = np.zeros(scores.shape, dtype=bool) if protected is None else np.asarray(protected)
     taken = protected.sum(axis=-1, keepdims=True)
-    return budget, protected, taken + np.array([int(ratio * rest) for rest in range(budget + 1)])[budget - taken]
+    return (
+        budget,
+        protected,
+        taken + np.array([int(ratio * rest) for rest in range(budget + 1)])[budget - taken],
+    )
 
 
 @control("ada_kv.select", max_length=4096)

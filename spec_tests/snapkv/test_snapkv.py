@@ -11,30 +11,47 @@ kernels = st.sampled_from([1, 3, 5, 7])
 
 
 def scored(impl, queries, keys, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any number."""
-    return window_above_all(impl.snapkv.score(queries, keys, **settings), keys, settings.get("window_size", 32))
+    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
+    number.
+    """
+    return window_above_all(
+        impl.snapkv.score(queries, keys, **settings), keys, settings.get("window_size", 32)
+    )
 
 
 @law("SN-1", of=SCORE, case=cases(), seed=seeds(), window_size=windows, kernel_size=kernels)
 def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_size, kernel_size):
-    """Causal attention of the last queries on the tokens before the window, averaged and pooled; also computed query by query."""
+    """Causal attention of the last queries on the tokens before the window, averaged and pooled; also
+    computed query by query.
+    """
     queries, settings = prompt_queries(case, seed), {"window_size": window_size, "kernel_size": kernel_size}
     keys, before, reach = impl.round(case.keys), max(0, case.keys.shape[2] - window_size), kernel_size // 2
     weights = causal_weights(queries[:, :, before:], for_each_reader(keys, queries))
-    received, by_hand = over_group(weights.mean(axis=2), keys.shape[1])[..., :before], np.full(keys.shape[:3], np.inf)
+    received, by_hand = (
+        over_group(weights.mean(axis=2), keys.shape[1])[..., :before],
+        np.full(keys.shape[:3], np.inf),
+    )
     for token in range(before):
-        by_hand[..., token] = received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+        by_hand[..., token] = (
+            received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
+        )
     got = scored(impl, queries, keys, **settings)
     agrees(impl, SCORE, queries, keys, **settings, got=got, by_hand=by_hand, size=1 + np.abs(keys).max())
 
 
 @law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_window_is_kept(impl, case, seed, window_size, share):
-    """The last tokens score more than all others, and with a budget of the window's size or more top-k keeps them all."""
+    """The last tokens score more than all others, and with a budget of the window's size or more top-k
+    keeps them all.
+    """
     queries, length = prompt_queries(case, seed), case.keys.shape[2]
     scores = scored(impl, queries, case.keys, window_size=window_size)
     window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
-    equal(np.isinf(scores), window, "the window does not score more than all tokens before it, or one of these is infinite")
+    equal(
+        np.isinf(scores),
+        window,
+        "the window does not score more than all tokens before it, or one of these is infinite",
+    )
     budget = min(length, window_size + int(share * length))
     allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
     kept = impl.selection.top_k(scores, budget)
@@ -44,7 +61,11 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds(), window_size=st.integers(1, 4))
 def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
     """Earlier queries may be anything, or absent; the window's are enough."""
-    queries, window, settings = prompt_queries(case, seed), min(window_size, case.length), {"window_size": window_size}
+    queries, window, settings = (
+        prompt_queries(case, seed),
+        min(window_size, case.length),
+        {"window_size": window_size},
+    )
     other = queries.copy()
     other[:, :, :-window] *= -4
     for fewer in (other, queries[:, :, -window:]):
@@ -53,7 +74,9 @@ def test_queries_before_the_window_do_not_count(impl, case, seed, window_size):
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds())
 def test_scores_are_shares_of_attention(impl, case, seed):
-    """Scores lie in [0, 1]. Without pooling, the scores before the window sum to 1 minus the window's attention to itself."""
+    """Scores lie in [0, 1]. Without pooling, the scores before the window sum to 1 minus the window's
+    attention to itself.
+    """
     before = scored(impl, prompt_queries(case, seed), case.keys, window_size=2, kernel_size=1)[..., :-2]
     most = 1 + case.length * within(impl, roundings=0)
     require(before.min() >= 0, "a score before the window is negative", 0.0, before)
@@ -62,7 +85,9 @@ def test_scores_are_shares_of_attention(impl, case, seed):
 
 @law("SN-1", of=SCORE)
 def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
-    """Of 40 zero keys each of the first 8 receives the mean of 1/9 .. 1/40, pooled over 4, 5, 6, 7, 7, 6, 5 and 4 of them."""
+    """Of 40 zero keys each of the first 8 receives the mean of 1/9 .. 1/40, pooled over 4, 5, 6, 7, 7, 6,
+    5 and 4 of them.
+    """
     got = scored(impl, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
     share = sum(1 / seen for seen in range(9, 41)) / 32
     expected = share * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
@@ -82,7 +107,9 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 
 @law("SN-1", of=SCORE)
 def test_the_window_does_not_leak_into_its_neighbours(impl):
-    """A window token that gets all the attention raises no score before it: only the tokens before the window are pooled."""
+    """A window token that gets all the attention raises no score before it: only the tokens before the
+    window are pooled.
+    """
     keys = np.array([[[[0.0], [0], [0], [64], [0]]]])
     got = scored(impl, np.array([[[[64.0], [64.0]]]]), keys, window_size=2, kernel_size=3)
     near(got[..., :3], np.zeros((1, 1, 3)), 1e-6, "the score of a token beside the window")
@@ -97,9 +124,13 @@ def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
         shares = np.pad(weights, reach) * (1 / kernel_size)
         return np.lib.stride_tricks.sliding_window_view(shares, kernel_size, axis=-1, subok=True).sum(axis=-1)
 
-    # Dividing each weight is as good as dividing their sum, which alone is exact where the sum is a multiple of the kernel.
+    # Dividing each weight is as good as dividing their sum, which alone is exact where the sum is a multiple
+    # of the kernel.
     more = allowance(of_shares, impl.round(weights), dtype=impl.dtype).errors()
-    expected = [weights[max(0, token - reach) : token + reach + 1].sum() / kernel_size for token in range(weights.size)]
+    expected = [
+        weights[max(0, token - reach) : token + reach + 1].sum() / kernel_size
+        for token in range(weights.size)
+    ]
     agrees(impl, POOL, weights, kernel_size, expected=np.array(expected), more=more)
 
 
@@ -111,7 +142,14 @@ def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
 )
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
-    refused(impl, bad[0], SCORE, np.ones((1, 1, 5, 2)), np.ones((1, 1, 5, 2)), **{"window_size": 2, "kernel_size": 3} | dict([bad]))
+    refused(
+        impl,
+        bad[0],
+        SCORE,
+        np.ones((1, 1, 5, 2)),
+        np.ones((1, 1, 5, 2)),
+        **{"window_size": 2, "kernel_size": 3} | dict([bad]),
+    )
 
 
 @law("SN-1", of=SCORE, examples=1, case=paper_cases(groups=(2, 1)))
@@ -122,7 +160,9 @@ def test_the_window_scores_all_of_128k_tokens(impl, case):
 
 @law("SN-1", of=SCORE, examples=3, case=long_cases(groups=(4, 1), lengths=(16_385, 4097, 8191)))
 def test_the_window_scores_all_of_a_long_prompt(impl, case):
-    """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7 neighbours."""
+    """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7
+    neighbours.
+    """
     check_long_prompt(impl, case)
 
 
@@ -134,7 +174,8 @@ def check_long_prompt(impl, case):
         received = over_group(weights[..., :-32].mean(axis=2), case.num_kv_heads)
         return np.array([[np.convolve(head, np.ones(7) / 7, mode="same") for head in received[0]]])
 
-    for size in (1.0, 2.0**-6):  # weights of all sizes, and weights nearly alike, whose sum half precision still holds
+    # weights of all sizes, and weights nearly alike, whose sum half precision still holds
+    for size in (1.0, 2.0**-6):
         queries = impl.round(size * drawn)
         expected, slack = map(pooled, attended(impl, queries, keys))
         got = scored(impl, queries, keys)
@@ -146,6 +187,9 @@ def check_long_prompt(impl, case):
 def test_long_rows_are_pooled_across_every_tile(impl, case, kernel_size):
     """Each of thousands of tokens is averaged with its neighbours, wherever a tile may end."""
     weights = impl.round(np.abs(case.keys[..., 0]))
-    expected = np.array([[np.convolve(head, np.ones(kernel_size), mode="same") for head in weights[0]]]) / kernel_size
+    expected = (
+        np.array([[np.convolve(head, np.ones(kernel_size), mode="same") for head in weights[0]]])
+        / kernel_size
+    )
     slack = rounding(impl, kernel_size) * expected
     near(impl.snapkv.average_pool(weights, kernel_size), expected, slack, "the pooled weights")

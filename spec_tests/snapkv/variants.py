@@ -12,12 +12,17 @@ SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 
 
 def before_a_window_of(default):
-    """A score as the scores of the tokens before the window, [B, H_kv, T - W], by the window's queries; the window has infinity."""
+    """A score as the scores of the tokens before the window, [B, H_kv, T - W], by the window's queries;
+    the window has infinity.
+    """
 
     def decorate(scored):
         @functools.wraps(scored)
         def score(queries, keys, *states, window_size=default, **settings):
-            library, before = torch if isinstance(keys, torch.Tensor) else np, max(0, keys.shape[2] - window_size)
+            library, before = (
+                torch if isinstance(keys, torch.Tensor) else np,
+                max(0, keys.shape[2] - window_size),
+            )
             scores = library.full(keys.shape[:3], library.inf, dtype=keys.dtype)
             if before:
                 scores[..., :before] = scored(queries[:, :, -window_size:], keys, *states, **settings)
@@ -41,7 +46,10 @@ def window_above_the_rest(score):
 @control(POOL, dtypes=NUMPY)
 def convolved(weights, kernel_size):
     kernel = np.full(kernel_size, 1 / kernel_size, weights.dtype)
-    rows = [np.convolve(row, kernel)[kernel_size // 2 :][: row.size] for row in weights.reshape(-1, weights.shape[-1])]
+    rows = [
+        np.convolve(row, kernel)[kernel_size // 2 :][: row.size]
+        for row in weights.reshape(-1, weights.shape[-1])
+    ]
     return np.stack(rows).reshape(weights.shape)
 
 
@@ -58,17 +66,23 @@ def shifted_sums(weights, kernel_size):
 @control(POOL, array_library="torch", dtypes=ALL)
 def torch_pooled(weights, kernel_size):
     """torch's own average pooling, which counts the padding."""
-    pooled = torch.nn.functional.avg_pool1d(weights.reshape(-1, 1, weights.shape[-1]), kernel_size, 1, kernel_size // 2)
+    pooled = torch.nn.functional.avg_pool1d(
+        weights.reshape(-1, 1, weights.shape[-1]), kernel_size, 1, kernel_size // 2
+    )
     return pooled.reshape(weights.shape)
 
 
 @control(SCORE, dtypes=NUMPY)
 @before_a_window_of(32)
 def tiled(queries, keys, *, kernel_size=7):
-    """Tiles of 16 tokens with a running maximum and sum; group and window added up query by query; a convolution."""
+    """Tiles of 16 tokens with a running maximum and sum; group and window added up query by query; a
+    convolution.
+    """
     weights = streamed(queries, keys)[..., : -queries.shape[2]]
     rows = weights.reshape(*keys.shape[:2], -1, weights.shape[-1])
-    return convolved(sum(rows[:, :, row] for row in reversed(range(rows.shape[2]))) / rows.shape[2], kernel_size)
+    return convolved(
+        sum(rows[:, :, row] for row in reversed(range(rows.shape[2]))) / rows.shape[2], kernel_size
+    )
 
 
 @control(SCORE, dtypes=NUMPY)
@@ -82,18 +96,24 @@ def pooled_first(queries, keys, *, kernel_size=7):
 @control(SCORE, array_library="torch", dtypes=("float32", "float16", "bfloat16"))
 @before_a_window_of(32)
 def torch_rounding_each_step(queries, keys, *, kernel_size=7):
-    received = torch_weights(queries, keys)[..., : -queries.shape[2]].mean(dim=2).unflatten(1, (keys.shape[1], -1))
+    received = (
+        torch_weights(queries, keys)[..., : -queries.shape[2]].mean(dim=2).unflatten(1, (keys.shape[1], -1))
+    )
     return torch_pooled(received.mean(dim=2), kernel_size)
 
 
 torch_in_float32 = through_float32(torch_rounding_each_step)
 control(SCORE, array_library="torch", dtypes=ALL, name="torch_in_float32")(torch_in_float32)
-control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(window_above_the_rest(torch_in_float32))
+control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(
+    window_above_the_rest(torch_in_float32)
+)
 
 
 @control(SCORE, array_library="torch", dtypes=("float64", "float32"))
 def torch_all_queries(queries, keys, *, window_size=32, kernel_size=7):
-    """The attention of all the queries, of which the window is cut out, pooled by a convolution of the padded rows."""
+    """The attention of all the queries, of which the window is cut out, pooled by a convolution of the
+    padded rows.
+    """
     window = min(window_size, keys.shape[2])
     before = keys.shape[2] - window
     weights = torch_weights(queries, keys)[:, :, -window:]

@@ -23,7 +23,11 @@ def test_sinks_and_the_most_recent_are_kept(impl, case, sink_size, share):
     first = min(sink_size, budget, length)
     positions = np.arange(length)
     expected = (positions < first) | (positions >= length - (budget - first))
-    equal(kept, np.broadcast_to(expected, kept.shape), "other tokens than the sinks and the most recent are kept")
+    equal(
+        kept,
+        np.broadcast_to(expected, kept.shape),
+        "other tokens than the sinks and the most recent are kept",
+    )
 
 
 @law("SL-1", of="streaming_llm.score", case=cases())
@@ -47,10 +51,14 @@ def test_a_negative_sink_size_is_refused(impl):
     sink_size=st.sampled_from([4, 256, 64, 0]),
 )
 def test_later_tokens_of_a_long_prompt_score_more(impl, case, sink_size):
-    """Of thousands of tokens each scores more than the one before it: none of them tie. None scores more than a sink."""
+    """Of thousands of tokens each scores more than the one before it: none of them tie. None scores more
+    than a sink.
+    """
     scores = impl.streaming_llm.score(case.keys, sink_size=sink_size)
     require_numbers(scores, case.keys.shape[:3], "the score")
     others = scores[..., sink_size:]
     lowest_sink = scores[..., :sink_size].min(axis=-1, initial=np.inf)
     equal(lowest_sink >= others.max(axis=-1), True, "a token scores more than a sink")
-    equal(others[..., 1:] > others[..., :-1], True, "a later token does not score more than the one before it")
+    equal(
+        others[..., 1:] > others[..., :-1], True, "a later token does not score more than the one before it"
+    )

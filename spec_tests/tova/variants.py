@@ -34,11 +34,17 @@ def tokens_first(queries, keys):
 @through_float32
 def torch_in_float32(queries, keys):
     """One score for the layer, expanded over its heads."""
-    return torch_weights(queries[:, :, -1:], keys)[:, :, 0].mean(dim=1, keepdim=True).expand(-1, keys.shape[1], -1)
+    return (
+        torch_weights(queries[:, :, -1:], keys)[:, :, 0]
+        .mean(dim=1, keepdim=True)
+        .expand(-1, keys.shape[1], -1)
+    )
 
 
 @control(SCORE, array_library="torch", dtypes=("float32", "float16", "bfloat16"))
 def torch_rounding_each_step(queries, keys):
-    """torch in the dtype of the keys throughout, as eager code does it: the mean of each group, then of the KV heads."""
+    """torch in the dtype of the keys throughout, as eager code does it: the mean of each group, then of
+    the KV heads.
+    """
     groups = torch_weights(queries[:, :, -1:], keys)[:, :, 0].unflatten(1, (keys.shape[1], -1)).mean(dim=2)
     return groups.mean(dim=1, keepdim=True).repeat(1, keys.shape[1], 1)

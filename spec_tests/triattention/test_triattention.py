@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.judge.prelude import *
 
-STATISTICS, AVERAGE, LOGITS, SCORE = (f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score"))
+STATISTICS, AVERAGE, LOGITS, SCORE = (
+    f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score")
+)
 positions = st.sampled_from([0, 1, 7, 1000, 131_072])
 TRAITS = ("normal", "ties", "mixed_norms", "drift", "sinks", "outlier_channel")
 
@@ -27,7 +29,9 @@ def calibrated(case, seed):
 
 @law("TA-1", of=STATISTICS, case=seeded_cases())
 def test_the_slack_is_what_the_mean_hides_of_the_lengths(impl, case):
-    """The mean query, and for each pair the mean length less the length of the mean, which is never negative."""
+    """The mean query, and for each pair the mean length less the length of the mean, which is never
+    negative.
+    """
     states = pairs(impl.round(case.keys))
     size = float(np.abs(states).max())
     slack = agrees(impl, STATISTICS, case.keys)[1]
@@ -46,15 +50,25 @@ def test_opposite_queries_have_no_mean_and_their_length_as_slack(impl):
             near(got, np.array(expected[pick], float), 5 * rounding(impl), ("the mean", "the slack")[pick])
 
 
-@law("TA-2", of=AVERAGE, case=seeded_cases(), position=positions, max_offset=st.sampled_from([1, 2, 3, 64, 65_536]))
+@law(
+    "TA-2",
+    of=AVERAGE,
+    case=seeded_cases(),
+    position=positions,
+    max_offset=st.sampled_from([1, 2, 3, 64, 65_536]),
+)
 def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset):
-    """The mean query turned to the positions p + 1, p + 2, p + 4, ... and averaged, one position after the other."""
+    """The mean query turned to the positions p + 1, p + 2, p + 4, ... and averaged, one position after the
+    other.
+    """
     mean = impl.round(case.keys[:, :, 0])
     offsets = [2**power for power in range(17) if 2**power <= max_offset]
     turned = [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets]
     expected = np.mean(turned, axis=0)
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)
-    slack = (angle_error(impl, position + max_offset) + rounding(impl, len(offsets))) * np.tile(np.abs(pairs(mean)), 2)
+    slack = (angle_error(impl, position + max_offset) + rounding(impl, len(offsets))) * np.tile(
+        np.abs(pairs(mean)), 2
+    )
     near(got, expected, slack, "the average")
 
 
@@ -69,19 +83,34 @@ def test_the_last_offset_is_65536_by_default(impl):
 
 @law("TA-3", of=(STATISTICS, AVERAGE, LOGITS), case=seeded_cases(kinds=TRAITS), position=positions)
 def test_with_constant_queries_s_is_the_exact_logit(impl, case, position):
-    """Of equal queries nothing is hidden: S is q . k at each future position, averaged, for keys that RoPE has turned."""
+    """Of equal queries nothing is hidden: S is q . k at each future position, averaged, for keys that RoPE
+    has turned.
+    """
     query, keys = impl.round(case.queries[:, :1, :1]), impl.round(case.keys[:, :1])
     places = np.arange(case.length)
     mean, slack = impl.triattention.statistics(np.repeat(query, 3, axis=2))
     ahead = position + case.length
     direction = impl.triattention.average_over_offsets(mean, position=ahead, max_offset=4)
     got = impl.triattention.logits(rotate(keys, position + places), direction, slack)
-    exact = [rotate(query, np.array([ahead + d])) @ np.swapaxes(rotate(keys, position + places), -1, -2) for d in (1, 2, 4)]
-    slack = (angle_error(impl, ahead + 4) + 2 * rounding(impl, case.head_dim)) * lengths(query).max() * lengths(keys).max()
+    exact = [
+        rotate(query, np.array([ahead + d])) @ np.swapaxes(rotate(keys, position + places), -1, -2)
+        for d in (1, 2, 4)
+    ]
+    slack = (
+        (angle_error(impl, ahead + 4) + 2 * rounding(impl, case.head_dim))
+        * lengths(query).max()
+        * lengths(keys).max()
+    )
     near(got, sum(exact)[:, :, 0] / 3, slack, "S")
 
 
-@law("TA-3", of=(AVERAGE, LOGITS), case=seeded_cases(kinds=TRAITS), seed=seeds(), shift=st.sampled_from([1, 64, 4096]))
+@law(
+    "TA-3",
+    of=(AVERAGE, LOGITS),
+    case=seeded_cases(kinds=TRAITS),
+    seed=seeds(),
+    shift=st.sampled_from([1, 64, 4096]),
+)
 def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shift):
     """Only distances count: the same S for a text that begins `shift` positions later."""
     direction, slack = calibrated(case, seed)
@@ -89,7 +118,9 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
     places = np.arange(case.length)
     found = [
         impl.triattention.logits(
-            rotate(keys, start + places), impl.triattention.average_over_offsets(mean, position=start + case.length), slack
+            rotate(keys, start + places),
+            impl.triattention.average_over_offsets(mean, position=start + case.length),
+            slack,
         )
         for start in (0, shift)
     ]
@@ -100,7 +131,9 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
 
 @law("TA-3", of=LOGITS)
 def test_the_cosines_of_the_paper_are_a_product(impl):
-    """|E q| |k| cos(w D + phi) in the pair of frequency w = 1, E q = 2, k = 3i before RoPE: 6 cos(2 - pi/2); slack 1/2 adds 3/2."""
+    """|E q| |k| cos(w D + phi) in the pair of frequency w = 1, E q = 2, k = 3i before RoPE: 6 cos(2 -
+    pi/2); slack 1/2 adds 3/2.
+    """
     first = np.eye(width(impl, 2) // 2)[:1]
     keys = rotate(np.concatenate([0 * first, 3 * first], axis=-1), np.array([5]))
     direction = rotate(np.concatenate([2 * first, 0 * first], axis=-1), np.array([7]))[0]
@@ -111,7 +144,9 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=TRAITS), seed=seeds())
 def test_each_head_is_standardised_and_the_largest_of_the_group_counts(impl, case, seed):
-    """(S - mean) / std over the tokens for each query head, then the maximum; also head by head from complex pairs."""
+    """(S - mean) / std over the tokens for each query head, then the maximum; also head by head from
+    complex pairs.
+    """
     direction, slack = calibrated(case, seed)
     keys, group = impl.round(case.keys), direction.shape[1] // case.num_kv_heads
     by_hand = oracle(SCORE)(keys, direction, slack)
@@ -145,7 +180,9 @@ def test_tokens_may_be_permuted_and_heads_stand_alone(impl, case, seed):
 
 @law("TA-4", of=SCORE)
 def test_two_heads_score_by_hand(impl):
-    """One pair, keys (1, 0), (3, 0), (2, 0): head 0 wants them long, head 1 short: 0 in the middle, the same at both ends."""
+    """One pair, keys (1, 0), (3, 0), (2, 0): head 0 wants them long, head 1 short: 0 in the middle, the
+    same at both ends.
+    """
     keys, end = np.array([[[[1.0, 0], [3, 0], [2, 0]]]]), (3 / 2) ** 0.5
     got = impl.triattention.score(keys, np.array([[[1.0, 0], [-2, 0]]]), np.zeros((1, 2, 1)))
     near(got, np.array([[[end, end, 0]]]), 1e-2, "the score of the better head")

@@ -7,7 +7,9 @@ from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.rope.variants import torch_angles, torch_turned
 from evictionary.spec_tests.shared.variants import ALL, NUMPY, in_float32, through_float32
 
-STATISTICS, AVERAGE, LOGITS, SCORE = (f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score"))
+STATISTICS, AVERAGE, LOGITS, SCORE = (
+    f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score")
+)
 
 
 @control(STATISTICS, dtypes=NUMPY)
@@ -16,7 +18,9 @@ def query_by_query(queries):
     half, rows = queries.shape[-1] // 2, np.moveaxis(queries, -2, 0)
     pairs = rows[..., :half] + 1j * rows[..., half:]
     mean, length = sum(pairs) / len(pairs), sum(map(np.abs, pairs)) / len(pairs)
-    return np.concatenate([mean.real, mean.imag], axis=-1).astype(queries.dtype), (length - np.abs(mean)).astype(queries.dtype)
+    return np.concatenate([mean.real, mean.imag], axis=-1).astype(queries.dtype), (
+        length - np.abs(mean)
+    ).astype(queries.dtype)
 
 
 @control(AVERAGE, array_library="torch", dtypes=ALL)
@@ -44,7 +48,9 @@ def head_by_head(keys, query_direction, query_slack):
     for item, reader in np.ndindex(query_direction.shape[:2]):
         of_head = keys[item, reader // group]
         lengths = np.hypot(of_head[:, :half], of_head[:, half:])
-        row = np.einsum("td,d->t", of_head, query_direction[item, reader]) + lengths @ query_slack[item, reader]
+        row = (
+            np.einsum("td,d->t", of_head, query_direction[item, reader]) + lengths @ query_slack[item, reader]
+        )
         row = row - row[0]
         standard = (row - row.mean()) / max(row.std(), keys.dtype.type(1e-6))
         scores[item, reader // group] = np.maximum(scores[item, reader // group], standard)

@@ -1,6 +1,7 @@
 """Which function and which laws stand for each requirement; the site has it as a page.
 
-The ids of a function are those that its docstring begins with: `KD-7: ...`, `LK-7..11: ...`, `EA-1, EA-2: ...`.
+The ids of a function are those that its docstring begins with: `KD-7: ...`, `LK-7..11: ...`, `EA-1, EA-2:
+...`.
 """
 
 import importlib
@@ -39,14 +40,18 @@ def functions() -> dict[str, list[str]]:
     for stem in STEMS:
         module = importlib.import_module(f"evictionary.reference.{stem}")
         for name, member in vars(module).items():
-            if (inspect.isfunction(member) or inspect.isclass(member)) and member.__module__ == module.__name__:
+            if (
+                inspect.isfunction(member) or inspect.isclass(member)
+            ) and member.__module__ == module.__name__:
                 for identifier in ids_of(member.__doc__):
                     found[identifier].append(f"{stem}.{name}")
     return found
 
 
 def uncovered() -> list[str]:
-    """Say what is missing: an id without function, law or reason; an id in a docstring that no requirement has."""
+    """Say what is missing: an id without function, law or reason; an id in a docstring that no requirement
+    has.
+    """
     written, laws = functions(), {law.requirement.id for law in load_laws().values()}
     problems = [
         f"{identifier}: no law, and no reason why"
@@ -76,12 +81,18 @@ def page() -> str:
     lines = [
         "# Coverage",
         "",
-        "Every numbered equation, theorem, table and claim, with the function that implements it and the laws that test it.",
-        "A test fails where an id has no law and no reason. The verdict is on the statement as the paper prints it, in the version",
-        "that the heading names. *True* statements hold as printed; a *definition* is used as printed. *Restored* formulas were",
-        "lost in the text that was read, and are derived anew. *Measured* claims need a real model. The other words are the grades",
-        "of the [errata](errata.md), where each has its entry; a test holds both pages to the same words. Where something else",
-        "holds, or less, it stands below the statement. Another test compares the requirements with the list of all that papers",
+        "Every numbered equation, theorem, table and claim, with the function that implements it and the "
+        "laws that test it.",
+        "A test fails where an id has no law and no reason. The verdict is on the statement as the paper "
+        "prints it, in the version",
+        "that the heading names. *True* statements hold as printed; a *definition* is used as printed. "
+        "*Restored* formulas were",
+        "lost in the text that was read, and are derived anew. *Measured* claims need a real model. The "
+        "other words are the grades",
+        "of the [errata](errata.md), where each has its entry; a test holds both pages to the same words. "
+        "Where something else",
+        "holds, or less, it stands below the statement. Another test compares the requirements with the list "
+        "of all that papers",
         "print under a number and of the figures that they claim (`spec_tests/papers/printed.toml`).",
         "",
         f"{len(REQUIREMENTS)} requirements, {len(load_laws())} laws, {len(load_mutants())} planted mistakes.",
@@ -89,12 +100,16 @@ def page() -> str:
     ]
     for paper, requirements in papers.items():
         total = sum(len(laws[requirement.id]) for requirement in requirements)
-        heading = f"{paper[0].upper()}{paper[1:]}" + (f" ({requirements[0].version})" if requirements[0].version else "")
+        heading = f"{paper[0].upper()}{paper[1:]}" + (
+            f" ({requirements[0].version})" if requirements[0].version else ""
+        )
         lines += [f"## {heading}", "", f"{len(requirements)} requirements, {total} laws.", ""]
         rows = []
         for requirement in requirements:
             own = laws[requirement.id]
-            names = "<br>".join(f"`{name}`" for name in written.get(requirement.id, [])) or "the laws compute it"
+            names = (
+                "<br>".join(f"`{name}`" for name in written.get(requirement.id, [])) or "the laws compute it"
+            )
             listed = "<br>".join(f"{law.sentence}" for law in own) or f"none: {requirement.no_law}"
             row = [
                 requirement.id,

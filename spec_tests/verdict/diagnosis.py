@@ -1,7 +1,9 @@
-"""Which planted mistake an implementation makes: the one whose numbers it gives, where larger inputs leave no other.
+"""Which planted mistake an implementation makes: the one whose numbers it gives, where larger inputs leave
+no other.
 
-On the smallest input many mistakes coincide: a mean over too few tokens and one with wrong weights may be the same number.
-So the law is asked again, of larger inputs, and a mistake is named only where it is the only one that is left.
+On the smallest input many mistakes coincide: a mean over too few tokens and one with wrong weights may be the
+same number. So the law is asked again, of larger inputs, and a mistake is named only where it is the only one
+that is left.
 """
 
 import itertools
@@ -31,7 +33,8 @@ OTHER_LAWS = 3
 
 
 def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
-    """The planted mistakes that give this implementation's numbers, for each function that the failing example called: one or none.
+    """The planted mistakes that give this implementation's numbers, for each function that the failing
+    example called: one or none.
 
     A few answers may differ: where a sum cancels, two programs with one mistake disagree in the noise.
     """
@@ -49,35 +52,45 @@ def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
     if not suspects:
         return []
     if law.examples or law.kind != MATHEMATICS:
-        # A long input tells mistakes apart. A degenerate or a bad one has one cause, of several that an implementation may have.
+        # A long input tells mistakes apart. A degenerate or a bad one has one cause, of several that an
+        # implementation may have.
         return [mutants[0] for mutants in suspects.values() if len(mutants) == 1]
     shown = set()
     for asked in [law, *_others(law, suspects, implementation)]:
         larger = _larger(asked, implementation, suspects)
         for function, mutants in suspects.items():
             calls = larger.get(function, [])
-            # Where the answer is right, many mistakes give it too: a mistake has to give the wrong ones, of two inputs at least.
+            # Where the answer is right, many mistakes give it too: a mistake has to give the wrong ones, of
+            # two inputs at least.
             own = [call for call in calls if differs(oracle(function), call, implementation.dtype)]
             suspects[function] = [
-                mutant for mutant in mutants if all(_agrees(mutant.function, each, implementation.dtype) for each in (calls, own))
+                mutant
+                for mutant in mutants
+                if all(_agrees(mutant.function, each, implementation.dtype) for each in (calls, own))
             ]
             if len(own) > 1:
                 shown.add(function)
-        if all(not mutants or (len(mutants) == 1 and function in shown) for function, mutants in suspects.items()):
+        if all(
+            not mutants or (len(mutants) == 1 and function in shown) for function, mutants in suspects.items()
+        ):
             break
     return [mutants[0] for function, mutants in suspects.items() if len(mutants) == 1 and function in shown]
 
 
 def _others(law: Law, suspects: dict[str, list[Mutant]], implementation: Implementation) -> list[Law]:
     """A few more laws of the same functions: one law may draw no input at which two mistakes differ."""
-    numeric = [each for each in LAWS.values() if each.drawn and not each.examples and each.kind == MATHEMATICS]
+    numeric = [
+        each for each in LAWS.values() if each.drawn and not each.examples and each.kind == MATHEMATICS
+    ]
     same = [each for each in numeric if each is not law and set(suspects) & set(each.functions)]
     found = [each for each in same if not each.brute_force and not each.missing(implementation)[0]]
     return sorted(found, key=lambda each: each.requirement.id != law.requirement.id)[:OTHER_LAWS]
 
 
 def _larger(law: Law, implementation: Implementation, functions: Container[str]) -> dict[str, list[Call]]:
-    """The largest calls that the law makes of each of these functions, and of those before them, and the largest wrong ones."""
+    """The largest calls that the law makes of each of these functions, and of those before them, and the
+    largest wrong ones.
+    """
     asked = replace(implementation, calls=[], history=deque(implementation.history, maxlen=1024), drawn={})
 
     def ask(**arguments: Any) -> None:
@@ -88,7 +101,11 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
 
     if law.drawn:
         quietly = settings(
-            max_examples=DRAWN, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None, derandomize=True
+            max_examples=DRAWN,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+            database=None,
+            derandomize=True,
         )
         # If nothing can be drawn, or a program dies, the earlier calls have to do.
         with suppress(Exception, NothingToAsk, ProgramFailed):
@@ -104,7 +121,9 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
         if len(calls := found.setdefault(call.function, [])) < COMPARED:
             calls.append(call)
         # A mistake that few inputs show may show on none of the largest.
-        elif len(wrong.setdefault(call.function, [])) < COMPARED and differs(oracle(call.function), call, implementation.dtype):
+        elif len(wrong.setdefault(call.function, [])) < COMPARED and differs(
+            oracle(call.function), call, implementation.dtype
+        ):
             wrong[call.function].append(call)
     for function, calls in wrong.items():
         found[function] += calls
@@ -112,18 +131,30 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
 
 
 def sign(implementation: Implementation, law: Law | None = None) -> str:
-    """What wrong answers look like where no planted mistake gives them, in a sentence; empty where they look like nothing.
+    """What wrong answers look like where no planted mistake gives them, in a sentence; empty where they
+    look like nothing.
 
-    The largest of the latest answers are looked at, and with a law those of larger inputs of it: one number looks like anything.
+    The largest of the latest answers are looked at, and with a law those of larger inputs of it: one number
+    looks like anything.
     """
-    answered = [call for call in (*implementation.history, *implementation.calls) if isinstance(call.result, np.ndarray)]
-    larger = _larger(law, implementation, law.functions) if law and not law.examples and law.kind == MATHEMATICS else {}
+    answered = [
+        call
+        for call in (*implementation.history, *implementation.calls)
+        if isinstance(call.result, np.ndarray)
+    ]
+    larger = (
+        _larger(law, implementation, law.functions)
+        if law and not law.examples and law.kind == MATHEMATICS
+        else {}
+    )
     found = [call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)]
     found += sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values())))
     wrong = (call for call in found if differs(oracle(call.function), call, implementation.dtype))
     for call in itertools.islice(wrong, COMPARED):
         right = answer(oracle(call.function), **call.arguments)
-        if isinstance(right, np.ndarray) and (looks := next(_signs(call, right, implementation.dtype, answered), "")):
+        if isinstance(right, np.ndarray) and (
+            looks := next(_signs(call, right, implementation.dtype, answered), "")
+        ):
             return looks
     return ""
 
@@ -143,20 +174,31 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
     for earlier in answered:
         alike = earlier.function == call.function and got.size > 1 and earlier.result.shape == got.shape
         if alike and not _unlike(got, answer(function, **earlier.arguments), dtype):
-            yield "the answer is that to an earlier input: does the code remember it by its address, its shape or a part of it?"
+            yield (
+                "the answer is that to an earlier input: does the code remember it by its address, its "
+                "shape or a part of it?"
+            )
     if not both or got.shape != right.shape or not np.isfinite(right).all() or not right.any():
         return
     factor = float((got * right).sum() / (right * right).sum())
     if abs(factor - 1) > 1e-3 and right.size > 1 and not _unlike(got, factor * right, dtype):
         yield f"the answer is {factor:.6g} times the right one"
     for coarse in (name for name in EPSILON if EPSILON[name] > EPSILON[dtype]):
-        rounded = {key: round_to(each, coarse) if _is_float(each) else each for key, each in call.arguments.items()}
-        for what, numbers in (("the inputs", answer(function, **rounded)), ("the answers", round_to(right, coarse))):
+        rounded = {
+            key: round_to(each, coarse) if _is_float(each) else each for key, each in call.arguments.items()
+        }
+        for what, numbers in (
+            ("the inputs", answer(function, **rounded)),
+            ("the answers", round_to(right, coarse)),
+        ):
             if not _unlike(got, numbers, dtype):
                 yield f"{what} are rounded to {coarse}"
     error = float(np.abs(got - right).max() / np.abs(right).max())
     if error < 1e-4:
-        told = "more than rounding explains: a number added for safety (norm + 1e-12) or a step in a lower precision does this"
+        told = (
+            "more than rounding explains: a number added for safety (norm + 1e-12) or a step in a lower "
+            "precision does this"
+        )
         yield f"the largest error is {error:.1e} of the largest number, {told}"
 
 
@@ -165,7 +207,9 @@ def _is_float(value: Any) -> bool:
 
 
 def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:
-    """Whether the answer has the axes of tokens and heads exchanged, or the code takes them so in its arguments."""
+    """Whether the answer has the axes of tokens and heads exchanged, or the code takes them so in its
+    arguments.
+    """
     got = call.result
     if right.ndim < 3 or got.ndim != right.ndim:
         return
@@ -179,13 +223,21 @@ def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:
             for name, value in call.arguments.items()
         }
         other = answer(oracle(call.function), **exchanged)
-        if isinstance(other, np.ndarray) and not all(_unlike(got, each, dtype) for each in (other, np.swapaxes(other, 1, 2))):
+        if isinstance(other, np.ndarray) and not all(
+            _unlike(got, each, dtype) for each in (other, np.swapaxes(other, 1, 2))
+        ):
             yield f"{told}: the code takes the second axis of its arguments for the tokens"
 
 
 def numbers_in(value: Any) -> int:
     """How many numbers an argument has, those in a tuple among them."""
-    return sum(map(numbers_in, value)) if isinstance(value, tuple) else value.size if isinstance(value, np.ndarray) else 0
+    return (
+        sum(map(numbers_in, value))
+        if isinstance(value, tuple)
+        else value.size
+        if isinstance(value, np.ndarray)
+        else 0
+    )
 
 
 def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool:

@@ -1,4 +1,6 @@
-"""The report on a failing law: what does not hold, the smallest input, the misconception that it matches, and a repro."""
+"""The report on a failing law: what does not hold, the smallest input, the misconception that it matches,
+and a repro.
+"""
 
 import shlex
 import traceback
@@ -46,31 +48,54 @@ def said(
         parts.append(("what holds", requirement.mended))
     if isinstance(error, Violation):
         parts.append(("what is wrong", error.message))
-        parts += [(name, _show(each)) for name, each in (("expected", error.expected), ("got", error.got)) if each is not None]
+        parts += [
+            (name, _show(each))
+            for name, each in (("expected", error.expected), ("got", error.got))
+            if each is not None
+        ]
         if worst := _worst(error.expected, error.got):
             parts.append(("worst", worst))
     else:
-        parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"))
+        parts.append(
+            (
+                "what is wrong",
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
+            )
+        )
         frame = traceback.extract_tb(error.__traceback__)[-1]
         parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
     if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
         parts.append(
-            ("the dtype", f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in its own")
+            (
+                "the dtype",
+                f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in "
+                "its own",
+            )
         )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
-        parts.append(("misconception", f"your numbers match a known bug: {match.misconception} ({match.killed_by}{above})"))
+        parts.append(
+            (
+                "misconception",
+                f"your numbers match a known bug: {match.misconception} ({match.killed_by}{above})",
+            )
+        )
     if not matches and (looks := sign(implementation, law)):
         parts.append(("it looks like", looks))
     for place, source in compiled.UNFILLED.items():
         parts.append(("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number"))
     if calls:
-        small = not law.examples and not implementation.domain.excludes_small  # what is large is not made smaller
+        # what is large is not made smaller
+        small = not law.examples and not implementation.domain.excludes_small
         parts.append((f"{'smallest' if small else 'an'} input", _shortened(arguments(calls[-1].arguments))))
     if calls and (program := repro(law, implementation)):
         parts.append((AGAIN, program))
     elif calls and implementation.drawn:
-        drawn = (f"{name} = {value!r}" for name, value in implementation.drawn.items() if not isinstance(value, np.ndarray))
+        drawn = (
+            f"{name} = {value!r}"
+            for name, value in implementation.drawn.items()
+            if not isinstance(value, np.ndarray)
+        )
         parts.append(("made of", ", ".join(drawn)))
     return [*parts, ("this law alone", _alone(law, implementation))]
 
@@ -97,17 +122,30 @@ def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
 
 
 def unanswerable(implementation: Implementation, error: BaseException) -> tuple[str, str] | None:
-    """Why an error is no answer to a law, and where it was raised; None for one that says something of the mathematics."""
+    """Why an error is no answer to a law, and where it was raised; None for one that says something of the
+    mathematics.
+    """
     if isinstance(error, ProgramFailed | NotAsked):
         return str(error), ""
     if found := compiled.fault(error):
         return found
     if isinstance(error, SystemExit):
         what = f"it ended the process: sys.exit({error.code!r})"
-    elif isinstance(error, MemoryError) or "OutOfMemoryError" in type(error).__name__ or "can't allocate memory" in str(error):
-        arrays = [each for call in implementation.calls[-1:] for each in call.arguments.values() if isinstance(each, np.ndarray)]
+    elif (
+        isinstance(error, MemoryError)
+        or "OutOfMemoryError" in type(error).__name__
+        or "can't allocate memory" in str(error)
+    ):
+        arrays = [
+            each
+            for call in implementation.calls[-1:]
+            for each in call.arguments.values()
+            if isinstance(each, np.ndarray)
+        ]
         tokens = max((each.shape[-2] for each in arrays if each.ndim > 1), default=0)
-        what = f"out of memory at {tokens:,} tokens: declare `max_length` (DOMAIN or --domain) if it takes fewer"
+        what = (
+            f"out of memory at {tokens:,} tokens: declare `max_length` (DOMAIN or --domain) if it takes fewer"
+        )
     else:
         return None
     frame = traceback.extract_tb(error.__traceback__)[-1]
@@ -123,15 +161,18 @@ def _named(origin: str) -> str:
 def repro(law: Law, implementation: Implementation) -> str:
     """A program that makes the last recorded call again and prints it beside the reference.
 
-    Where it would be a page of numbers, since a law made a large input of its case, the program asks the law again; it is empty
-    where that is a page of numbers too.
+    Where it would be a page of numbers, since a law made a large input of its case, the program asks the law
+    again; it is empty where that is a page of numbers too.
     """
     call = implementation.calls[-1]
     path = call.function
-    arguments = ", ".join(key if place < call.positional else f"{key}={key}" for place, key in enumerate(call.arguments))
+    arguments = ", ".join(
+        key if place < call.positional else f"{key}={key}" for place, key in enumerate(call.arguments)
+    )
     cases = {key: value for key, value in implementation.drawn.items() if isinstance(value, Case)}
     literals = {
-        key: _from_case(value, cases, implementation) or ("" if numbers_in(value) > _MOST_PRINTED else _literal(value))
+        key: _from_case(value, cases, implementation)
+        or ("" if numbers_in(value) > _MOST_PRINTED else _literal(value))
         for key, value in call.arguments.items()
     }
     if not all(literals.values()):
@@ -145,7 +186,11 @@ def repro(law: Law, implementation: Implementation) -> str:
             "import numpy as np",
             *(["from evictionary.spec_tests.judge.cases import Case"] if case else []),
             *sorted({line for value in call.arguments.values() for line in _imports(value)}),
-            *(["from numpy import inf, nan"] if any(_has_no_literal(value) for value in call.arguments.values()) else []),
+            *(
+                ["from numpy import inf, nan"]
+                if any(_has_no_literal(value) for value in call.arguments.values())
+                else []
+            ),
             "from evictionary.spec_tests.judge.implementation import load, oracle",
             *case,
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
@@ -158,8 +203,13 @@ def repro(law: Law, implementation: Implementation) -> str:
 
 
 def _asking(law: Law, implementation: Implementation) -> str:
-    """A program that asks a law again with what it had drawn, and prints the last call of that function beside the reference."""
-    drawn = {name: value.item() if isinstance(value, np.generic) else value for name, value in implementation.drawn.items()}
+    """A program that asks a law again with what it had drawn, and prints the last call of that function
+    beside the reference.
+    """
+    drawn = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in implementation.drawn.items()
+    }
     if law.name not in LAWS or not all(map(_is_stated, drawn.values())):
         return ""
     path = implementation.calls[-1].function
@@ -180,7 +230,10 @@ print("got     ", impl.{path}(*args, **kwargs))"""
 
 
 def _loading(implementation: Implementation) -> str:
-    return f'impl = load("{implementation.origin}", device="{implementation.device}", dtype="{implementation.dtype}")'
+    return (
+        f'impl = load("{implementation.origin}", device="{implementation.device}", '
+        f'dtype="{implementation.dtype}")'
+    )
 
 
 def _expecting(law: Law, call: str) -> str:
@@ -199,7 +252,9 @@ def _is_stated(value: Any) -> bool:
 
 
 def _from_case(value: Any, cases: dict[str, Case], implementation: Implementation) -> str:
-    """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten thousand numbers."""
+    """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten
+    thousand numbers.
+    """
     if not isinstance(value, np.ndarray) or value.size <= 64:
         return ""
     for case in cases.values():
@@ -220,12 +275,16 @@ def _imports(value: Any) -> list[str]:
     """The line that `_literal` needs for a named tuple or a fraction."""
     if isinstance(value, Fraction):
         return ["from fractions import Fraction"]
-    return [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
+    return (
+        [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
+    )
 
 
 def _literal(value: Any) -> str:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = ", ".join(f"{key}={_literal(entry)}" for key, entry in zip(value._fields, value, strict=True))
+        fields = ", ".join(
+            f"{key}={_literal(entry)}" for key, entry in zip(value._fields, value, strict=True)
+        )
         return f"{type(value).__name__}({fields})"
     if isinstance(value, np.ndarray):
         dtype = "" if value.dtype == np.float64 else f", dtype=np.{value.dtype.name}"
@@ -243,7 +302,10 @@ def _worst(expected: Any, got: Any) -> str:
     apart[np.isnan(apart)] = np.inf
     at = np.unravel_index(int(apart.argmax()), apart.shape)
     place = ", ".join(map(str, at))
-    return f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of {apart.size} differ"
+    return (
+        f"at [{place}]: expected {expected[at]!s}, got {got[at]!s}; {np.count_nonzero(apart)} of "
+        f"{apart.size} differ"
+    )
 
 
 def _shortened(text: str) -> str:

@@ -1,9 +1,10 @@
-"""Cases as JSON, for ports in languages that no Python reaches: inputs, what the reference gives for them, and the error allowed.
+"""Cases as JSON, for ports in languages that no Python reaches: inputs, what the reference gives for them,
+and the error allowed.
 
-The cases of a requirement are calls that its laws make of the reference: for each planted mistake the smallest that shows it, a few
-plain ones of several sizes, the smallest degenerate and refused ones, and some that tell two mistakes apart. Each case names the
-mistakes that it tells from the right answer at float32. docs/any_language.md describes the files, `vectors.schema.json` is their
-schema.
+The cases of a requirement are calls that its laws make of the reference: for each planted mistake the
+smallest that shows it, a few plain ones of several sizes, the smallest degenerate and refused ones, and some
+that tell two mistakes apart. Each case names the mistakes that it tells from the right answer at float32.
+docs/any_language.md describes the files, `vectors.schema.json` is their schema.
 """
 
 import hashlib
@@ -34,8 +35,8 @@ from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
 SCHEMA = "evictionary/vectors/1"
 INDEX, SCHEMA_FILE = "vectors.json", "vectors.schema.json"
 DTYPES = ("float64", "float32")
-# Inputs that each law draws, that it draws again with the channels of trained models, and that it draws for a mistake which none of
-# them shows; calls with more numbers than that make no case.
+# Inputs that each law draws, that it draws again with the channels of trained models, and that it draws for a
+# mistake which none of them shows; calls with more numbers than that make no case.
 EXAMPLES, WIDE_EXAMPLES, LONGER_LOOK, WIDE, MOST_NUMBERS = 6, 2, 30, (64, 128), 1024
 
 
@@ -78,9 +79,11 @@ class Example:
         return EDGE if degenerate(self.function, self.arguments) else MATHEMATICS
 
     def allowed(self, dtype: str) -> list[tuple[float, float]]:
-        """For each array of the result the largest and the mean error that a dtype allows; empty where there is no one answer.
+        """For each array of the result the largest and the mean error that a dtype allows; empty where
+        there is no one answer.
 
-        A mask or a number of tokens has one where rounding at random, which the error is measured by, does not change it.
+        A mask or a number of tokens has one where rounding at random, which the error is measured by, does
+        not change it.
         """
         if dtype not in self.allowances:
             self.allowances[dtype] = self._allowed(dtype)
@@ -90,14 +93,23 @@ class Example:
         function, found = oracle(self.function), []
         # Those without a default by position, as laws call it: what they have measured is remembered.
         parameters = inspect.signature(function).parameters.values()
-        leading = [each.name for each in parameters if each.default is each.empty and each.kind is not each.KEYWORD_ONLY]
+        leading = [
+            each.name
+            for each in parameters
+            if each.default is each.empty and each.kind is not each.KEYWORD_ONLY
+        ]
         args = [self.arguments[name] for name in leading]
         kwargs = {name: value for name, value in self.arguments.items() if name not in leading}
         several = isinstance(self.result, tuple | list)
         nested = several and any(isinstance(each, tuple | list) for each in self.result)
         for place, leaf in enumerate(leaves(self.result)):
             if nested:
-                each = allowance(lambda *args, **kwargs: leaves(function(*args, **kwargs))[place], *args, dtype=dtype, **kwargs)  # noqa: B023
+                each = allowance(
+                    lambda *args, **kwargs: leaves(function(*args, **kwargs))[place],
+                    *args,
+                    dtype=dtype,
+                    **kwargs,
+                )  # noqa: B023
             else:
                 each = allowance(function, *args, dtype=dtype, pick=place if several else None, **kwargs)
             if not np.isfinite(each.largest) or (np.asarray(leaf).dtype.kind != "f" and each.largest >= 0.5):
@@ -111,7 +123,9 @@ class Example:
         return self.kind == REFUSAL or bool(self.allowed("float32") and self.allowed("float64"))
 
     def catches(self, mutant: Mutant) -> bool:
-        """Whether the numbers of a planted mistake lie outside what float32 allows, or it accepts what is to be refused."""
+        """Whether the numbers of a planted mistake lie outside what float32 allows, or it accepts what is
+        to be refused.
+        """
         if mutant.name not in self.asked_of:
             self.asked_of[mutant.name] = self._differs(mutant)
         return self.asked_of[mutant.name]
@@ -119,17 +133,26 @@ class Example:
     def _differs(self, mutant: Mutant) -> bool:
         got = answer(mutant.function, **self.arguments)
         if isinstance(got, Exception) or isinstance(self.result, ValueError):
-            return not isinstance(got, Exception)  # a mistake that raises shows itself, and is no wrong number
+            # a mistake that raises shows itself, and is no wrong number
+            return not isinstance(got, Exception)
         mine, theirs = leaves(self.result), leaves(got)
-        if len(mine) != len(theirs) or any(np.shape(one) != np.shape(other) for one, other in zip(mine, theirs, strict=True)):
+        if len(mine) != len(theirs) or any(
+            np.shape(one) != np.shape(other) for one, other in zip(mine, theirs, strict=True)
+        ):
             return self.usable
         size = max(
-            (np.abs(each[np.isfinite(each)]).max(initial=0) for each in map(np.asarray, mine) if each.dtype.kind == "f"), default=0
+            (
+                np.abs(each[np.isfinite(each)]).max(initial=0)
+                for each in map(np.asarray, mine)
+                if each.dtype.kind == "f"
+            ),
+            default=0,
         )
         if all(_agree(one, other, 1e-8 * size, 1e-8 * size) for one, other in zip(mine, theirs, strict=True)):
             return False  # most often so, and the allowance is dear
         return self.usable and any(
-            not _agree(one, other, *errors) for one, other, errors in zip(mine, theirs, self.allowed("float32"), strict=True)
+            not _agree(one, other, *errors)
+            for one, other, errors in zip(mine, theirs, self.allowed("float32"), strict=True)
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -137,7 +160,12 @@ class Example:
         if isinstance(self.result, ValueError):
             expected: Any = {"error": str(self.result)}
         else:
-            tolerances = iter([dict(zip(DTYPES, each, strict=True)) for each in zip(*map(self.allowed, DTYPES), strict=True)])
+            tolerances = iter(
+                [
+                    dict(zip(DTYPES, each, strict=True))
+                    for each in zip(*map(self.allowed, DTYPES), strict=True)
+                ]
+            )
             expected = written(self.result, lambda: next(tolerances))
         return {
             "function": self.function,
@@ -152,7 +180,11 @@ def _agree(expected: Any, got: Any, largest: float, mean: float) -> bool:
     same = (expected == got) | (np.isnan(expected) & np.isnan(got))
     with np.errstate(invalid="ignore"):
         error = np.where(same, 0, np.abs(expected - got))
-    return bool(np.isfinite(error).all()) and float(error.max(initial=0)) <= largest and float(error.sum()) <= mean * error.size
+    return (
+        bool(np.isfinite(error).all())
+        and float(error.max(initial=0)) <= largest
+        and float(error.sum()) <= mean * error.size
+    )
 
 
 def leaves(value: Any) -> list[Any]:
@@ -181,7 +213,9 @@ def written(value: Any, tolerance: Callable[[], dict[str, tuple[float, float]]] 
         if tolerance is not None:
             errors = tolerance()
             if found["dtype"] == "float":
-                found["tolerance"] = {dtype: {"largest": largest, "mean": mean} for dtype, (largest, mean) in errors.items()}
+                found["tolerance"] = {
+                    dtype: {"largest": largest, "mean": mean} for dtype, (largest, mean) in errors.items()
+                }
         return found
 
     return wire.to_json(value, leaf)
@@ -192,12 +226,14 @@ def read(value: Any) -> Any:
     if isinstance(value, list):
         return tuple(read(each) for each in value)
     if isinstance(value, dict) and "type" in value:
-        return member(value["type"])(**{field: read(each) for field, each in value.items() if field != "type"})
+        return member(value["type"])(
+            **{field: read(each) for field, each in value.items() if field != "type"}
+        )
     if isinstance(value, dict):
         dtype = {"float": np.float64, "bool": np.bool_, "int": np.int64}[value["dtype"]]
-        return np.array([float(each) if value["dtype"] == "float" else each for each in value["data"]], dtype).reshape(
-            value["shape"]
-        )
+        return np.array(
+            [float(each) if value["dtype"] == "float" else each for each in value["data"]], dtype
+        ).reshape(value["shape"])
     return float(value) if value in ("nan", "inf", "-inf") else value
 
 
@@ -218,14 +254,20 @@ def _is_numeric(value: Any) -> bool:
 
 
 def laws_of(methods: list[str] | None = None) -> list[Law]:
-    """The laws that call functions, of some methods or of all. Long inputs would fill files of many MB: their laws stay out."""
-    found = [law for law in load_laws().values() if law.functions and ANY not in law.functions and not law.examples]
+    """The laws that call functions, of some methods or of all. Long inputs would fill files of many MB:
+    their laws stay out.
+    """
+    found = [
+        law for law in load_laws().values() if law.functions and ANY not in law.functions and not law.examples
+    ]
     stems = [f"test_{method}{end}" for method in methods or [] for end in ("::", "_")]
     return [law for law in found if not stems or law.name.startswith(tuple(stems))]
 
 
 def generate(laws: list[Law], advance: Callable[[str], None]) -> dict[str, dict[str, Any]]:
-    """The file of each requirement of these laws, by its name; `advance` is told of each law and each requirement."""
+    """The file of each requirement of these laws, by its name; `advance` is told of each law and each
+    requirement.
+    """
     pool = _Pool()
     for law in laws:
         advance(law.sentence[:48])
@@ -256,11 +298,17 @@ def generate(laws: list[Law], advance: Callable[[str], None]) -> dict[str, dict[
         cases: list[dict[str, Any]] = []
         mistakes: dict[str, str] = {}
         for function in sorted(function for function in chosen if requirement.id in chosen[function]):
-            for example in sorted({id(each): each for each in chosen[function][requirement.id]}.values(), key=_simplest_first):
+            for example in sorted(
+                {id(each): each for each in chosen[function][requirement.id]}.values(), key=_simplest_first
+            ):
                 caught = [mutant for mutant in mutants[function] if example.catches(mutant)]
                 mistakes |= {mutant.name: mutant.misconception for mutant in caught}
                 cases.append(
-                    {"id": f"{requirement.id}/{len(cases) + 1}", **example.as_json(), "catches": [each.name for each in caught]}
+                    {
+                        "id": f"{requirement.id}/{len(cases) + 1}",
+                        **example.as_json(),
+                        "catches": [each.name for each in caught],
+                    }
                 )
         if cases:
             content[f"{requirement.id}.json"] = {
@@ -300,7 +348,9 @@ class _Pool:
                 self.asked[law.requirement.id, call.function][example.key] = example
 
     def smallest(self, mutant: Mutant) -> Example | None:
-        """The smallest call that shows a planted mistake, generic ones before degenerate ones; None where no single call does."""
+        """The smallest call that shows a planted mistake, generic ones before degenerate ones; None where
+        no single call does.
+        """
         for example in sorted(self.examples[mutant.of].values(), key=_simplest_first):
             if example.catches(mutant):
                 return example
@@ -314,21 +364,31 @@ class _Pool:
         return None
 
     def tell_apart(self, mutants: list[Mutant], chosen: dict[str, list[Example]]) -> None:
-        """Add generic calls to those of the requirements until no two mistakes that some call tells apart show in the same ones."""
+        """Add generic calls to those of the requirements until no two mistakes that some call tells apart
+        show in the same ones.
+        """
         before = [each for examples in chosen.values() for each in examples if each.kind == MATHEMATICS]
         groups = [[mutant for mutant in mutants if any(each.catches(mutant) for each in before)]]
-        others = [each for each in self.examples[mutants[0].of].values() if each.kind == MATHEMATICS and each not in before]
+        others = [
+            each
+            for each in self.examples[mutants[0].of].values()
+            if each.kind == MATHEMATICS and each not in before
+        ]
         for example in [*before, *sorted(others, key=_simplest_first)]:
             parts = []
             for group in groups:
                 caught = [each for each in group if example.catches(each)]
                 parts += [caught, [each for each in group if each not in caught]]
                 if all(parts[-2:]) and example in others:
-                    chosen[min(chosen, key=lambda requirement: requirement != caught[0].killed_by)].append(example)
+                    chosen[min(chosen, key=lambda requirement: requirement != caught[0].killed_by)].append(
+                        example
+                    )
             groups = [part for part in parts if len(part) > 1]
 
     def plain(self, requirement: str, function: str) -> list[Example]:
-        """Generic calls from small to large and one for each wide head; the smallest degenerate and the smallest refused one."""
+        """Generic calls from small to large and one for each wide head; the smallest degenerate and the
+        smallest refused one.
+        """
         own = sorted(self.asked[requirement, function].values(), key=_simplest_first)
         generic = [each for each in own if each.kind == MATHEMATICS]
         narrow = [each for each in generic if each.channels not in WIDE]
@@ -343,7 +403,9 @@ def _simplest_first(example: Example) -> tuple[int, int, str]:
 
 
 def write(content: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Write the files, their schema and the index with their checksums; what an index there lists beside them goes. The index."""
+    """Write the files, their schema and the index with their checksums; what an index there lists beside
+    them goes. The index.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     if (folder / INDEX).is_file():
         for name in json.loads((folder / INDEX).read_text(encoding="utf-8"))["files"]:
@@ -369,14 +431,18 @@ def write(content: dict[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
 
 
 def check(folder: Path) -> list[str]:
-    """A sentence for each file that is not as the index says; none where all are. Raises ValueError where there is no index."""
+    """A sentence for each file that is not as the index says; none where all are. Raises ValueError where
+    there is no index.
+    """
     try:
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         if index["schema"] != SCHEMA:
             raise ValueError(f"schema {index['schema']}")
         listed = {str(name): str(entry["sha256"]) for name, entry in index["files"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"got {folder}, wanted a folder with a {INDEX} of {SCHEMA} ({type(error).__name__}: {error})") from None
+        raise ValueError(
+            f"got {folder}, wanted a folder with a {INDEX} of {SCHEMA} ({type(error).__name__}: {error})"
+        ) from None
     found = []
     for name, digest in listed.items():
         if not (folder / name).is_file():
@@ -384,7 +450,9 @@ def check(folder: Path) -> list[str]:
         elif _digest(folder / name) != digest:
             found.append(f"{name} has been changed: its checksum is not that of {INDEX}")
     return found + [
-        f"{path.name} is not listed in {INDEX}" for path in sorted(folder.glob("*.json")) if path.name not in {*listed, INDEX}
+        f"{path.name} is not listed in {INDEX}"
+        for path in sorted(folder.glob("*.json"))
+        if path.name not in {*listed, INDEX}
     ]
 
 

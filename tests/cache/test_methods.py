@@ -1,4 +1,6 @@
-"""Methods by name and by file: what their functions receive, their options, and what is said when they go wrong."""
+"""Methods by name and by file: what their functions receive, their options, and what is said when they go
+wrong.
+"""
 
 import functools
 import os
@@ -62,18 +64,28 @@ def score(keys, values, queries, hidden_states, positions, length, layer_index, 
     return keys.sum(-1)
 """
     more = {"queries": torch.ones(1, 4, 40, 4), "hidden_states": torch.ones(1, 40, 6)}
-    kept = user_method(tmp_path, text).kept(states | more, Request(compression_ratio=0.9, layer_index=1, num_layers=3))
+    kept = user_method(tmp_path, text).kept(
+        states | more, Request(compression_ratio=0.9, layer_index=1, num_layers=3)
+    )
     assert kept.sum(-1).tolist() == [[4, 4]]
 
 
 def test_a_file_that_imports_torch_receives_tensors(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
-    text = "import torch\ndef score(keys, /):\n    assert isinstance(keys, torch.Tensor)\n    return keys[..., 0]\n"
+    text = (
+        "import torch\ndef score(keys, /):\n    assert isinstance(keys, torch.Tensor)\n    return "
+        "keys[..., 0]\n"
+    )
     kept = user_method(tmp_path, text).kept(states, HALF)
     assert torch.equal(kept, torch.from_numpy(selection.top_k(states["keys"][..., 0].numpy(), 20)))
 
 
-def test_select_goes_before_score_and_a_function_can_be_named(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
-    text = "def score(keys):\n    return keys[..., 0]\ndef select(keys):\n    return keys[..., 0] == keys[..., 0]\n"
+def test_select_goes_before_score_and_a_function_can_be_named(
+    tmp_path: Path, states: dict[str, torch.Tensor]
+) -> None:
+    text = (
+        "def score(keys):\n    return keys[..., 0]\ndef select(keys):\n    return keys[..., 0] == "
+        "keys[..., 0]\n"
+    )
     assert user_method(tmp_path, text).kept(states, HALF).all()
     assert user_method(tmp_path, text, ":score").kept(states, HALF).sum(-1).tolist() == [[20, 20]]
 
@@ -86,7 +98,9 @@ def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.T
     for named, keep_ratio in ((options, solved), (options | {"keep_ratio": 0.5}, 0.5)):
         left = reference.lagkv.retained_length(40, keep_ratio=keep_ratio, **options)
         assert left <= budget or keep_ratio == 0.5
-        assert method.kept(states, Request(compression_ratio=ratio, options=named)).sum(-1).tolist() == [[left, left]]
+        assert method.kept(states, Request(compression_ratio=ratio, options=named)).sum(-1).tolist() == [
+            [left, left]
+        ]
 
 
 def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
@@ -125,7 +139,9 @@ def select(keys, values, *, keep_ratio, sink_size=4):
 """
 
 
-def test_arguments_like_lagkvs_do_not_make_a_method_recursive(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_arguments_like_lagkvs_do_not_make_a_method_recursive(
+    tmp_path: Path, model: LlamaForCausalLM
+) -> None:
     """keep_ratio and sink_size say what a function reads; that it is recursive is for TRAITS alone to say."""
     method = user_method(tmp_path, SINKS_AND_NEWEST)
     assert method.traits == frozenset()
@@ -149,7 +165,9 @@ def test_what_a_method_is_stands_in_its_module(name: str, traits: set[str]) -> N
     assert resolve(name).traits == traits
 
 
-def test_a_file_is_read_as_it_is_however_fast_it_is_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_read_as_it_is_however_fast_it_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "dont_write_bytecode", False)
     path = tmp_path / "knorm.py"
     for number in (1, 2):
@@ -180,10 +198,16 @@ def test_what_a_users_method_is_stands_in_its_file(tmp_path: Path, model: LlamaF
     assert user_method(tmp_path, f"TRAITS = ('recursive',){recursive}").traits == {"recursive"}
 
 
-def test_the_heads_of_momentkv_share_a_prompts_budget_by_an_allocator(states: dict[str, torch.Tensor]) -> None:
-    """MK-P2: the heads keep different numbers of tokens, as many together; each keeps the first token and the window of 4."""
+def test_the_heads_of_momentkv_share_a_prompts_budget_by_an_allocator(
+    states: dict[str, torch.Tensor],
+) -> None:
+    """MK-P2: the heads keep different numbers of tokens, as many together; each keeps the first token and
+    the window of 4.
+    """
     states["queries"] = 8 * torch.randn(1, 4, 40, 4, generator=torch.Generator().manual_seed(0))
-    alone, composed = (resolve(name).kept(states, Request(budget=8)) for name in ("momentkv", "momentkv+ada_kv"))
+    alone, composed = (
+        resolve(name).kept(states, Request(budget=8)) for name in ("momentkv", "momentkv+ada_kv")
+    )
     assert alone.sum(dim=-1).tolist() == [[8, 8]]
     assert composed.sum() == alone.sum() and len(composed.sum(dim=-1).unique()) > 1
     assert all(kept[..., 0].all() and kept[..., -4:].all() for kept in (alone, composed))
@@ -197,7 +221,11 @@ def test_the_heads_of_momentkv_share_a_prompts_budget_by_an_allocator(states: di
         ("x = 1\ndef score(keys:\n", "", r"cannot be imported: SyntaxError at mine.py, line 2"),
         ("\n1 / 0\n", "", r"cannot be imported: ZeroDivisionError at mine.py, line 2"),
         ("import sys\nsys.exit(3)\n", "", r"cannot be imported: SystemExit at mine.py, line 2: 3"),
-        ("def score(keys, logits):\n    return keys\n", "", r"names the argument logits in score.*some of keys, values, queries"),
+        (
+            "def score(keys, logits):\n    return keys\n",
+            "",
+            r"names the argument logits in score.*some of keys, values, queries",
+        ),
     ],
 )
 def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, message: str) -> None:
@@ -229,7 +257,11 @@ def test_names_and_files_that_are_no_method(name: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("name", "body", "message"),
     [
-        ("score", "keys", r"score in mine.py returned shape \[1, 2, 40, 4\], wanted scores of shape \[1, 2, 40\]"),
+        (
+            "score",
+            "keys",
+            r"score in mine.py returned shape \[1, 2, 40, 4\], wanted scores of shape \[1, 2, 40\]",
+        ),
         ("score", "keys[..., 0] > 0", "returned dtype torch.bool"),
         ("score", "'high'", "returned str"),
         ("score", "None", "returned NoneType"),
@@ -251,7 +283,9 @@ WRITING = "import {}\ndef score(keys, values):\n    keys *= 2\n    return keys.s
 
 
 def test_the_cache_is_not_written_to(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
-    """A file of torch is refused; arrays are copies, of float64 tensors too, so a file of NumPy may do what it likes."""
+    """A file of torch is refused; arrays are copies, of float64 tensors too, so a file of NumPy may do
+    what it likes.
+    """
     states = {name: value.double() for name, value in states.items()}
     before = states["keys"].clone()
     user_method(tmp_path, WRITING.format("numpy")).kept(states, HALF)
@@ -287,7 +321,9 @@ def test_an_option_out_of_range_is_refused_before_a_prompt_is_read(
 
 @pytest.mark.parametrize("method", [*catalogue.names(), "snapkv+ada_kv"])
 def test_options_that_fit_are_accepted_before_a_prompt_is_read(model: LlamaForCausalLM, method: str) -> None:
-    """Those of the method, and sizes far above the tokens that they are tried out on; what is drawn elsewhere stays as it is."""
+    """Those of the method, and sizes far above the tokens that they are tried out on; what is drawn
+    elsewhere stays as it is.
+    """
     own = {name: value for name, value in resolve(method).options.items() if name != "calibration"}
     torch.manual_seed(5)
     for options in (own, {name: 4097 if name.endswith("_size") else value for name, value in own.items()}):
@@ -304,7 +340,9 @@ def select(keys, budget):
 """
 
 
-@pytest.mark.parametrize(("share", "traits", "count"), [(10, "", 1), (10, "TRAITS = {'own_budget'}\n", 0), (1, "", 0)])
+@pytest.mark.parametrize(
+    ("share", "traits", "count"), [(10, "", 1), (10, "TRAITS = {'own_budget'}\n", 0), (1, "", 0)]
+)
 def test_a_select_that_wastes_its_budget_is_told_of_once(
     tmp_path: Path, model: LlamaForCausalLM, share: int, traits: str, count: int
 ) -> None:
@@ -312,14 +350,21 @@ def test_a_select_that_wastes_its_budget_is_told_of_once(
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         cached(model, IDS[:, :40], method, budget=20)
-    assert [str(each.message).count("keeps 3 tokens in a head, where the budget is 20") for each in told] == [1] * count
+    assert [str(each.message).count("keeps 3 tokens in a head, where the budget is 20") for each in told] == [
+        1
+    ] * count
 
 
 def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.Tensor]) -> None:
-    text = "def score(keys):\n    scores = keys[..., 0].copy()\n    scores[..., 5] = float('inf')\n    return scores\n"
+    text = (
+        "def score(keys):\n    scores = keys[..., 0].copy()\n    scores[..., 5] = float('inf')\n    "
+        "return scores\n"
+    )
     assert user_method(tmp_path, text).kept(states, Request(budget=1))[..., 5].all()
 
 
-@pytest.mark.parametrize(("ratio", "budget", "kept"), [(0.9, None, 1), (0.5, 3, 3), (0.5, 99, 10), (0.0, None, 10)])
+@pytest.mark.parametrize(
+    ("ratio", "budget", "kept"), [(0.9, None, 1), (0.5, 3, 3), (0.5, 99, 10), (0.0, None, 10)]
+)
 def test_tokens_to_keep(ratio: float, budget: int | None, kept: int) -> None:
     assert tokens_to_keep(10, ratio, budget) == kept

@@ -1,4 +1,6 @@
-"""The models of 2026 in a cache: every phase against masks by hand, and what methods read of a softmax that is not plain."""
+"""The models of 2026 in a cache: every phase against masks by hand, and what methods read of a softmax
+that is not plain.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,10 @@ RECURRENT = ["Qwen3-Next", "Jamba", "Nemotron-H", "LFM2", "Falcon-H1", "Zamba2"]
 @pytest.mark.parametrize("family", OF_2026)
 def test_a_model_reads_what_the_masks_by_hand_leave_it(family: str, phase: str, method: str) -> None:
     if (family, phase) in masked.REFUSED:
-        refused(lambda: masked.difference(build(family), method, **masked.PHASES[phase]), "wanted one: with several the recurrent")
+        refused(
+            lambda: masked.difference(build(family), method, **masked.PHASES[phase]),
+            "wanted one: with several the recurrent",
+        )
         return
     found = masked.difference(build(family), method, **masked.PHASES[phase])
     assert found.largest <= 2e-4 * found.of
@@ -47,7 +52,9 @@ def test_what_is_refused_is_wrong_in_transformers_itself() -> None:
 
 @pytest.mark.parametrize("phase", masked.PHASES)
 def test_a_model_that_goes_through_its_layers_again_and_again(phase: str) -> None:
-    """HRM has a place in the cache for each time. It magnifies the rounding of float32, so it is compared in float64."""
+    """HRM has a place in the cache for each time. It magnifies the rounding of float32, so it is compared
+    in float64.
+    """
     model = random_model(HrmTextConfig(**{**SMALL, "num_hidden_layers": 2})).double()
     found = masked.difference(model, "keydiff", **masked.PHASES[phase])
     assert found.largest <= 1e-4 * found.of
@@ -60,7 +67,11 @@ def test_the_page_has_these_models_in_these_phases() -> None:
     assert rows[start][1:-1] == list(masked.PHASES)
     table = rows[start + 2 : start + 2 + len(OF_2026)]
     assert [row[0] for row in table] == list(OF_2026)
-    cells = [(row[0], phase, cell, row[-1]) for row in table for phase, cell in zip(masked.PHASES, row[1:-1], strict=True)]
+    cells = [
+        (row[0], phase, cell, row[-1])
+        for row in table
+        for phase, cell in zip(masked.PHASES, row[1:-1], strict=True)
+    ]
     assert [(family, phase) for family, phase, cell, _ in cells if cell == "refused"] == masked.REFUSED
     assert all(cell == "refused" or float(cell) <= 2e-4 * float(largest) for *_, cell, largest in cells)
 
@@ -70,7 +81,10 @@ def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: P
     model = build(family)
     cache = cached(model, IDS[:, :36], "snapkv+ada_kv", 0.5, {"window_size": 4})
     assert any(map(is_recurrent, cache.layers)) and cache.evicting and cache.nbytes_beside > 0
-    others = EvictingCache.from_prefilled(model, cached(model, IDS[:, :36], None), "keydiff", 0.5), loaded(cache, tmp_path, model)
+    others = (
+        EvictingCache.from_prefilled(model, cached(model, IDS[:, :36], None), "keydiff", 0.5),
+        loaded(cache, tmp_path, model),
+    )
     steps = {"position_ids": torch.tensor([[36]])}
     wanted = read(model, IDS[:, 36:37], cached(model, IDS[:, :36], "keydiff", 0.5), **steps)
     torch.testing.assert_close(read(model, IDS[:, 36:37], others[0], **steps), wanted)
@@ -83,7 +97,8 @@ def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: P
     assert beams.shape == (1, IDS.shape[1] + 4)
     cache.reset()
     assert torch.equal(
-        generate(model, IDS, cache), generate(model, IDS, EvictingCache(model, "snapkv+ada_kv", 0.5, {"window_size": 4}))
+        generate(model, IDS, cache),
+        generate(model, IDS, EvictingCache(model, "snapkv+ada_kv", 0.5, {"window_size": 4})),
     )
 
 
@@ -95,14 +110,19 @@ def test_a_pyramid_counts_the_layers_that_are_compressed() -> None:
 
 @pytest.mark.parametrize("family", ["Jamba", "gpt-oss"])
 def test_a_prompt_is_not_read_twice_beside_a_state_or_a_window(family: str) -> None:
-    refused(lambda: EvictingCache(build(family), "kvzip"), "a sliding window or a recurrent state, wanted full attention alone")
+    refused(
+        lambda: EvictingCache(build(family), "kvzip"),
+        "a sliding window or a recurrent state, wanted full attention alone",
+    )
 
 
 # queries before RoPE
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["Qwen3-Next", "Granite 4 hybrid", "gpt-oss", "Cohere", "Cohere2", "SmolLM3", "Llama 4"])
+@pytest.mark.parametrize(
+    "family", ["Qwen3-Next", "Granite 4 hybrid", "gpt-oss", "Cohere", "Cohere2", "SmolLM3", "Llama 4"]
+)
 def test_queries_are_brought_back_to_before_rope_however_a_layer_rotates(family: str) -> None:
     model = build(family)
     cache = EvictingCache(model, "expected_attention", 0.5)
@@ -119,7 +139,8 @@ def test_queries_are_brought_back_to_before_rope_however_a_layer_rotates(family:
 
 def test_a_method_that_pairs_two_halves_refuses_neighbours() -> None:
     refused(
-        lambda: EvictingCache(build("Cohere"), "triattention"), "rotated by RoPE in two halves; wanted .* instead of triattention"
+        lambda: EvictingCache(build("Cohere"), "triattention"),
+        "rotated by RoPE in two halves; wanted .* instead of triattention",
     )
 
 
@@ -133,7 +154,11 @@ def states(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64)
 
 
-QUERIES, KEYS, VALUES = states(1, HEADS * GROUP, LENGTH, 8), states(1, HEADS, LENGTH, 8), states(1, HEADS, LENGTH, 6)
+QUERIES, KEYS, VALUES = (
+    states(1, HEADS * GROUP, LENGTH, 8),
+    states(1, HEADS, LENGTH, 8),
+    states(1, HEADS, LENGTH, 6),
+)
 SINKS = torch.tensor([[3.0, -1.0, 0.5, 2.0]], dtype=torch.float64)
 
 
@@ -152,8 +177,12 @@ SOFTMAXES = {"capped": Softmax(0.7), "with sinks": Softmax(None, SINKS), "both":
 
 @pytest.mark.parametrize("rows", [256, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_methods_read_the_probabilities_of_the_model(name: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """H2O, SnapKV, TOVA, KVzip, CriticalKV, MomentKV and DropKV, each from the probabilities as they are written out."""
+def test_methods_read_the_probabilities_of_the_model(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """H2O, SnapKV, TOVA, KVzip, CriticalKV, MomentKV and DropKV, each from the probabilities as they are
+    written out.
+    """
     monkeypatch.setattr(h2o, "TILE", 1)  # the prompt in one tile of rows, or in several
     monkeypatch.setattr(h2o, "LEAST_ROWS", rows)
     softmax = SOFTMAXES[name]
@@ -197,15 +226,22 @@ def test_expected_attention_counts_a_sink_among_the_expected_weights() -> None:
 
 @pytest.mark.parametrize("method", ["expected_attention", "momentkv", "keydiff+moments"])
 def test_a_formula_without_a_cap_refuses_capped_logits(method: str) -> None:
-    refused(lambda: EvictingCache(build("Gemma 2"), method), "with capped attention logits, wanted a method without a closed form")
+    refused(
+        lambda: EvictingCache(build("Gemma 2"), method),
+        "with capped attention logits, wanted a method without a closed form",
+    )
 
 
 def test_moments_and_a_sink_share_one_softmax() -> None:
-    """The tokens that stay, those that went by their moments, and the sink, which adds nothing to the output."""
+    """The tokens that stay, those that went by their moments, and the sink, which adds nothing to the
+    output.
+    """
     kept = torch.arange(LENGTH).expand(1, HEADS, LENGTH) % 3 == 0
     layer = EvictingLayer()
     layer.update(KEYS.float(), VALUES.float())
-    moments = momentkv.update(momentkv.no_moments(KEYS.float(), VALUES.float()), KEYS.float(), VALUES.float(), ~kept)
+    moments = momentkv.update(
+        momentkv.no_moments(KEYS.float(), VALUES.float()), KEYS.float(), VALUES.float(), ~kept
+    )
     layer.evict(kept)
     layer.state = policy.with_moments(moments)
     query = QUERIES[:, :, -1:].float()
@@ -220,7 +256,9 @@ def test_moments_and_a_sink_share_one_softmax() -> None:
 def test_moments_of_nothing_change_nothing_beside_sinks(method: str) -> None:
     model = build("gpt-oss")
     cache = EvictingCache(model, method, 0.0, {"window_size": 4} if "snapkv" in method else None)
-    torch.testing.assert_close(read_in(model, cache, [40, 1, 3], IDS), read(model, IDS, None), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(
+        read_in(model, cache, [40, 1, 3], IDS), read(model, IDS, None), rtol=1e-3, atol=1e-3
+    )
 
 
 def test_a_cap_that_only_the_call_of_a_module_tells_is_refused() -> None:
@@ -228,4 +266,7 @@ def test_a_cap_that_only_the_call_of_a_module_tells_is_refused() -> None:
     module: Any = attention_modules(model)[1]
     own = module.forward
     module.forward = lambda *arguments, **named: own(*arguments, **named, softcap=3.0)
-    refused(lambda: read(model, IDS, EvictingCache(model, "keydiff")), "with a softmax of its own, wanted a plain one")
+    refused(
+        lambda: read(model, IDS, EvictingCache(model, "keydiff")),
+        "with a softmax of its own, wanted a plain one",
+    )

@@ -1,4 +1,6 @@
-"""All the phases of a cache: blocks, decoding, ragged heads, padded batches, moments; against the reference, or masks by hand."""
+"""All the phases of a cache: blocks, decoding, ragged heads, padded batches, moments; against the
+reference, or masks by hand.
+"""
 
 import copy
 from pathlib import Path
@@ -56,7 +58,9 @@ def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_output_projection_of_each_head_adds_up_to_the_models(model: LlamaForCausalLM) -> None:
-    """What `w_o` is for a method: the states of the heads, each times its own, sum to the model's projection."""
+    """What `w_o` is for a method: the states of the heads, each times its own, sum to the model's
+    projection.
+    """
     module = attention_modules(model)[0]
     w_o = output_projection(model, module)
     states = torch.randn(len(w_o), w_o.shape[1], generator=torch.Generator().manual_seed(0))
@@ -68,7 +72,9 @@ def test_the_output_projection_of_each_head_adds_up_to_the_models(model: LlamaFo
 
 
 @pytest.mark.parametrize("block", [1, 7, 16])
-def test_keydiff_in_blocks_is_the_papers_and_never_holds_more_than_budget_and_block(model: LlamaForCausalLM, block: int) -> None:
+def test_keydiff_in_blocks_is_the_papers_and_never_holds_more_than_budget_and_block(
+    model: LlamaForCausalLM, block: int
+) -> None:
     cache = EvictingCache(model, "keydiff", budget=12, every=block)
     prefill(model, IDS, cache, block)
     wanted = reference.keydiff.process_prompt(*first_layer(model), budget=12, block_size=block)
@@ -105,7 +111,9 @@ def test_every_method_runs_after_the_prompt_and_generates(model: LlamaForCausalL
     assert 0 < cache.tokens_kept <= 60 + 5 and cache.nbytes < cache.nbytes_full
 
 
-@pytest.mark.parametrize("method", ["tova", "snapkv", "expected_attention", "momentkv", "keydiff", "random", "streaming_llm"])
+@pytest.mark.parametrize(
+    "method", ["tova", "snapkv", "expected_attention", "momentkv", "keydiff", "random", "streaming_llm"]
+)
 def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, method: str) -> None:
     cache = cached(model, IDS, method, budget=10, options=small(method), every=1, sizes=[20, 10, *[1] * 20])
     assert [layer.longest for layer in cache.layers] == [10, 10]
@@ -113,22 +121,38 @@ def test_methods_keep_a_fixed_budget_while_decoding(model: LlamaForCausalLM, met
 
 
 def test_random_eviction_with_protection_keeps_the_first_and_the_last_tokens(model: LlamaForCausalLM) -> None:
-    """Of a prompt and while decoding; a budget without room for all keeps the first and the newest. All else is `random`."""
+    """Of a prompt and while decoding; a budget without room for all keeps the first and the newest. All
+    else is `random`.
+    """
     options = {"sinks": 3, "window": 6}
     cache = cached(model, IDS, "random_protected", budget=20, options=options, every=1, sizes=[50, *[1] * 5])
     for row in positions_of(cache.layers[1]):
-        assert row[:3] == [0, 1, 2] and row[-6:] == list(range(49, 55)) and len(row) == 20 and row != sorted(range(20))
+        assert (
+            row[:3] == [0, 1, 2]
+            and row[-6:] == list(range(49, 55))
+            and len(row) == 20
+            and row != sorted(range(20))
+        )
     tight = cached(model, IDS, "random_protected", budget=5, options=options)
     assert positions_of(tight.layers[0]) == [[0, 1, 2, 58, 59]] * 2
-    alone, free = (cached(model, IDS, method, 0.5, seed=4) for method in (resolve("random_protected"), "random"))
+    alone, free = (
+        cached(model, IDS, method, 0.5, seed=4) for method in (resolve("random_protected"), "random")
+    )
     assert positions_of(alone.layers[0]) != positions_of(free.layers[0])
     without = cached(model, IDS, "random_protected", 0.5, {"sinks": 0, "window": 0}, seed=4)
     assert positions_of(without.layers[0]) == positions_of(free.layers[0])
-    refused(lambda: EvictingCache(model, "random_protected", options={"window": -1}), "window: got -1, wanted a whole number")
+    refused(
+        lambda: EvictingCache(model, "random_protected", options={"window": -1}),
+        "window: got -1, wanted a whole number",
+    )
 
 
-def random_survivors(model: LlamaForCausalLM, every: int, seed: int, length: int = 28, rows: int = 64) -> np.ndarray:
-    """How many of the heads of all rows hold each position, after 12 tokens and then one by one, with a budget of 8."""
+def random_survivors(
+    model: LlamaForCausalLM, every: int, seed: int, length: int = 28, rows: int = 64
+) -> np.ndarray:
+    """How many of the heads of all rows hold each position, after 12 tokens and then one by one, with a
+    budget of 8.
+    """
     states = torch.randn(rows, 2, length, 8, generator=torch.Generator().manual_seed(seed))
     with EvictingCache(model, "random", budget=8, every=every, seed=seed) as cache:
         for tokens in states.split([12, *[1] * (length - 12)], dim=2):
@@ -140,7 +164,9 @@ def random_survivors(model: LlamaForCausalLM, every: int, seed: int, length: int
 
 @pytest.mark.parametrize("every", [1, 4])
 def test_random_keeps_each_token_offered_with_one_probability(model: LlamaForCausalLM, every: int) -> None:
-    """Each compression keeps 8 of 12 tokens, or 8 of 9 with each new one: a token stays with the product of its chances."""
+    """Each compression keeps 8 of 12 tokens, or 8 of 9 with each new one: a token stays with the product
+    of its chances.
+    """
     counts = sum(random_survivors(model, every, seed) for seed in range(8))
     heads = 8 * 64 * 2
     compressions = np.array([(28 - max(position + 1, 12)) // every for position in range(28)])
@@ -176,11 +202,15 @@ COMPOSED = [
 def test_each_stored_key_is_the_key_of_the_position_it_claims(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str, amount: dict[str, Any]
 ) -> None:
-    """In all layers, after a prompt, blocks and single tokens, of rows with padding too; no position is claimed twice."""
+    """In all layers, after a prompt, blocks and single tokens, of rows with padding too; no position is
+    claimed twice.
+    """
     handed: dict[int, list[torch.Tensor]] = {}
     own = EvictingCache.update
 
-    def update(cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any) -> Any:
+    def update(
+        cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any
+    ) -> Any:
         if not cache._replaying:
             handed.setdefault(layer, []).append(keys)
         return own(cache, keys, values, layer, *rest, **named)
@@ -201,7 +231,9 @@ def test_each_stored_key_is_the_key_of_the_position_it_claims(
             read(model, ids[:, step : step + 1], cache, **after(given, step))
             for index, layer in enumerate(cache.layers):
                 keys, _, positions, filled = layer.contents()
-                wanted = torch.cat(handed[index], dim=2).gather(2, positions[..., None].expand(-1, -1, -1, 8).long())
+                wanted = torch.cat(handed[index], dim=2).gather(
+                    2, positions[..., None].expand(-1, -1, -1, 8).long()
+                )
                 assert torch.equal(keys[filled], wanted[filled])
                 rising = positions.masked_fill(~filled, -1)
                 assert ((rising[..., 1:] > rising[..., :-1]) | ~filled[..., 1:]).all()
@@ -218,7 +250,8 @@ def first_layer_with_queries(model: LlamaForCausalLM) -> tuple[np.ndarray, np.nd
 def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens: int, steps: int) -> None:
     """The first layer against the reference, from the same queries: what is kept, and the moments.
 
-    Of the longer prompt some tokens are evicted at once; of the shorter one none, and yet the first eviction is Algorithm 1's.
+    Of the longer prompt some tokens are evicted at once; of the shorter one none, and yet the first eviction
+    is Algorithm 1's.
     """
     queries, keys, values = first_layer_with_queries(model)
     layer = cached(model, IDS, "momentkv", budget=12, sizes=[prompt_tokens, *[1] * steps]).layers[0]
@@ -235,14 +268,21 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
         held, moments = [step.keys, step.values], step.moments
     near([layer.keys, layer.values], held, rtol=1e-7, atol=1e-5)
     same_moments(layer, moments)
-    output = partial_attention.attend(torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [policy])[:, :, 0]
-    near([output], [reference.momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)])
+    output = partial_attention.attend(
+        torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [policy]
+    )[:, :, 0]
+    near(
+        [output],
+        [reference.momentkv.attend(queries[:, :, end], *held, np.ones((1, 2, 12), dtype=bool), moments)],
+    )
 
 
 def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_written(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at the new token alone: that one is refused if it is not finite, before anything is written."""
+    """It looks at the new token alone: that one is refused if it is not finite, before anything is
+    written.
+    """
     cache, looked_at, own = cached(model, IDS[:, :30], "momentkv", budget=12), [], checks.is_finite
     monkeypatch.setattr(checks, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
     for name in ("_wide", "require_fit"):
@@ -250,26 +290,41 @@ def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_writte
     read_in(model, cache, [1] * 5, IDS[:, 30:])
     assert set(looked_at) == {2 * 8}
     before = cache.layers[0].keys.clone()
-    with model.model.layers[0].self_attn.v_proj.register_forward_hook(lambda *_: torch.full((1, 1, 16), torch.nan)):
-        refused(lambda: read(model, IDS[:, 35:36], cache), "values: got NaN or infinite numbers in layer 0", MethodError)
+    with model.model.layers[0].self_attn.v_proj.register_forward_hook(
+        lambda *_: torch.full((1, 1, 16), torch.nan)
+    ):
+        refused(
+            lambda: read(model, IDS[:, 35:36], cache),
+            "values: got NaN or infinite numbers in layer 0",
+            MethodError,
+        )
     assert torch.equal(cache.layers[0].keys, before)
 
 
 def test_momentkv_shares_the_budget_of_a_prompt_as_the_paper_has_it(model: LlamaForCausalLM) -> None:
-    """MK-P2, the first layer against the reference: what each head keeps, and the moments of what it evicts."""
+    """MK-P2, the first layer against the reference: what each head keeps, and the moments of what it
+    evicts.
+    """
     queries, keys, values = first_layer_with_queries(model)
     layer = cached(model, IDS, "momentkv+ada_kv", budget=20).layers[0]
     wanted = reference.momentkv.select_prompt(queries[:, :, -10:], keys, values, 20, floor_ratio=0.2)
     assert layer.lengths.tolist() == wanted.sum(axis=-1).tolist() != [[20, 20]]
     assert positions_of(layer) == places(wanted)
-    same_moments(layer, reference.momentkv.update(reference.momentkv.no_moments(keys, values), keys, values, ~wanted))
+    same_moments(
+        layer, reference.momentkv.update(reference.momentkv.no_moments(keys, values), keys, values, ~wanted)
+    )
 
 
 @pytest.mark.slow  # it installs the embedded model where it is not there yet
 def test_every_head_of_a_real_model_keeps_the_first_token_and_the_window() -> None:
-    """MK-P2 in all layers of the embedded model: the heads of a layer share its budget, and the moments hold every other token."""
+    """MK-P2 in all layers of the embedded model: the heads of a layer share its budget, and the moments
+    hold every other token.
+    """
     real, tokenizer = load_model()
-    text = " ".join(f"Line {line}: the {('red', 'old', 'tall')[line % 3]} house has {line * 7 % 11} windows." for line in range(60))
+    text = " ".join(
+        f"Line {line}: the {('red', 'old', 'tall')[line % 3]} house has {line * 7 % 11} windows."
+        for line in range(60)
+    )
     ids = tokenizer(text, return_tensors="pt").input_ids.to(real.device)
     length, budget = ids.shape[1], ids.shape[1] // 4
     assert budget > 2 * OBSERVED
@@ -278,7 +333,9 @@ def test_every_head_of_a_real_model_keeps_the_first_token_and_the_window() -> No
         read(real, ids, cache)
         for layer in cache.layers:
             heads = positions_of(layer)
-            assert all(row[0] == 0 and row[-OBSERVED:] == list(range(length - OBSERVED, length)) for row in heads)
+            assert all(
+                row[0] == 0 and row[-OBSERVED:] == list(range(length - OBSERVED, length)) for row in heads
+            )
             assert sum(map(len, heads)) == budget * len(heads)
             ragged += len(set(map(len, heads))) > 1
             assert (layer.moments.count + layer.lengths == length).all()
@@ -312,7 +369,9 @@ def score(keys, layer_index):
 """
 
 
-def test_out_of_memory_while_the_prompt_is_compressed_leaves_an_empty_cache(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_out_of_memory_while_the_prompt_is_compressed_leaves_an_empty_cache(
+    tmp_path: Path, model: LlamaForCausalLM
+) -> None:
     cache, other = (EvictingCache(model, written(tmp_path, OUT_OF_MEMORY), 0.5) for _ in range(2))
     cache.method.module.FAILS.add(1)
     refused(lambda: read(model, IDS, cache), "OutOfMemoryError", MethodError)
@@ -320,7 +379,9 @@ def test_out_of_memory_while_the_prompt_is_compressed_leaves_an_empty_cache(tmp_
     assert torch.equal(read_in(model, cache, [40, 1, 4]), read_in(model, other, [40, 1, 4]))
 
 
-def test_out_of_memory_while_decoding_leaves_a_layer_whole_until_the_next_time(tmp_path: Path, model: LlamaForCausalLM) -> None:
+def test_out_of_memory_while_decoding_leaves_a_layer_whole_until_the_next_time(
+    tmp_path: Path, model: LlamaForCausalLM
+) -> None:
     cache = cached(model, IDS, written(tmp_path, OUT_OF_MEMORY), budget=10, every=4, sizes=[20, 1, 1, 1])
     cache.method.module.FAILS.add(1)
     with pytest.warns(UserWarning, match="layer 1: out of memory, so 14 tokens stay"):
@@ -330,8 +391,12 @@ def test_out_of_memory_while_decoding_leaves_a_layer_whole_until_the_next_time(t
     assert [layer.longest for layer in cache.layers] == [11, 10]
 
 
-@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "momentkv+ada_kv", "lagkv"])
-def test_out_of_memory_in_the_write_changes_nothing(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "momentkv", "momentkv+ada_kv", "lagkv"]
+)
+def test_out_of_memory_in_the_write_changes_nothing(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
     both = [cached(model, IDS, method, 0.5, small(method), every=100, sizes=[40, 8]) for _ in range(2)]
     for each in both:
         each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
@@ -369,7 +434,9 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     noise = torch.randn(1, gvote.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
     mean, variance = reference.gvote.hidden_statistics(hidden.double().numpy())
     weight = module.q_proj.weight.double().numpy().reshape(4, 8, 32).swapaxes(-1, -2)
-    sampled = reference.gvote.project(reference.gvote.sample_hidden_states(mean, variance, noise)[:, None], weight)
+    sampled = reference.gvote.project(
+        reference.gvote.sample_hidden_states(mean, variance, noise)[:, None], weight
+    )
     near([got], [reference.gvote.rotate_by_average(sampled, position=60)])
 
 
@@ -381,7 +448,8 @@ def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaFor
     assert cache.layers[0].ragged is not None
     wanted = reference.ada_kv.select(-np.linalg.norm(first_layer(model)[0], axis=-1), 30)
     assert positions_of(cache.layers[0]) == places(wanted)
-    assert cache.nbytes == 2 * 2 * 60 * 8 * 4  # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
+    # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
+    assert cache.nbytes == 2 * 2 * 60 * 8 * 4
     assert cache.tokens_kept == 30
 
 
@@ -394,7 +462,14 @@ def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM
 
 
 @pytest.mark.parametrize(
-    "method", ["knorm+pyramid_kv", "tova+pyramid_kv+ada_kv", "keydiff+moments", "snapkv+ada_kv+moments", "criticalkv+ada_kv"]
+    "method",
+    [
+        "knorm+pyramid_kv",
+        "tova+pyramid_kv+ada_kv",
+        "keydiff+moments",
+        "snapkv+ada_kv+moments",
+        "criticalkv+ada_kv",
+    ],
 )
 def test_compositions(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, budget=20, options=small(method))
@@ -408,7 +483,9 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.1, 0.25, 0.4, 0.5, 0.9])
-@pytest.mark.parametrize("method", ["knorm+pyramid_kv", "snapkv+pyramid_kv", "snapkv+ada_kv+pyramid_kv", "lagkv+pyramid_kv"])
+@pytest.mark.parametrize(
+    "method", ["knorm+pyramid_kv", "snapkv+pyramid_kv", "snapkv+ada_kv+pyramid_kv", "lagkv+pyramid_kv"]
+)
 def test_a_pyramid_removes_what_is_asked_and_leaves_every_layer_its_window(
     deep_model: LlamaForCausalLM, method: str, ratio: float
 ) -> None:
@@ -437,7 +514,9 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
     for query in range(3):
         # attend takes the last stored tokens for the queries' own: the third query sees all of them
         seen = kept & (kept.cumsum(axis=-1) <= 28 + query)
-        near([got[:, :, query]], [reference.momentkv.attend(queries[:, :, query], keys, values, seen, moments)])
+        near(
+            [got[:, :, query]], [reference.momentkv.attend(queries[:, :, query], keys, values, seen, moments)]
+        )
 
 
 def test_moments_of_nothing_change_nothing() -> None:
@@ -454,14 +533,22 @@ def test_moments_of_nothing_change_nothing() -> None:
 
 
 PADDED = {
-    ((40, 23, 31), None): ["keydiff", "tova", "expected_attention", "knorm+ada_kv", "keydiff+moments", "lagkv"],
+    ((40, 23, 31), None): [
+        "keydiff",
+        "tova",
+        "expected_attention",
+        "knorm+ada_kv",
+        "keydiff+moments",
+        "lagkv",
+    ],
     ((40, 11), 3): ["keydiff", "expected_attention", "gvote", "momentkv", "snapkv", "knorm+ada_kv", "lagkv"],
 }
 """The lengths of the rows, the tokens between two compressions, and methods."""
 
 
 @pytest.mark.parametrize(
-    ("lengths", "every", "method"), [(*case, method) for case, methods in PADDED.items() for method in methods]
+    ("lengths", "every", "method"),
+    [(*case, method) for case, methods in PADDED.items() for method in methods],
 )
 def test_rows_padded_on_the_left_are_compressed_and_answered_as_alone(
     model: LlamaForCausalLM, lengths: tuple[int, ...], every: int | None, method: str
@@ -473,7 +560,10 @@ def test_rows_padded_on_the_left_are_compressed_and_answered_as_alone(
     answers = generate(model, ids, together, count=12, mask=given["attention_mask"])[:, 40:]
     for row, length in enumerate(lengths):
         alone = EvictingCache(model, method, 0.5, options, every=every)
-        assert answers[row].tolist() == generate(model, ids[row : row + 1, 40 - length :], alone, count=12)[0, length:].tolist()
+        assert (
+            answers[row].tolist()
+            == generate(model, ids[row : row + 1, 40 - length :], alone, count=12)[0, length:].tolist()
+        )
         for ours, own in zip(together.layers, alone.layers, strict=True):
             assert torch.equal(ours.lengths[row].sum(), own.lengths[0].sum())
             assert every is None or torch.equal(ours.lengths[row], own.lengths[0])
@@ -485,7 +575,9 @@ def test_gvote_compresses_ragged_heads_again(model: LlamaForCausalLM) -> None:
     assert cache.layers[0].ragged is not None
 
 
-def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampled_queries_come_from_the_last_hidden_states(
+    model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """While decoding they are a distribution, not the one state of the newest token."""
     whole = cached(model, IDS, None, record=("hidden_states",)).recorded[0]["hidden_states"]
     given: list[torch.Tensor] = []
@@ -496,8 +588,10 @@ def test_sampled_queries_come_from_the_last_hidden_states(model: LlamaForCausalL
         return own(source, states, position)
 
     monkeypatch.setattr(gvote, "supply", spy)
-    cached(model, IDS, "gvote", budget=1, every=1, sizes=[40, 1, 1])  # the smallest budget, so that GVote is asked each time
-    assert list(dict.fromkeys(states.shape[1] for states in given)) == [40, 41, 42]  # ragged heads ask one by one
+    # the smallest budget, so that GVote is asked each time
+    cached(model, IDS, "gvote", budget=1, every=1, sizes=[40, 1, 1])
+    # ragged heads ask one by one
+    assert list(dict.fromkeys(states.shape[1] for states in given)) == [40, 41, 42]
     torch.testing.assert_close(given[-1], whole[:, :42])
 
 
@@ -505,7 +599,11 @@ def test_the_last_queries_are_the_last_where_a_cache_has_as_many_tokens(tmp_path
     """Recent queries are not of the tokens that the cache holds, even when there are equally many."""
     text = "GIVEN = []\ndef score(keys, queries):\n    GIVEN.append(queries)\n    return keys.sum(-1)\n"
     method: Any = resolve(written(tmp_path, text))
-    states = {"keys": torch.randn(1, 2, 8, 4), "values": torch.randn(1, 2, 8, 4), "queries": torch.randn(1, 4, 8, 4)}
+    states = {
+        "keys": torch.randn(1, 2, 8, 4),
+        "values": torch.randn(1, 2, 8, 4),
+        "queries": torch.randn(1, 4, 8, 4),
+    }
     filled = torch.ones(1, 2, 8, dtype=torch.bool)
     filled[0, 1, 3:] = False
     method.kept(states, Request(budget=2, filled=filled, seen=[30], is_prompt=False))
@@ -551,13 +649,19 @@ def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM,
 def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) -> None:
     text = written(tmp_path, "no cache")
     refused(lambda: EvictingCache.load(text, model), r"wanted a file that EvictingCache\.save wrote")
-    refused(lambda: EvictingCache(model, "keydiff").save(tmp_path / "early"), "has not read its prompt", ValueError)
+    refused(
+        lambda: EvictingCache(model, "keydiff").save(tmp_path / "early"),
+        "has not read its prompt",
+        ValueError,
+    )
     another = tiny_llama(num_hidden_layers=3)
     refused(lambda: loaded(cached(model, IDS, "keydiff"), tmp_path, another), "wanted the model of the cache")
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv"])
-def test_a_file_that_was_changed_or_lacks_something_is_refused(tmp_path: Path, model: LlamaForCausalLM, method: str) -> None:
+def test_a_file_that_was_changed_or_lacks_something_is_refused(
+    tmp_path: Path, model: LlamaForCausalLM, method: str
+) -> None:
     path = tmp_path / "cache"
     cached(model, IDS, method, 0.5).save(path)
     whole, (settings, tensors) = path.read_bytes(), file.read(path, "cpu")
@@ -568,7 +672,10 @@ def test_a_file_that_was_changed_or_lacks_something_is_refused(tmp_path: Path, m
         left = ({key: each for key, each in part.items() if key != name} for part in (settings, tensors))
         file.write_tensors("path", path, *left)
         lack = f"it lacks '{name}'" if name in settings else "it lacks"
-        refused(lambda: EvictingCache.load(path, model), f"wanted a file with every setting and tensor of a cache; {lack}")
+        refused(
+            lambda: EvictingCache.load(path, model),
+            f"wanted a file with every setting and tensor of a cache; {lack}",
+        )
 
 
 @pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "momentkv", "expected_attention"])
@@ -600,11 +707,15 @@ def test_weights_that_are_on_the_disk_are_read_from_there(model: LlamaForCausalL
     projection: Any = offloaded.model.layers[1].self_attn.o_proj
     own = {"weight": projection.weight.data}
     projection.weight = torch.nn.Parameter(torch.empty_like(own["weight"], device="meta"))
-    refused(lambda: file.fingerprint(offloaded), r"model: got Linear without numbers in its weight \(device meta\)")
+    refused(
+        lambda: file.fingerprint(offloaded),
+        r"model: got Linear without numbers in its weight \(device meta\)",
+    )
     projection._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(weights_map=own)])
     assert file.fingerprint(offloaded) == file.fingerprint(model)
     assert torch.equal(
-        output_projection(offloaded, attention_modules(offloaded)[1]), output_projection(model, attention_modules(model)[1])
+        output_projection(offloaded, attention_modules(offloaded)[1]),
+        output_projection(model, attention_modules(model)[1]),
     )
 
 
@@ -627,7 +738,10 @@ def test_tokens_that_were_cropped_count_for_nothing(model: LlamaForCausalLM, met
         ({"every": -1}, "every: got -1"),
         ({"every": 2.0}, "every: got 2.0"),
         ({"method": "h2o", "every": 5}, "every: got 5, wanted 0: h2o reads the queries of all tokens"),
-        ({"method": "lagkv", "every": 1, "budget": 100}, "budget: got 100 with every=1, wanted a compression_ratio"),
+        (
+            {"method": "lagkv", "every": 1, "budget": 100},
+            "budget: got 100 with every=1, wanted a compression_ratio",
+        ),
     ],
 )
 def test_phases_that_cannot_be(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:

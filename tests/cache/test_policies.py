@@ -1,4 +1,6 @@
-"""What methods do in a cache beside choosing tokens: whose it is, what it keeps, and that old files are read."""
+"""What methods do in a cache beside choosing tokens: whose it is, what it keeps, and that old files are
+read.
+"""
 
 import re
 from pathlib import Path
@@ -20,17 +22,27 @@ OLD = Path(__file__).parent / "caches_of_2026"
 def test_the_cache_knows_no_method_by_name() -> None:
     names = "|".join(catalogue.names())
     named = re.compile(rf"(?<![a-z])({names}|{names.replace('_', '')})(?![a-z])", re.IGNORECASE)
-    for path in [each for room in ("cache", "methods") for each in (ROOT / "evictionary" / room).rglob("*.py")]:
-        assert not [line for line in path.read_text(encoding="utf-8").splitlines() if named.search(line)], path
+    for path in [
+        each for room in ("cache", "methods") for each in (ROOT / "evictionary" / room).rglob("*.py")
+    ]:
+        assert not [line for line in path.read_text(encoding="utf-8").splitlines() if named.search(line)], (
+            path
+        )
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in OLD.iterdir() if path.name != "answers"))
-def test_a_file_of_november_2026_answers_as_it_did_then(tmp_path: Path, model: LlamaForCausalLM, name: str) -> None:
-    """Files that the cache wrote before policies: moments, static tokens, an anchor, recent queries, ragged heads, padding."""
+def test_a_file_of_november_2026_answers_as_it_did_then(
+    tmp_path: Path, model: LlamaForCausalLM, name: str
+) -> None:
+    """Files that the cache wrote before policies: moments, static tokens, an anchor, recent queries,
+    ragged heads, padding.
+    """
     with EvictingCache.load(OLD / name, model) as cache:
         cache.save(tmp_path / "again")
         (old, tensors), (new, written) = (file.read(path, "cpu") for path in (OLD / name, tmp_path / "again"))
-        assert all(torch.equal(written[tensor], tensors[tensor]) for tensor in tensors.keys() | written.keys())
+        assert all(
+            torch.equal(written[tensor], tensors[tensor]) for tensor in tensors.keys() | written.keys()
+        )
         assert [each.get("static") for each in new["layers"]] == [each["static"] for each in old["layers"]]
         if name == "padded":
             got = read(model, IDS[:, 50:51].expand(2, 1), cache, **after(padded(30, 20)[1]))[:, 0]

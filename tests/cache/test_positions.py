@@ -1,7 +1,9 @@
-"""A cache in use: read, compress, crop, reorder, copy, save, load and reset in any order, against a model that is masked by hand.
+"""A cache in use: read, compress, crop, reorder, copy, save, load and reset in any order, against a model
+that is masked by hand.
 
-The model that is masked by hand has no cache. It reads the whole text again each time; a mask for each layer, row and head hides
-the tokens that were evicted before a query was read. A drawn rule says what is evicted, so the test knows it from no cache.
+The model that is masked by hand has no cache. It reads the whole text again each time; a mask for each layer,
+row and head hides the tokens that were evicted before a query was read. A drawn rule says what is evicted, so
+the test knows it from no cache.
 """
 
 from __future__ import annotations
@@ -50,7 +52,9 @@ def select_places(keys, layer_index):
 
 @dataclass(frozen=True)
 class Rule:
-    """Keep one of `step` tokens, and the last one if these are none. The steps of heads, rows or layers may differ."""
+    """Keep one of `step` tokens, and the last one if these are none. The steps of heads, rows or layers
+    may differ.
+    """
 
     first: int
     step: int
@@ -64,7 +68,9 @@ class Rule:
 
 
 class Told:
-    """A rule for one compression, as the method's file calls it: row by row and head by head, or for several of them at once."""
+    """A rule for one compression, as the method's file calls it: row by row and head by head, or for
+    several of them at once.
+    """
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
@@ -85,8 +91,9 @@ TOLD = [Told(Rule(0, 1, "nothing"))]
 class Text:
     """The tokens that were read, and which of them each head may see.
 
-    ids [B, T]; padding [B], the number of padding tokens on the left of each row; held [L, B, H_kv, T], the tokens that were not
-    evicted; visible [L, B, H_kv, T, T], the tokens that each query saw; evicted_at, the tokens read before the last compression.
+    ids [B, T]; padding [B], the number of padding tokens on the left of each row; held [L, B, H_kv, T], the
+    tokens that were not evicted; visible [L, B, H_kv, T, T], the tokens that each query saw; evicted_at, the
+    tokens read before the last compression.
     """
 
     ids: torch.Tensor
@@ -116,7 +123,9 @@ class Text:
         return replace(self, ids=torch.cat([self.ids, new], dim=1), held=held, visible=visible)
 
     def evict(self, rule: Rule, by_place: bool) -> Text:
-        """After a compression by a rule of positions, without padding, or of the places among the tokens that a head holds."""
+        """After a compression by a rule of positions, without padding, or of the places among the tokens
+        that a head holds.
+        """
         held = torch.zeros_like(self.held)
         for layer, row, head in torch.cartesian_prod(*map(torch.arange, self.held.shape[:3])).tolist():
             places = self.held[layer, row, head].nonzero()[:, 0]
@@ -126,7 +135,9 @@ class Text:
 
     def crop(self, count: int) -> Text:
         end = self.seen - count
-        return replace(self, ids=self.ids[:, :end], held=self.held[..., :end], visible=self.visible[..., :end, :end])
+        return replace(
+            self, ids=self.ids[:, :end], held=self.held[..., :end], visible=self.visible[..., :end, :end]
+        )
 
     def rows(self, indices: torch.Tensor) -> Text:
         return replace(
@@ -138,18 +149,26 @@ class Text:
         )
 
     def given(self, count: int) -> dict[str, torch.Tensor]:
-        """What `generate` says of padding and positions to a model that reads the last `count` tokens with a cache."""
+        """What `generate` says of padding and positions to a model that reads the last `count` tokens with
+        a cache.
+        """
         places = torch.arange(self.seen)
         positions = (places - self.padding[:, None]).clamp(min=0)[:, -count:]
         return {"attention_mask": (places >= self.padding[:, None]).long(), "position_ids": positions}
 
     def logits(self, model: LlamaForCausalLM) -> torch.Tensor:
-        """[B, T, vocabulary], of the whole text; padding, which no one reads, sees itself, so that it is no NaN."""
+        """[B, T, vocabulary], of the whole text; padding, which no one reads, sees itself, so that it is
+        no NaN.
+        """
         visible = self.visible | torch.eye(self.seen, dtype=torch.bool)
-        return masked_logits(model, self.ids, dict(enumerate(visible)), position_ids=self.given(self.seen)["position_ids"])
+        return masked_logits(
+            model, self.ids, dict(enumerate(visible)), position_ids=self.given(self.seen)["position_ids"]
+        )
 
 
-RULES = st.builds(Rule, st.integers(0, 5), st.integers(1, 3), st.sampled_from(["nothing", "heads", "rows", "layers"]))
+RULES = st.builds(
+    Rule, st.integers(0, 5), st.integers(1, 3), st.sampled_from(["nothing", "heads", "rows", "layers"])
+)
 TOKENS = st.integers(3, 250)
 PROMPTS = st.lists(st.integers(2, 9), min_size=1, max_size=3)  # the lengths of the rows of a batch
 
@@ -176,7 +195,9 @@ class CacheInUse(RuleBasedStateMachine):
         token=TOKENS,
         rule=RULES,
     )
-    def start(self, attention: str, by_place: bool, every: int, lengths: list[int], token: int, rule: Rule) -> None:
+    def start(
+        self, attention: str, by_place: bool, every: int, lengths: list[int], token: int, rule: Rule
+    ) -> None:
         self.model, self.by_place, self.every = self.models[attention], by_place, every
         self.cache = EvictingCache(self.model, self.method, budget=1, every=every)
         self.read_prompt(lengths, token, rule)
@@ -193,7 +214,10 @@ class CacheInUse(RuleBasedStateMachine):
         """The same logits from more tokens."""
         new = (torch.arange(count) * 7 + torch.arange(len(self.text.ids))[:, None] * 31 + token) % 256 + 3
         self.text = self.text.read(new)
-        got, wanted = read(self.model, new, self.cache, **self.text.given(count)), self.text.logits(self.models["by hand"])
+        got, wanted = (
+            read(self.model, new, self.cache, **self.text.given(count)),
+            self.text.logits(self.models["by hand"]),
+        )
         real = (torch.arange(self.text.seen) >= self.text.padding[:, None])[:, -count:]
         assert (got - wanted[:, -count:])[real].abs().max() <= 1e-4 * wanted.abs().max()
 
@@ -257,7 +281,11 @@ class CacheInUse(RuleBasedStateMachine):
     @rule()
     def load(self) -> None:
         self.cache.close()
-        self.cache, self.text, self.saved = EvictingCache.load(self.folder / "cache", self.model), self.saved, None
+        self.cache, self.text, self.saved = (
+            EvictingCache.load(self.folder / "cache", self.model),
+            self.saved,
+            None,
+        )
 
     @precondition(lambda self: self.text.seen > 20)
     @rule(lengths=PROMPTS, token=TOKENS, rule=RULES)
@@ -297,7 +325,8 @@ class CacheInUse(RuleBasedStateMachine):
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CacheInUse]:
-    monkeypatch.setattr(layers, "GROWTH", 1)  # most tokens are written into room that a layer has, as in long texts
+    # most tokens are written into room that a layer has, as in long texts
+    monkeypatch.setattr(layers, "GROWTH", 1)
     written(tmp_path, METHODS)
     attentions = {"sdpa": "sdpa", "eager": "eager", "by hand": "sdpa"}
     models = {name: tiny_llama(attn_implementation=attention) for name, attention in attentions.items()}
@@ -305,13 +334,22 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> type[CacheInUse]
 
 
 def run(machine: type[CacheInUse], examples: int, **more: Any) -> None:
-    given: dict[str, Any] = {"max_examples": examples, "stateful_step_count": 20, "derandomize": True, "database": None} | more
-    patient = settings(deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow], **given)
+    given: dict[str, Any] = {
+        "max_examples": examples,
+        "stateful_step_count": 20,
+        "derandomize": True,
+        "database": None,
+    } | more
+    patient = settings(
+        deadline=None, report_multiple_bugs=False, suppress_health_check=[HealthCheck.too_slow], **given
+    )
     run_state_machine_as_test(machine, settings=patient)
 
 
 @pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.slow)])
-def test_a_cache_in_use_sees_what_a_model_masked_by_hand_sees(machine: type[CacheInUse], examples: int) -> None:
+def test_a_cache_in_use_sees_what_a_model_masked_by_hand_sees(
+    machine: type[CacheInUse], examples: int
+) -> None:
     run(machine, examples)
 
 
@@ -349,9 +387,23 @@ RUNS: dict[str, Calls] = {
         ONE_MORE,
     ],
     "later tokens at once": [("start", {"lengths": [9]}), ("read", {"count": 5})],
-    "later tokens one by one": [("start", {"lengths": [9], "attention": "eager"}), ONE_MORE, ONE_MORE, ("read", {"count": 3})],
-    "compressed while decoding": [("start", {"lengths": [9], "every": 3}), *[ONE_MORE] * 7, ("read", {"count": 6})],
-    "ragged heads": [("start", {"lengths": [9], "rule": HEADS_DIFFER}), ONE_MORE, ONE_MORE, ("read", {"count": 3})],
+    "later tokens one by one": [
+        ("start", {"lengths": [9], "attention": "eager"}),
+        ONE_MORE,
+        ONE_MORE,
+        ("read", {"count": 3}),
+    ],
+    "compressed while decoding": [
+        ("start", {"lengths": [9], "every": 3}),
+        *[ONE_MORE] * 7,
+        ("read", {"count": 6}),
+    ],
+    "ragged heads": [
+        ("start", {"lengths": [9], "rule": HEADS_DIFFER}),
+        ONE_MORE,
+        ONE_MORE,
+        ("read", {"count": 3}),
+    ],
     "ragged heads of an eager model": [
         ("start", {"lengths": [9], "rule": Rule(1, 2, "heads"), "by_place": True, "attention": "eager"}),
         ONE_MORE,
@@ -432,7 +484,12 @@ def restore_without_padding(cache: EvictingCache, model: Any, settings: dict[str
 MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
     # the next position is the number of kept tokens
     (layers.EvictingLayer, "get_seq_length", lambda layer: layer.longest, [("start", {"lengths": [6]})]),
-    (layers.EvictingLayer, "crop", crop_to_kept, [("start", {"lengths": [6]}), ("read", {"count": 3}), ("crop", {"count": 2})]),
+    (
+        layers.EvictingLayer,
+        "crop",
+        crop_to_kept,
+        [("start", {"lengths": [6]}), ("read", {"count": 3}), ("crop", {"count": 2})],
+    ),
     (
         layers.EvictingLayer,
         "batch_select_indices",
@@ -446,14 +503,24 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
         lambda layer, memo: copy.copy(layer),
         [("start", {"lengths": [6]}), ONE_MORE, ("copy", {}), ("take_turns", {"count": 1})],
     ),
-    (layers.EvictingLayer, "restore", fill_without_positions, [("start", {"lengths": [6]}), ("save", {}), ("load", {})]),
+    (
+        layers.EvictingLayer,
+        "restore",
+        fill_without_positions,
+        [("start", {"lengths": [6]}), ("save", {}), ("load", {})],
+    ),
     (file, "restore", restore_without_padding, RUNS["a file of a padded batch"]),
 ]
 
 
 @pytest.mark.parametrize(("owner", "name", "mistake", "calls"), MISTAKES)
 def test_a_short_run_shows_a_planted_mistake(
-    machine: type[CacheInUse], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any], calls: Calls
+    machine: type[CacheInUse],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    mistake: Callable[..., Any],
+    calls: Calls,
 ) -> None:
     replay(machine, calls)
     monkeypatch.setattr(owner, name, mistake, raising=False)
@@ -465,9 +532,15 @@ RARE = ("batch_select_indices", "__deepcopy__")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("owner", "name", "mistake"), [found[:3] for found in MISTAKES if found[1] not in RARE])
+@pytest.mark.parametrize(
+    ("owner", "name", "mistake"), [found[:3] for found in MISTAKES if found[1] not in RARE]
+)
 def test_the_machine_finds_a_planted_mistake(
-    machine: type[CacheInUse], monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, mistake: Callable[..., Any]
+    machine: type[CacheInUse],
+    monkeypatch: pytest.MonkeyPatch,
+    owner: Any,
+    name: str,
+    mistake: Callable[..., Any],
 ) -> None:
     monkeypatch.setattr(owner, name, mistake, raising=False)
     refused(lambda: run(machine, 1000, phases=[Phase.generate]), "", (AssertionError, UsageError))

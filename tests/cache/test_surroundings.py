@@ -1,4 +1,6 @@
-"""What people put around a model and a cache: wrappers, threads, other precisions, images, gradients, an interruption."""
+"""What people put around a model and a cache: wrappers, threads, other precisions, images, gradients, an
+interruption.
+"""
 
 import copy
 import gc
@@ -32,8 +34,12 @@ class Adapted(torch.nn.Module):
         return self.base_model.forward(*arguments, **named)
 
 
-@pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv", "expected_attention", "gvote", "criticalkv"])
-def test_a_wrapped_model_with_a_padded_batch_keeps_what_the_model_keeps(model: LlamaForCausalLM, method: str) -> None:
+@pytest.mark.parametrize(
+    "method", ["keydiff", "snapkv+ada_kv", "momentkv", "expected_attention", "gvote", "criticalkv"]
+)
+def test_a_wrapped_model_with_a_padded_batch_keeps_what_the_model_keeps(
+    model: LlamaForCausalLM, method: str
+) -> None:
     ids, given = padded(30, 19)
     found = []
     for each in (Adapted(Adapted(model)), model):
@@ -42,7 +48,9 @@ def test_a_wrapped_model_with_a_padded_batch_keeps_what_the_model_keeps(model: L
     torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
-def test_a_wrapped_model_reads_its_prompt_twice_and_loads_a_file(tmp_path: Any, model: LlamaForCausalLM) -> None:
+def test_a_wrapped_model_reads_its_prompt_twice_and_loads_a_file(
+    tmp_path: Any, model: LlamaForCausalLM
+) -> None:
     wrapped: Any = Adapted(model)
     cache = EvictingCache(wrapped, "kvzip", 0.5)
     generate(wrapped, IDS, cache)
@@ -64,13 +72,21 @@ def answer(model: LlamaForCausalLM, method: str | None) -> list[list[int]]:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("method", METHODS[:3])
-def test_another_thread_may_generate_at_any_moment(method: str, attention: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One thread stops inside the attention of a layer until another has generated, from its first token to its last."""
+def test_another_thread_may_generate_at_any_moment(
+    method: str, attention: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread stops inside the attention of a layer until another has generated, from its first token
+    to its last.
+    """
     model = tiny_llama(attn_implementation=attention)
     wanted = {each: answer(model, each) for each in METHODS}
     inside, done, first = threading.Event(), threading.Event(), threading.get_ident()
     module = type(model.model.layers[0].self_attn).forward.__globals__
-    place = (AttentionInterface._global_mapping, "sdpa") if attention == "sdpa" else (module, "eager_attention_forward")
+    place = (
+        (AttentionInterface._global_mapping, "sdpa")
+        if attention == "sdpa"
+        else (module, "eager_attention_forward")
+    )
     own = place[0][place[1]]
 
     def stopping(*arguments: Any, **named: Any) -> Any:
@@ -110,7 +126,9 @@ def test_threads_that_start_together_leave_the_model_as_it_was(model: LlamaForCa
 def test_another_model_object_reads_nothing_from_a_cache_that_needs_its_model(
     tmp_path: Path, model: LlamaForCausalLM, method: str
 ) -> None:
-    """A cell of a notebook that is run twice: the same weights, and another object, whose attention would see a part."""
+    """A cell of a notebook that is run twice: the same weights, and another object, whose attention would
+    see a part.
+    """
     first = tiny_llama()
     cache = cached(first, IDS, method, 0.5)
     of_file = loaded(cache, tmp_path, model)
@@ -119,12 +137,18 @@ def test_another_model_object_reads_nothing_from_a_cache_that_needs_its_model(
         if not is_there:
             del first
             gc.collect()
-        refused(lambda: read(model, IDS[:, :3], cache), r"cache: got tokens of another model, wanted .* loaded again", RuntimeError)
+        refused(
+            lambda: read(model, IDS[:, :3], cache),
+            r"cache: got tokens of another model, wanted .* loaded again",
+            RuntimeError,
+        )
         assert cache.get_seq_length() == 60
     assert torch.equal(read(model, IDS[:, :3], of_file), wanted)
 
 
-@pytest.mark.parametrize(("method", "every"), [("keydiff", 0), ("keydiff", 4), ("knorm+ada_kv", 0), ("momentkv", 1)])
+@pytest.mark.parametrize(
+    ("method", "every"), [("keydiff", 0), ("keydiff", 4), ("knorm+ada_kv", 0), ("momentkv", 1)]
+)
 @pytest.mark.parametrize("prompt", [False, True])
 def test_a_forward_that_was_interrupted_is_noticed_by_the_next(
     model: LlamaForCausalLM, method: str, every: int, prompt: bool
@@ -138,13 +162,19 @@ def test_a_forward_that_was_interrupted_is_noticed_by_the_next(
 
     with model.model.layers[0].mlp.register_forward_hook(interrupt):
         refused(lambda: read(model, IDS[:, :5], cache), "", KeyboardInterrupt)
-    refused(lambda: read(model, IDS[:, :5], cache), r"cache: got layers that have read .* tokens, wanted one number", RuntimeError)
+    refused(
+        lambda: read(model, IDS[:, :5], cache),
+        r"cache: got layers that have read .* tokens, wanted one number",
+        RuntimeError,
+    )
     cache.reset()
     read(model, IDS, cache)
     assert cache.tokens_kept == 30
 
 
-@pytest.mark.parametrize("method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "knorm+ada_kv+moments", "momentkv"])
+@pytest.mark.parametrize(
+    "method", ["keydiff", "knorm+ada_kv", "keydiff+moments", "knorm+ada_kv+moments", "momentkv"]
+)
 def test_gradients_go_through_what_is_kept(method: str) -> None:
     """Four later tokens have the logits of a cache without a graph, and gradients of every weight."""
     model = tiny_llama()
@@ -154,11 +184,15 @@ def test_gradients_go_through_what_is_kept(method: str) -> None:
     logits = model(IDS[:, :4], past_key_values=cache).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     logits.sum().backward()
-    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert all(
+        parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters()
+    )
 
 
 @pytest.mark.parametrize("method", [*catalogue.names(), "snapkv+ada_kv", "keydiff+moments"])
-def test_under_autocast_a_method_keeps_and_says_what_it_does_in_bfloat16(model: LlamaForCausalLM, method: str) -> None:
+def test_under_autocast_a_method_keeps_and_says_what_it_does_in_bfloat16(
+    model: LlamaForCausalLM, method: str
+) -> None:
     """With nothing removed the logits are as near to those of float32 as they are without our cache."""
     exact = read_in(model, DynamicCache(), [40, 1, 4])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -174,18 +208,25 @@ def test_under_autocast_a_method_keeps_and_says_what_it_does_in_bfloat16(model: 
 
 @pytest.mark.parametrize("tokens", [0, 40])
 @pytest.mark.parametrize("method", ["keydiff", "momentkv", "knorm+ada_kv"])
-def test_another_attention_after_the_cache_was_made_is_refused_before_a_token_is_read(method: str, tokens: int) -> None:
+def test_another_attention_after_the_cache_was_made_is_refused_before_a_token_is_read(
+    method: str, tokens: int
+) -> None:
     model = tiny_llama()
     cache = EvictingCache(model, method, 0.5, every=4)
     if tokens:
         read(model, IDS[:, :tokens], cache)
     model.set_attn_implementation("eager")
-    refused(lambda: read(model, IDS[:, :3], cache), "model: got the attention eager, chosen after the cache was made")
+    refused(
+        lambda: read(model, IDS[:, :3], cache),
+        "model: got the attention eager, chosen after the cache was made",
+    )
     assert cache.get_seq_length() == tokens
 
 
 @pytest.mark.parametrize("every", [0, 4])
-def test_a_second_prompt_that_is_shorter_than_the_first_says_what_to_do(model: LlamaForCausalLM, every: int) -> None:
+def test_a_second_prompt_that_is_shorter_than_the_first_says_what_to_do(
+    model: LlamaForCausalLM, every: int
+) -> None:
     with EvictingCache(model, "keydiff", 0.5, every=every) as cache:
         generate(model, IDS, cache)
         refused(
@@ -222,7 +263,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an offloaded cache": ({"cache_implementation": "offloaded"}, "Passing both `cache_implementation`"),
     "contrastive search": ({"penalty_alpha": 0.6, "top_k": 4}, "requires `trust_remote_code=True`"),
     "DoLa": ({"dola_layers": "low"}, "requires `trust_remote_code=True`"),
-    "groups of beams": ({"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0}, "requires `trust_remote_code=True`"),
+    "groups of beams": (
+        {"num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 1.0},
+        "requires `trust_remote_code=True`",
+    ),
     "no cache": ({"use_cache": False}, "use_cache: got False with a cache, wanted True or no cache"),
 }
 
@@ -243,5 +287,9 @@ def test_every_other_way_is_refused_before_the_first_token(model: LlamaForCausal
     drawn: list[Any] = []
     given = settings | ({"assistant_model": tiny_llama()} if "assistant_model" in settings else {})
     draw = [lambda ids, scores: drawn.append(ids)]
-    refused(lambda: generate(model, IDS, EvictingCache(model, "keydiff"), logits_processor=draw, **given), message, ValueError)
+    refused(
+        lambda: generate(model, IDS, EvictingCache(model, "keydiff"), logits_processor=draw, **given),
+        message,
+        ValueError,
+    )
     assert not drawn

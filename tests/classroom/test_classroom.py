@@ -17,7 +17,19 @@ import pytest
 from hypothesis import assume, strategies as st
 from sampling import sampled
 from tools.commands import invoke
-from tools.grader import EVERY_FORMAT, KERNEL, NUMPY, SOLUTION, alone, bundled, child_of, judged, line_of, verdicts, written
+from tools.grader import (
+    EVERY_FORMAT,
+    KERNEL,
+    NUMPY,
+    SOLUTION,
+    alone,
+    bundled,
+    child_of,
+    judged,
+    line_of,
+    verdicts,
+    written,
+)
 from tools.reading import refused
 
 from evictionary import store
@@ -45,7 +57,9 @@ def test_the_assignments_are_those_of_this_list() -> None:
 def test_an_assignment_is_whole(name: str) -> None:
     one, laws = assignments.load(name), load_laws()
     assert one.max_score == 100
-    handout, note = ((one.folder / file).read_text(encoding="utf-8") for file in ("README.md", "instructor.md"))
+    handout, note = (
+        (one.folder / file).read_text(encoding="utf-8") for file in ("README.md", "instructor.md")
+    )
     earlier: set[str] = set()
     for step in one.steps:
         assert step.requirement in REQUIREMENTS
@@ -72,12 +86,16 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
     one = assignments.load(name)
     right = bundled(one.stem)
     result = judged(name, right)
-    # What the attacks on the oracle are after is worth having: reading it is all that stands between them and full marks.
+    # What the attacks on the oracle are after is worth having: reading it is all that stands between them and
+    # full marks.
     assert result.score == 100, [line.message for line in result.lines if line.message]
-    # The same file, whose functions raise: whoever graded the reference in the student's place would not notice.
+    # The same file, whose functions raise: whoever graded the reference in the student's place would not
+    # notice.
     names = re.findall(r"^def (\w+)", one.starter.read_text(encoding="utf-8"), flags=re.MULTILINE)
     canary = (
-        right + "\n\ndef raises(*args, **kwargs):\n    raise RuntimeError('canary')\n\n" + "".join(f"{n} = raises\n" for n in names)
+        right
+        + "\n\ndef raises(*args, **kwargs):\n    raise RuntimeError('canary')\n\n"
+        + "".join(f"{n} = raises\n" for n in names)
     )
     assert judged(name, canary, examples=1, explain=False).score == 0
 
@@ -89,10 +107,14 @@ def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
 
 @pytest.mark.slow
 def test_a_kernel_that_keeps_its_output_contributes(tmp_path: Path) -> None:
-    kept = KERNEL.replace("torch.empty(keys.shape[:-1])", "OUTPUT.setdefault(keys.shape, torch.empty(keys.shape[:-1]))")
+    kept = KERNEL.replace(
+        "torch.empty(keys.shape[:-1])", "OUTPUT.setdefault(keys.shape, torch.empty(keys.shape[:-1]))"
+    )
     path = written(tmp_path, "OUTPUT = {}\n" + kept, "keydiff.py")
     keys = np.random.default_rng(0).standard_normal((1, 2, 17, 8), dtype=np.float32)
-    with Child(path, "keydiff", library="torch", limits=assignments.load("kernel").limits(60), interpret=True) as child:
+    with Child(
+        path, "keydiff", library="torch", limits=assignments.load("kernel").limits(60), interpret=True
+    ) as child:
         plain = child.call("score", keys)
         assert (child.call("score", keys, change_launches=True) != plain).all()
         assert (child.call("score", keys) == plain).all()
@@ -114,7 +136,9 @@ MISTAKES = (
 def test_a_mistake_loses_its_points_and_is_named(name: str, mutant: str) -> None:
     planted = load_mutants()[mutant]
     result = judged(name, bundled(assignments.load(name).stem, planted), examples=15)
-    assert [line for line in result.lines if line.requirement == planted.killed_by and line.verdict == "failed"]
+    assert [
+        line for line in result.lines if line.requirement == planted.killed_by and line.verdict == "failed"
+    ]
     assert planted.misconception in [each for line in result.lines for each in line.misconceptions]
     first = next(line for line in result.lines if line.verdict == "failed")
     words = ("the law", "smallest input", "expected", "got", "to see it again")
@@ -160,9 +184,13 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     assert verdicts(result)["scores"] == "passed"
     assert {"not judged yet"}.isdisjoint(verdicts(result).values())
     assert [row["name"] for row in result.leaderboard] == ["right of 5", "relative distance"]
-    huge = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n")
+    huge = judged(
+        "contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n"
+    )
     assert (huge.score, "infinite" in huge.lines[0].reason) == (0, True)
-    noisy = judged("contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n")
+    noisy = judged(
+        "contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n"
+    )
     assert (noisy.score, noisy.leaderboard) == (0, [])
 
 
@@ -186,7 +214,9 @@ def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
 
 @pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
-    """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets wrong."""
+    """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets
+    wrong.
+    """
     mistake, settings = load_mutants()["gvote.ranked_together"], {"secret": b"3", "examples": 10}
     wrong = bundled("gvote", mistake)
     assert judged(alone("gvote", "votes", thoroughness=1), wrong, explain=False, **settings).score == 15
@@ -206,7 +236,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long each child that is started may be waited for."""
     waits: list[float] = []
     start = Child.__enter__
-    monkeypatch.setattr(Child, "__enter__", lambda child: waits.append(child.limits.wall_seconds) or start(child))
+    monkeypatch.setattr(
+        Child, "__enter__", lambda child: waits.append(child.limits.wall_seconds) or start(child)
+    )
     return waits
 
 
@@ -214,7 +246,10 @@ def test_a_file_that_cannot_be_loaded_is_not_tried_for_every_step(monkeypatch: p
     waits = counted(monkeypatch)
     result = judged("lagkv", "import time\ntime.sleep(60)\n", seconds=0.25)
     assert waits == [0.25, 0.75]
-    assert [line.verdict for line in result.lines] == ["failed", *["not judged yet"] * len(assignments.load("lagkv").steps)]
+    assert [line.verdict for line in result.lines] == [
+        "failed",
+        *["not judged yet"] * len(assignments.load("lagkv").steps),
+    ]
     assert "cannot be loaded" in result.lines[0].reason
     assert result.lines[0].read == "", "no part of a handout says why a file cannot be loaded"
 
@@ -230,12 +265,16 @@ def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPat
     assert waits == [10, 30, 10, 10, 10, 10]
 
 
-def test_a_seed_draws_the_same_inputs_whatever_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_seed_draws_the_same_inputs_whatever_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     law = next(law for law in load_laws().values() if law.functions)
 
     def drawn() -> list[int]:
         found: list[int] = []
-        counting = replace(law, check=lambda impl, number: found.append(number), drawn={"number": st.integers()})
+        counting = replace(
+            law, check=lambda impl, number: found.append(number), drawn={"number": st.integers()}
+        )
         decided_by(1, counting, 200).check(None)
         return found
 
@@ -291,7 +330,9 @@ def test_right_styles_have_full_marks(name: str) -> None:
 def test_a_softmax_through_its_logarithm_is_right_at_deviations_of_ten_thousand(form: str) -> None:
     one = assignments.load("lagkv")
     step = next(step for step in one.steps if step.check == "overflow")
-    source = next(each.source for each in classroom_styles.submissions("lagkv") if form in each.name and not each.wrong)
+    source = next(
+        each.source for each in classroom_styles.submissions("lagkv") if form in each.name and not each.wrong
+    )
     run = grading.ByLaws(one, Path(), secret=b"a secret", examples=500)
     (law,) = (law for law in run.laws(step) if law.name == "grader::score")
     run.drawn(law, step).check(run.implementation(classroom_styles.Inside(source, one.stem), step))  # type: ignore[arg-type]
@@ -303,7 +344,17 @@ def test_a_softmax_through_its_logarithm_is_right_at_huge_keys() -> None:
         load_laws()["test_expected_attention::test_each_query_head_has_its_own_softmax"],
     )
     step = next(step for step in one.steps if law.name in step.laws)
-    case = Case(kind="huge", seed=65122, batch=2, num_kv_heads=3, group=3, length=15, head_dim=6, value_dim=4, num_queries=3)
+    case = Case(
+        kind="huge",
+        seed=65122,
+        batch=2,
+        num_kv_heads=3,
+        group=3,
+        length=15,
+        head_dim=6,
+        value_dim=4,
+        num_queries=3,
+    )
     run = grading.ByLaws(one, Path(), secret=b"a secret", examples=1)
     for each in classroom_styles.submissions("expected_attention"):
         if not each.wrong:
@@ -316,7 +367,12 @@ def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: 
         for each in found:
             failed = ["weights"] if each.wrong and seed else []
             asked.append((seed, each.name))
-            line = {"submission": each.name, "wrong": bool(each.wrong), "points": 85 if failed else 100, "message": ""}
+            line = {
+                "submission": each.name,
+                "wrong": bool(each.wrong),
+                "points": 85 if failed else 100,
+                "message": "",
+            }
             yield {"assignment": assignment, "seed": seed, "failed": failed} | line
 
     asked: list[Any] = []
@@ -327,7 +383,9 @@ def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: 
     path.write_bytes(path.read_bytes()[:-20])
     lines = store.run(classroom_styles.Plan(("gvote",), 2, 25), tmp_path)
     again = [each for each, count in Counter(asked).items() if count > 1]
-    assert len(again) == 1 and {seed for seed, _ in asked} == {0, 1}, "only the line that was cut off is graded again"
+    assert len(again) == 1 and {seed for seed, _ in asked} == {0, 1}, (
+        "only the line that was cut off is graded again"
+    )
     page = classroom_styles.page(classroom_styles.current(lines))
     assert "| gvote | 30 | 25 | 2 | " in page
     assert "| gvote | softmax in float32 | 85: 1, 100: 1 | weights |" in page
@@ -369,7 +427,9 @@ def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
 
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     wrong = wrong_style("gvote", "samples_that_never_vote")
-    result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[wrong]
+    result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[
+        wrong
+    ]
     assert verdicts(result)["votes"] == "failed"
     assert verdicts(result)["logits"] == "not judged yet"
     assert result.score == 55
@@ -377,11 +437,22 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "mistake", ["", "a_launch_that_never_happens", "a_launch_whose_scores_are_left", "a_launch_that_is_multiplied_by_zero"]
+    "mistake",
+    [
+        "",
+        "a_launch_that_never_happens",
+        "a_launch_whose_scores_are_left",
+        "a_launch_that_is_multiplied_by_zero",
+    ],
 )
 def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
-    plain = "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, keepdim=True), keys, dim=-1)\n"
-    result = judged("kernel", wrong_style("kernel", mistake).source if mistake else plain, examples=1, explain=False)
+    plain = (
+        "import torch\n\n\ndef score(keys):\n    return -torch.cosine_similarity(keys.mean(-2, "
+        "keepdim=True), keys, dim=-1)\n"
+    )
+    result = judged(
+        "kernel", wrong_style("kernel", mistake).source if mistake else plain, examples=1, explain=False
+    )
     assert (result.score, result.lines[0].laws["grader::score"]) == (0, "crashed")
     assert not mistake or "a kernel has to compute with the keys" in result.lines[0].message
 
@@ -389,7 +460,9 @@ def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
 # What a student is told
 
 
-def test_time_in_the_queue_of_the_processors_is_not_the_students(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_in_the_queue_of_the_processors_is_not_the_students(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = "def unit_keys(keys):\n    return 2 * keys\n"
     with child_of(tmp_path, source) as child:
         child.remote.allow(0)  # no time is left
@@ -409,9 +482,13 @@ def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize("name", ["kernel", "contest"])
-def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_assignment_without_its_hardware_is_blocked(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(contest, "load_model", Mock(side_effect=InstallError("no index")))
-    monkeypatch.setattr(grading.importlib.util, "find_spec", lambda module: None if module == "triton" else object())
+    monkeypatch.setattr(
+        grading.importlib.util, "find_spec", lambda module: None if module == "triton" else object()
+    )
     order = classes.Order(name, b"a secret", 1, EVERY_FORMAT)
     (grade,) = classes.run(order, {"ada": written(tmp_path)}, tmp_path / "grades", 1)
     assert {line["verdict"] for line in grade["lines"]} == {"blocked"}
@@ -428,9 +505,21 @@ def test_an_assignment_without_its_hardware_is_blocked(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "secret", [b"1", b"2", pytest.param(b"3", marks=pytest.mark.slow), pytest.param(b"4", marks=pytest.mark.slow)]
+    "secret",
+    [b"1", b"2", pytest.param(b"3", marks=pytest.mark.slow), pytest.param(b"4", marks=pytest.mark.slow)],
 )
 def test_a_softmax_without_its_maximum_loses_the_same_points_at_every_seed(secret: bytes) -> None:
     one = alone("lagkv", "score", "range", "normalise", "deviation")
-    result = judged(one, wrong_style("lagkv", "softmax_without_the_maximum").source, secret=secret, examples=3, explain=False)
-    assert verdicts(result) == {"score": "failed", "range": "passed", "normalise": "passed", "deviation": "passed"}
+    result = judged(
+        one,
+        wrong_style("lagkv", "softmax_without_the_maximum").source,
+        secret=secret,
+        examples=3,
+        explain=False,
+    )
+    assert verdicts(result) == {
+        "score": "failed",
+        "range": "passed",
+        "normalise": "passed",
+        "deviation": "passed",
+    }

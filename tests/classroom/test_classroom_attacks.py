@@ -1,4 +1,6 @@
-"""Hostile submissions, and the process that runs a student's file: each scores nothing, ends in time, and is written down."""
+"""Hostile submissions, and the process that runs a student's file: each scores nothing, ends in time, and
+is written down.
+"""
 
 import io
 import itertools
@@ -86,16 +88,22 @@ def tried(often: int, at_night: int) -> pytest.MarkDecorator:
     """Try the same random things at every run, and many others in `make slow`."""
     # The grader loads its laws, which are tests of Hypothesis, where an archive can be read.
     calm = [HealthCheck.too_slow, HealthCheck.nested_given]
-    always = settings(max_examples=often, deadline=None, suppress_health_check=calm, derandomize=True, database=None)
+    always = settings(
+        max_examples=often, deadline=None, suppress_health_check=calm, derandomize=True, database=None
+    )
     others = settings(always, max_examples=at_night, derandomize=False)
-    return pytest.mark.parametrize("tries", [always, pytest.param(others, marks=pytest.mark.slow)], ids=["often", "at night"])
+    return pytest.mark.parametrize(
+        "tries", [always, pytest.param(others, marks=pytest.mark.slow)], ids=["often", "at night"]
+    )
 
 
 def changed(content: bytes) -> st.SearchStrategy[bytes]:
     """The content with a few bytes replaced, cut out or added."""
     place = st.integers(0, len(content))
     edit = st.tuples(
-        place, st.integers(0, 8), st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"9" * 12, b"\x80" + bytes(11)])
+        place,
+        st.integers(0, 8),
+        st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"9" * 12, b"\x80" + bytes(11)]),
     )
 
     def edited(edits: list[tuple[int, int, bytes]]) -> bytes:
@@ -153,7 +161,9 @@ def test_any_frame_is_an_answer_or_ends_the_child(tries: settings) -> None:
     @tries
     @given(st.sampled_from(FRAMES).flatmap(changed))
     def check(frame: bytes) -> None:
-        assert isinstance(answered(frame), np.ndarray | np.generic | tuple | list | bool | int | float | str | None)
+        assert isinstance(
+            answered(frame), np.ndarray | np.generic | tuple | list | bool | int | float | str | None
+        )
 
     check()
 
@@ -178,7 +188,11 @@ def test_any_name_and_message_are_text_in_every_format(tmp_path: Path, junit: An
         junit.validate(text_of(folder / "junit.xml"))
         tokens = MarkdownIt().enable("table").parse(text_of(folder / "grade.md"))
         assert [token.type for token in tokens].count("td_open") == 4 * len(judged.lines)
-        assert {child.type for token in tokens for child in token.children or []} <= {"text", "text_special", "softbreak"}
+        assert {child.type for token in tokens for child in token.children or []} <= {
+            "text",
+            "text_special",
+            "softbreak",
+        }
 
     check()
 
@@ -194,7 +208,10 @@ def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
 
 def test_the_filter_of_system_calls() -> None:
     """Each machine's numbers are different ones, and what a scorer needs is not among them."""
-    needed = {"x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202}, "aarch64": {"read": 63, "write": 64, "futex": 98}}
+    needed = {
+        "x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202},
+        "aarch64": {"read": 63, "write": 64, "futex": 98},
+    }
     for machine, allowed in needed.items():
         numbers = seccomp.refused(machine)
         assert len(set(numbers.values())) == len(numbers)
@@ -206,7 +223,9 @@ def test_the_filter_of_system_calls() -> None:
 
 
 def test_an_error_carries_five_hundred_characters_out_in_all(tmp_path: Path) -> None:
-    """A forged frame has three texts; each may be as long as one of the student's messages, and all may not."""
+    """A forged frame has three texts; each may be as long as one of the student's messages, and all may
+    not.
+    """
     forged = attacks.SOURCES["a frame of three long messages"]
     with child_of(tmp_path, forged) as child, pytest.raises(StudentError, match="xxx") as error:
         child.call("anchor", np.ones((1, 1, 2, 2)))
@@ -214,7 +233,10 @@ def test_an_error_carries_five_hundred_characters_out_in_all(tmp_path: Path) -> 
 
 
 def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
-    source = "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n        os.kill(1, 0)\n"
+    source = (
+        "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n "
+        "       os.kill(1, 0)\n"
+    )
     result = judged("keydiff", source, examples=1, explain=False)
     assert result.notes == ["the code tried: open /etc/passwd, os.kill"]
     assert judged("keydiff", SOLUTION, examples=1).notes == []
@@ -231,14 +253,19 @@ app(sys.argv[1:])
 
 
 @pytest.mark.parametrize(("more", "code"), [((), 2), (("--without-walls",), 0)])
-def test_without_landlock_nothing_is_run_unless_told_to(more: tuple[str, ...], code: int, tmp_path: Path) -> None:
+def test_without_landlock_nothing_is_run_unless_told_to(
+    more: tuple[str, ...], code: int, tmp_path: Path
+) -> None:
     """The kernel answers as an older one does, or as a container that forbids Landlock."""
     path = written(tmp_path, "def anchor(keys):\n    return 1.0\n")
     done = python("-c", WITHOUT_LANDLOCK, "grade", path, *to_grade(tmp_path), *more, cwd=tmp_path, code=code)
-    assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(done.stderr.split())
+    assert "no landlock: it could read the seed file, the submissions and your home" in " ".join(
+        done.stderr.split()
+    )
     assert (tmp_path / "grades").exists() == (code == 0)
     if code == 0:
-        assert sorted(each.name for each in tmp_path.iterdir()) == ["ada.py", "grades", "secret"]  # and nothing of Hypothesis
+        # and nothing of Hypothesis
+        assert sorted(each.name for each in tmp_path.iterdir()) == ["ada.py", "grades", "secret"]
         assert "landlock" in json_of(tmp_path / "grades" / "summary.json")["walls_missing"]
 
 
@@ -259,7 +286,11 @@ def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
     (tmp_path / "lib" / "link").symlink_to(site)
     (tmp_path / "lib" / "os.py").touch()
     hidden = closed(site)
-    assert {str(site / "reference"), str(site / "evictionary-1.dist-info"), str(Path(__file__).parents[2])} <= set(hidden)
+    assert {
+        str(site / "reference"),
+        str(site / "evictionary-1.dist-info"),
+        str(Path(__file__).parents[2]),
+    } <= set(hidden)
     # Not Python's whole folder, then, nor a link that leads back to it.
     assert sandbox.without(str(tmp_path), hidden) == [str(tmp_path / "lib" / "os.py"), str(site / "numpy")]
     assert sandbox.without(str(site / "reference"), hidden) == []
@@ -281,9 +312,14 @@ def test_one_dead_child_costs_one_step() -> None:
     assert result.lines[-1].reason == "needs anchor first"
 
 
-def test_the_child_sees_neither_environment_nor_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_sees_neither_environment_nor_seeds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("A_TOKEN", "of the grader")
-    source = "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), str(sorted(sys.modules)))\n"
+    source = (
+        "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), "
+        "str(sorted(sys.modules)))\n"
+    )
     with child_of(tmp_path, source) as child:
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
@@ -337,7 +373,9 @@ def test_what_crosses_arrives_as_it_was_sent() -> None:
 
 
 def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
-    """The time limit of a law ends a child that the grader waits for: half of an answer may be left in its pipe."""
+    """The time limit of a law ends a child that the grader waits for: half of an answer may be left in its
+    pipe.
+    """
     with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
         with pytest.raises(TimedOut), time_limit(1):
             child.call("score", 1)

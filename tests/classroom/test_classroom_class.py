@@ -1,4 +1,6 @@
-"""A class: what is written for each submission, grading in one command, the commands of students and instructors."""
+"""A class: what is written for each submission, grading in one command, the commands of students and
+instructors.
+"""
 
 import csv
 import functools
@@ -21,7 +23,19 @@ from jsonschema import ValidationError
 from markdown_it import MarkdownIt
 from tools import run
 from tools.commands import as_json, failed, invoke, printed
-from tools.grader import EVERY_FILE, EVERY_FORMAT, SOLUTION, bundled, graded, handed_in, json_of, order, text_of, to_grade, written
+from tools.grader import (
+    EVERY_FILE,
+    EVERY_FORMAT,
+    SOLUTION,
+    bundled,
+    graded,
+    handed_in,
+    json_of,
+    order,
+    text_of,
+    to_grade,
+    written,
+)
 from tools.pages import blocks, commands
 from tools.reading import refused
 
@@ -55,20 +69,35 @@ def cells(page: str, dialect: str = "commonmark") -> tuple[int, int, set[str]]:
     """The rows and the cells of the tables of a Markdown page, and the kinds of text in it."""
     tokens = MarkdownIt(dialect, {"linkify": False}).enable("table").parse(page)
     kinds = [token.type for token in tokens]
-    return kinds.count("tr_open"), kinds.count("td_open"), {child.type for token in tokens for child in token.children or []}
+    return (
+        kinds.count("tr_open"),
+        kinds.count("td_open"),
+        {child.type for token in tokens for child in token.children or []},
+    )
 
 
-def test_what_the_runner_of_classroom_50_says_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"CLASSROOM": "llm-systems", "OWNER": "ada", "SUBMISSION_TAG": "submit/1", "COMMIT_URL": "https://c"}
+def test_what_the_runner_of_classroom_50_says_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {
+        "CLASSROOM": "llm-systems",
+        "OWNER": "ada",
+        "SUBMISSION_TAG": "submit/1",
+        "COMMIT_URL": "https://c",
+    }
     for name, value in said.items():
         monkeypatch.setenv(name, value)
     graded("", tmp_path, 1, ("classroom50",))
     result = json_of(tmp_path / "grades" / "ada" / "result.json")
-    assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [*said.values(), "https://c"]
+    assert [result[key] for key in ("classroom", "owner", "submission", "commit", "review")] == [
+        *said.values(),
+        "https://c",
+    ]
 
 
 HOSTILE = (
-    "\0\x1b[31m\x9b\ufffe\uffff\u202e </failure> ````````\n| a \\| b | ![x](https://a.b/c) [y](d) <img> www.e.f https://g.h **i**"
+    "\0\x1b[31m\x9b\ufffe\uffff\u202e </failure> ````````\n| a \\| b | ![x](https://a.b/c) [y](d) "
+    "<img> www.e.f https://g.h **i**"
 )
 
 
@@ -78,7 +107,9 @@ def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -
     junit.validate(files["junit.xml"])
     assert {"\x1b", "\x9b", "\ufffe", "\u202e"}.isdisjoint("".join(files.values()))
     # Beside the message, which stands in a fence, the same words stand in a cell and in a sentence.
-    page = formats.markdown(grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]})
+    page = formats.markdown(
+        grade | {"error": HOSTILE, "lines": [line | {"reason": HOSTILE} for line in grade["lines"]]}
+    )
     rows, fields, kinds = cells(page, "gfm-like")
     assert (rows, fields) == (1 + len(grade["lines"]), 4 * len(grade["lines"]))
     assert kinds <= {"text", "text_special"}
@@ -91,13 +122,29 @@ def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -
 def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     grades, done = tmp_path / "grades", []
     wrong = "def score(keys):\n    return keys[..., 0]\n"
-    files = {"folder/keydiff.py": SOLUTION, "wrong.py": wrong, "broken.zip": "no archive", "twice.py": "", "twice.zip": ""}
-    one, (found, _) = order(1, ("gradescope",)), classes.find([handed_in(tmp_path / "in", files)], "keydiff.py")
+    files = {
+        "folder/keydiff.py": SOLUTION,
+        "wrong.py": wrong,
+        "broken.zip": "no archive",
+        "twice.py": "",
+        "twice.zip": "",
+    }
+    one, (found, _) = (
+        order(1, ("gradescope",)),
+        classes.find([handed_in(tmp_path / "in", files)], "keydiff.py"),
+    )
     first = {grade["student"]: grade for grade in classes.run(one, found, grades, 2, done.append)}
-    assert {student: grade["score"] for student, grade in first.items()} == {"broken": 0, "folder": 100, "wrong": 0, "twice": 0}
+    assert {student: grade["score"] for student, grade in first.items()} == {
+        "broken": 0,
+        "folder": 100,
+        "wrong": 0,
+        "twice": 0,
+    }
     assert sorted(done) == sorted(found) == ["broken", "folder", "twice", "wrong"]
     assert "cannot be read" in first["broken"]["error"] and "more than one" in first["twice"]["error"]
-    assert all((grades / student / file).exists() for student in found for file in ("results.json", "grade.json"))
+    assert all(
+        (grades / student / file).exists() for student in found for file in ("results.json", "grade.json")
+    )
     # What is done is read, not graded again; a file that has changed is.
     written(grades / "folder", json.dumps(first["folder"] | {"seconds": 12345.0}), "grade.json")
     written(tmp_path / "in", "", "wrong.py")
@@ -107,7 +154,11 @@ def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     # On a system without a wall, the instructor is told.
     bare = second["wrong"] | {"walls": {"landlock": 0, "system calls": True, "user nobody": False}}
     summary = classes.summary([*second.values(), bare])
-    assert (summary["distribution"], summary["unjudged"], summary["errors"]) == ({0: 4, 100: 1}, ["broken", "twice"], 2)
+    assert (summary["distribution"], summary["unjudged"], summary["errors"]) == (
+        {0: 4, 100: 1},
+        ["broken", "twice"],
+        2,
+    )
     assert {"landlock", "user nobody"} <= set(summary["walls_missing"])
 
 
@@ -131,18 +182,24 @@ def test_one_ended_process_is_no_other_students_loss(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(classes, "ProcessPoolExecutor", pool)
     found = {student: written(tmp_path, name=f"{student}.py") for student in ("ada", "eve")}
-    grades = {grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)}
+    grades = {
+        grade["student"]: grade["error"] for grade in classes.run(order(), found, tmp_path / "grades", 2)
+    }
     assert sorted(asked) == [("ada", 1), ("ada", 2), ("eve", 1), ("eve", 2)]
     assert grades["ada"] == "" and "not the student's doing: BrokenProcessPool" in grades["eve"]
 
 
-def test_a_failure_of_the_grader_is_written_down_and_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_of_the_grader_is_written_down_and_graded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grading, "judge", Mock(side_effect=MemoryError("no memory")))
     assert "not the student's doing" in graded("", tmp_path)["error"]
     monkeypatch.undo()
     assert graded("", tmp_path)["error"] == ""
     # A result that cannot be written in a format is one that says so.
-    monkeypatch.setitem(formats.FORMATS, "markdown", ("grade.md", lambda grade: "fine" if grade["error"] else str(1 / 0)))
+    monkeypatch.setitem(
+        formats.FORMATS, "markdown", ("grade.md", lambda grade: "fine" if grade["error"] else str(1 / 0))
+    )
     assert "ZeroDivisionError" in graded("", tmp_path, 1, ("markdown",))["error"]
     assert text_of(tmp_path / "grades" / "ada" / "grade.md") == "fine"
 
@@ -157,10 +214,15 @@ FILES = {
     "upload/upload.zip": ARCHIVE,  # as course platforms store it
     "mac.zip": {**ARCHIVE, "__MACOSX/keydiff.py": b"of the Finder"},
     "windows.zip": {"work\\keydiff.py": RIGHT},
-    "shadows.zip": {**ARCHIVE, **dict.fromkeys(("numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json"), RIGHT)},
+    "shadows.zip": {
+        **ARCHIVE,
+        **dict.fromkeys(("numpy.py", "json.py", "sitecustomize.py", "mine.pth", "grade.json"), RIGHT),
+    },
     **dict.fromkeys((".DS_Store", "__MACOSX/a", "grades/a", ".git/a", "essay.docx", "bob.ipynb"), b""),
     "bob.py": RIGHT,
-    **dict.fromkeys(("ada.py", "ada.zip", "ina.ipynb", "dina.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"), b""),
+    **dict.fromkeys(
+        ("ada.py", "ada.zip", "ina.ipynb", "dina.py.txt", "kim/Keydiff.py", "lee/a.zip", "lee/b.zip"), b""
+    ),
 }
 REFUSED = {
     "mallory": "mallory is a symbolic link",
@@ -188,7 +250,19 @@ def test_what_students_hand_in(tmp_path: Path) -> None:
         except submissions.BadSubmission as error:
             read[student] = str(error)
     assert {student: told for student, told in read.items() if told != RIGHT.decode()} == REFUSED
-    named = {"dan", "dora", "dirk", "upload", "mac", "shadows", "Žofie Müller", "bob", "eve", "keydiff", "\ufffd-baadfedd"}
+    named = {
+        "dan",
+        "dora",
+        "dirk",
+        "upload",
+        "mac",
+        "shadows",
+        "Žofie Müller",
+        "bob",
+        "eve",
+        "keydiff",
+        "\ufffd-baadfedd",
+    }
     assert named <= set(read) and len(read) == len(REFUSED) + len(named) + len(ODD_NAMES) - 1
     assert [path.name for path in left_out] == ["essay.docx", "bob.ipynb"]
     # A folder with one assignment's file is one submission.
@@ -199,16 +273,34 @@ def test_what_the_instructor_is_told_of_names() -> None:
     """Names that one folder may hold twice, and ids that two of the class have."""
     grade = {"lines": [], "error": "", "score": 0, "walls": {}, "seconds": 0, "notes": []}
     names = {"ada": 1, "Ada": 2, "ada ": 3, "a\u030ada": 4, "\u00e5da": 5, "bob": 6, "eve": 6}
-    summary = classes.summary([grade | {"student": name, "personal_id": str(each)} for name, each in names.items()])
+    summary = classes.summary(
+        [grade | {"student": name, "personal_id": str(each)} for name, each in names.items()]
+    )
     assert (summary["alike"], summary["one_id"]) == (sorted([*names][:-2]), ["bob", "eve"])
 
 
 def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
-    """Every platform takes a table of ids and points, and every spreadsheet computes what begins as a formula does."""
+    """Every platform takes a table of ids and points, and every spreadsheet computes what begins as a
+    formula does.
+    """
     grade = graded("def anchor(keys):\n    raise RuntimeError('=1+1')\n", tmp_path)
-    named = [grade | {"student": name} for name in ('=HYPERLINK("http://a.b","x")', "--help", " @ada", "bob", 'eve, "the" second')]
-    rows = list(csv.DictReader(io.StringIO(classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}]))))
-    assert {row["id"] for row in rows} == {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
+    named = [
+        grade | {"student": name}
+        for name in ('=HYPERLINK("http://a.b","x")', "--help", " @ada", "bob", 'eve, "the" second')
+    ]
+    rows = list(
+        csv.DictReader(
+            io.StringIO(classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}]))
+        )
+    )
+    assert {row["id"] for row in rows} == {
+        '\'=HYPERLINK("http://a.b","x")',
+        "'--help",
+        "' @ada",
+        "bob",
+        'eve, "the" second',
+        "kim",
+    }
     assert {(row["points"], row["of"]) for row in rows} == {("0", "100")}
     assert [row["comment"] for row in rows if row["id"] == "kim"] == ["'=no file"]
     unloadable = graded("import scipy", tmp_path)
@@ -216,7 +308,9 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
     assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
     assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
     assert as_json("gradebook", tmp_path / "grades")["distribution"] == {"0": 1}
-    assert text_of(tmp_path / "grades" / "gradebook.csv").startswith('id,points,of,comment\nada,0,100,"file: failed')
+    assert text_of(tmp_path / "grades" / "gradebook.csv").startswith(
+        'id,points,of,comment\nada,0,100,"file: failed'
+    )
     assert "wanted a folder that `evictionary grade` wrote" in failed("gradebook", tmp_path, code=2)
 
 
@@ -246,7 +340,11 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         assert "evictionary judge" not in text
         scripts = text.count("judge.implementation import load")
         assert text.count("this runs the student") + text.count("This runs the student") == scripts
-    (law,) = {found for text in texts for found in re.findall(r"evictionary grade \S+ --assignment keydiff --law (\w+)", text)}
+    (law,) = {
+        found
+        for text in texts
+        for found in re.findall(r"evictionary grade \S+ --assignment keydiff --law (\w+)", text)
+    }
     for source, code, told in (
         (path.read_bytes(), 1, "smallest input"),
         (SOLUTION, 0, "passed: The anchor is"),
@@ -262,11 +360,16 @@ def test_a_kernel_that_a_gpu_refuses_is_a_sentence(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
-    monkeypatch.setattr(grading, "gpu_milliseconds", Mock(side_effect=StudentError("CompilationError", "at 3:5 [/bold]", "")))
+    monkeypatch.setattr(
+        grading, "gpu_milliseconds", Mock(side_effect=StudentError("CompilationError", "at 3:5 [/bold]", ""))
+    )
     monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
     printed("start", "kernel", "--work", tmp_path)
     checked = invoke("check", "kernel", "--work", tmp_path)
-    assert "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]" in checked.stdout
+    assert (
+        "On a GPU: the kernel fails, although the interpreter runs it: CompilationError: at 3:5 [/bold]"
+        in checked.stdout
+    )
     assert checked.exit_code == 1
 
 
@@ -295,7 +398,13 @@ NO_ROSTER: set[str] = set()
     ("file", "name", "roster", "student", "note"),
     [
         ("eve.zip", "eve", NO_ROSTER, "eve-95", OWN.format("eve-95", "eve")),
-        ("eve.zip", "eve", {"ada", "eve"}, "eve", "the archive says 'eve-95', and the submission is named 'eve'"),
+        (
+            "eve.zip",
+            "eve",
+            {"ada", "eve"},
+            "eve",
+            "the archive says 'eve-95', and the submission is named 'eve'",
+        ),
         ("eve.zip", "eve", {"ada", "eve-95"}, "eve-95", ""),
         (
             *("eve.zip", "eve", {"ada"}, "eve"),
@@ -325,14 +434,20 @@ def test_grade_names_those_whom_the_instructor_should_ask(tmp_path: Path) -> Non
         assert "'eve-95'" in result["notes"]["eve"][0]
 
 
-def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each reading starts a process."""
     one, archive, asked = assignments.load("lagkv"), tmp_path / "ada.zip", []
     submissions.pack(one, written(tmp_path, name="lagkv.py").parent, archive, "ada")
     read = submissions._from_archive
-    monkeypatch.setattr(submissions, "_from_archive", lambda path, name: asked.append(name) or read(path, name))
+    monkeypatch.setattr(
+        submissions, "_from_archive", lambda path, name: asked.append(name) or read(path, name)
+    )
     monkeypatch.setattr(grading, "judge", lambda source, assignment, **settings: empty(assignment))
-    grade = classes.grade_one(classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive)
+    grade = classes.grade_one(
+        classes.Order("lagkv", b"a secret", 1, (), personal=True), "upload (1)", archive
+    )
     assert (grade["personal_id"], grade["constants"]) == ("ada", one.constants_of("ada"))
     assert sorted(asked) == [submissions.MANIFEST, "lagkv.py"]
 
@@ -341,12 +456,24 @@ def test_an_archive_is_read_once_for_its_file_and_once_for_its_id(tmp_path: Path
 
 
 WRONG_ASSIGNMENTS = (
-    ('needs = ["score"]', 'needs = ["scor"]', "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score"),
+    (
+        'needs = ["score"]',
+        'needs = ["scor"]',
+        "step 'symmetries': needs: got 'scor', wanted a step before it: anchor, score",
+    ),
     ("points = 15", "points = -40", "step 'anchor': points: got -40, wanted a whole number, at least 1"),
     ("points = 15", "points = 2.5", "step 'anchor': points: got 2.5, wanted a whole number"),
     ("points = 15", "points = true", "step 'anchor': points: got True, wanted a whole number"),
-    ('name = "score"', 'name = "anchor"', "step 'anchor': name: got 'anchor', wanted a name that no other step has"),
-    ('requirement = "KD-7"', 'requirement = "TV-1"', "step 'pairwise': requirement: got 'TV-1', wanted the id of a requirement"),
+    (
+        'name = "score"',
+        'name = "anchor"',
+        "step 'anchor': name: got 'anchor', wanted a name that no other step has",
+    ),
+    (
+        'requirement = "KD-7"',
+        'requirement = "TV-1"',
+        "step 'pairwise': requirement: got 'TV-1', wanted the id of a requirement",
+    ),
     (
         "::test_scores_are_cosines",
         "::test_score_are_cosine",
@@ -354,12 +481,21 @@ WRONG_ASSIGNMENTS = (
     ),
     ('library = "numpy"', 'library = "jax"', "library: got 'jax', wanted numpy or torch"),
     ("points = 15", 'points = 15\ncheck = "vote"', "step 'anchor': check: got 'vote', wanted a check"),
-    ('stem = "keydiff"', 'stem = "tova"', "check: got 'sizes', wanted a check of the grader that this stem has"),
-    ("points = 15", 'points = 15\ncatches = ["a.b"]', "step 'anchor': catches: got 'a.b', wanted a planted mistake"),
+    (
+        'stem = "keydiff"',
+        'stem = "tova"',
+        "check: got 'sizes', wanted a check of the grader that this stem has",
+    ),
+    (
+        "points = 15",
+        'points = 15\ncatches = ["a.b"]',
+        "step 'anchor': catches: got 'a.b', wanted a planted mistake",
+    ),
     (
         "points = 15",
         "point = 15",
-        "step 'anchor': Additional properties are not allowed ('point' was unexpected); it may have name, requirement",
+        "step 'anchor': Additional properties are not allowed ('point' was unexpected); it may have name, "
+        "requirement",
     ),
     ("points = 15", "points = 15.0", "step 'anchor': points: got 15.0, wanted a whole number"),
     ('title = "KeyDiff by hand"', "", "'title' is a required property"),
@@ -375,14 +511,18 @@ def test_a_mistake_in_an_assignment_is_a_sentence(right: str, wrong: str, told: 
     text = text_of(one.folder / "assignment.toml")
     handed_in(tmp_path / "keydiff", {"starter.py": "", "assignment.toml": text})
     assert assignments.load("keydiff", tmp_path).steps == one.steps
-    written(tmp_path / "keydiff", text.replace(right, wrong, -1 if right == "[[step]]" else 1), "assignment.toml")
+    written(
+        tmp_path / "keydiff", text.replace(right, wrong, -1 if right == "[[step]]" else 1), "assignment.toml"
+    )
     refused(lambda: assignments.load("keydiff", tmp_path), re.escape(told))
 
 
 def of_the_page(folder: Path) -> None:
     """Write the files that the page for instructors shows."""
     page = text_of(transcript.FOLDER / "instructor.md")
-    handed_in(folder, dict(re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)))
+    handed_in(
+        folder, dict(re.findall(r'^```\w+ title="([\w./]+)"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE))
+    )
 
 
 def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path) -> None:
@@ -409,14 +549,25 @@ def test_an_assignment_of_the_instructors_own_is_tried_and_graded(tmp_path: Path
 def test_a_named_student_has_a_result_whatever_is_uploaded(upload: str, told: str, tmp_path: Path) -> None:
     (tmp_path / "submission").mkdir()
     handed_in(tmp_path / "submission", {upload: ""} if upload else {})
-    printed("grade", tmp_path / "submission", *to_grade(tmp_path), "--student", "student", "--format", "gradescope")
+    printed(
+        "grade",
+        tmp_path / "submission",
+        *to_grade(tmp_path),
+        "--student",
+        "student",
+        "--format",
+        "gradescope",
+    )
     result = json_of(tmp_path / "grades" / "student" / "results.json")
     assert (result["score"], result["output"]) == (0, f"there is no file keydiff.py{told}")
 
 
 def test_other_points_or_limits_are_graded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one = assignments.load("keydiff")
-    path, judge = written(tmp_path), Mock(side_effect=lambda source, assignment, **settings: empty(assignment))
+    path, judge = (
+        written(tmp_path),
+        Mock(side_effect=lambda source, assignment, **settings: empty(assignment)),
+    )
     monkeypatch.setattr(grading, "judge", judge)
     changed = replace(one, steps=(replace(one.steps[0], points=20), *one.steps[1:]))
     fewer = replace(one, steps=(replace(one.steps[0], laws=one.steps[0].laws[:1]), *one.steps[1:]))
@@ -435,7 +586,9 @@ def test_only_the_file_itself_is_run(tmp_path: Path) -> None:
 
 
 def test_seeds_are_secret_and_differ_by_law() -> None:
-    few, many = (Run(assignments.load("keydiff"), Path(), secret=b"a secret", examples=count) for count in (1, 9))
+    few, many = (
+        Run(assignments.load("keydiff"), Path(), secret=b"a secret", examples=count) for count in (1, 9)
+    )
     assert few.seed("b") != few.seed("a") == many.seed("a")
     assert "secret" not in order().seed_id
     assert order().seed_id != order(secret=b"another").seed_id
@@ -454,7 +607,10 @@ def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
     printed("start", "keydiff", "--work", tmp_path, "--student", "ada")
     for begun, told in ((False, "keydiff.py is still the starter file, as `start` wrote it."), (True, "")):
         result = invoke(*submit)
-        assert (json.loads(result.stdout)["begun"], " ".join(result.stderr.split()).endswith(told)) == (begun, True)
+        assert (json.loads(result.stdout)["begun"], " ".join(result.stderr.split()).endswith(told)) == (
+            begun,
+            True,
+        )
         assert submissions.packed_id(tmp_path / "ada.zip") == "ada"  # remembered since `start`
         written(tmp_path, SOLUTION, "keydiff.py")
     assert result.stderr == ""
@@ -471,7 +627,9 @@ def test_the_transcript_begins_as_the_commands_do() -> None:
 
 @pytest.fixture
 def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
-    """Runs lines of a page in a folder with what they name; `docker` checks its options and runs the command by itself."""
+    """Runs lines of a page in a folder with what they name; `docker` checks its options and runs the
+    command by itself.
+    """
     files = {
         "bin/evictionary": f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n',
         "bin/docker": f"#!{sys.executable}\n{DOCKER}",
@@ -509,11 +667,21 @@ os.execvp("evictionary", ["evictionary", *words])
 @pytest.mark.slow  # the fast test beside it, in site/test_pages.py, asks whether each command is understood
 def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], tmp_path: Path) -> None:
     page = transcript.FOLDER / "instructor.md"
-    grade, one, law, tried, solution = (each for each in commands(page) if re.search(r"--(seed-file|try)", each))
+    grade, one, law, tried, solution = (
+        each for each in commands(page) if re.search(r"--(seed-file|try)", each)
+    )
     shell(f"{grade} --examples 1")
-    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == ["bob", "gradebook.csv", "summary.json"]
+    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == [
+        "bob",
+        "gradebook.csv",
+        "summary.json",
+    ]
     shell(f"{one} --examples 1")
-    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {"grade.json", "results.json", "junit.xml"}
+    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {
+        "grade.json",
+        "results.json",
+        "junit.xml",
+    }
     for command, told in (
         (f"! {law} --examples 1", "mu is the mean of the unit keys."),
         (f"{tried} --examples 1", "the reference: 100 points"),
@@ -529,23 +697,34 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
         (tmp_path / "autograder" / folder).mkdir(parents=True)
     written(tmp_path / "autograder" / "source", "nobody guesses this", "secret")
     (script,) = (each for each in blocks(transcript.FOLDER / "formats.md", "") if "results.json" in each)
-    shell(script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded"))
+    shell(
+        script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded")
+    )
     result = json_of(tmp_path / "autograder" / "results" / "results.json")
     assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
     written(tmp_path / "handed_in", "not Python", "bob.py")
     (script,) = blocks(transcript.FOLDER / "container.md", "bash")
     assert "2 submissions" in shell(script)
-    assert {each.name for each in (tmp_path / "grades").iterdir()} == {"bob", "eve.docx", "gradebook.csv", "summary.json"}
+    assert {each.name for each in (tmp_path / "grades").iterdir()} == {
+        "bob",
+        "eve.docx",
+        "gradebook.csv",
+        "summary.json",
+    }
 
 
 def test_the_dockerfile_has_the_form_of_one() -> None:
-    """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds this file."""
+    """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds
+    this file.
+    """
     path = Path(classes.__file__).parent / "Dockerfile"
     lines = [line.split() for line in text_of(path).splitlines() if line and line[0] != "#"]
     words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
     assert [line[0] for line in lines] == words
     assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]
-    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in text_of(transcript.FOLDER / "container.md")
+    assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in text_of(
+        transcript.FOLDER / "container.md"
+    )
 
 
 @pytest.mark.parametrize(
@@ -610,7 +789,10 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
     written(tmp_path, "def score(keys):\n    return keys[..., 0]\n", "keydiff.py")
-    drawn = [json.loads(invoke("check", "keydiff", "--work", tmp_path, "--json").stdout)["check_seed"] for _ in range(2)]
+    drawn = [
+        json.loads(invoke("check", "keydiff", "--work", tmp_path, "--json").stdout)["check_seed"]
+        for _ in range(2)
+    ]
     assert drawn[0] != drawn[1]
     again = invoke("check", "keydiff", "--work", tmp_path, "--seed", 7).stdout
     assert f"evictionary check keydiff --work {tmp_path} --seed 7" in again

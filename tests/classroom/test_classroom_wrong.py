@@ -1,4 +1,6 @@
-"""Files that once had full marks or a message that misled: each loses its step now, and its author is told why."""
+"""Files that once had full marks or a message that misled: each loses its step now, and its author is told
+why.
+"""
 
 import re
 import tracemalloc
@@ -17,9 +19,11 @@ from evictionary.spec_tests.judge.law import load_laws
 
 
 class Wrong(NamedTuple):
-    """A right file whose `function` has another body, or without a function a whole file; the step that it loses.
+    """A right file whose `function` has another body, or without a function a whole file; the step that it
+    loses.
 
-    `told` are words of the message or the script, with | between them. `law` is a part of the names of the laws that are asked.
+    `told` are words of the message or the script, with | between them. `law` is a part of the names of the
+    laws that are asked.
     """
 
     assignment: str
@@ -40,33 +44,84 @@ COUNTED = "(keys, calls=[]): calls.append(1); return right(keys) + "
 REFUSING = "a ValueError with 'keys' in its message"
 MESSAGES = [
     # An argument that is written into, no answer, a terminal.
-    Wrong("keydiff", "score", "score", "(keys): out = right(keys); keys /= 2; return out", "score writes into keys"),
-    Wrong("lagkv", "score", "score", "(*parts): out = right(*parts); parts[1][:] = 0; return out", "writes into argument 2"),
-    Wrong("momentkv", "update", "update", "(sums, *x): new = right(sums, *x); sums[0][:] += 1; return new", "writes into sums"),
+    Wrong(
+        "keydiff",
+        "score",
+        "score",
+        "(keys): out = right(keys); keys /= 2; return out",
+        "score writes into keys",
+    ),
+    Wrong(
+        "lagkv",
+        "score",
+        "score",
+        "(*parts): out = right(*parts); parts[1][:] = 0; return out",
+        "writes into argument 2",
+    ),
+    Wrong(
+        "momentkv",
+        "update",
+        "update",
+        "(sums, *x): new = right(sums, *x); sums[0][:] += 1; return new",
+        "writes into sums",
+    ),
     Wrong("keydiff", "anchor", "anchor", "(keys): right(keys)", "anchor returned None: is there a return?"),
-    Wrong("keydiff", "anchor", "anchor", "(keys): breakpoint(); return right(keys)", "there is no terminal here"),
+    Wrong(
+        "keydiff", "anchor", "anchor", "(keys): breakpoint(); return right(keys)", "there is no terminal here"
+    ),
     Wrong("keydiff", "anchor", "anchor", "(keys): input(); return right(keys)", "take input() out"),
     # An answer of another form.
     Wrong(
         *("expected_attention", "statistics", "query_statistics", "(*args): return right(*args)[0]"),
         "query_statistics returned one ndarray, wanted a tuple of 2 arrays|smallest input",
     ),
-    Wrong("momentkv", "sums", "update", "(*args): return tuple(right(*args))", "wanted Moments(count, key_sum|smallest input"),
-    Wrong("lagkv", "length", "retained_length", "(length, **x): return float(right(length, **x))", "a float; wanted a whole"),
+    Wrong(
+        "momentkv",
+        "sums",
+        "update",
+        "(*args): return tuple(right(*args))",
+        "wanted Moments(count, key_sum|smallest input",
+    ),
+    Wrong(
+        "lagkv",
+        "length",
+        "retained_length",
+        "(length, **x): return float(right(length, **x))",
+        "a float; wanted a whole",
+    ),
     Wrong(
         *("keydiff", "score", "score", "(keys): return right(keys).astype(np.float32)"),
         "score returned float32, wanted float64, the dtype of its input",
     ),
     Wrong(
-        "keydiff", "score", "score", "(keys): return right(keys).tolist()", "score returned a list of 1, wanted one array or number"
+        "keydiff",
+        "score",
+        "score",
+        "(keys): return right(keys).tolist()",
+        "score returned a list of 1, wanted one array or number",
     ),
-    Wrong("keydiff", "score", "score", "(keys): return right(keys)[..., None]", "returned shape (1, 1, 1, 1), wanted (1, 1, 1)"),
+    Wrong(
+        "keydiff",
+        "score",
+        "score",
+        "(keys): return right(keys)[..., None]",
+        "returned shape (1, 1, 1, 1), wanted (1, 1, 1)",
+    ),
     # A refusal.
     Wrong(
-        "keydiff", "edges", "score", "(keys): assert np.isfinite(keys).all(); return right(keys)", "wanted          a ValueError"
+        "keydiff",
+        "edges",
+        "score",
+        "(keys): assert np.isfinite(keys).all(); return right(keys)",
+        "wanted          a ValueError",
     ),
     Wrong(
-        "keydiff", "edges", "score", "(keys): raise ValueError('hmm')", f"bad input raises ValueError: hmm|{REFUSING}", "bad_shapes"
+        "keydiff",
+        "edges",
+        "score",
+        "(keys): raise ValueError('hmm')",
+        f"bad input raises ValueError: hmm|{REFUSING}",
+        "bad_shapes",
     ),
     Wrong(
         *("keydiff", "edges", "score", "(keys): return np.zeros(keys.shape[:-1])"),
@@ -74,11 +129,18 @@ MESSAGES = [
     ),
     Wrong(
         *("keydiff", "edges", "", "def score(keys):\n    return keys.sum(-1)\n"),
-        *('except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got', "bad_shapes"),
+        *(
+            'except ValueError as error:\n    print("expected a ValueError:", error)\nprint("got',
+            "bad_shapes",
+        ),
     ),
     # The last digits, two answers, constants, and the call that is wrong among others that are right.
     Wrong(
-        "keydiff", "anchor", "anchor", "(keys): return right(keys) * (1 + 1e-9)", "(norm + 1e-12) or a step in a lower precision"
+        "keydiff",
+        "anchor",
+        "anchor",
+        "(keys): return right(keys) * (1 + 1e-9)",
+        "(norm + 1e-12) or a step in a lower precision",
     ),
     Wrong("keydiff", "anchor", "anchor", f"{COUNTED}(len(calls) > 6)", "two answers to one input"),
     Wrong("keydiff", "anchor", "anchor", f"{COUNTED}(len(calls) == 3)", "two answers to one input"),
@@ -99,7 +161,10 @@ MESSAGES = [
 def test_a_wrong_file_loses_its_step_and_is_told_why(wrong: Wrong) -> None:
     line = line_of(wrong.assignment, wrong.step, wrong.source, wrong.law, examples=4)
     (step,) = alone(wrong.assignment, wrong.step).steps
-    assert (line.verdict, len(line.laws)) == ("failed", len([law for law in step.laws if wrong.law in law]) + bool(step.check))
+    assert (line.verdict, len(line.laws)) == (
+        "failed",
+        len([law for law in step.laws if wrong.law in law]) + bool(step.check),
+    )
     assert [words for words in wrong.told.split("|") if words not in line.message + line.repro] == []
     assert [words for words in ("StudentError", "Flaky", "site-packages") if words in line.message] == []
     assert not re.search(r"made of\s*$", line.message, re.MULTILINE)
@@ -108,12 +173,18 @@ def test_a_wrong_file_loses_its_step_and_is_told_why(wrong: Wrong) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "told"), [(10**6, "score returned shape (1000000, 1, 1, 1), wanted (1, 1, 1)"), (10**7, "bytes, more than 4194304)")]
+    ("size", "told"),
+    [
+        (10**6, "score returned shape (1000000, 1, 1, 1), wanted (1, 1, 1)"),
+        (10**7, "bytes, more than 4194304)"),
+    ],
 )
 def test_an_answer_without_end_takes_no_room(size: int, told: str) -> None:
     """With the expected numbers of a longer input, this would be gigabytes."""
     tracemalloc.start()
-    line = line_of("keydiff", "score", with_another("score", f"(keys): return np.zeros(({size}, 1, 1, 1), np.float16)"))
+    line = line_of(
+        "keydiff", "score", with_another("score", f"(keys): return np.zeros(({size}, 1, 1, 1), np.float16)")
+    )
     largest = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert told in line.message
@@ -131,7 +202,12 @@ NUMPY_ONLY = "this assignment is for NumPy only"
         ("keydiff", "import matplotlib.pyplot as plt", f"matplotlib.pyplot: {NUMPY_ONLY}"),
         ("keydiff", "def anchor(keys):\n    pass\n\n\nfrom sympy import sqrt", f"sympy: {NUMPY_ONLY}"),
         ("keydiff", "def score(keys:", "SyntaxError"),
-        pytest.param("kernel", "import torch\nimport sympy\n", "sympy: torch, Triton and NumPy are there", marks=pytest.mark.slow),
+        pytest.param(
+            "kernel",
+            "import torch\nimport sympy\n",
+            "sympy: torch, Triton and NumPy are there",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_file_that_cannot_be_loaded_has_a_line_of_its_own(name: str, source: str, told: str) -> None:
@@ -148,7 +224,9 @@ def test_a_kernels_file_imports_what_the_grader_has() -> None:
 
 
 def test_each_failed_line_names_the_law_and_the_input_without_our_own_names() -> None:
-    result = judged("keydiff", "def anchor(keys):\n    return keys[0]\n\n\ndef score(keys):\n    return keys.nothing\n")
+    result = judged(
+        "keydiff", "def anchor(keys):\n    return keys[0]\n\n\ndef score(keys):\n    return keys.nothing\n"
+    )
     for line in (line for line in result.lines if line.verdict == "failed" and line.name != "pairwise"):
         assert all(words in line.message for words in ("the law", "input", "what is wrong"))
         assert "StudentError" not in line.message + line.reason
@@ -167,13 +245,18 @@ def test_a_difference_of_chance_costs_a_quarter_at_most() -> None:
     assert {each: contest.missing_quarters(each, contest.NEAR, 0.1) for each in distances} == distances
     answers = {-2: 0, 0: 0, 1: 2, 2: 4, 5: 4}
     assert {each: contest.missing_quarters(each, 0, 0.5) for each in answers} == answers
-    near, less = ([contest.missing_quarters(n / 100 + shift, contest.NEAR, 0.1) for n in range(90, 160)] for shift in (0, 0.05))
+    near, less = (
+        [contest.missing_quarters(n / 100 + shift, contest.NEAR, 0.1) for n in range(90, 160)]
+        for shift in (0, 0.05)
+    )
     assert max(np.abs(np.subtract(near, less))) == 1
 
 
 @pytest.mark.parametrize("name", NUMPY)
 def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
-    """Whoever names the argument as the handout does is understood: each law of a refusal asks for one of its words."""
+    """Whoever names the argument as the handout does is understood: each law of a refusal asks for one of
+    its words.
+    """
     one, asked = assignments.load(name), set()
     words = set(re.findall(r"`(\w+)`", (one.folder / "README.md").read_text(encoding="utf-8")))
 
@@ -207,10 +290,23 @@ SIZED = {
 WITHOUT_TOKENS = {"estimate_gates", "query_statistics", "average_rope"}
 TURNED = "tuple(part[..., ::-1] for part in out) if isinstance(out, tuple) else out[..., ::-1]"
 LARGER = [
-    Wrong("keydiff", "sizes", "anchor", "(keys): B, H, T, D = keys.shape; return right(keys)", "a size of axes"),
-    Wrong("keydiff", "symmetries", "score", "(keys): return right(np.where(np.abs(keys) < 1e-12, 0, keys))", "1e-20"),
+    Wrong(
+        "keydiff", "sizes", "anchor", "(keys): B, H, T, D = keys.shape; return right(keys)", "a size of axes"
+    ),
+    Wrong(
+        "keydiff",
+        "symmetries",
+        "score",
+        "(keys): return right(np.where(np.abs(keys) < 1e-12, 0, keys))",
+        "1e-20",
+    ),
     *(
-        Wrong(*step, function, f"(*args, **rest): out = right(*args, **rest); return ({TURNED}) if {condition} else out", above)
+        Wrong(
+            *step,
+            function,
+            f"(*args, **rest): out = right(*args, **rest); return ({TURNED}) if {condition} else out",
+            above,
+        )
         for step, functions in SIZED.items()
         for function in functions
         for above, condition in ABOVE.items()
@@ -220,13 +316,18 @@ LARGER = [
 
 
 @pytest.mark.parametrize(
-    "wrong", sampled([(one,) for one in LARGER], every=12), ids=lambda one: f"{one.assignment} {one.function} above {one.told}"
+    "wrong",
+    sampled([(one,) for one in LARGER], every=12),
+    ids=lambda one: f"{one.assignment} {one.function} above {one.told}",
 )
 def test_what_is_wrong_above_a_size_loses_points(wrong: Wrong) -> None:
     assert line_of(wrong.assignment, wrong.step, wrong.source, examples=1, explain=False).verdict == "failed"
 
 
-IN_TORCH = "-torch.cosine_similarity(torch.nn.functional.normalize(keys, dim=-1).mean(-2, keepdim=True), keys, dim=-1)"
+IN_TORCH = (
+    "-torch.cosine_similarity(torch.nn.functional.normalize(keys, dim=-1).mean(-2, keepdim=True), "
+    "keys, dim=-1)"
+)
 COPIES = """
 @triton.jit
 def copied(source, target, SIZE: tl.constexpr):
@@ -258,12 +359,32 @@ KERNELS = {
     "a kernel that copies": ("score", "", COPIES.format(right=IN_TORCH), COMPUTES),
     "a kernel that copies from NumPy": ("score", "", COPIES.format(right=NUMPY_ALONE), ""),
     "no other": ("score", ", other=0.0", "", ""),
-    "no rescaling": ("edges", "    tile = tile / tl.where(largest > 0, largest, 1.0)[:, None]\n", "", "about"),
+    "no rescaling": (
+        "edges",
+        "    tile = tile / tl.where(largest > 0, largest, 1.0)[:, None]\n",
+        "",
+        "about",
+    ),
     "no strides": ("symmetries", "    keys = keys.contiguous()\n", "", "the score of a transposed tensor"),
     "64 channels": ("sizes", "triton.next_power_of_2(channels)", "64", ""),
-    "zeros above 64 channels": ("sizes", LEAVES, LEAVES + "    if channels > 64:\n        return scores.zero_()\n", ""),
-    "zeros above 130 tokens": ("sizes", LEAVES, LEAVES + "    if tokens > 130:\n        return scores.zero_()\n", ""),
-    "no grid": ("score", "score_keys[(scores.numel() // tokens,)](", "score_keys(", "a kernel is launched with its grid"),
+    "zeros above 64 channels": (
+        "sizes",
+        LEAVES,
+        LEAVES + "    if channels > 64:\n        return scores.zero_()\n",
+        "",
+    ),
+    "zeros above 130 tokens": (
+        "sizes",
+        LEAVES,
+        LEAVES + "    if tokens > 130:\n        return scores.zero_()\n",
+        "",
+    ),
+    "no grid": (
+        "score",
+        "score_keys[(scores.numel() // tokens,)](",
+        "score_keys(",
+        "a kernel is launched with its grid",
+    ),
     "no mask": ("score", ", mask=rows < tokens)", ")", ""),
 }
 
@@ -273,5 +394,7 @@ def test_a_wrong_kernel_loses_its_step(mistake: str) -> None:
     step, was, instead, told = KERNELS[mistake]
     assert was in KERNEL
     one = alone("kernel", step, laws=alone("kernel", step).steps[0].laws[:1])
-    line = judged(one, KERNEL.replace(was, instead) if was else KERNEL + instead, examples=10, explain=False).lines[-1]
+    line = judged(
+        one, KERNEL.replace(was, instead) if was else KERNEL + instead, examples=10, explain=False
+    ).lines[-1]
     assert (line.verdict, told in line.message) == ("failed", True)

@@ -55,7 +55,11 @@ def calls_at_first() -> int:
     """How often the laws call a right function before the time is taken."""
     calls, until = list[str](), list[int]()
     ask = Child.call
-    with patch.object(Child, "call", lambda child, name, *args, **named: calls.append(name) or ask(child, name, *args, **named)):
+    with patch.object(
+        Child,
+        "call",
+        lambda child, name, *args, **named: calls.append(name) or ask(child, name, *args, **named),
+    ):
         verified(SOLUTION, advance=lambda told: until.append(len(calls)) if told == "the time" else None)
     return until[0]
 
@@ -76,14 +80,22 @@ def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
     path = written(tmp_path, BASES[base], "keydiff.py")
     done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3, "--json")
     found = json.loads(done.stdout)
-    assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (0, True, 1, {}, 3), found
+    assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (
+        0,
+        True,
+        1,
+        {},
+        3,
+    ), found
     assert found["seconds"]["keydiff.score"] > 0
     assert re.search(r"PASS: \d+ laws hold \(seed 3\)", done.stderr)
 
 
 @pytest.mark.slow
 def test_a_full_machine_accuses_nobody(tmp_path: Path) -> None:
-    """Six programs beside it that compute: a process that waits for its turn has not remembered its answers."""
+    """Six programs beside it that compute: a process that waits for its turn has not remembered its
+    answers.
+    """
     with ExitStack() as beside:
         for _ in range(6):
             beside.callback(subprocess.Popen([sys.executable, "-c", "while True: pass"]).kill)
@@ -91,8 +103,14 @@ def test_a_full_machine_accuses_nobody(tmp_path: Path) -> None:
 
 
 def test_states_fractions_and_texts_are_answers() -> None:
-    """A step of MomentKV returns a state inside a tuple, and LagKV's ratio is a fraction: both were once no arrays."""
-    for answer in ((np.ones(3), moments.no_moments(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)))), Fraction(1, 3), "too short"):
+    """A step of MomentKV returns a state inside a tuple, and LagKV's ratio is a fraction: both were once
+    no arrays.
+    """
+    for answer in (
+        (np.ones(3), moments.no_moments(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)))),
+        Fraction(1, 3),
+        "too short",
+    ):
         assert grading._of_the_form("step", answer, answer, 8) is answer
 
 
@@ -123,7 +141,9 @@ def test_a_mistake_is_named(tmp_path: Path) -> None:
         (["answer.py", "--method", "keydiff", "--examples", 0], "--examples: got 0, wanted at least 1"),
     ],
 )
-def test_what_cannot_be_verified_is_a_usage_error(words: list[str], told: str, tmp_path: Path, monkeypatch: Any) -> None:
+def test_what_cannot_be_verified_is_a_usage_error(
+    words: list[str], told: str, tmp_path: Path, monkeypatch: Any
+) -> None:
     monkeypatch.chdir(tmp_path)
     written(tmp_path, SOLUTION, "answer.py")
     assert told in failed("verify", *words, code=2)
@@ -153,7 +173,12 @@ def test_a_task_gives_the_numbers_of_the_reference(form: str, tmp_path: Path) ->
         got = scope["Model"](*scope["get_init_inputs"]())(keys)
     else:
         task, keys = json.loads(text), torch.randn(2, 8, 17, 128)
-        assert [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]] == [None, 8, None, 128]
+        assert [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]] == [
+            None,
+            8,
+            None,
+            128,
+        ]
         assert task["outputs"] == {"result": {"shape": ["B", "H_kv", "T"], "dtype": "float32"}}
         exec(task["reference"], scope)
         got = scope["run"](keys)

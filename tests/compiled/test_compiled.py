@@ -1,4 +1,6 @@
-"""What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs these."""
+"""What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs
+these.
+"""
 
 import json
 from pathlib import Path
@@ -43,7 +45,9 @@ def faulty(name: str):
 
 
 def named(kind: str) -> list[tuple[str, int]]:
-    """Functions of faulty.py whose kernel, which stands above, has a line that is marked with the kind of fault."""
+    """Functions of faulty.py whose kernel, which stands above, has a line that is marked with the kind of
+    fault.
+    """
     found, marked = [], 0
     for number, line in enumerate(LINES, start=1):
         marked = number if line.endswith(f"# fault: {kind}") else marked
@@ -85,18 +89,25 @@ def test_memory_without_a_number_is_nan(name):
 
 def test_every_fault_stands_on_the_page():
     page = (ROOT / "docs" / "compiled.md").read_text(encoding="utf-8")
-    functions = [line[4:].split("(")[0] for line in LINES if line.startswith("def ") and not line.startswith("def _")]
+    functions = [
+        line[4:].split("(")[0] for line in LINES if line.startswith("def ") and not line.startswith("def _")
+    ]
     assert len(functions) >= 10 and [name for name in functions if f"`{name}`" not in page] == []
 
 
 def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path):
     (tmp_path / "knorm.py").write_text(KNORM, encoding="utf-8")
-    done = judge("knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1)
+    done = judge(
+        "knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1
+    )
     (found,) = json.loads(done.stdout)["implementations"]
     memory = found["requirements"]["MEM-8"]
     assert memory["verdict"] == "fail" and memory["kinds"] == {"memory": "fail"}
     line = next(number for number, text in enumerate(KNORM.splitlines(), start=1) if "tl.store" in text)
-    assert f"knorm.py:{line}, norms" in memory["laws"][0]["message"] and "past the end" in memory["laws"][0]["message"]
+    assert (
+        f"knorm.py:{line}, norms" in memory["laws"][0]["message"]
+        and "past the end" in memory["laws"][0]["message"]
+    )
     assert found["compiled"]["triton"] == "3.8.0" and found["compiled"]["launches"] > 10
 
 

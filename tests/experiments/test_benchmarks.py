@@ -1,4 +1,6 @@
-"""The benchmarks themselves, without a GPU and without kvpress: every row small on a CPU, the statistics, the files, the page."""
+"""The benchmarks themselves, without a GPU and without kvpress: every row small on a CPU, the statistics,
+the files, the page.
+"""
 
 import json
 import math
@@ -30,7 +32,9 @@ def no_gradients() -> Any:
 def test_every_row_is_right_and_timed_where_it_is_small(row: Row) -> None:
     result = gpu.run_row(row, TINY, CEILINGS, 20.0)
     work = row.build(TINY)
-    assert {name: arm["status"] for name, arm in result["arms"].items()} == dict.fromkeys(work.arms, "measured")
+    assert {name: arm["status"] for name, arm in result["arms"].items()} == dict.fromkeys(
+        work.arms, "measured"
+    )
     assert all(arm.get("error", 0) < 1e-5 for arm in result["arms"].values())
     assert result["bytes"] > 0 and result["floor_s"] > 0 and result["arms"]["ours"]["seconds"]["count"] >= 6
     assert row.goal_ratio is None or any(name.startswith(row.peer) for name in [*work.arms, *work.missing])
@@ -38,9 +42,19 @@ def test_every_row_is_right_and_timed_where_it_is_small(row: Row) -> None:
 
 
 def test_least_bytes_of_the_published_sizes() -> None:
-    """The byte models at full size, against the arithmetic of the design: one layer's K of 131,072 tokens is 268 MB."""
+    """The byte models at full size, against the arithmetic of the design: one layer's K of 131,072 tokens
+    is 268 MB.
+    """
     keys = 131_072 * 8 * 128 * 2
-    wanted = {"1": 2 * keys * 1.25, "2": 2 * keys, "2b": keys, "3": 2 * keys, "3b": 4 * keys, "5": 2 * keys, "6": 2 * keys}
+    wanted = {
+        "1": 2 * keys * 1.25,
+        "2": 2 * keys,
+        "2b": keys,
+        "3": 2 * keys,
+        "3b": 4 * keys,
+        "5": 2 * keys,
+        "6": 2 * keys,
+    }
     wanted |= {"7": 2 * keys, "9": 2 * keys, "10": 2 * keys, "4": 8 * 131_072 * 5, "4-256": 256 * 131_072 * 5}
     full = Place(device="meta")
     assert {name: gpu.ROWS[name].build(full).bytes for name in wanted} == pytest.approx(wanted, rel=0.01)
@@ -93,7 +107,13 @@ def test_a_peer_that_fails_leaves_the_others() -> None:
 
     result = gpu.run_row(twice(none=lambda: None, wrong=lambda x: 3 * x, late=late), TINY, CEILINGS, 5.0)
     found = {name: arm["status"].split(":")[0] for name, arm in result["arms"].items()}
-    assert found == {"ours": "measured", "peer": "measured", "none": "failed", "wrong": "wrong", "late": "failed"}
+    assert found == {
+        "ours": "measured",
+        "peer": "measured",
+        "none": "failed",
+        "wrong": "wrong",
+        "late": "failed",
+    }
     assert set(result["ratios"]) == {"peer"} and result["shapes"] == [[4]]
 
 
@@ -112,15 +132,24 @@ def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> N
     broken = {("lagkv", "float16"): "float16: LK-12 does not hold"}
     result = run(given, tmp_path / "folder", lambda *part: broken.get(part[:2], ""))
     assert result == json.loads((tmp_path / "folder" / "gpu.json").read_text(encoding="utf-8"))
-    assert result["laws"] == {"keydiff": "", "lagkv": "float16: LK-12 does not hold"} and result["ceilings"] == CEILINGS
-    assert [row["status"].split(":")[0] for row in result["rows"]] == ["no kernel yet", "not timed, laws fail", "measured"]
+    assert (
+        result["laws"] == {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
+        and result["ceilings"] == CEILINGS
+    )
+    assert [row["status"].split(":")[0] for row in result["rows"]] == [
+        "no kernel yet",
+        "not timed, laws fail",
+        "measured",
+    ]
     assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
     assert [line["arm"] for line in gpu.lines(result)] == ["none", "twice", "twice", "ours", "peer"]
     page = report.page(tmp_path / "folder")
     assert "no kernel yet" in page and "laws fail: lagkv" in page
 
 
-def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_call_goes_on_where_the_first_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Laws that held and rows that were measured are kept at the same commit, and only there."""
     built: list[str] = []
     asked: list[str] = []
@@ -131,10 +160,17 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypat
 
     def call(commit: str = "0123456789ab", **options: Any) -> tuple[list[str], int, list[str]]:
         """The rows that are built, the laws that are asked, and the status of each row."""
-        monkeypatch.setattr(gpu, "provenance", lambda *_: {"commit": commit, "versions": {}, "date": "2026-01-02"})
+        monkeypatch.setattr(
+            gpu, "provenance", lambda *_: {"commit": commit, "versions": {}, "date": "2026-01-02"}
+        )
         before = len(built), len(asked)
         given = [
-            Row(name, "twice", (f"stem {name}",), lambda place, name=name: (built.append(name), work(lambda x: x + x))[1])
+            Row(
+                name,
+                "twice",
+                (f"stem {name}",),
+                lambda place, name=name: (built.append(name), work(lambda x: x + x))[1],
+            )
             for name in "12"
         ]
         rows = run(given, tmp_path, laws, **options)["rows"]
@@ -143,7 +179,11 @@ def test_a_second_call_goes_on_where_the_first_stopped(tmp_path: Path, monkeypat
     assert call() == (["1"], 6, ["measured", "not timed, laws fail: stem 2"])
     assert call() == (["2"], 3, ["measured"] * 2)
     assert call() == ([], 0, ["measured"] * 2)
-    for commit, options in (("0123456789ab", {"again": True}), ("fedcba987654", {}), *[("fedcba987654+", {})] * 2):
+    for commit, options in (
+        ("0123456789ab", {"again": True}),
+        ("fedcba987654", {}),
+        *[("fedcba987654+", {})] * 2,
+    ):
         assert call(commit, **options) == (["1", "2"], 6, ["measured"] * 2)
 
 
@@ -163,7 +203,9 @@ def test_every_call_inserts_another_token_and_all_are_drawn_anew() -> None:
     assert not torch.equal(tokens, inputs[1])
 
 
-def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     testing = pytest.importorskip("triton.testing")
     seen: list[int] = []
 
@@ -195,7 +237,9 @@ def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPa
 def test_a_goal_in_time_follows_the_ceilings_of_the_machine() -> None:
     slow = {name: value / 2 for name, value in gpu.H200.items()}
     for latency, wanted in ((False, 2e-6), (True, 1e-6)):
-        assert gpu.run_row(replace(twice(), goal_s=1e-6, latency=latency), TINY, slow, 1.0)["goal_s"] == pytest.approx(wanted)
+        assert gpu.run_row(replace(twice(), goal_s=1e-6, latency=latency), TINY, slow, 1.0)[
+            "goal_s"
+        ] == pytest.approx(wanted)
 
 
 def test_results_are_written_after_every_row(tmp_path: Path) -> None:
@@ -241,7 +285,9 @@ def test_the_laws_are_put_to_the_implementation() -> None:
     assert "got 'no_such_method'" in gpu.broken_law("no_such_method", "float32", "cpu", 120)
 
 
-def test_without_a_gpu_the_command_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_command_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def told(message: str, **named: Any) -> None:
         refused(lambda: gpu.main(**named), message, typer.BadParameter)
 
@@ -266,7 +312,11 @@ def test_rows_apart_sees_rows_that_are_not_there() -> None:
     assert rows_apart(rows[:9], rows.numpy()) == math.inf
 
 
-FAST, SLOW, WIDE = timing.Spread(0.9, 1.0, 1.1, 6), timing.Spread(1.8, 2.0, 2.2, 6), timing.Spread(1.1, 2.0, 3.0, 6)
+FAST, SLOW, WIDE = (
+    timing.Spread(0.9, 1.0, 1.1, 6),
+    timing.Spread(1.8, 2.0, 2.2, 6),
+    timing.Spread(1.1, 2.0, 3.0, 6),
+)
 
 
 @pytest.mark.parametrize(
@@ -310,18 +360,26 @@ def test_arms_take_turns_there_and_back() -> None:
 def test_the_clock_of_the_cpu_benchmark() -> None:
     pair = cpu.Pair(lambda: torch.ones(8), lambda: torch.ones(2**18), lambda a, b: 0.0, 2**12, 2.0 * 1024**3)
     found = cpu.measure(pair, rounds=3, budget=0.0)
-    assert found["share_of_floor"] == found["floor_s"] / found["ours_s"]["p50"] > 1  # a product, which it does not compute
+    # a product, which it does not compute
+    assert found["share_of_floor"] == found["floor_s"] / found["ours_s"]["p50"] > 1
     assert found["ours_s"]["count"] == 4 and found["distance"] == 0 and found["kvpress_s"]["p50"] > 0
-    assert cpu.rise_of_memory(lambda: torch.ones(2**24))[0] in range(2**25, 2**28) or not Path("/proc/self/clear_refs").exists()
+    assert (
+        cpu.rise_of_memory(lambda: torch.ones(2**24))[0] in range(2**25, 2**28)
+        or not Path("/proc/self/clear_refs").exists()
+    )
 
 
 def test_arguments_and_results_travel_to_the_environment_of_kvpress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "environment", lambda: sys.executable)
-    assert cpu.in_kvpress("benchmarks.timing", "spread", [1.0, 2.0, 3.0]) == list(timing.spread([1.0, 2.0, 3.0]))
+    assert cpu.in_kvpress("benchmarks.timing", "spread", [1.0, 2.0, 3.0]) == list(
+        timing.spread([1.0, 2.0, 3.0])
+    )
 
 
 def test_the_constraints_leave_out_what_kvpress_needs_otherwise() -> None:
-    kept = cpu.constraints("torch==2.13.0\ntransformers==5.23.0\n# a comment\nnumpy==2.4.6\nhuggingface_hub==2.4.0\n")
+    kept = cpu.constraints(
+        "torch==2.13.0\ntransformers==5.23.0\n# a comment\nnumpy==2.4.6\nhuggingface_hub==2.4.0\n"
+    )
     assert kept.splitlines() == ["torch==2.13.0", "numpy==2.4.6"]
 
 
@@ -331,7 +389,9 @@ def test_the_page_is_what_the_stored_results_say() -> None:
 
 def test_the_page_without_a_gpu_result_gives_the_command(tmp_path: Path) -> None:
     text = report.page(tmp_path)
-    assert "No GPU result is stored yet" in text and "python -m benchmarks.gpu --out benchmarks/results" in text
+    assert (
+        "No GPU result is stored yet" in text and "python -m benchmarks.gpu --out benchmarks/results" in text
+    )
     assert "No CPU result is stored yet" in text and "python -m benchmarks.cpu" in text
 
 
@@ -344,11 +404,14 @@ def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
             {"method": "keydiff", "seconds": 0.1, "share_of_prefill": 0.0125},
         ],
         "decoding": [
-            {"cache": "full", "seconds_per_token": 0.05, "ratio_to_full": 1, "ratio_lowest": 1, "ratio_highest": 1, "bytes": 8e6},
-            {"cache": "ragged", "seconds_per_token": 0.04, "ratio_to_full": 0.8, "ratio_lowest": 0.7, "ratio_highest": 0.9,
+            {"cache": "full", "seconds_per_token": 0.05, "ratio_to_full": 1, "ratio_lowest": 1,
+            "ratio_highest": 1, "bytes": 8e6},
+            {"cache": "ragged", "seconds_per_token": 0.04, "ratio_to_full": 0.8, "ratio_lowest": 0.7,
+            "ratio_highest": 0.9,
              "bytes": 2e6, "bytes_over_tokens_kept": 1.0},
         ],
-        "blocks": [{"method": "tova", "prompt_tokens": 8192, "peak_bytes": 1e6, "full_bytes": 8e6, "share_of_full": 0.125}],
+        "blocks": [{"method": "tova", "prompt_tokens": 8192, "peak_bytes": 1e6, "full_bytes": 8e6,
+        "share_of_full": 0.125}],
     }  # fmt: skip
     (tmp_path / "model.json").write_text(json.dumps(result))
     text = report.page(tmp_path)

@@ -88,7 +88,9 @@ def number(value: float, low: float, high: float, **by_text: float) -> Number:
 
 
 def claim_of(*conditions: str, possible_if: tuple[str, ...] = ()) -> Claim:
-    return Claim("X-1", "", "", "", tuple(map(Condition, conditions)), tuple(map(Condition, possible_if)), ("more",))
+    return Claim(
+        "X-1", "", "", "", tuple(map(Condition, conditions)), tuple(map(Condition, possible_if)), ("more",)
+    )
 
 
 @pytest.mark.parametrize(
@@ -122,16 +124,24 @@ FAILED = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
         (
             TWO,
             {"gain": number(0.4, 0.2, 0.7, varied=0.1, code=0.7), "loss": LOSS},
-            "More texts may change it: the interval of loss would have to be 1.11 times as wide to reach 0.2. "
+            "More texts may change it: the interval of loss would have to be 1.11 times as wide to reach "
+            "0.2. "
             "Other texts would change it: code alone gives another verdict.$",
         ),
         (  # half of the interval is twice the distance: four times the texts
             TWO,
-            {"gain": number(0.4, -0.4, 1.2, varied=0.4, code=0.4), "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1)},
+            {
+                "gain": number(0.4, -0.4, 1.2, varied=0.4, code=0.4),
+                "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1),
+            },
             "About 4.0 times as many texts and kinds of text would decide gain > 0, if the value stays. "
             "Robust to other texts: no single kind of text gives another verdict.$",
         ),
-        (TWO, {"gain": number(0.0, -0.4, 0.4), "loss": LOSS}, "No number of texts: gain lies on its bound 0."),
+        (
+            TWO,
+            {"gain": number(0.0, -0.4, 0.4), "loss": LOSS},
+            "No number of texts: gain lies on its bound 0.",
+        ),
         # of two conditions that fail, the one that fails more clearly keeps the verdict
         (TWO, FAILED, ".*Robust to more texts: the interval of loss would have to be 3 times"),
         (
@@ -151,7 +161,9 @@ def test_what_would_change_a_verdict(claim: Claim, numbers: dict[str, Number], t
 
 
 def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
-    """The variance of a mean of k kinds is the variance of their means over k, and that of a mean of n texts theirs over n."""
+    """The variance of a mean of k kinds is the variance of their means over k, and that of a mean of n
+    texts theirs over n.
+    """
     draw = np.random.default_rng(3)
     kinds = [f"kind {kind}" for kind in range(30) for _ in range(3)]
     values = draw.normal(size=(30, 3)) + draw.normal(size=(30, 1))
@@ -175,7 +187,9 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
 
 
 def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
-    """Twelve equal texts give one of no width; eleven texts give none, however far from the bound the value lies."""
+    """Twelve equal texts give one of no width; eleven texts give none, however far from the bound the
+    value lies.
+    """
     claim = claim_of("it > 0", possible_if=("it > 1",))
     for count, verdict in ((11, UNDECIDED), (12, HOLDS)):
         numbers = Numbers({"it": ""}, [f"kind {place}" for place in range(count)])
@@ -193,7 +207,9 @@ def test_numbers_refuse_what_is_not_finite() -> None:
 
 
 @pytest.mark.parametrize("name", run.PAPERS)
-def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(name: str, result: dict[str, Any]) -> None:
+def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(
+    name: str, result: dict[str, Any]
+) -> None:
     paper = run.PAPERS[name].PAPER
     assert re.fullmatch(r"\d{4}\.\d{5}", paper.arxiv)
     assert len({claim.id for claim in paper.claims}) == len(paper.claims)
@@ -234,7 +250,9 @@ def test_a_recording_is_what_the_model_computed(lab: Lab, recording: Recording) 
 def prompt_states(recording: Recording) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Keys and values of the prompt in each layer."""
     split = recording.split
-    return [(layer.keys[:, :, :split].clone(), layer.values[:, :, :split].clone()) for layer in recording.layers]
+    return [
+        (layer.keys[:, :, :split].clone(), layer.values[:, :, :split].clone()) for layer in recording.layers
+    ]
 
 
 def test_reading_on_from_a_whole_cache_changes_nothing(lab: Lab, recording: Recording) -> None:
@@ -250,7 +268,9 @@ def test_a_removed_token_is_no_longer_read(lab: Lab, recording: Recording) -> No
     before = read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
     for keys, values in stored:
         keys[:, :, :half] = values[:, :, :half] = 1e3
-    assert torch.equal(before, read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits)
+    assert torch.equal(
+        before, read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
+    )
 
 
 def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
@@ -264,7 +284,9 @@ def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Re
     assert adaptive.sum() == 2 * 48 and adaptive.min() >= 48 // 5 and len(adaptive.unique()) == 2
     assert {int(mask.sum(dim=-1).unique()) for name, mask in kept.items() if name != "lagkv"} == {48}
     assert 44 <= int(kept["lagkv"].sum(dim=-1).unique()) <= 48  # its partitions are whole
-    everything = [{"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers]
+    everything = [
+        {"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers
+    ]
     errors = expected_attention.reconstruction(lab, recording, everything)
     assert errors["all"] < 1e-4 < errors["one"]
 
@@ -300,7 +322,9 @@ def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) ->
 
 def test_ranks_give_spearman() -> None:
     rising = np.array([1.0, 2.0, 4.0, 1000.0])
-    assert correlation(expected_attention.ranks(rising), expected_attention.ranks(np.exp(rising / 100))) == pytest.approx(1)
+    assert correlation(
+        expected_attention.ranks(rising), expected_attention.ranks(np.exp(rising / 100))
+    ) == pytest.approx(1)
     assert expected_attention.ranks(np.array([[3.0, 1.0, 2.0]])).tolist() == [[2, 0, 1]]
 
 
@@ -311,9 +335,15 @@ def test_keydiff_volume_by_hand() -> None:
 
 
 def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
-    """Equal evicted keys: the moments are exact. All keys orthogonal to the query: every output is a plain mean."""
+    """Equal evicted keys: the moments are exact. All keys orthogonal to the query: every output is a plain
+    mean.
+    """
     draw = np.random.default_rng(0)
-    query, keys, values = draw.normal(size=(2, 3, 4)), draw.normal(size=(2, 9, 4)), draw.normal(size=(2, 9, 4))
+    query, keys, values = (
+        draw.normal(size=(2, 3, 4)),
+        draw.normal(size=(2, 9, 4)),
+        draw.normal(size=(2, 9, 4)),
+    )
     kept = np.ones((2, 9), dtype=bool)
     kept[:, 1:5] = False
     keys[:, 1:5] = keys[:, 1:2]
@@ -328,9 +358,13 @@ def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
 
 
 def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
-    """Token by token as the reference decodes; without moments, and with values of length one, where no residual selects."""
+    """Token by token as the reference decodes; without moments, and with values of length one, where no
+    residual selects.
+    """
     draw = torch.Generator().manual_seed(1)
-    queries, keys, values = (torch.randn(2, heads, 24, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2))
+    queries, keys, values = (
+        torch.randn(2, heads, 24, 8, generator=draw, dtype=torch.float64) for heads in (4, 2, 2)
+    )
     chosen = {}
     for weight in momentkv.BY_STEPS:
         chosen[weight] = list(momentkv.by_steps(queries, keys, values, 6, [9, 24], weight))
@@ -341,7 +375,9 @@ def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
             _, *left, after = reference.decode_step(*[each[:, :, last] for each in arrays], *left, moments, 6)
             moments = after if weight == "residual" else moments
             if last == 8:
-                np.testing.assert_array_equal(arrays[1][:, :, :9][chosen[weight][0].numpy()].reshape(2, 2, 6, 8), left[0])
+                np.testing.assert_array_equal(
+                    arrays[1][:, :, :9][chosen[weight][0].numpy()].reshape(2, 2, 6, 8), left[0]
+                )
         np.testing.assert_array_equal(arrays[1][chosen[weight][1].numpy()].reshape(2, 2, 6, 8), left[0])
     assert len({mask[1].numpy().tobytes() for mask in chosen.values()}) == 3
 
@@ -365,11 +401,15 @@ def test_keydiff_variants_of_the_tables(recording: Recording) -> None:
     assert len({mask.numpy().tobytes() for mask in kept.values()}) == len(kept) - 1
 
 
-def test_keydiff_in_one_block_is_keydiff_in_one_shot_and_smaller_blocks_are_not(lab: Lab, recording: Recording) -> None:
+def test_keydiff_in_one_block_is_keydiff_in_one_shot_and_smaller_blocks_are_not(
+    lab: Lab, recording: Recording
+) -> None:
     """The cache that evicts, against the mask in a whole cache."""
     kept = [keydiff.tables(as_array(layer.keys)[:, :, :96], 0.5) for layer in recording.layers]
     whole, in_blocks = (keydiff.error_in_blocks(lab, recording, "keydiff", block) for block in (96, 24))
-    assert whole == pytest.approx(expected_attention.reconstruction(lab, recording, kept)["keydiff"], rel=1e-4)
+    assert whole == pytest.approx(
+        expected_attention.reconstruction(lab, recording, kept)["keydiff"], rel=1e-4
+    )
     assert whole != pytest.approx(in_blocks, rel=1e-2)
 
 
@@ -378,17 +418,26 @@ def test_gvote_synthetic_queries_without_noise_are_the_mean_query(recording: Rec
     got = gvote.synthetic_queries(layer, 96, 1, recording.theta, np.zeros((2, channels)))
     mean = as_array(layer.plain_queries)[0, :, gvote.SINKS : 96].mean(axis=1)
     assert got.shape == (4, 2, 8)
-    np.testing.assert_allclose(np.linalg.norm(got, axis=-1), np.linalg.norm(mean, axis=-1)[:, None].repeat(2, 1), rtol=1e-4)
+    np.testing.assert_allclose(
+        np.linalg.norm(got, axis=-1), np.linalg.norm(mean, axis=-1)[:, None].repeat(2, 1), rtol=1e-4
+    )
 
 
 def test_nearness_is_the_correlation_over_all_pairs() -> None:
     """A turning vector is the less alike the further; the other head is random; each pair by a loop."""
     angles, draw = torch.arange(8) / 4, torch.Generator().manual_seed(0)
-    states = torch.stack([torch.stack([angles.cos(), 2 * angles.sin()], dim=-1), torch.randn(8, 2, generator=draw)])
+    states = torch.stack(
+        [torch.stack([angles.cos(), 2 * angles.sin()], dim=-1), torch.randn(8, 2, generator=draw)]
+    )
     pairs = [(one, other) for one in range(8) for other in range(one)]
     for head, got in zip(as_array(states), lagkv.nearness(states), strict=True):
-        cosines = [head[one] @ head[other] / np.linalg.norm(head[one]) / np.linalg.norm(head[other]) for one, other in pairs]
-        assert got == pytest.approx(np.corrcoef(cosines, [-np.log(one - other) for one, other in pairs])[0, 1])
+        cosines = [
+            head[one] @ head[other] / np.linalg.norm(head[one]) / np.linalg.norm(head[other])
+            for one, other in pairs
+        ]
+        assert got == pytest.approx(
+            np.corrcoef(cosines, [-np.log(one - other) for one, other in pairs])[0, 1]
+        )
     assert lagkv.nearness(states)[0] > 0.7
 
 
@@ -398,12 +447,16 @@ def test_keys_before_rope_are_the_projection(lab: Lab, recording: Recording) -> 
     projected = module.k_proj(layer.hidden_states).unflatten(-1, (2, -1)).transpose(1, 2)
     got = lagkv.near_are_alike(lab, layer.keys, layer.values, 0)
     for name, states in (("keys", layer.keys), ("plain_keys", projected), ("values", layer.values)):
-        np.testing.assert_allclose(got[f"near_{name}"][0], lagkv.nearness(states[0, :, lagkv.SINKS :]), atol=1e-4)
+        np.testing.assert_allclose(
+            got[f"near_{name}"][0], lagkv.nearness(states[0, :, lagkv.SINKS :]), atol=1e-4
+        )
     assert not np.allclose(got["near_keys"], got["near_plain_keys"], atol=1e-3)
 
 
 def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The cache holds what the paper's recursion keeps; where nothing can be removed, the digit is that of the full cache."""
+    """The cache holds what the paper's recursion keeps; where nothing can be removed, the digit is that of
+    the full cache.
+    """
     lengths: list[int] = []
 
     def reads(model: Any, ids: torch.Tensor, cache: Any, *arguments: Any, **named: Any) -> Any:
@@ -412,7 +465,10 @@ def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(lagkv, "read_on", reads)
     lagkv.first_digits(lab, "varied")
-    kept, lags = {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS}, sorted(SCALE.lag_sizes, reverse=True)
+    kept, lags = (
+        {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS},
+        sorted(SCALE.lag_sizes, reverse=True),
+    )
     assert lengths == [272, *(lagkv.paper.retained_length(272, lag_size=lag, **kept) for lag in lags)]
     whole, in_chunks = lagkv.first_digits(replace(lab, scale=replace(SCALE, lag_sizes=(129,))), "varied")
     assert whole == in_chunks
@@ -425,7 +481,9 @@ def test_partial_match() -> None:
 
 def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
     for kind in texts.KINDS:
-        context_ids, question_ids, answer = lagkv.make_text(tokenizer, replace(SCALE, passkey_tokens=500), kind, 3)
+        context_ids, question_ids, answer = lagkv.make_text(
+            tokenizer, replace(SCALE, passkey_tokens=500), kind, 3
+        )
         assert context_ids.shape == (1, 500)
         assert tokenizer.decode(context_ids[0]).count(answer) == 1
         assert len(answer) == 16
@@ -448,7 +506,9 @@ def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
 
 
 def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None:
-    """The first layer whole and the second without its first half, against an explicit mask in the same model."""
+    """The first layer whole and the second without its first half, against an explicit mask in the same
+    model.
+    """
     model: LlamaForCausalLM = tiny_llama(max_position_embeddings=2048)
     ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(2))
     full = DynamicCache()
@@ -457,9 +517,13 @@ def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None
         stored = [(layer.keys, layer.values) for layer in full.layers]
         kept = [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
         cache = compressed(stored, kept)
-        got = [read_on(model, ids[:, place : place + 1], cache, place).logits[0, 0] for place in range(30, 40)]
+        got = [
+            read_on(model, ids[:, place : place + 1], cache, place).logits[0, 0] for place in range(30, 40)
+        ]
 
-        def hide(module: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, torch.Tensor]) -> object:
+        def hide(
+            module: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, torch.Tensor]
+        ) -> object:
             visible = torch.ones(10, 40, dtype=torch.bool).tril(30)
             visible[:, :15] = False
             named["attention_mask"] = visible[None, None]
@@ -475,17 +539,24 @@ def test_a_finished_run_measures_nothing_again(
     finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lines = finished
-    assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(plan_for(model_folder).lines())
+    assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(
+        plan_for(model_folder).lines()
+    )
     before = (folder / "results.jsonl").read_bytes()
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
     assert store.run(plan_for(model_folder), folder) == lines
     one = plan_for(model_folder, ["gvote"], texts=("code",))
     some = one.own(store.run(one, folder))
-    assert [(line["paper"], line["text"], line["seed"]) for line in some] == [("gvote", "code", 0), ("gvote", "code", 1)]
+    assert [(line["paper"], line["text"], line["seed"]) for line in some] == [
+        ("gvote", "code", 0),
+        ("gvote", "code", 1),
+    ]
     assert (folder / "results.jsonl").read_bytes() == before
 
 
-def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+def test_more_texts_join_the_results(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     told: list[str] = []
     more = plan_for(model_folder, ["keydiff", "lagkv"], texts=("varied", "chat"), seeds=(1, 2))
@@ -497,8 +568,12 @@ def test_more_texts_join_the_results(finished: tuple[Path, list[Line]], model_fo
 
 
 @pytest.mark.slow
-def test_two_processes_find_the_same(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
-    assert without_seconds(store.run(plan_for(model_folder), tmp_path, jobs=2)) == without_seconds(finished[1])
+def test_two_processes_find_the_same(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+) -> None:
+    assert without_seconds(store.run(plan_for(model_folder), tmp_path, jobs=2)) == without_seconds(
+        finished[1]
+    )
 
 
 def test_measurements_of_two_kinds_are_not_mixed(
@@ -545,7 +620,9 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_the_stored_results_follow_from_their_measurements() -> None:
-    """docs/claims holds a real run: today's rules make the stored verdicts and intervals of the stored measurements."""
+    """docs/claims holds a real run: today's rules make the stored verdicts and intervals of the stored
+    measurements.
+    """
     folder = ROOT / "docs" / "claims"
     result = json.loads((folder / "results.json").read_text())
     assert (result["model"], result["weights"]) == ("embedded", "SmolLM2-135M-Instruct")
@@ -560,10 +637,22 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
 @pytest.mark.slow
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
-    common = ["--model", model_folder, "--only", "KD-7 (diversity),MK-36", "--seeds", 2, "--texts", "chat,sums"]
+    common = [
+        "--model",
+        model_folder,
+        "--only",
+        "KD-7 (diversity),MK-36",
+        "--seeds",
+        2,
+        "--texts",
+        "chat,sums",
+    ]
     common += ["--output", tmp_path / "claims"]
     got = as_json("claims", *common)
-    assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == ["KD-7 (diversity)", "MK-36 (never worse)"]
+    assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == [
+        "KD-7 (diversity)",
+        "MK-36 (never worse)",
+    ]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
     told = printed("claims", *common)
@@ -572,8 +661,13 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_claims_are_chosen_by_paper_and_id() -> None:
     assert list(run.check_claims()) == list(run.PAPERS)
-    assert [claim.id for claim in run.check_claims(only=["KD-7"])["keydiff"]] == ["KD-7 (correlation)", "KD-7 (diversity)"]
-    assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == ["KD-7 (diversity)"]
+    assert [claim.id for claim in run.check_claims(only=["KD-7"])["keydiff"]] == [
+        "KD-7 (correlation)",
+        "KD-7 (diversity)",
+    ]
+    assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == [
+        "KD-7 (diversity)"
+    ]
 
 
 def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:

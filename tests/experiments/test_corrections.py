@@ -9,9 +9,13 @@ from benchmarks import corrections
 @pytest.mark.parametrize("kind", corrections.KINDS)
 def test_the_promises_hold_on_drawn_steps(kind) -> None:
     generator = np.random.default_rng(1)
-    evicted = np.broadcast_to(np.arange(corrections.LENGTH) < corrections.EVICTED, (corrections.AT_ONCE, 1, corrections.LENGTH))
+    evicted = np.broadcast_to(
+        np.arange(corrections.LENGTH) < corrections.EVICTED, (corrections.AT_ONCE, 1, corrections.LENGTH)
+    )
     none, paper, nearest, certified = corrections.errors(*kind(generator), evicted)
-    assert (nearest <= paper + corrections.ROUNDING).all() and (certified <= none + corrections.ROUNDING).all()
+    assert (nearest <= paper + corrections.ROUNDING).all() and (
+        certified <= none + corrections.ROUNDING
+    ).all()
     assert certified.mean() < none.mean()
 
 

@@ -92,7 +92,9 @@ def test_the_likelihood_of_an_answer_is_that_of_the_whole_text(tokenizer: PreTra
         text = torch.cat([context, question, given], dim=1)
         with torch.no_grad():
             logits = model(text).logits[0, -given.shape[1] - 1 : -1]
-        wanted = [float(torch.log_softmax(row, dim=-1)[token]) for row, token in zip(logits, given[0], strict=True)]
+        wanted = [
+            float(torch.log_softmax(row, dim=-1)[token]) for row, token in zip(logits, given[0], strict=True)
+        ]
         for block_size in (None, 1, 4):
             found = likelihood(model, cache, question, given, block_size)
             assert found.log_probabilities == pytest.approx(wanted, abs=1e-4)
@@ -119,8 +121,14 @@ def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
 
 def test_a_method_that_sets_its_own_budget_is_asked_once(tokenizer: PreTrainedTokenizerFast) -> None:
     model = tiny_llama(max_position_embeddings=2048)
-    found = demo.run(model, tokenizer, method_names=["gvote", "knorm"], ratios=(0.25, 0.5), depths=(0.5,), tokens=300)
-    assert [(row.label, row.asked) for row in found.rows[1:]] == [("gvote", "own"), ("knorm", "25%"), ("knorm", "50%")]
+    found = demo.run(
+        model, tokenizer, method_names=["gvote", "knorm"], ratios=(0.25, 0.5), depths=(0.5,), tokens=300
+    )
+    assert [(row.label, row.asked) for row in found.rows[1:]] == [
+        ("gvote", "own"),
+        ("knorm", "25%"),
+        ("knorm", "50%"),
+    ]
     assert found.rows[1].measured["tokens_after"][0] < found.rows[1].measured["tokens_before"][0]
 
 

@@ -1,4 +1,6 @@
-"""The evaluation: resumable without loss, the same whoever computes it, honest about failures, and its reports."""
+"""The evaluation: resumable without loss, the same whoever computes it, honest about failures, and its
+reports.
+"""
 
 import html
 import json
@@ -24,7 +26,9 @@ NAMES = ["passkey7", "copy"]
 
 
 def plan_for(model: Path, **changes: Any) -> Plan:
-    """Twelve measurements: two prompts, each with the full cache, a budget and a ratio of KeyDiff, and random eviction."""
+    """Twelve measurements: two prompts, each with the full cache, a budget and a ratio of KeyDiff, and
+    random eviction.
+    """
     settings: dict[str, Any] = {
         "methods": [("keydiff", {})],
         "tasks": NAMES,
@@ -50,7 +54,11 @@ def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
 def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None:
     folder, lines = finished
     assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
-    evicting = [(name, *amount) for name in ("keydiff", "random", "random_protected") for amount in ((0.5, None), (None, 40))]
+    evicting = [
+        (name, *amount)
+        for name in ("keydiff", "random", "random_protected")
+        for amount in ((0.5, None), (None, 40))
+    ]
     expected = [("full", 0.0, None), *evicting]
     for name in NAMES:
         mine = [line for line in lines if line["task"] == name]
@@ -85,7 +93,9 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
         distributed.Client(cluster) as client,
     ):
         lines = store.run(plan_for(model_folder), tmp_path, dask=cluster.scheduler_address)
-        measured_there = client.run(lambda: sys.modules["evictionary.evaluation.run"].loaded.cache_info().currsize)
+        measured_there = client.run(
+            lambda: sys.modules["evictionary.evaluation.run"].loaded.cache_info().currsize
+        )
     assert list(measured_there.values()) == [1, 1]
     assert without_seconds(lines) == without_seconds(finished[1])
 
@@ -93,7 +103,16 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
 def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp_path: Path) -> None:
     mine = saved(tmp_path / "mine.py", "def score(keys):\n    raise RuntimeError('not [yet]')\n")
     output = tmp_path / "out"
-    arguments = ["--model", model_folder, "--methods", f"{mine},keydiff", "--ratios", "0.5", "--tasks", "passkey7"]
+    arguments = [
+        "--model",
+        model_folder,
+        "--methods",
+        f"{mine},keydiff",
+        "--ratios",
+        "0.5",
+        "--tasks",
+        "passkey7",
+    ]
     common = ["eval", *arguments, "--lengths", 600, "--samples", 1, "--output", output]
     done = invoke(*common, "--json")
     assert done.exit_code == 1, done.output
@@ -126,8 +145,12 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
 def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
     model_folder: Path, tmp_path: Path, name: str, traits: str, fails: bool
 ) -> None:
-    """A method that keeps everything, or a token too many, is refused, unless it says that it sets its own budget."""
-    plan = plan_for(model_folder, methods=[(str(tmp_path / name), {})], tasks=["passkey7"], ratios=[], budgets=[40])
+    """A method that keeps everything, or a token too many, is refused, unless it says that it sets its own
+    budget.
+    """
+    plan = plan_for(
+        model_folder, methods=[(str(tmp_path / name), {})], tasks=["passkey7"], ratios=[], budgets=[40]
+    )
     for kept in ("length", "budget + 1", "budget"):
         chosen = f"np.broadcast_to(np.arange(length) < {kept}, keys.shape[:3])"
         select = f"def select(keys, length, budget):\n    return {chosen}\n"
@@ -135,7 +158,10 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
         (line,) = (line for line in store.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
         if fails and kept != "budget":
             stored = line["tokens"] if kept == "length" else 41
-            wanted = f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were asked for; a method"
+            wanted = (
+                f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were "
+                "asked for; a method"
+            )
             assert wanted in line["error"]
             assert "exact" not in line
         else:
@@ -144,12 +170,16 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
 
 @pytest.mark.parametrize("options", [{}, {"lag_size": 32}, {"lag_size": 32, "keep_ratio": 0.9}])
 @pytest.mark.parametrize("name", ["lagkv", "lagkv+pyramid_kv"])
-def test_what_a_partition_keeps_whole_is_no_failure(model_folder: Path, tmp_path: Path, name: str, options: dict[str, Any]) -> None:
+def test_what_a_partition_keeps_whole_is_no_failure(
+    model_folder: Path, tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
     plan = plan_for(model_folder, methods=[(name, options)], tasks=["passkey7"], ratios=[0.5, 0.95])
     assert [line["error"] for line in store.run(plan, tmp_path) if line["method"] == name] == [None] * 3
 
 
-def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path) -> None:
+def test_more_methods_join_the_results(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     told: list[store.Progress] = []
     lagkv = plan_for(model_folder, methods=[("lagkv", {"lag_size": "16"})], tasks=["copy"], budgets=[])
@@ -159,7 +189,8 @@ def test_more_methods_join_the_results(finished: tuple[Path, list[Line]], model_
 
 
 def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Path) -> None:
-    names = ["gvote", "expected_attention", "snapkv+ada_kv", "keydiff+moments", "momentkv"]  # ragged, captured states, decoding
+    # ragged, captured states, decoding
+    names = ["gvote", "expected_attention", "snapkv+ada_kv", "keydiff+moments", "momentkv"]
     plan = plan_for(model_folder, methods=[(name, {}) for name in names], tasks=["copy"], budgets=[])
     lines = store.run(plan, tmp_path)
     assert [line["error"] for line in lines] == [None] * 8
@@ -169,7 +200,9 @@ def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Pa
 def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path) -> None:
     names = ["perplexity", "perplexity_decoding"]
     methods: list[tuple[str, dict[str, Any]]] = [("keydiff", {}), ("gvote", {}), ("lagkv", {"lag_size": 8})]
-    lines = store.run(plan_for(model_folder, methods=methods, tasks=names, lengths=[140], seeds=[0, 1], ratios=[]), tmp_path)
+    lines = store.run(
+        plan_for(model_folder, methods=methods, tasks=names, lengths=[140], seeds=[0, 1], ratios=[]), tmp_path
+    )
     assert [line["error"] for line in lines] == [None] * len(lines)
     full = {(line["task"], line["seed"]): line["perplexity"] for line in lines if line["method"] == "full"}
     model, tokenizer = load(str(model_folder))
@@ -181,7 +214,9 @@ def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path
         for name in names:
             assert full[name, seed] == pytest.approx(float(loss.exp()), rel=1e-3)
     again = {
-        (line["task"], line["seed"]): line["perplexity"] for line in lines if (line["method"], line["budget"]) == ("keydiff", 40)
+        (line["task"], line["seed"]): line["perplexity"]
+        for line in lines
+        if (line["method"], line["budget"]) == ("keydiff", 40)
     }
     assert again["perplexity", 0] != again["perplexity_decoding", 0]  # the second one evicts while it decodes
     rows = eval_report.summarise(lines)
@@ -202,9 +237,21 @@ def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Lin
 def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
     # two lengths, and one measurement that failed
     longer = [line | {"length": 900} for line in finished[1]]
-    failed = {name: value for name, value in longer[1].items() if name not in ("exact", "partial", "bytes_after", "answer")}
+    failed = {
+        name: value
+        for name, value in longer[1].items()
+        if name not in ("exact", "partial", "bytes_after", "answer")
+    }
     found = eval_report.write([*finished[1], longer[0], failed | {"error": "<no>"}, *longer[2:]], tmp_path)
-    names = {"heatmap.png", "heatmap.svg", "report.html", "scores.png", "scores.svg", "summary.json", "table.md"}
+    names = {
+        "heatmap.png",
+        "heatmap.svg",
+        "report.html",
+        "scores.png",
+        "scores.svg",
+        "summary.json",
+        "table.md",
+    }
     assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
@@ -214,9 +261,13 @@ def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
     assert [line for line in table if line.startswith("##")] == ["## 600 tokens", "## 900 tokens"]
     assert any(line.startswith("| keydiff | 40 tokens kept |") for line in table)
     answers = {line["answer"] for line in finished[1] if line["task"] == "passkey7" and line["answer"]}
-    assert answers and any(f"<td>{html.escape(answer)}</td>" in page.replace("&#39;", "&#x27;") for answer in answers)
+    assert answers and any(
+        f"<td>{html.escape(answer)}</td>" in page.replace("&#39;", "&#x27;") for answer in answers
+    )
     # the same results draw the same file
-    assert pages.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
+    assert (
+        pages.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
+    )
 
 
 def test_means_are_over_the_prompts() -> None:
@@ -234,15 +285,22 @@ def test_means_are_over_the_prompts() -> None:
     rows = eval_report.summarise(
         [line | {"seed": 0, "exact": 1.0, "partial": 1.0}, line | {"seed": 1, "exact": 0.0, "partial": 0.5}]
     )
-    assert [(row["exact"], row["partial"], row["removed"], row["prompts"]) for row in rows] == [(0.5, 0.75, 0.5, 2)]
+    assert [(row["exact"], row["partial"], row["removed"], row["prompts"]) for row in rows] == [
+        (0.5, 0.75, 0.5, 2)
+    ]
     # the share of tokens that a model predicts is no retrieval, and no part of the mean
     other = rows[0] | {"task": "perplexity", "partial": 0.1, "perplexity": 9.0}
-    assert eval_report.pivot([*rows, other])[1][0]["mean"] == 0.75 and eval_report.pivot([other])[1][0]["mean"] is None
+    assert (
+        eval_report.pivot([*rows, other])[1][0]["mean"] == 0.75
+        and eval_report.pivot([other])[1][0]["mean"] is None
+    )
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 5), (3, 5), (5, 5), (40, 200)])
 def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right: int, of: int) -> None:
-    """The ends of Wilson's interval are the shares p whose own standard error is 1/1.96 of the distance to what was seen."""
+    """The ends of Wilson's interval are the shares p whose own standard error is 1/1.96 of the distance to
+    what was seen.
+    """
     for end in eval_report.wilson(right, of):
         if 0 < end < 1:
             assert abs(right / of - end) == pytest.approx(1.96 * (end * (1 - end) / of) ** 0.5)
@@ -250,7 +308,20 @@ def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right:
 
 
 def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_folder: Path) -> None:
-    known = ["--methods", "keydiff", "--ratios", "0.5", "--budgets", "40", "--lengths", 600, "--samples", 1, "--seed", 1]
+    known = [
+        "--methods",
+        "keydiff",
+        "--ratios",
+        "0.5",
+        "--budgets",
+        "40",
+        "--lengths",
+        600,
+        "--samples",
+        1,
+        "--seed",
+        1,
+    ]
     common = ["eval", "--model", model_folder, *known, "--tasks", ",".join(NAMES), "--output", finished[0]]
     told = printed(*common)
     assert "600 tokens" in told and "keydiff" in told
@@ -260,7 +331,9 @@ def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_fold
 
 
 def test_methods_with_options_are_read() -> None:
-    read = cli_eval.parse_methods(["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"])
+    read = cli_eval.parse_methods(
+        ["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"]
+    )
     assert read == [
         ("keydiff", {}),
         ("lagkv", {"lag_size": "128", "sink_size": "4"}),
@@ -273,15 +346,25 @@ def test_the_help_names_every_task() -> None:
     assert f"{cli_eval.TASKS},{cli_eval.REAL}".split(",") == list(tasks.TASKS)
 
 
-def test_the_course_project_measures_perplexity(model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The starter of tutorials/project: its decode loop has the perplexity of one forward over the whole text."""
-    script = runpy.run_path(str(Path(__file__).parents[2] / "tutorials" / "project" / "starter" / "measure.py"))
-    text = saved(tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday.")
+def test_the_course_project_measures_perplexity(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The starter of tutorials/project: its decode loop has the perplexity of one forward over the whole
+    text.
+    """
+    script = runpy.run_path(
+        str(Path(__file__).parents[2] / "tutorials" / "project" / "starter" / "measure.py")
+    )
+    text = saved(
+        tmp_path / "text.txt", "The baker sold eleven loaves of bread on Monday, and none on Tuesday."
+    )
     arguments = ["--model", str(model_folder), "--text", str(text), "--prompt", "40", "--tokens", "20"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["measure.py", *arguments, "--methods", "full", "keydiff"])
         script["main"]()
-    full, keydiff = ([cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:])
+    full, keydiff = (
+        [cell.strip() for cell in line.split("|")[1:-1]] for line in capsys.readouterr().out.splitlines()[2:]
+    )
     model, tokenizer = load(str(model_folder))
     ids = tokenizer(text.read_text(), return_tensors="pt")["input_ids"][:, :60]
     with torch.no_grad():

@@ -14,12 +14,19 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.export import export
 from evictionary.cli.app import app
 
-IS_CALLED: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+IS_CALLED: dict[str, Any] = {
+    "attention_mask": torch.ones_like(IDS),
+    "max_new_tokens": 8,
+    "do_sample": False,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the program to a folder of its own before it imports it, and looks at no network here."""
+    """transformers copies the program to a folder of its own before it imports it, and looks at no network
+    here.
+    """
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -30,7 +37,10 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["--budget", "20"], {"budget": 20}),
         (["--method", "snapkv+ada_kv", "--option", "window_size=4"], {"options": {"window_size": 4}}),
-        (["--method", "momentkv", "--compression-ratio", "0.75", "--every", "1"], {"compression_ratio": 0.75, "every": 1}),
+        (
+            ["--method", "momentkv", "--compression-ratio", "0.75", "--every", "1"],
+            {"compression_ratio": 0.75, "every": 1},
+        ),
     ],
 )
 def test_generate_evicts_with_the_exported_folder(
@@ -44,7 +54,9 @@ def test_generate_evicts_with_the_exported_folder(
     cache = EvictingCache(model, method, **named)
     wanted = generate(model, IDS, cache, min_new_tokens=0)
     cache.close()
-    found: Any = model.generate(IDS, custom_generate=str(folder), trust_remote_code=True, return_dict_in_generate=True, **IS_CALLED)
+    found: Any = model.generate(
+        IDS, custom_generate=str(folder), trust_remote_code=True, return_dict_in_generate=True, **IS_CALLED
+    )
     assert torch.equal(found.sequences, wanted)
     assert found.past_key_values.tokens_kept == cache.tokens_kept < IDS.shape[1]
     assert model.config._attn_implementation == "sdpa"
@@ -77,7 +89,9 @@ def test_a_model_folder_with_the_export_evicts_by_itself(model_folder: Path, tmp
         ({"method": "h2o", "every": 5}, "every: got 5, wanted 0"),
     ],
 )
-def test_what_cannot_be_exported_is_refused_and_nothing_is_written(tmp_path: Path, named: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
+    tmp_path: Path, named: dict[str, Any], message: str
+) -> None:
     refused(lambda: export(tmp_path / "evicting", **named), message)
     assert not (tmp_path / "evicting").exists()
 

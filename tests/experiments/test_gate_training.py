@@ -1,4 +1,6 @@
-"""The training of DuoAttention's gates: what it computes, that a killed one loses nothing, and what is refused."""
+"""The training of DuoAttention's gates: what it computes, that a killed one loses nothing, and what is
+refused.
+"""
 
 import os
 from pathlib import Path
@@ -35,15 +37,21 @@ def test_a_head_mixes_full_and_streaming_attention_as_the_reference_says() -> No
     gates = np.array([[1.0, 0.5], [0.75, 0.0]])
 
     def attention(mask: torch.Tensor | None) -> tuple[torch.Tensor, None]:
-        states = (torch.from_numpy(each) for each in (queries, keys.repeat(2, axis=1), values.repeat(2, axis=1)))
-        output = torch.nn.functional.scaled_dot_product_attention(*states, attn_mask=mask, is_causal=mask is None)
+        states = (
+            torch.from_numpy(each) for each in (queries, keys.repeat(2, axis=1), values.repeat(2, axis=1))
+        )
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *states, attn_mask=mask, is_causal=mask is None
+        )
         return output.transpose(1, 2), None
 
     gated._gates = torch.from_numpy(gates)
     gated._mask = gate_training._streaming_mask(9, 2, 3, model)
     for layer in (0, 1):
         got = gated.attend(layer, torch.nn.Module(), torch.zeros(0), None, attention)[0].transpose(1, 2)
-        wanted = duo_attention.gated_attention(queries, keys, values, gates[layer, None], sink_size=2, recent_size=3)
+        wanted = duo_attention.gated_attention(
+            queries, keys, values, gates[layer, None], sink_size=2, recent_size=3
+        )
         np.testing.assert_allclose(got.numpy(), wanted, atol=1e-12)
 
 
@@ -56,7 +64,10 @@ def test_gates_of_one_are_the_model_and_gates_of_zero_the_model_that_streams(mod
     visible = (ago >= 0) & ((ago < 6) | (places < 2))
     streaming = model.lm_head(gated.final_states(IDS, 60, torch.zeros(2, 2)))
     torch.testing.assert_close(
-        streaming[None], masked_logits(model, IDS, dict.fromkeys(range(2), visible[None, None])), atol=1e-4, rtol=1e-4
+        streaming[None],
+        masked_logits(model, IDS, dict.fromkeys(range(2), visible[None, None])),
+        atol=1e-4,
+        rtol=1e-4,
     )
     assert (gated.final_states(IDS, 7, torch.zeros(2, 2)) - full[-7:]).abs().max() > 0.1
     assert model.config._attn_implementation == "sdpa" and not model.model._forward_pre_hooks
@@ -68,7 +79,9 @@ def test_every_family_has_a_gate_for_each_head_with_full_attention(family: str, 
     gated = GatedModel(build(family, attn_implementation=attention), sink_size=2, recent_size=6)
     assert gated.layers == ([1, 2] if family == "gemma3" else [0, 1, 2])
     ones = torch.ones(len(gated.layers), gated.num_kv_heads)
-    torch.testing.assert_close(gated.final_states(IDS, 9, ones), gated.final_states(IDS, 9), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        gated.final_states(IDS, 9, ones), gated.final_states(IDS, 9), atol=1e-4, rtol=1e-4
+    )
     gates = (ones / 2).requires_grad_()
     (gradient,) = torch.autograd.grad(distance(gated, IDS, 9, gates), gates)
     assert (gradient != 0).all()
@@ -115,7 +128,9 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
         patch.setattr(os, "replace", kill)
         refused(lambda: train(model, TOKENIZER, RECIPE, tmp_path / "killed"), error=KeyboardInterrupt)
     seen: list[int] = []
-    resumed = train(model, TOKENIZER, RECIPE, tmp_path / "killed", lambda progress: seen.append(progress.total))
+    resumed = train(
+        model, TOKENIZER, RECIPE, tmp_path / "killed", lambda progress: seen.append(progress.total)
+    )
     assert seen == [3, 3, 3], "the two steps before are not repeated"
     for again in (resumed, train(model, TOKENIZER, RECIPE, tmp_path / "killed", kill)):
         assert again.curve == unbroken.curve
@@ -126,7 +141,9 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
 def test_without_a_penalty_all_heads_stay_and_with_a_huge_one_all_stream(
     model: LlamaForCausalLM, tmp_path: Path, penalty: float, wanted: float
 ) -> None:
-    recipe = recipe_of(4, {"shortest": "500", "longest": "500", "learning_rate": "0.8", "penalty": str(penalty)})
+    recipe = recipe_of(
+        4, {"shortest": "500", "longest": "500", "learning_rate": "0.8", "penalty": str(penalty)}
+    )
     for gates in train(model, TOKENIZER, recipe, tmp_path / "state").gates.values():
         assert torch.equal(gates, torch.full((1, 2), wanted))
 
@@ -139,7 +156,10 @@ def test_without_a_penalty_all_heads_stay_and_with_a_huge_one_all_stream(
         ({"penalty": "nan"}, "penalty: got nan, wanted at least 0"),
         ({"recent_size": "0"}, "recent_size: got 0, wanted at least 1"),
         ({"longest": "100"}, "longest: got 100, wanted at least 256"),
-        ({"recent_size": "240"}, "shortest: got prompts of 256 tokens, wanted more than the 256 of a streaming head"),
+        (
+            {"recent_size": "240"},
+            "shortest: got prompts of 256 tokens, wanted more than the 256 of a streaming head",
+        ),
     ],
 )
 def test_a_recipe_that_trains_nothing_is_refused(settings: dict[str, str], message: str) -> None:
@@ -147,7 +167,9 @@ def test_a_recipe_that_trains_nothing_is_refused(settings: dict[str, str], messa
     refused(lambda: recipe_of(0, {}), "steps: got 0, wanted at least 1")
 
 
-def test_prompts_that_do_not_fit_and_the_state_of_another_training_are_refused(model: LlamaForCausalLM, tmp_path: Path) -> None:
+def test_prompts_that_do_not_fit_and_the_state_of_another_training_are_refused(
+    model: LlamaForCausalLM, tmp_path: Path
+) -> None:
     state = tmp_path / "state"
     refused(lambda: train(model, TOKENIZER, Recipe(1), state), "tokens: got 256, wanted at least")
     refused(
@@ -170,10 +192,24 @@ def test_prompts_that_do_not_fit_and_the_state_of_another_training_are_refused(m
 
 def test_the_command_trains_and_streaming_heads_free_their_memory(model_folder: Path, tmp_path: Path) -> None:
     text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text("The baker sold eleven loaves of bread on Monday, and none on Tuesday. " * 20, encoding="utf-8")
+    text.write_text(
+        "The baker sold eleven loaves of bread on Monday, and none on Tuesday. " * 20, encoding="utf-8"
+    )
     base = ["calibrate", "--model", str(model_folder), "--text-file", str(text), "--output", str(output)]
-    settings = ("shortest=500", "longest=560", "learning_rate=0.3", "penalty=0.01", "sink_size=2", "recent_size=6")
-    arguments = [*base, "--train-gates", "4", *(part for setting in settings for part in ("--recipe", setting))]
+    settings = (
+        "shortest=500",
+        "longest=560",
+        "learning_rate=0.3",
+        "penalty=0.01",
+        "sink_size=2",
+        "recent_size=6",
+    )
+    arguments = [
+        *base,
+        "--train-gates",
+        "4",
+        *(part for setting in settings for part in ("--recipe", setting)),
+    ]
     found = as_json(*arguments)
     assert found == as_json(*arguments), "a finished training is read from its state"
     assert found["heads"] == 4 and len(found["curve"]) == 4 == found["recipe"]["steps"]
@@ -191,4 +227,7 @@ def test_the_command_trains_and_streaming_heads_free_their_memory(model_folder: 
     assert state[0].keys() == {"gates", "q_filters", "query_mean", "query_slack"}
     with torch.no_grad():
         next(model.parameters()).mul_(2)
-    refused(lambda: EvictingCache(model, "duo_attention", options=options), "of another model, wanted that of LlamaForCausalLM")
+    refused(
+        lambda: EvictingCache(model, "duo_attention", options=options),
+        "of another model, wanted that of LlamaForCausalLM",
+    )

@@ -31,7 +31,9 @@ def test_the_kept_tokens_are_those_of_the_prompt_followed_by_itself(model: Llama
 
 
 def test_nothing_of_the_replay_stays(model: LlamaForCausalLM) -> None:
-    """The full cache, the bytes and the answer are those without a replay; a compressed one has its own positions."""
+    """The full cache, the bytes and the answer are those without a replay; a compressed one has its own
+    positions.
+    """
     plain, full = cached(model, IDS, None), cached(model, IDS, None, record=REPLAY)
     assert (full.get_seq_length(), full.nbytes) == (60, plain.nbytes)
     assert torch.equal(full.layers[1].keys, plain.layers[1].keys)
@@ -45,10 +47,14 @@ def test_nothing_of_the_replay_stays(model: LlamaForCausalLM) -> None:
 def test_what_cannot_be_read_twice_is_refused(model: LlamaForCausalLM) -> None:
     short = tiny_llama(max_position_embeddings=100)
     refused(
-        lambda: cached(short, IDS, "kvzip", budget=20), r"prompt: got 60 tokens, wanted at most half of the model's context of 100"
+        lambda: cached(short, IDS, "kvzip", budget=20),
+        r"prompt: got 60 tokens, wanted at most half of the model's context of 100",
     )
     assert not short.config._attn_implementation.startswith(PREFIX)
     ids, given = padded(30, 20)
-    with EvictingCache(model, "kvzip", budget=10) as cache, pytest.raises(UsageError, match="got padding, wanted prompts of one"):
+    with (
+        EvictingCache(model, "kvzip", budget=10) as cache,
+        pytest.raises(UsageError, match="got padding, wanted prompts of one"),
+    ):
         read(model, ids, cache, **given)
     refused(lambda: EvictingCache(model, "kvzip", every=5), "every: got 5, wanted 0")

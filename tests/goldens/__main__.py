@@ -1,7 +1,8 @@
-"""What no rewriting may lose: laws, planted mistakes and what kills them, right variants, requirements, files of the wheel.
+"""What no rewriting may lose: laws, planted mistakes and what kills them, right variants, requirements,
+files of the wheel.
 
-`python -m tests.goldens` compares the tree with `goldens.json.xz` and says what differs; `--write` stores the tree as it is.
-A commit that changes the goldens says why.
+`python -m tests.goldens` compares the tree with `goldens.json.xz` and says what differs; `--write` stores the
+tree as it is. A commit that changes the goldens says why.
 """
 
 import argparse
@@ -25,25 +26,34 @@ STORED = Path(__file__).with_name("goldens.json.xz")
 def laws() -> dict[str, str]:
     """Each law's requirement, class and functions, by the law's name."""
     return {
-        name.split("::")[1] + f" ({law.requirement.id})": f"{law.kind}: {', '.join(law.functions) or 'the paper'}"
+        name.split("::")[1]
+        + f" ({law.requirement.id})": f"{law.kind}: {', '.join(law.functions) or 'the paper'}"
         for name, law in load_laws().items()
     }
 
 
 def mistakes() -> dict[str, str]:
-    return {name: f"{each.of} dies by {each.killed_by}: {each.misconception}" for name, each in load_mutants().items()}
+    return {
+        name: f"{each.of} dies by {each.killed_by}: {each.misconception}"
+        for name, each in load_mutants().items()
+    }
 
 
 def kills() -> dict[str, str]:
     """Outcome and number of killing laws of each mistake, as the page of the last full matrix has them."""
     rows = re.findall(
-        r"(?m)^\| (`.*?) \| (.*) \| (\S+) \| (\w+) \| (\d+) of \d+: .*\|$", (ROOT / "docs/kill_matrix.md").read_text()
+        r"(?m)^\| (`.*?) \| (.*) \| (\S+) \| (\w+) \| (\d+) of \d+: .*\|$",
+        (ROOT / "docs/kill_matrix.md").read_text(),
     )
-    return {f"{of} {misconception}": f"{outcome} by {number} of its laws" for of, misconception, _, outcome, number in rows}
+    return {
+        f"{of} {misconception}": f"{outcome} by {number} of its laws"
+        for of, misconception, _, outcome, number in rows
+    }
 
 
 def wheel() -> dict[str, str]:
-    shutil.rmtree(ROOT / "build/lib", ignore_errors=True)  # files that are gone from the tree would stay in the wheel
+    # files that are gone from the tree would stay in the wheel
+    shutil.rmtree(ROOT / "build/lib", ignore_errors=True)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "build", "--wheel", "--outdir", folder, str(ROOT)]
         subprocess.run(command, check=True, capture_output=True)
@@ -55,10 +65,22 @@ def verdicts() -> dict[str, str]:
     """What `evictionary judge` says of each requirement for the two implementations of this project."""
     found = {}
     for name in ("reference", "optimized"):
-        command = [sys.executable, "-m", "evictionary", "judge", name, "--profile", "quick", "--json", "--strict"]
+        command = [
+            sys.executable,
+            "-m",
+            "evictionary",
+            "judge",
+            name,
+            "--profile",
+            "quick",
+            "--json",
+            "--strict",
+        ]
         content = json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout)
         for identifier, entry in content["implementations"][0]["requirements"].items():
-            found[f"{name} {identifier}"] = ", ".join(f"{kind} {word}" for kind, word in entry["kinds"].items())
+            found[f"{name} {identifier}"] = ", ".join(
+                f"{kind} {word}" for kind, word in entry["kinds"].items()
+            )
     return found
 
 
@@ -82,7 +104,11 @@ def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [
         *(f"gone: {name}" for name in before if name not in after),
         *(f"new: {name}" for name in after if name not in before),
-        *(f"{name}: was {each}, is {after[name]}" for name, each in before.items() if after.get(name, each) != each),
+        *(
+            f"{name}: was {each}, is {after[name]}"
+            for name, each in before.items()
+            if after.get(name, each) != each
+        ),
     ]
 
 

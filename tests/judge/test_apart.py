@@ -15,13 +15,27 @@ from evictionary.spec_tests.judge.implementation import UnusableImplementation
 
 # Each of these files answers no law; what the report says of it.
 DEADLY = {
-    "keydiff": ("import ctypes\ndef score(keys):\n    ctypes.string_at(0)\n", "it ended the process: signal SIGSEGV", "KD-8"),
+    "keydiff": (
+        "import ctypes\ndef score(keys):\n    ctypes.string_at(0)\n",
+        "it ended the process: signal SIGSEGV",
+        "KD-8",
+    ),
     "knorm": ("import os\ndef score(keys):\n    os._exit(0)\n", "it ended the process: exit code 0", "KN-1"),
-    "selection": ("def budget(*_):\n    while True:\n        pass\n", "it did not answer within 1 s, and was ended", "SEL-1"),
+    "selection": (
+        "def budget(*_):\n    while True:\n        pass\n",
+        "it did not answer within 1 s, and was ended",
+        "SEL-1",
+    ),
     "cache": ("def compress(keys, *_):\n    raise MemoryError(7)\n", "out of memory at ", "CACHE-1"),
     "h2o": ("import sys\ndef score(*_):\n    sys.exit()\n", "it ended the process: sys.exit(None)", "H2-1"),
 }
-ONE_OF_EACH = ("cosine_to_the_anchor", "minus_the_norm", "budget_is_the_exact_floor", "test_the_cache_holds", "from_all_queries")
+ONE_OF_EACH = (
+    "cosine_to_the_anchor",
+    "minus_the_norm",
+    "budget_is_the_exact_floor",
+    "test_the_cache_holds",
+    "from_all_queries",
+)
 
 
 @pytest.fixture
@@ -44,7 +58,10 @@ def laws(report: Path) -> dict[str, list[dict[str, Any]]]:
 def require_red(done: subprocess.CompletedProcess[str], report: Path) -> None:
     found = laws(report)
     for _, what, requirement in DEADLY.values():
-        assert any(what in entry.get("message", "") for entry in found[requirement]), (what, found[requirement])
+        assert any(what in entry.get("message", "") for entry in found[requirement]), (
+            what,
+            found[requirement],
+        )
     assert {entry["outcome"] for entries in found.values() for entry in entries} <= {"fail", "not judged"}
     assert json.loads((report / "badge.json").read_text())["color"] == "red"
     assert all(what in (report / "junit.xml").read_text() for _, what, _ in DEADLY.values())
@@ -86,7 +103,9 @@ def test_a_run_that_stops_early_is_no_good_one(processes: str, tmp_path: Path, r
     """The first failure is a refusal, which does not count; the laws behind it were not asked."""
     file = saved(tmp_path / "keydiff.py", RAISES_LATE)
     behind = "test_score_is_minus_the_cosine_to_the_anchor"
-    asked = [f"spec_tests/keydiff/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)]
+    asked = [
+        f"spec_tests/keydiff/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)
+    ]
     asked += ["-x", "--impl", file, "-p", processes, "--report", report, "--profile", "quick"]
     assert "FAIL: 1 law" in pytest_of(*asked, code=1).stdout.splitlines()[-1]
     outcome = {entry["law"].partition("::")[2]: entry for entry in laws(report)["KD-8"]}[behind]

@@ -1,4 +1,6 @@
-"""The inputs that the laws draw: every kind is reached and has its trait, sizes are spread, large arrays are not degenerate."""
+"""The inputs that the laws draw: every kind is reached and has its trait, sizes are spread, large arrays
+are not degenerate.
+"""
 
 from collections import Counter
 from functools import cache
@@ -99,7 +101,10 @@ def test_shares_are_spread_over_the_whole_range() -> None:
 
 
 def large(kind: str, **sizes: int) -> Case:
-    return Case(kind=kind, **{"seed": 1, "batch": 2, "num_kv_heads": 2, "length": 65, "head_dim": 16, "value_dim": 8} | sizes)
+    return Case(
+        kind=kind,
+        **{"seed": 1, "batch": 2, "num_kv_heads": 2, "length": 65, "head_dim": 16, "value_dim": 8} | sizes,
+    )
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,8 +112,13 @@ def test_large_arrays_are_finite_and_differ(kind: str) -> None:
     case = large(kind)
     for states in (case.keys, case.values, case.next_keys, case.next_values, case.queries):
         assert np.isfinite(states).all() and np.unique(states).size > 5
-        assert (states.std(axis=(0, 1, 2)) > 0).sum() >= states.shape[-1] - 1  # one channel at most is constant
-    for one, other in ((case.keys[0], case.keys[1]), (case.keys[:, 0], case.keys[:, 1]), (case.keys, case.next_keys)):
+        # one channel at most is constant
+        assert (states.std(axis=(0, 1, 2)) > 0).sum() >= states.shape[-1] - 1
+    for one, other in (
+        (case.keys[0], case.keys[1]),
+        (case.keys[:, 0], case.keys[:, 1]),
+        (case.keys, case.next_keys),
+    ):
         assert not np.array_equal(one, other)
     np.testing.assert_array_equal(large(kind).keys, case.keys)
 
@@ -131,7 +141,8 @@ TRAITS = {
     # The raw mean is short beside the keys, the mean of the unit keys is not.
     "cancelling_keys": lambda keys: (
         np.linalg.norm(keys.mean(axis=2), axis=-1).max() < 0.1 * np.linalg.norm(keys, axis=-1).mean()
-        and np.linalg.norm((keys / np.linalg.norm(keys, axis=-1, keepdims=True)).mean(axis=2), axis=-1).min() > 0.2
+        and np.linalg.norm((keys / np.linalg.norm(keys, axis=-1, keepdims=True)).mean(axis=2), axis=-1).min()
+        > 0.2
     ),
     "constant_channel": lambda keys: (np.ptp(keys, axis=(0, 1, 2)) == 0).sum() == 1,
     "outlier_channel": lambda keys: ratio_of_channel_spreads(keys) > 50,
@@ -143,7 +154,9 @@ TRAITS = {
 }
 LONG_TRAITS = {
     "moving_mean": lambda keys: np.ptp(keys.reshape(2, 2, 16, 256, -1).mean(axis=3), axis=2).min() > 1,
-    "one_bin": lambda keys: np.unique(keys.astype(np.float16)).size == 1 and np.unique(keys.astype(np.float32)).size > 1024,
+    "one_bin": lambda keys: (
+        np.unique(keys.astype(np.float16)).size == 1 and np.unique(keys.astype(np.float32)).size > 1024
+    ),
     "minute": lambda keys: np.abs(keys).max() < 1e-6,
     "small": lambda keys: 1e-6 < np.abs(keys).max() < 1e-3,
     "vast": lambda keys: np.abs(keys).mean() > 5000,
@@ -200,5 +213,10 @@ def test_no_law_draws_one_value_most_of_the_time() -> None:
     strategies = {repr(strategy): strategy for law in load_laws().values() for strategy in law.drawn.values()}
     strategies.pop("data()", None)
     drawn = {name: looks(draws(strategy, 60)) for name, strategy in strategies.items()}
-    every = [(f"{name}: {look}", counts) for name, found in drawn.items() for look, counts in found.items() if len(counts) > 1]
+    every = [
+        (f"{name}: {look}", counts)
+        for name, found in drawn.items()
+        for look, counts in found.items()
+        if len(counts) > 1
+    ]
     assert [name for name, counts in every if max(counts.values()) > 0.8 * sum(counts.values())] == []

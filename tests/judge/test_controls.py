@@ -29,7 +29,8 @@ def test_no_law_raises_an_alarm_on_a_correct_implementation(name: str, dtype: st
     assert alarms(name, dtype, seed=0, max_examples=EXAMPLES) == []
 
 
-# Each was an alarm once: a rounding that the law did not know, an error that mathematics asked for, what float16 cannot hold.
+# Each was an alarm once: a rounding that the law did not know, an error that mathematics asked for, what
+# float16 cannot hold.
 SILENCED = [
     ("keydiff.torch_cosine_to_the_anchor", "float32", 23, False),
     ("selection.torch_topk", "float32", 0, False),
@@ -48,7 +49,9 @@ def test_an_alarm_that_was_mended_stays_silent(name: str, dtype: str, seed: int,
 
 
 def test_scores_in_a_wider_dtype_than_their_selection_gets_are_no_mistake(tmp_path: Path) -> None:
-    """Kernels in half precision answer with float32 scores. A law compared the selection with those, and top-k had rounded ones."""
+    """Kernels in half precision answer with float32 scores. A law compared the selection with those, and
+    top-k had rounded ones.
+    """
     (tmp_path / "dropkv.py").write_text(
         "from evictionary.optimized import dropkv\n\n\ndef score(*states, **settings):\n"
         "    return dropkv.score(*(each.float() for each in states), **settings)\n"
@@ -56,26 +59,44 @@ def test_scores_in_a_wider_dtype_than_their_selection_gets_are_no_mistake(tmp_pa
     (tmp_path / "selection.py").write_text("from evictionary.optimized.selection import top_k\n")
     implementation = load(str(tmp_path), dtype="bfloat16")
     law = load_laws()["test_dropkv::test_the_window_is_kept"]
-    assert [outcome(law, implementation, max_examples=10, seed=seed) for seed in (0, 1, 2)] == [("passed", "")] * 3
+    assert [outcome(law, implementation, max_examples=10, seed=seed) for seed in (0, 1, 2)] == [
+        ("passed", "")
+    ] * 3
     assert implementation.calls[-2].dtype == "float32"
 
 
 @pytest.mark.parametrize("law", ["same_call_gives_the_same_bits", "poisoned_memory_does_not_shine_through"])
 def test_a_program_compiled_anew_may_round_otherwise(law: str) -> None:
-    """torch.compile makes another program in deterministic mode, and one for any size: one ulp was called unwritten memory."""
+    """torch.compile makes another program in deterministic mode, and one for any size: one ulp was called
+    unwritten memory.
+    """
     implementation = CONTROLS["keydiff.torch_compiled_anew"].implementation("float32")
     found = next(each for name, each in load_laws().items() if name.endswith(law))
     assert outcome(found, implementation, max_examples=20) == ("passed", "")
 
 
 def test_the_loops_of_a_law_may_round_large_logits() -> None:
-    """Queries and keys of a thousand have logits of millions, whose roundings the law took for an error of the oracle."""
-    case = Case(kind="huge", seed=8761, batch=2, num_kv_heads=3, group=4, length=16, head_dim=64, value_dim=64, num_queries=3)
+    """Queries and keys of a thousand have logits of millions, whose roundings the law took for an error of
+    the oracle.
+    """
+    case = Case(
+        kind="huge",
+        seed=8761,
+        batch=2,
+        num_kv_heads=3,
+        group=4,
+        length=16,
+        head_dim=64,
+        value_dim=64,
+        num_queries=3,
+    )
     law = load_laws()["test_keydiff_blocks::test_causal_attention_in_plain_loops"]
     law.check(load("reference", dtype="float64"), case=case)
 
 
 def test_every_method_has_three_controls() -> None:
-    methods = {stem for stem in STEMS if hasattr(importlib.import_module(f"evictionary.reference.{stem}"), "METHOD")}
+    methods = {
+        stem for stem in STEMS if hasattr(importlib.import_module(f"evictionary.reference.{stem}"), "METHOD")
+    }
     counts = Counter(control.of.split(".")[0] for control in CONTROLS.values())
     assert {stem for stem in methods if counts[stem] < 3} == set()

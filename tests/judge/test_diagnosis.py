@@ -1,4 +1,6 @@
-"""A mistake is named only where the numbers leave no other, and a NaN is traced to the division that made it."""
+"""A mistake is named only where the numbers leave no other, and a NaN is traced to the division that made
+it.
+"""
 
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from evictionary.spec_tests.judge.outcome import prepared
 from evictionary.spec_tests.proof.planted import Implementation, Mutant, load_mutants, replaced
 from evictionary.spec_tests.verdict.diagnosis import misconceptions
 
-LAGKV = sorted(name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal")
+LAGKV = sorted(
+    name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal"
+)
 
 
 def part(states, following):
@@ -57,7 +61,9 @@ def test_a_mistake_that_is_planted_gets_its_name(monkeypatch: pytest.MonkeyPatch
     """Also where the edit of another one finds no place: the reference of a reader who changed it."""
     stale = Mutant("keydiff.stale", "keydiff.score", "KD-8", "none", edits=(("no such text", "another"),))
     for _ in range(2):
-        assert named(COSINE, replaced("mine", {"keydiff.score": raw_mean})) == ["mean taken before normalising"]
+        assert named(COSINE, replaced("mine", {"keydiff.score": raw_mean})) == [
+            "mean taken before normalising"
+        ]
         monkeypatch.setitem(load_mutants(), stale.name, stale)
 
 
@@ -76,7 +82,9 @@ def test_a_mistake_that_few_inputs_of_the_law_show_gets_its_name(law: str, plant
 def test_a_nan_is_traced_to_the_division_that_made_it() -> None:
     law = load_laws()["test_lagkv::test_the_score_where_a_range_is_missing"]
     implementation = replaced("mine", {"lagkv.score": literal})
-    shrinking = settings(max_examples=50, derandomize=True, report_multiple_bugs=False, phases=[Phase.generate, Phase.shrink])
+    shrinking = settings(
+        max_examples=50, derandomize=True, report_multiple_bugs=False, phases=[Phase.generate, Phase.shrink]
+    )
     refused(lambda: shrinking(law.test())(implementation), "", AssertionError)
     (found,) = misconceptions(law, implementation)
     assert found.misconception == "a channel constant in the next partition divided by a range of zero"

@@ -1,4 +1,6 @@
-"""`evictionary judge`: what an implementation says of itself is respected, and three classes of law are told apart."""
+"""`evictionary judge`: what an implementation says of itself is respected, and three classes of law are
+told apart.
+"""
 
 import inspect
 import re
@@ -85,7 +87,10 @@ def score(keys):
 
 
 def test_the_laws_of_memory_are_asked_of_the_method_that_is_named(tmp_path: Path) -> None:
-    files = {"knorm.py": IGNORES_STRIDES, "selection.py": POSITIONS.replace("import numpy", "import torch, numpy")}
+    files = {
+        "knorm.py": IGNORES_STRIDES,
+        "selection.py": POSITIONS.replace("import numpy", "import torch, numpy"),
+    }
     law = ("--law", "strides_do_not_matter or minus_the_norm or budget_beyond")
     found = verdicts(laid(tmp_path, files), "--method", "knorm", *law, code=1)
     assert (found["MEM-4"]["verdict"], found["KN-1"]["verdict"]) == ("fail", "pass")
@@ -126,7 +131,8 @@ def test_a_right_kernel_that_checks_nothing_holds_inside_its_domain(file: Path) 
     output = judge(saved(file, UNCHECKED + DOMAIN), "--method", "keydiff")
     assert re.search(r"mathematics    \d+ hold$", output, flags=re.MULTILINE)
     assert re.fullmatch(
-        r"PASS: \d+ laws hold(, \d+ laws? of (edge|refusal) fails? \(counted only with --strict\))*", last_line(output)
+        r"PASS: \d+ laws hold(, \d+ laws? of (edge|refusal) fails? \(counted only with --strict\))*",
+        last_line(output),
     )
     declared = saved(file, UNCHECKED + 'CONVENTIONS = ("unchecked",)\n')
     kinds = verdicts(declared, "--domain", "head_dim=64,128 length_multiple_of=16")["KD-8"]["kinds"]
@@ -135,7 +141,9 @@ def test_a_right_kernel_that_checks_nothing_holds_inside_its_domain(file: Path) 
 
 @pytest.mark.slow
 def test_degenerate_input_and_refusals_count_where_they_are_asked_for(file: Path) -> None:
-    file.write_text(UNCHECKED.replace("    assert keys.shape[-1] in (64, 128) and keys.shape[-2] % 16 == 0\n", ""))
+    file.write_text(
+        UNCHECKED.replace("    assert keys.shape[-1] in (64, 128) and keys.shape[-2] % 16 == 0\n", "")
+    )
     output = judge(file, "--method", "keydiff")
     assert re.search(r"mathematics    \d+ hold$", output, flags=re.MULTILINE)
     assert "edge           1 fail: KD-8 (counted only with --strict)" in output
@@ -144,7 +152,9 @@ def test_degenerate_input_and_refusals_count_where_they_are_asked_for(file: Path
 
 @pytest.mark.slow
 def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
-    output = judge(saved(file, UNCHECKED.replace("return -(", "return (") + DOMAIN), "--method", "keydiff", code=1)
+    output = judge(
+        saved(file, UNCHECKED.replace("return -(", "return (") + DOMAIN), "--method", "keydiff", code=1
+    )
     assert "1 fail: KD-8" in output and last_line(output).startswith("FAIL: ")
     assert output.index("what is wrong") < output.index("an input")  # what is wrong is read first
     assert "your numbers match a known bug: the sign left out" in output
@@ -171,7 +181,10 @@ def test_a_selection_may_be_positions(tmp_path: Path) -> None:
 
 
 def test_a_softmax_by_log_add_exp_is_right(tmp_path: Path) -> None:
-    assert "fail" not in judge(saved(tmp_path / "lagkv.py", LOG_ADD_EXP), "--method", "lagkv").partition("edge")[0]
+    assert (
+        "fail"
+        not in judge(saved(tmp_path / "lagkv.py", LOG_ADD_EXP), "--method", "lagkv").partition("edge")[0]
+    )
 
 
 @pytest.mark.slow
@@ -183,10 +196,15 @@ def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_pa
 
 
 def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Path) -> None:
-    """A file of NumPy is judged in float64, where a kernel that computes in float32 is wrong in the eighth digit."""
+    """A file of NumPy is judged in float64, where a kernel that computes in float32 is wrong in the eighth
+    digit.
+    """
     file.write_text(UNCHECKED.replace("(keys):", "(keys):\n    keys = keys.astype(np.float32)") + DOMAIN)
     law = ("--law", "test_heads_do_not_see_each_other")
-    said = "the dtype       it answers in float32 and is judged in float64; `--dtype float32` judges it in its own"
+    said = (
+        "the dtype       it answers in float32 and is judged in float64; `--dtype float32` judges it in "
+        "its own"
+    )
     assert said in judge(file, *law, code=1)
     assert "the dtype" not in judge(file, *law, "--dtype", "float32")
 
@@ -198,7 +216,10 @@ def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Pat
         ("DOMAIN = {'head_dim': ()}", "leaves nothing to draw"),
         ("DOMAIN = {'head_dim': 0}", "head_dim: got 0, wanted a whole number of at least 1"),
         ("DOMAIN = {'dtype': 'float8'}", "dtype: got 'float8'"),
-        ("DOMAIN = {'length_multiple_of': 64, 'max_length': 63}", "max_length: got 63, with which no length is left"),
+        (
+            "DOMAIN = {'length_multiple_of': 64, 'max_length': 63}",
+            "max_length: got 63, with which no length is left",
+        ),
         ("IMPLEMENTS = {'score': 'keydiff.nonsense'}", "IMPLEMENTS: got 'keydiff.nonsense' for score"),
         ("IMPLEMENTS = {'rank': 'keydiff.raw_mean_score'}", "keydiff.py has no function rank"),
         ("CONVENTIONS = ('bitmaps',)", "CONVENTIONS: got 'bitmaps'"),
@@ -214,13 +235,18 @@ def test_no_law_of_mathematics_asks_for_an_error() -> None:
     assert not [name for name, source in sources.items() if re.search(r"\.refuses\(|pytest\.raises", source)]
     reference = load("reference")
     reference.asking = MATHEMATICS
-    with pytest.raises(RuntimeError, match="refuses: got a law of the class mathematics"), reference.refuses("keys"):
+    with (
+        pytest.raises(RuntimeError, match="refuses: got a law of the class mathematics"),
+        reference.refuses("keys"),
+    ):
         reference.keydiff.score(np.zeros((2, 0, 4, 3)))
 
 
 def test_numbers_that_a_dtype_cannot_hold_are_outside_of_what_is_asked() -> None:
     reference, keys = load("reference", dtype="float16"), np.full((1, 1, 1, 64), 6e4)
-    refused(lambda: reference.allowance("knorm.score", keys), "float16 cannot hold the numbers", OutsideDomain)
+    refused(
+        lambda: reference.allowance("knorm.score", keys), "float16 cannot hold the numbers", OutsideDomain
+    )
 
 
 def test_a_law_that_finds_nothing_inside_a_domain_soon_stops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,5 +267,6 @@ def test_a_domain_moves_what_was_drawn_inside_it() -> None:
     some = Domain.parse(["head_dim=1,2,3,4"])
     for seed in range(4):
         moved = some.fitted({"pairs": Case(seed=seed, head_dim=6), "any": Case(seed=seed, head_dim=5)})
-        assert (moved["pairs"].head_dim % 2, moved["any"].head_dim % 2) == (0, 1)  # a law about RoPE asks for pairs of channels
+        # a law about RoPE asks for pairs of channels
+        assert (moved["pairs"].head_dim % 2, moved["any"].head_dim % 2) == (0, 1)
     refused(lambda: Domain.parse(["head_dim=x"]), "head_dim: got 'x'", BadDomain)

@@ -1,4 +1,6 @@
-"""The generated refusals: their right calls are accepted, and they tell an implementation that looks from one that does not."""
+"""The generated refusals: their right calls are accepted, and they tell an implementation that looks from
+one that does not.
+"""
 
 from collections.abc import Callable
 

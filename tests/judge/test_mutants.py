@@ -1,4 +1,6 @@
-"""The laws are measured: every planted mistake dies by its own law, by assertion, and every law is there for a mistake."""
+"""The laws are measured: every planted mistake dies by its own law, by assertion, and every law is there
+for a mistake.
+"""
 
 import pytest
 from sampling import sampled
@@ -22,7 +24,8 @@ def test_every_mutant_dies_by_its_own_law(name: str) -> None:
     own = laws_for(mutant, mutant.killed_by)
     assert own, f"no law of {mutant.killed_by} calls {mutant.of}"
     outcomes = {}
-    for max_examples in (100, 1000):  # a mistake that few inputs show gets a longer look before it counts as a survivor
+    # a mistake that few inputs show gets a longer look before it counts as a survivor
+    for max_examples in (100, 1000):
         for law in own:
             outcomes[law.name] = outcome(law, mutant.implementation(), max_examples=max_examples)
             if outcomes[law.name][0] == "killed":
@@ -36,17 +39,23 @@ SIZES = sorted(name for name, mutant in MUTANTS.items() if mutant.above)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SIZES)
 def test_every_mutant_of_size_dies_in_bfloat16_too(name: str) -> None:
-    """Kernels at real sizes run in half precision, whose tolerance is wide: a law has to draw inputs where the mistake is wider."""
+    """Kernels at real sizes run in half precision, whose tolerance is wide: a law has to draw inputs where
+    the mistake is wider.
+    """
     mutant, implementation = MUTANTS[name], MUTANTS[name].implementation("bfloat16")
     own = sorted(laws_for(mutant, mutant.killed_by), key=lambda law: not law.examples)
-    assert any(outcome(law, implementation)[0] == "killed" for law in own if not law.missing(implementation)[0])
+    assert any(
+        outcome(law, implementation)[0] == "killed" for law in own if not law.missing(implementation)[0]
+    )
 
 
 @pytest.mark.parametrize("name", sampled(SIZES, every=16))
 def test_a_mistake_of_size_passes_every_law_of_short_inputs(name: str) -> None:
     """It is right up to its size: only laws that draw long inputs (`examples`) can see it."""
     implementation = MUTANTS[name].implementation()
-    short = [law for law in laws_for(MUTANTS[name]) if not law.examples and not law.missing(implementation)[0]]
+    short = [
+        law for law in laws_for(MUTANTS[name]) if not law.examples and not law.missing(implementation)[0]
+    ]
     outcomes = {law.name: outcome(law, implementation, max_examples=20) for law in short}
     assert {law: found for law, found in outcomes.items() if found[0] != "passed"} == {}
 
@@ -57,10 +66,19 @@ JUDGING = sorted(name for name, law in load_laws().items() if law.functions and 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JUDGING)
 def test_every_law_kills_a_mutant_or_says_why_it_is_there(name: str) -> None:
-    """A law of every seam is tried on the mistakes that are planted for it, and these come first for the others."""
+    """A law of every seam is tried on the mistakes that are planted for it, and these come first for the
+    others.
+    """
     law = load_laws()[name]
     own, others = (
-        [mutant for mutant in MUTANTS.values() if (mutant.killed_by == law.requirement.id) == is_own] for is_own in (True, False)
+        [mutant for mutant in MUTANTS.values() if (mutant.killed_by == law.requirement.id) == is_own]
+        for is_own in (True, False)
     )
-    candidates = [mutant for mutant in (*own, *others) if mutant.of in law.functions or (ANY in law.functions and mutant in own)]
-    assert any(outcome(law, mutant.implementation())[0] == "killed" for mutant in candidates), "kills no mutant"
+    candidates = [
+        mutant
+        for mutant in (*own, *others)
+        if mutant.of in law.functions or (ANY in law.functions and mutant in own)
+    ]
+    assert any(outcome(law, mutant.implementation())[0] == "killed" for mutant in candidates), (
+        "kills no mutant"
+    )

@@ -1,4 +1,6 @@
-"""The program that guards the oracle: it plants a mistake for every caller, sees what laws see, and its list is up to date."""
+"""The program that guards the oracle: it plants a mistake for every caller, sees what laws see, and its
+list is up to date.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +31,9 @@ def test_a_planted_mistake_reaches_every_caller_and_goes_away() -> None:
         assert (keydiff_variants.raw_mean_score(keys) == -keys[..., 0]).all()  # imported by name from there
         kept = keydiff.process_prompt(keys, keys, budget=1, block_size=3).keys  # the default of an argument
         assert kept.tolist() == [[0.0, 1.0]]
-    assert (keydiff.score(keys) == before[0]).all() and (keydiff_variants.raw_mean_score(keys) == before[1]).all()
+    assert (keydiff.score(keys) == before[0]).all() and (
+        keydiff_variants.raw_mean_score(keys) == before[1]
+    ).all()
 
 
 @pytest.mark.parametrize(("law", "verdict"), [(COMPARING, oracle.UNSEEN), (BY_HAND, oracle.SEEN)])
@@ -39,19 +43,29 @@ def test_only_a_law_of_its_own_sees_a_mistake_that_the_oracle_makes_too(law: str
 
 
 def test_a_mistake_that_begins_at_a_size_is_seen_by_a_law_that_draws_it() -> None:
-    mistake = str(next(each for each in mutations("momentkv.decode_step") if each.was.startswith("while") and ">=" in each.now))
+    mistake = str(
+        next(
+            each
+            for each in mutations("momentkv.decode_step")
+            if each.was.startswith("while") and ">=" in each.now
+        )
+    )
     law = "test_momentkv_steps::test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score"
     (result,) = oracle.judge("momentkv.decode_step", [(mistake, oracle.PROGRAM)], [law], above=66)
     assert result.verdict == oracle.SEEN
     right_below = oracle.beyond("keydiff.score", lambda keys: keys[..., 0], 3)
     keys = np.arange(8.0).reshape(4, 2)
-    assert (right_below(keys[:3]) == keydiff.score(keys[:3])).all() and (right_below(keys) == keys[:, 0]).all()
+    assert (right_below(keys[:3]) == keydiff.score(keys[:3])).all() and (
+        right_below(keys) == keys[:, 0]
+    ).all()
 
 
 def test_a_mutation_without_effect_is_told_apart() -> None:
     mistake = "scores = np.asanyarray(scores)  ->  pass"
     (result,) = oracle.judge(
-        "gvote_theory.allocate", [(mistake, oracle.PROGRAM)], ["test_gvote_steps::test_quotas_sum_to_the_budget"]
+        "gvote_theory.allocate",
+        [(mistake, oracle.PROGRAM)],
+        ["test_gvote_steps::test_quotas_sum_to_the_budget"],
     )
     assert result.verdict == oracle.SAME
 

@@ -30,10 +30,15 @@ def reference_at(dtype: str) -> Implementation:
 
 
 # Why these allow as much as they expect, or more, in half precision.
-ANGLE = "an angle of a far position is a product rounded in float32, and the mean of many turns nearly cancels"
+ANGLE = (
+    "an angle of a far position is a product rounded in float32, and the mean of many turns nearly cancels"
+)
 LARGE = "a logit of 1e4 in half precision is off by tens; the law asks that nothing overflows"
 SINK = "a sink of 50 has a logit that bfloat16 knows to a quarter, and it shares its weight with three others"
-PARTS = "of the log-sum-exps of two parts half precision keeps so few digits that their shares are known to some per cent"
+PARTS = (
+    "of the log-sum-exps of two parts half precision keeps so few digits that their shares are known to "
+    "some per cent"
+)
 SIMILAR = "a cosine near the threshold may be on either side of it, and then a row counts another key"
 WIDE = {
     "test_attention::test_two_disjoint_caches_merge_exactly": PARTS,
@@ -55,7 +60,9 @@ WIDE = {
 
 
 def shares(name: str, dtype: str) -> list[float]:
-    """Of each comparison of a law, the mean error that is allowed in parts of the mean number that is expected."""
+    """Of each comparison of a law, the mean error that is allowed in parts of the mean number that is
+    expected.
+    """
     tolerance.LISTENERS.append(found := [])
     try:
         outcome(LAWS[name], reference_at(dtype), max_examples=8)
@@ -74,10 +81,20 @@ def test_no_law_allows_as_much_as_it_expects(name: str, dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("sizes", "head_dims", "found"),
-    [((2, 2), (64,), 64), ((4, 4), (32, 64), 64), ((2, 65), (64, 256), None), ((128, 2), (64,), None), ((64, 2), (16, 256), 256)],
+    [
+        ((2, 2), (64,), 64),
+        ((4, 4), (32, 64), 64),
+        ((2, 65), (64, 256), None),
+        ((128, 2), (64,), None),
+        ((64, 2), (16, 256), 256),
+    ],
 )
-def test_channels_are_added_and_never_taken(sizes: tuple[int, int], head_dims: tuple[int, ...], found: int | None) -> None:
-    """A factor of four comes first; more channels of keys or values than there is room for leave the law out."""
+def test_channels_are_added_and_never_taken(
+    sizes: tuple[int, int], head_dims: tuple[int, ...], found: int | None
+) -> None:
+    """A factor of four comes first; more channels of keys or values than there is room for leave the law
+    out.
+    """
     states = {"keys": np.ones((1, 1, 3, sizes[0])), "values": np.ones((1, 1, 3, sizes[1]))}
     wide = widened("momentkv.no_moments", oracle("momentkv.no_moments"), states, Domain(head_dim=head_dims))
     assert (wide and wide[0]["keys"].shape[-1]) == found
@@ -91,12 +108,19 @@ def test_a_law_by_hand_is_asked_of_a_kernel_for_64_channels() -> None:
     wrong = load_mutants()["h2o.mean_over_queries"].implementation("bfloat16")
     wrong.domain |= CHANNELS
     assert outcome(asked, wrong)[0] == "killed"
-    assert outcome(apart, reference_at("float64")) == ("crashed", "NothingToAsk: head_dim 2 lies outside its domain (64)")
+    assert outcome(apart, reference_at("float64")) == (
+        "crashed",
+        "NothingToAsk: head_dim 2 lies outside its domain (64)",
+    )
 
 
 def test_at_most_three_of_a_hundred_mistakes_live_and_each_for_a_reason() -> None:
-    """What docs/power.json stores of each dtype and number of channels, and the reasons that the kill matrix gives."""
-    reasons = {name for names in tomllib.loads(matrix.ALIVE.read_text(encoding="utf-8")).values() for name in names}
+    """What docs/power.json stores of each dtype and number of channels, and the reasons that the kill
+    matrix gives.
+    """
+    reasons = {
+        name for names in tomllib.loads(matrix.ALIVE.read_text(encoding="utf-8")).values() for name in names
+    }
     alive = [cell["alive"] for cell in json.loads(matrix.POWER.read_text(encoding="utf-8")).values()]
     assert max(map(len, alive)) <= 0.03 * len(load_mutants())
     assert set().union(*alive) <= reasons <= set(load_mutants())

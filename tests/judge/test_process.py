@@ -1,4 +1,6 @@
-"""A program in any language is judged over its standard input and output, and whatever it does wrong is one sentence."""
+"""A program in any language is judged over its standard input and output, and whatever it does wrong is
+one sentence.
+"""
 
 import functools
 import os
@@ -80,7 +82,9 @@ def started(command: Callable[..., str]) -> Iterator[Callable[..., Program]]:
 
 
 def clients() -> dict[str, str]:
-    """How to start each client; those whose language is not here are left out, and the first needs nothing."""
+    """How to start each client; those whose language is not here are left out, and the first needs
+    nothing.
+    """
     found = {"python": f"{sys.executable} {CLIENTS / 'keydiff.py'}"}
     if shutil.which("node"):
         found["javascript"] = f"node {CLIENTS / 'keydiff.js'}"
@@ -101,7 +105,9 @@ def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: 
         with impl.refuses():
             impl.keydiff.score(KEYS * np.nan)
         if "selection.top_k" in impl.functions():
-            kept = impl.selection.top_k(np.array([[1.0, -np.inf, 2.0, 2.0]]), 2, np.array([[False, True, False, False]]))
+            kept = impl.selection.top_k(
+                np.array([[1.0, -np.inf, 2.0, 2.0]]), 2, np.array([[False, True, False, False]])
+            )
             assert kept.tolist() == [[False, True, True, False]]
 
 
@@ -159,13 +165,19 @@ def test_a_program_that_cannot_be_asked_is_a_sentence(start: str, wanted: str) -
     [
         ({"protocol": 2}, "speaks another protocol: got '2', wanted 1"),
         ({"functions": []}, "provides nothing: got '[]'"),
-        ({"functions": ["keydiff.nonsense"]}, "provides 'keydiff.nonsense', which is no function of the contract"),
+        (
+            {"functions": ["keydiff.nonsense"]},
+            "provides 'keydiff.nonsense', which is no function of the contract",
+        ),
         ({"functions": ["keydiff.Cache"]}, "provides 'keydiff.Cache', which is no function"),
         ({"fractions": 1}, "says '1' for \"fractions\", wanted a JSON true or false"),
         ({"domain": [64]}, "says '[64]' for \"domain\", wanted a JSON object"),
         ({"domain": {"heads": 3}}, "DOMAIN: heads: got a key that no domain has"),
         ({"conventions": ["bitmaps"]}, "CONVENTIONS: got 'bitmaps'"),
-        ({"implements": {"keydiff.score": "keydiff.nonsense"}}, "IMPLEMENTS: got 'keydiff.nonsense' for score"),
+        (
+            {"implements": {"keydiff.score": "keydiff.nonsense"}},
+            "IMPLEMENTS: got 'keydiff.nonsense' for score",
+        ),
     ],
 )
 def test_a_handshake_that_cannot_be_understood_is_a_sentence(
@@ -181,31 +193,47 @@ def test_a_handshake_that_cannot_be_understood_is_a_sentence(
         ("sys.exit('out of memory')", "ended with exit code 1; its last words: out of memory"),
         ("os.kill(os.getpid(), 11)", "ended with signal SIGSEGV"),
         ("os.close(1); time.sleep(60)", "closed its standard output"),
-        ("print('loading kernels ' * 20, flush=True)", "answered with something that is no JSON (JSONDecodeError): 'loading "),
+        (
+            "print('loading kernels ' * 20, flush=True)",
+            "answered with something that is no JSON (JSONDecodeError): 'loading ",
+        ),
         ("print('x' * 2**21, flush=True)", "printed 1048576 bytes without the end of a line: 'xxx"),
         ("print('[]', flush=True)", "answered '[]', wanted an object"),
         ("answer(1, id=7)", "answered out of order: got id '7', wanted 2"),
         ('print(\'{"id": 2, "result": NaN}\', flush=True)', "no JSON, which has no NaN"),
-        ("answer(numbers([1, 1, 3], 'float64', b'1234'))", "wrote 4 bytes for an array of shape (1, 1, 3) and float64, wanted 24"),
+        (
+            "answer(numbers([1, 1, 3], 'float64', b'1234'))",
+            "wrote 4 bytes for an array of shape (1, 1, 3) and float64, wanted 24",
+        ),
         ("answer(numbers([1, 1, 3], 'float8', b'123'))", "wrote an array of dtype 'float8'"),
         ("answer(numbers([1, -3], 'float64', b''))", "wrote an array of shape '[1, -3]'"),
         ("answer(numbers([1, 1, 3], 'bool', b'abc'))", "wrote a bool of 99"),
-        ("answer({'file': request['output'] + 'x', 'shape': [3], 'dtype': 'bool'})", ".x, which it did not write"),
+        (
+            "answer({'file': request['output'] + 'x', 'shape': [3], 'dtype': 'bool'})",
+            ".x, which it did not write",
+        ),
         (
             "answer({'file': '/etc/hostname', 'shape': [3], 'dtype': 'bool'})",
             "wrote /etc/hostname, wanted a file whose path",
         ),
         ("answer(numbers([0, 10**30], 'float64', b''))", "wrote an array of shape '[0, 1000"),
         ("answer({'scores': 1})", "wanted an object with"),
-        ("answer({'type': 'cache.CompressedCache', 'keys': 1})", "wanted the fields keys, values, positions, lengths"),
+        (
+            "answer({'type': 'cache.CompressedCache', 'keys': 1})",
+            "wanted the fields keys, values, positions, lengths",
+        ),
         ("answer({'type': 'cache.Nothing'})", "wanted a type of the contract"),
     ],
 )
-def test_a_program_that_misbehaves_is_one_sentence(started: Callable[..., Program], body: str, wanted: str) -> None:
+def test_a_program_that_misbehaves_is_one_sentence(
+    started: Callable[..., Program], body: str, wanted: str
+) -> None:
     program = started(body)
     if "sleep" in body:
         program.seconds = 0.5
-    refused(lambda: program.call("keydiff.score", {"keys": KEYS}), rf"\A.*{re.escape(wanted)}.*\Z", ProgramFailed)
+    refused(
+        lambda: program.call("keydiff.score", {"keys": KEYS}), rf"\A.*{re.escape(wanted)}.*\Z", ProgramFailed
+    )
 
 
 def test_what_nobody_asked_for_is_seen_at_the_next_call(started: Callable[..., Program]) -> None:
@@ -228,9 +256,12 @@ def test_a_crash_costs_one_law_and_is_not_made_smaller(command: Callable[..., st
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
-def test_numbers_of_every_dtype_and_named_tuples_come_back_as_they_went(started: Callable[..., Program], dtype: str) -> None:
+def test_numbers_of_every_dtype_and_named_tuples_come_back_as_they_went(
+    started: Callable[..., Program], dtype: str
+) -> None:
     again = (
-        "answer({key: each if key == 'type' else numbers(each['shape'], each['dtype'], open(each['file'], 'rb').read(), key)"
+        "answer({key: each if key == 'type' else numbers(each['shape'], each['dtype'], open(each['file'], "
+        "'rb').read(), key)"
         " for key, each in request['arguments']['cache'].items()})"
     )
     stored = cache.compress(KEYS, KEYS[..., :1], np.array([[[True, False, True]]]))
@@ -260,13 +291,16 @@ def test_arguments_that_cannot_travel_are_not_applicable(command: Callable[..., 
 
 
 RETAINED = (
-    "from fractions import Fraction; a = request['arguments']; n, s, l = a['length'], a['sink_size'], a['lag_size'];"
+    "from fractions import Fraction; a = request['arguments']; n, s, l = a['length'], a['sink_size'], "
+    "a['lag_size'];"
     "r = a['keep_ratio']; r = Fraction(*r['fraction']) if isinstance(r, dict) else Fraction(repr(r));"
     "answer(n if n < s + 2 * l else n - ((n - s) // l - 1) * (l - int(r * l)))"
 )
 
 
-def test_a_fraction_goes_exactly_to_a_program_that_reads_fractions_and_to_no_other(command: Callable[..., str]) -> None:
+def test_a_fraction_goes_exactly_to_a_program_that_reads_fractions_and_to_no_other(
+    command: Callable[..., str],
+) -> None:
     """A third as a float keeps no token of three: a program that is given the float is not judged by it."""
     law = load_laws()["test_lagkv::test_retained_length_at_its_edges"]
     functions = {"functions": ["lagkv.retained_length"]}
@@ -321,44 +355,76 @@ def test_a_kernel_without_its_gpu_is_told_so_in_a_sentence(
 @pytest.mark.parametrize(
     ("given", "wanted"),
     [
-        ({"JUDGED": "my kernels/keydiff.py", "ARGUMENTS": "--strict --method keydiff"}, ["my kernels/keydiff.py", "--strict"]),
+        (
+            {"JUDGED": "my kernels/keydiff.py", "ARGUMENTS": "--strict --method keydiff"},
+            ["my kernels/keydiff.py", "--strict"],
+        ),
         ({"COMMAND": "node keydiff.js"}, ["--exec=node keydiff.js", "--report"]),
     ],
 )
-def test_the_action_hands_on_what_it_is_given(given: dict[str, str], wanted: list[str], tmp_path: Path) -> None:
+def test_the_action_hands_on_what_it_is_given(
+    given: dict[str, str], wanted: list[str], tmp_path: Path
+) -> None:
     step = STEPS["Judge"]
     named = {key: given.get(key, "") for key in step["env"]} | {"REPORT": "a report"}
     assert set(given) < set(named)
     saved(tmp_path / "evictionary" / "bin" / "evictionary", "#!/bin/sh\nprintf '%s\\n' \"$@\"\n").chmod(0o755)
     said = run("bash", "-eu", "-c", step["run"], RUNNER_TEMP=tmp_path, **named).stdout.splitlines()
-    assert said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
+    assert (
+        said[:2] == ["judge", wanted[0]] and set(wanted) < set(said) and said[-2:] == ["--report", "a report"]
+    )
 
 
 def test_the_action_says_in_its_summary_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "temp" / "evictionary" / "bin").mkdir(parents=True)
     (tmp_path / "temp" / "evictionary" / "bin" / "python").symlink_to(sys.executable)
     saved(tmp_path / "knorm.py", "def score(keys):\n    return -(keys ** 2).sum(-1)\n")
-    run(sys.executable, "-m", "evictionary", "judge", "knorm.py", "--profile", "quick", "--report", "found", cwd=tmp_path, code=1)
+    run(
+        sys.executable,
+        "-m",
+        "evictionary",
+        "judge",
+        "knorm.py",
+        "--profile",
+        "quick",
+        "--report",
+        "found",
+        cwd=tmp_path,
+        code=1,
+    )
     told = run(
         "bash", "-eu", "-c", STEPS["Say what was found"]["run"],
-        cwd=tmp_path, RUNNER_TEMP=tmp_path / "temp", GITHUB_STEP_SUMMARY=tmp_path / "summary.md", REPORT="found",
+        cwd=tmp_path, RUNNER_TEMP=tmp_path / "temp", GITHUB_STEP_SUMMARY=tmp_path / "summary.md",
+        REPORT="found",
     )  # fmt: skip
     summary = (tmp_path / "summary.md").read_text()
-    assert "### knorm (numpy, cpu, float64)" in summary and "| KN-1 | fail | your numbers match a known bug: " in summary
-    assert told.stderr.startswith("::error title=KN-1 does not hold for knorm.score::your numbers match a known bug: ")
+    assert (
+        "### knorm (numpy, cpu, float64)" in summary
+        and "| KN-1 | fail | your numbers match a known bug: " in summary
+    )
+    assert told.stderr.startswith(
+        "::error title=KN-1 does not hold for knorm.score::your numbers match a known bug: "
+    )
     assert "not provided" not in summary
 
 
 def typed(command: str, folder: Path, code: int = 0) -> str:
     """What a reader sees who types this in a folder, `pytest spec_tests` in the clone."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    return run("sh", "-c", command, cwd=ROOT if command.startswith("pytest") else folder, code=code, PATH=path).stdout
+    return run(
+        "sh", "-c", command, cwd=ROOT if command.startswith("pytest") else folder, code=code, PATH=path
+    ).stdout
 
 
 @pytest.mark.slow
 def test_the_commands_of_any_language_judge_its_programs(tmp_path: Path) -> None:
     (tmp_path / "conformance").symlink_to(ROOT / "conformance")
-    block = (PAGES / "any_language.md").read_text().partition("## A program that answers\n\n```\n")[2].partition("```")[0]
+    block = (
+        (PAGES / "any_language.md")
+        .read_text()
+        .partition("## A program that answers\n\n```\n")[2]
+        .partition("```")[0]
+    )
     build, *judging = block.splitlines()
     assert shutil.which("c++") and shutil.which("node")
     typed(build, tmp_path)
@@ -370,7 +436,9 @@ def test_the_commands_of_any_language_judge_its_programs(tmp_path: Path) -> None
 def test_the_vectors_of_any_language_find_the_mistake_that_the_page_shows(tmp_path: Path) -> None:
     page = (PAGES / "any_language.md").read_text()
     writing, checking = page.partition("## Vectors\n\n```\n")[2].partition("\n```")[0].splitlines()
-    command, *shown = page.partition("```text\n$ python check_vectors.py")[2].partition("\n```")[0].splitlines()
+    command, *shown = (
+        page.partition("```text\n$ python check_vectors.py")[2].partition("\n```")[0].splitlines()
+    )
     shutil.copy(CLIENTS / "check_vectors.py", tmp_path)
     (tmp_path / "raw_mean.py").write_text(PLAIN_KEYDIFF.replace("zip(*directions)", "zip(*keys)"))
     for line in (writing, checking):
@@ -382,17 +450,27 @@ def test_the_vectors_of_any_language_find_the_mistake_that_the_page_shows(tmp_pa
 
 @pytest.mark.slow
 def test_the_commands_of_plug_in_do_what_the_table_says(tmp_path: Path) -> None:
-    right = re.findall(r"^```python\n(.*?)^```$", (PAGES / "judging.md").read_text(), re.DOTALL | re.MULTILINE)[-1]
+    right = re.findall(
+        r"^```python\n(.*?)^```$", (PAGES / "judging.md").read_text(), re.DOTALL | re.MULTILINE
+    )[-1]
     laid(tmp_path, {"my_kernels/keydiff.py": right, "known.txt": "MEM-4 we know it\n"})
     saved(tmp_path / "my_binary", f"#!/bin/sh\nexec python {CLIENTS / 'keydiff.py'}\n").chmod(0o755)
-    table = (PAGES / "reference" / "plug_in.md").read_text().partition("## Judge it")[2].partition("\n\nThe smallest")[0]
-    shown = [command for row in table.splitlines()[4:] for command in re.findall(r"`([^`]+)`", row.split("|")[1])]
+    table = (
+        (PAGES / "reference" / "plug_in.md")
+        .read_text()
+        .partition("## Judge it")[2]
+        .partition("\n\nThe smallest")[0]
+    )
+    shown = [
+        command for row in table.splitlines()[4:] for command in re.findall(r"`([^`]+)`", row.split("|")[1])
+    ]
     assert len(shown) >= 12
     names = {
         "...": "evictionary judge my_kernels",
         "NAME": "test_scores_are_cosines",
         "FOLDER": str(tmp_path / "report"),
-        "spec_tests --impl my_kernels": f"spec_tests/keydiff/test_keydiff.py --impl {tmp_path / 'my_kernels'}",
+        "spec_tests --impl "
+        "my_kernels": f"spec_tests/keydiff/test_keydiff.py --impl {tmp_path / 'my_kernels'}",
     }
     for command in shown:
         for name, meant in names.items():

@@ -1,4 +1,6 @@
-"""A project names its functions in pyproject.toml: `pytest` asks their laws beside its tests, and `judge` asks the same."""
+"""A project names its functions in pyproject.toml: `pytest` asks their laws beside its tests, and `judge`
+asks the same.
+"""
 
 import json
 import re
@@ -31,7 +33,9 @@ def keydiff(keys):
 @pytest.fixture
 def folder(tmp_path):
     own = "def test_own():\n    assert True\n"
-    return laid(tmp_path, {"pyproject.toml": PROJECT, "my_kernels/scores.py": KEYDIFF, "tests/test_own.py": own})
+    return laid(
+        tmp_path, {"pyproject.toml": PROJECT, "my_kernels/scores.py": KEYDIFF, "tests/test_own.py": own}
+    )
 
 
 def run(folder, *command):
@@ -69,7 +73,10 @@ def test_judge_takes_the_pyproject_of_a_project(folder):
     [
         ('"keydiff.scor" = "my_kernels.scores:keydiff"', "keydiff.scor: no such function"),
         ('"keydiff.score" = "my_kernels.scores"', "wanted a module and a function"),
-        ('"keydiff.score" = "my_kernels.scores:nothing"', "importing my_kernels.scores:nothing raised AttributeError"),
+        (
+            '"keydiff.score" = "my_kernels.scores:nothing"',
+            "importing my_kernels.scores:nothing raised AttributeError",
+        ),
         ('"keydiff.score" = 3', "got 3, wanted a module and a function"),
     ],
     ids=["function", "place", "attribute", "number"],
@@ -88,7 +95,11 @@ def test_a_key_that_is_unknown_is_named(folder):
 
 def test_a_contract_and_a_folder_to_begin_with(tmp_path):
     found = json.loads(run(tmp_path, "evictionary", "contract", "keydiff.score", "--json").stdout)
-    assert found["axes"] == {"keys": ["...", "T", "D"]} and list(found["equations"]) == ["KD-8"] and found["laws"] > 20
+    assert (
+        found["axes"] == {"keys": ["...", "T", "D"]}
+        and list(found["equations"]) == ["KD-8"]
+        and found["laws"] > 20
+    )
     assert run(tmp_path, "evictionary", "contract").stdout.split() == contract_functions()
     assert "did you mean keydiff.score" in run(tmp_path, "evictionary", "contract", "keydif.score").stderr
     assert run(tmp_path, "evictionary", "new", *contract_functions()).returncode == 0

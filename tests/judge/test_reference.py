@@ -14,7 +14,9 @@ from evictionary.reference.contract import CONTRACT, STATES, arguments
 from evictionary.spec_tests.judge.implementation import oracle
 
 REFERENCE = Path(checks.__file__).parent
-METHODS = sorted(path.stem for path in REFERENCE.glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8"))
+METHODS = sorted(
+    path.stem for path in REFERENCE.glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8")
+)
 FIRST_SCREEN = 40
 CHECKS = ("array", "arrays", "as_", "require_")
 
@@ -31,7 +33,10 @@ def only_checks(statement: ast.stmt) -> bool:
             return True
         case ast.If():
             return isinstance(statement.body[-1], ast.Raise)
-        case ast.Expr(value=ast.Call(func=ast.Name(id=name))) | ast.Assign(value=ast.Call(func=ast.Name(id=name))):
+        case (
+            ast.Expr(value=ast.Call(func=ast.Name(id=name)))
+            | ast.Assign(value=ast.Call(func=ast.Name(id=name)))
+        ):
             return name.startswith(CHECKS)
     return False
 
@@ -47,7 +52,11 @@ def test_at_least_half_of_a_function_is_mathematics(stem: str) -> None:
     for function in functions(stem):
         body = function.body[1:] if ast.get_docstring(function) is not None else function.body
         # The name of a line of the contract is neither.
-        said = [each for each in body if not isinstance(each, ast.Assign) or not isinstance(each.value, ast.Constant)]
+        said = [
+            each
+            for each in body
+            if not isinstance(each, ast.Assign) or not isinstance(each.value, ast.Constant)
+        ]
         checked = sum(map(only_checks, said))
         assert 2 * checked <= len(said), f"{function.name}: {checked} of {len(said)} statements only check"
 
@@ -63,7 +72,9 @@ def test_a_line_of_the_contract_names_the_arguments_of_its_function(path: str) -
 
 
 def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
-    """It names the argument, the shape got, the axes wanted, the axis with its size, and where that was first seen."""
+    """It names the argument, the shape got, the axes wanted, the axis with its size, and where that was
+    first seen.
+    """
     keys, values = np.ones((1, 2, 3, 4)), np.ones((1, 2, 5, 4))
     message = r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"
     refused(lambda: checks.arrays("lagkv.select", keys, values), message, ValueError)

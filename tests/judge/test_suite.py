@@ -1,4 +1,6 @@
-"""The suite as a user meets it: --impl with a folder, a file, a package; the header, the sentence, the verdict, the errors."""
+"""The suite as a user meets it: --impl with a folder, a file, a package; the header, the sentence, the
+verdict, the errors.
+"""
 
 import json
 import re
@@ -108,7 +110,10 @@ def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
 
 
 def test_a_repro_of_a_refusal_prints_the_error_that_is_wanted(folder: Path) -> None:
-    silent = 'import numpy as np\nDOMAIN = {"head_dim": 128}\ndef score(keys):\n    return np.zeros(keys.shape[:-1])\n'
+    silent = (
+        'import numpy as np\nDOMAIN = {"head_dim": 128}\ndef score(keys):\n    return '
+        "np.zeros(keys.shape[:-1])\n"
+    )
     _, expected, _ = repro(judged(folder, "keydiff", silent, "--strict", "-k", "bad_shapes_are_refused"))
     assert expected.startswith("a ValueError: keys: ")
 
@@ -186,7 +191,10 @@ def test_what_cannot_be_judged_is_an_error(folder: Path, content: str | None, wa
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        (["--impl", "no_such_package"], "no_such_package: neither a folder, a .py file nor an importable package"),
+        (
+            ["--impl", "no_such_package"],
+            "no_such_package: neither a folder, a .py file nor an importable package",
+        ),
         (["--impl", "no/such/keydiff.py"], "no such file or folder"),
         (["--dtype", "float8"], "--dtype: got 'float8'"),
         (["--require", "KD-99"], "--require: got 'KD-99'"),
@@ -199,5 +207,7 @@ def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:
 
 def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
     asked = ("-k", "version_and_help")
-    assert "nothing was judged" not in judge("spec_tests/memory/test_memory.py", "tests/cli/test_cli.py", *asked, code=0)
+    assert "nothing was judged" not in judge(
+        "spec_tests/memory/test_memory.py", "tests/cli/test_cli.py", *asked, code=0
+    )
     judge("spec_tests/memory/test_memory.py", *asked, code=5)

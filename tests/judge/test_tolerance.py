@@ -1,4 +1,6 @@
-"""What counts as equal, tried on what must not: constants, shuffled rows, NaN; and on what must: other correct arithmetics."""
+"""What counts as equal, tried on what must not: constants, shuffled rows, NaN; and on what must: other
+correct arithmetics.
+"""
 
 import functools
 from collections.abc import Callable
@@ -46,7 +48,8 @@ def test_wrong_outputs_fail_at_every_dtype(kind: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero_keys"])  # torch's normalize gives NaN in float16
+# torch's normalize gives NaN in float16
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "zero_keys"])
 def test_plain_torch_passes_at_every_dtype(kind: str, dtype: str) -> None:
     keys, allowed = scores(kind, dtype)
     assert np.isfinite(allowed.largest), "the dtype cannot hold this case: choose another scale"
@@ -58,10 +61,15 @@ def test_plain_torch_passes_at_every_dtype(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_nearest_rounding_is_that_of_torch(dtype: str) -> None:
-    numbers = np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.random.default_rng(1).integers(-4, 5, size=10_000)
+    numbers = np.random.default_rng(0).normal(size=10_000) * 10.0 ** np.random.default_rng(1).integers(
+        -4, 5, size=10_000
+    )
     if dtype != "float64":
-        numbers = numbers.astype(np.float32).astype(np.float64)  # torch goes from float64 to a half through float32
-    assert (round_to(numbers, dtype) == torch.tensor(numbers).to(getattr(torch, dtype)).double().numpy()).all()
+        # torch goes from float64 to a half through float32
+        numbers = numbers.astype(np.float32).astype(np.float64)
+    assert (
+        round_to(numbers, dtype) == torch.tensor(numbers).to(getattr(torch, dtype)).double().numpy()
+    ).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,17 +79,24 @@ def test_exact_sums_stay_exact_in_every_order(dtype: str) -> None:
 
 
 def test_a_quotient_that_is_exact_by_luck_is_rounded() -> None:
-    """A fifth of this sum of keys fits into float32; a fifth of the sum of the values, in another right form, does not."""
+    """A fifth of this sum of keys fits into float32; a fifth of the sum of the values, in another right
+    form, does not.
+    """
     total = np.array([707.2161865234375])
     assert (round_to(total / 5, "float32") == total / 5).all()
-    quotients = {float((Rounded.of(total, "float32", np.random.default_rng(seed)) / 5)[0]) for seed in range(6)}
+    quotients = {
+        float((Rounded.of(total, "float32", np.random.default_rng(seed)) / 5)[0]) for seed in range(6)
+    }
     assert len(quotients) > 1
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])  # half-precision numbers are summed in float32, these without error
+# half-precision numbers are summed in float32, these without error
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 def test_a_cancelling_sum_scatters(dtype: str) -> None:
     numbers = round_to(np.array([1 / 3, 1 / 7, -1 / 3, -1 / 7]), dtype)
-    assert len({float(Rounded.of(numbers, dtype, np.random.default_rng(seed)).sum()) for seed in range(6)}) > 1
+    assert (
+        len({float(Rounded.of(numbers, dtype, np.random.default_rng(seed)).sum()) for seed in range(6)}) > 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,7 +111,9 @@ def test_a_cancelling_sum_scatters(dtype: str) -> None:
     ids=["where", "concatenate", "std", "einsum", "normalise"],
 )
 def test_the_arithmetic_survives_numpy_functions(function: Callable[..., np.ndarray]) -> None:
-    result = function(Rounded.of(np.random.default_rng(0).normal(size=(3, 4)), "float16", np.random.default_rng(0)))
+    result = function(
+        Rounded.of(np.random.default_rng(0).normal(size=(3, 4)), "float16", np.random.default_rng(0))
+    )
     assert isinstance(result, Rounded) and result.dtype_name == "float16"
 
 
@@ -112,7 +129,9 @@ ROW, ENDLESS = [3.0, 1, 1, 0], [np.inf, -np.inf, -np.inf]
         ([True, True, False], ENDLESS, {}),
     ],
 )
-def test_selections_are_judged_by_scores_not_by_positions(kept: list[Any], row: list[float], named: dict[str, Any]) -> None:
+def test_selections_are_judged_by_scores_not_by_positions(
+    kept: list[Any], row: list[float], named: dict[str, Any]
+) -> None:
     selects(np.array([kept]), np.array([row]), 2, **named)
 
 
@@ -128,7 +147,9 @@ def test_selections_are_judged_by_scores_not_by_positions(kept: list[Any], row: 
         ([True, True, False], [np.inf, 0.0, 1.0], {"slack": 0.1}, "1 more"),
     ],
 )
-def test_wrong_selections_are_told(kept: list[Any], row: list[float], named: dict[str, Any], said: str) -> None:
+def test_wrong_selections_are_told(
+    kept: list[Any], row: list[float], named: dict[str, Any], said: str
+) -> None:
     refused(lambda: selects(np.array([kept]), np.array([row]), 2, **named), said, Violation)
 
 
@@ -144,30 +165,50 @@ def test_few_runs_say_what_all_runs_say(dtype: str, share: float) -> None:
 
 
 def test_two_logarithms_of_ten_thousand_are_subtracted() -> None:
-    """Half of the random runs round both alike and make no error: enough of them are made to meet one that does."""
+    """Half of the random runs round both alike and make no error: enough of them are made to meet one that
+    does.
+    """
     keys = np.array([[[[100.0078125], [100.015625]], [[100.0078125], [99.96875]]]])
     values = np.array([[[[0.0], [3.0]], [[2.0], [-1.0]]]])
     kept = np.array([[[True, False], [True, True]]])
     evicted = momentkv.Moments(
-        np.array([[0, 1]]), np.array([[[0], [99.984375]]]), np.array([[[0], [-2.0]]]), np.array([[[[0]], [[-199.96875]]]])
+        np.array([[0, 1]]),
+        np.array([[[0], [99.984375]]]),
+        np.array([[[0], [-2.0]]]),
+        np.array([[[[0]], [[-199.96875]]]]),
     )
-    allowed = allowance(momentkv.attend, np.full((1, 2, 1), 100.0), keys, values, kept, evicted, dtype="float64")
+    allowed = allowance(
+        momentkv.attend, np.full((1, 2, 1), 100.0), keys, values, kept, evicted, dtype="float64"
+    )
     weights = np.exp(100 * (np.array([100.0078125, 99.96875, 99.984375]) - 100.0078125))
     allowed.check(np.array([[[0], [weights @ [2, -1, -2] / weights.sum()]]]))
 
 
 def test_a_weight_may_be_e_to_the_minus_700_where_it_underflows() -> None:
-    """A sigmoid whose exponents are cut at 700, below which they overflow elsewhere, is right; a weight of 1e-290 is an error."""
-    evicted = momentkv.Moments(np.array([[1]]), np.array([[[1.0]]]), np.array([[[0.0]]]), np.array([[[[0.0]]]]))
-    keys, values, kept = np.array([[[[0.0], [1.0]]]]), np.array([[[[3.0], [0.0]]]]), np.array([[[True, False]]])
-    allowed = allowance(momentkv.attend, np.full((1, 1, 1), 1e4), keys, values, kept, evicted, dtype="float64")
+    """A sigmoid whose exponents are cut at 700, below which they overflow elsewhere, is right; a weight of
+    1e-290 is an error.
+    """
+    evicted = momentkv.Moments(
+        np.array([[1]]), np.array([[[1.0]]]), np.array([[[0.0]]]), np.array([[[[0.0]]]])
+    )
+    keys, values, kept = (
+        np.array([[[[0.0], [1.0]]]]),
+        np.array([[[[3.0], [0.0]]]]),
+        np.array([[[True, False]]]),
+    )
+    allowed = allowance(
+        momentkv.attend, np.full((1, 1, 1), 1e4), keys, values, kept, evicted, dtype="float64"
+    )
     allowed.check(np.full((1, 1, 1), 3 * np.exp(-700)))
     refused(lambda: allowed.check(np.full((1, 1, 1), 1e-290)), "", Violation)
 
 
 def test_a_mean_of_thousands_stays_in_the_range_of_float16() -> None:
-    """The sum is 8,191,000, the mean 1,000: kernels divide a float32 sum, and a law that took it for infinite judged nobody."""
-    # At random the mean moves by one part in 2^10, and to the next of the numbers of float16, half of 1/2 away.
+    """The sum is 8,191,000, the mean 1,000: kernels divide a float32 sum, and a law that took it for
+    infinite judged nobody.
+    """
+    # At random the mean moves by one part in 2^10, and to the next of the numbers of float16, half of 1/2
+    # away.
     for generator, slack in ((None, 0), (np.random.default_rng(0), 2**-10 + 2**-12)):
         numbers = Rounded.of(np.full((2, 8191), 1000.0), "float16", generator)
         for mean in (numbers.mean(axis=-1), np.mean(numbers, axis=-1)):
@@ -183,7 +224,11 @@ def test_a_softmax_through_its_logarithm_is_right_at_large_logits(dtype: str) ->
         allowed = allowance(gvote.attention_weights, query, keys, dtype=dtype)
         logits = (keys.astype(dtype) @ query.astype(dtype)[..., None])[..., 0] / np.sqrt(np.array(8, dtype))
         top = logits.max(axis=-1, keepdims=True)
-        weights = np.exp(logits - (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))).astype(np.float64)
+        weights = np.exp(logits - (top + np.log(np.exp(logits - top).sum(axis=-1, keepdims=True)))).astype(
+            np.float64
+        )
         allowed.check(weights, "the weights")
-        refused(functools.partial(allowed.check, 0.9 * weights, "weights that do not sum to one"), "", Violation)
+        refused(
+            functools.partial(allowed.check, 0.9 * weights, "weights that do not sum to one"), "", Violation
+        )
     assert gvote.softmax is attention.softmax

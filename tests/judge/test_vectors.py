@@ -1,4 +1,6 @@
-"""The vectors: every case follows the schema, catches what it says, and is enough for a checker that has none of our code."""
+"""The vectors: every case follows the schema, catches what it says, and is enough for a checker that has
+none of our code.
+"""
 
 import functools
 import json
@@ -20,13 +22,21 @@ from evictionary.spec_tests.verdict import vectors
 
 CHECKER = ROOT / "conformance" / "clients" / "check_vectors.py"
 
-PART = ("score_is_minus_the_cosine_to_the_anchor", "mean_of_unit_keys", "that_are_not_finite_do_not_pass_in_silence")
+PART = (
+    "score_is_minus_the_cosine_to_the_anchor",
+    "mean_of_unit_keys",
+    "that_are_not_finite_do_not_pass_in_silence",
+)
 
 
 @pytest.fixture(scope="module")
 def content() -> dict[str, Any]:
     """The files of KNorm and of a part of KeyDiff's score."""
-    laws = [law for law in vectors.laws_of(["knorm", "keydiff"]) if law.requirement.id == "KN-1" or law.name.endswith(PART)]
+    laws = [
+        law
+        for law in vectors.laws_of(["knorm", "keydiff"])
+        if law.requirement.id == "KN-1" or law.name.endswith(PART)
+    ]
     steps: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(vectors, "LONGER_LOOK", 5)
@@ -62,7 +72,9 @@ def test_the_files_follow_the_schema_and_the_schema_is_strict(folder: Path) -> N
     assert not schema.is_valid(broken)
 
 
-def cheap(function: Callable[..., Any], *args: Any, dtype: str, pick: int | None = None, **kwargs: Any) -> SimpleNamespace:
+def cheap(
+    function: Callable[..., Any], *args: Any, dtype: str, pick: int | None = None, **kwargs: Any
+) -> SimpleNamespace:
     """In place of an allowance, which is dear: what one is made of has to be a number."""
     value = function(*args, **kwargs)
     assert vectors._is_numeric(value if pick is None else value[pick]), function
@@ -70,14 +82,21 @@ def cheap(function: Callable[..., Any], *args: Any, dtype: str, pick: int | None
 
 
 @pytest.mark.parametrize("measured", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_every_method_has_vectors_that_follow_the_schema(measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_method_has_vectors_that_follow_the_schema(
+    measured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A law may ask for a text or for nothing, as one of LagKV's does: neither can be a case."""
     monkeypatch.setattr(vectors, "load_mutants", dict)
     monkeypatch.setattr(vectors._Pool, "draw", lambda pool, law: pool._run(law, pool.narrow, 1))
     if not measured:
         monkeypatch.setattr(vectors, "allowance", cheap)
     laws = vectors.laws_of()
-    assert {law.name.partition("::")[0] for law in laws} >= {"test_lagkv", "test_lagkv_stream", "test_momentkv", "test_selection"}
+    assert {law.name.partition("::")[0] for law in laws} >= {
+        "test_lagkv",
+        "test_lagkv_stream",
+        "test_momentkv",
+        "test_selection",
+    }
     index = vectors.write(vectors.generate(laws, lambda step: None), tmp_path)
     for path in tmp_path.glob("[A-Z]*.json"):
         validator(tmp_path).validate(json.loads(path.read_text(), parse_constant=pytest.fail))
@@ -101,7 +120,9 @@ def test_the_cases_say_what_the_reference_says(content: dict[str, Any]) -> None:
 
 @np.errstate(all="ignore")
 def test_a_case_catches_the_mistakes_that_it_names_and_no_others(content: dict[str, Any]) -> None:
-    planted = [each for each in load_mutants().values() if each.of == "knorm.score" and each.killed_by == "KN-1"]
+    planted = [
+        each for each in load_mutants().values() if each.of == "knorm.score" and each.killed_by == "KN-1"
+    ]
     mutants, file = {each.name: each for each in planted if not each.above}, content["KN-1.json"]
     assert file["not_caught"] == [] and set(file["mistakes"]) == set(mutants)
     for case in file["cases"]:
@@ -135,7 +156,12 @@ def test_the_checker_is_short() -> None:
     [
         (("", ""), ["float32"], 0, "cases hold"),
         (("", ""), ["float64"], 0, "cases hold"),
-        (("zip(*directions)", "zip(*keys)"), [], 1, "these are the cases that catch: mean taken before normalising"),
+        (
+            ("zip(*directions)", "zip(*keys)"),
+            [],
+            1,
+            "these are the cases that catch: mean taken before normalising",
+        ),
         (("raise ValueError", "return ValueError"), [], 1, "accepted what is to be refused"),
     ],
     ids=["right in float32", "right in float64", "wrong", "refuses nothing"],
@@ -144,14 +170,21 @@ def test_a_checker_without_our_code_tells_right_from_wrong(
     folder: Path, tmp_path: Path, edit: tuple[str, str], dtype: list[str], code: int, said: str
 ) -> None:
     (tmp_path / "mine.py").write_text(PLAIN_KEYDIFF.replace(*edit))
-    assert said in python("-I", "-S", CHECKER, folder, "keydiff.score", tmp_path / "mine.py", *dtype, code=code).stdout
+    assert (
+        said
+        in python(
+            "-I", "-S", CHECKER, folder, "keydiff.score", tmp_path / "mine.py", *dtype, code=code
+        ).stdout
+    )
 
 
 def test_the_command_writes_the_same_bytes_again_and_checks_them(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     for folder in (one, two):
         assert "cases of 1 requirements" in run("--output", folder, "--method", "knorm")
-    assert [path.read_bytes() for path in sorted(one.iterdir())] == [path.read_bytes() for path in sorted(two.iterdir())]
+    assert [path.read_bytes() for path in sorted(one.iterdir())] == [
+        path.read_bytes() for path in sorted(two.iterdir())
+    ]
     assert "every file is as vectors.json says" in run("--check", one)
     for name in ("KN-1.json", "KD-8.json"):
         (one / name).write_text("{}")
@@ -162,7 +195,8 @@ def test_the_command_writes_the_same_bytes_again_and_checks_them(tmp_path: Path)
         "vectors.schema.json is missing",
         "KD-8.json is not listed in vectors.json",
     ]
-    index = json.loads(run("--output", two, "--method", "knorm", "--json"))  # a folder of vectors is written anew
+    # a folder of vectors is written anew
+    index = json.loads(run("--output", two, "--method", "knorm", "--json"))
     assert set(index["files"]) == {"KN-1.json", "vectors.schema.json"}
 
 

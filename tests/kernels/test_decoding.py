@@ -1,9 +1,10 @@
-"""Decoding on a GPU, watched without one: the host waits for nothing, the kernels are launched, and no cache is copied.
+"""Decoding on a GPU, watched without one: the host waits for nothing, the kernels are launched, and no
+cache is copied.
 
-The model and the cache are put on torch's device `meta`, whose tensors have shapes and no numbers, and count as tensors of a GPU.
-So the code takes every branch that it takes on a GPU, and torch shows each of its operations, those of the model too. Two parts of
-the model are left out: the forwards get no attention mask, at which transformers itself looks, and torch's attention, one kernel on
-a GPU, gives zeros here.
+The model and the cache are put on torch's device `meta`, whose tensors have shapes and no numbers, and count
+as tensors of a GPU. So the code takes every branch that it takes on a GPU, and torch shows each of its
+operations, those of the model too. Two parts of the model are left out: the forwards get no attention mask,
+at which transformers itself looks, and torch's attention, one kernel on a GPU, gives zeros here.
 """
 
 import functools
@@ -30,7 +31,9 @@ IDS = torch.randint(3, 259, (1, PROMPT + STEPS), generator=torch.Generator().man
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operations for which the host waits, and those that write `large` bytes or more into one tensor."""
+    """Counts the operations for which the host waits, and those that write `large` bytes or more into one
+    tensor.
+    """
 
     def __init__(self, large: int) -> None:
         super().__init__()
@@ -40,8 +43,11 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        waits = any(tag in function.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
-        if function is torch.ops.aten.index.Tensor:  # only a mask among the indices makes the result's shape depend on numbers
+        waits = any(
+            tag in function.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
+        )
+        # only a mask among the indices makes the result's shape depend on numbers
+        if function is torch.ops.aten.index.Tensor:
             waits = any(index is not None and index.dtype == torch.bool for index in args[1])
         if waits:
             self.waits.append(str(function))
@@ -60,8 +66,12 @@ class Watch(TorchDispatchMode):
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take meta tensors for tensors of a GPU."""
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.zeros_like(query))
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"), raising=False)
+    monkeypatch.setattr(
+        functional, "scaled_dot_product_attention", lambda query, *_, **__: torch.zeros_like(query)
+    )
+    monkeypatch.setattr(
+        torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == "meta"), raising=False
+    )
 
 
 def to_meta(cache: Any) -> None:
@@ -74,7 +84,12 @@ def to_meta(cache: Any) -> None:
     ("method", "settings", "kernels", "copies"),
     [
         ("momentkv", {"budget": BUDGET}, {"walk_cache", "replace_lowest"}, 0),
-        ("momentkv", {"compression_ratio": 0.5}, {"walk_cache", "replace_lowest", "attend_chunks", "merge_chunks"}, 1),
+        (
+            "momentkv",
+            {"compression_ratio": 0.5},
+            {"walk_cache", "replace_lowest", "attend_chunks", "merge_chunks"},
+            1,
+        ),
         ("momentkv+ada_kv", {"budget": BUDGET, "every": 0}, {"attend_chunks", "merge_chunks"}, 0),
         ("keydiff+moments", {"budget": BUDGET}, {"attend_chunks", "merge_chunks"}, 1),
         ("knorm+ada_kv", {"budget": BUDGET}, {"attend_chunks", "merge_chunks"}, 0),
@@ -85,9 +100,15 @@ def to_meta(cache: Any) -> None:
     ids=lambda value: " ".join(sorted(value)) if isinstance(value, set) else str(value),
 )
 def test_a_decoded_token_waits_for_nothing_and_copies_no_cache(
-    launched: list[tuple[str, tuple[int, ...]]], method: str, settings: dict[str, Any], kernels: set[str], copies: int
+    launched: list[tuple[str, tuple[int, ...]]],
+    method: str,
+    settings: dict[str, Any],
+    kernels: set[str],
+    copies: int,
 ) -> None:
-    """`copies`: how often, in all steps, K and V of a layer move to larger storage, which grows by an eighth."""
+    """`copies`: how often, in all steps, K and V of a layer move to larger storage, which grows by an
+    eighth.
+    """
     model = tiny_llama(max_position_embeddings=4096)
     with cached(model, IDS[:, :PROMPT], method, **settings) as cache:
         model.to("meta")
@@ -107,7 +128,9 @@ def test_the_mask_of_a_decoded_token_is_not_looked_at() -> None:
         to_meta(cache)
         token, mask = (torch.ones(1, length, dtype=torch.long, device="meta") for length in (1, 41))
         with Watch(100):
-            _batch_hook(weakref.ref(cache), model)(model, (token,), {"past_key_values": cache, "attention_mask": mask})
+            _batch_hook(weakref.ref(cache), model)(
+                model, (token,), {"past_key_values": cache, "attention_mask": mask}
+            )
 
 
 def test_the_watch_sees_waits_and_copies() -> None:
@@ -116,7 +139,12 @@ def test_the_watch_sees_waits_and_copies() -> None:
     for operation in (tensor.max().item, tensor.any().__bool__, tensor.nonzero, lambda: tensor[tensor > 0]):
         with Watch(100):
             refused(operation, "waits for the GPU", AssertionError)
-    for copy in (tensor.clone, lambda: torch.cat([tensor, tensor]), lambda: tensor.copy_(tensor), tensor[:, :4].contiguous):
+    for copy in (
+        tensor.clone,
+        lambda: torch.cat([tensor, tensor]),
+        lambda: tensor.copy_(tensor),
+        tensor[:, :4].contiguous,
+    ):
         with Watch(100) as watch:
             copy()
         assert watch.copies, copy
@@ -137,7 +165,9 @@ SIZES = {
 def test_the_attention_of_the_largest_sizes_fits_a_gpu(
     launched: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
-    """The limits of CUDA's grids, which Triton's interpreter does not know, and the memory beside the output."""
+    """The limits of CUDA's grids, which Triton's interpreter does not know, and the memory beside the
+    output.
+    """
     batch, num_query_heads, num_kv_heads, num_queries, stored, length = SIZES[size]
     allocated, meta = [], functools.partial(torch.empty, dtype=torch.bfloat16, device="meta")
 
@@ -149,9 +179,12 @@ def test_the_attention_of_the_largest_sizes_fits_a_gpu(
     storage, recent = meta(stored, 128), meta(batch, num_kv_heads, length, 128)
     queries = meta(batch, num_query_heads, num_queries, 128)
     cache = CompressedCache(storage, storage, storage[:, 0], meta(batch, num_kv_heads).long())
-    output, _ = KERNELS["attention"].attend(queries, cache, (recent, recent) if length else None, zero_moments(recent, recent))
+    output, _ = KERNELS["attention"].attend(
+        queries, cache, (recent, recent) if length else None, zero_moments(recent, recent)
+    )
     assert output.shape == queries.shape
     assert max(allocated) <= KERNELS["attention"].WORKSPACE
     assert all(len(grid) == 1 and grid[0] < 2**31 for _, grid in launched)
     chunks = [grid[0] for name, grid in launched if name == "attend_chunks"]
-    assert all(264 <= programs <= 2**16 for programs in chunks)  # two for each multiprocessor, and no crowd of tiny ones
+    # two for each multiprocessor, and no crowd of tiny ones
+    assert all(264 <= programs <= 2**16 for programs in chunks)

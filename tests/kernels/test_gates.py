@@ -1,4 +1,5 @@
-"""What would fail or be slow on a GPU, found without one: the device of a launch, the sizes of grids, memory, arguments.
+"""What would fail or be slow on a GPU, found without one: the device of a launch, the sizes of grids,
+memory, arguments.
 
 The machine code is looked at in test_kernel_compile.py, the results of the kernels in test_kernels.py.
 """
@@ -31,19 +32,28 @@ from evictionary.optimized.states import CompressedCache, PagedCache, zero_momen
 def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
     """The public functions of a module, also those it imports from a module beside it."""
     folder, found = module.__name__.rpartition(".")[0], inspect.getmembers(module, inspect.isfunction)
-    return {name: value for name, value in found if value.__module__.startswith(folder) and not name.startswith("_")}
+    return {
+        name: value
+        for name, value in found
+        if value.__module__.startswith(folder) and not name.startswith("_")
+    }
 
 
-# The device of a launch -----------------------------------------------------------------------------------------------------------
+# The device of a launch
+# -----------------------------------------------------------------------------------------------------------
 
 
 def on_gpu(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Any:
     """What `kernels_for` asks a tensor on the second GPU of a machine."""
-    return SimpleNamespace(is_cuda=True, device=torch.device("cuda:1"), dtype=dtype, shape=(1, 8, 4096, head_dim))
+    return SimpleNamespace(
+        is_cuda=True, device=torch.device("cuda:1"), dtype=dtype, shape=(1, 8, 4096, head_dim)
+    )
 
 
 @pytest.mark.parametrize("stem", KERNELS)
-def test_a_launcher_runs_with_the_device_of_the_tensors_as_the_current_one(stem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_runs_with_the_device_of_the_tensors_as_the_current_one(
+    stem: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     current = [torch.device("cuda:0")]
 
     @contextmanager
@@ -66,13 +76,18 @@ def test_a_launcher_runs_with_the_device_of_the_tensors_as_the_current_one(stem:
 def test_nobody_gets_kernels_but_from_kernels_for() -> None:
     for folder in ("optimized", "evictionary"):
         for path in (ROOT / folder).rglob("*.py"):
-            imported = set(re.findall(r"kernels\.(\w+) import|kernels import (\w+)", path.read_text(encoding="utf-8")))
+            imported = set(
+                re.findall(r"kernels\.(\w+) import|kernels import (\w+)", path.read_text(encoding="utf-8"))
+            )
             assert {name for pair in imported for name in pair if name} <= {"launching"}, path
 
 
 @pytest.mark.parametrize(
     ("tensor", "told"),
-    [(on_gpu(torch.float64), "got torch.float64, wanted torch.float32, torch.float16"), (on_gpu(head_dim=320), "got 320 channels")],
+    [
+        (on_gpu(torch.float64), "got torch.float64, wanted torch.float32, torch.float16"),
+        (on_gpu(head_dim=320), "got 320 channels"),
+    ],
     ids=["float64", "320 channels"],
 )
 def test_what_no_kernel_takes_is_said_once(tensor: Any, told: str) -> None:
@@ -81,7 +96,8 @@ def test_what_no_kernel_takes_is_said_once(tensor: Any, told: str) -> None:
         warnings.simplefilter("always")
         assert launching.kernels_for("keydiff", on_gpu(), tensor) is None
         assert launching.kernels_for("keydiff", tensor) is None
-        assert launching.kernels_for("keydiff", torch.ones(2, 320, dtype=torch.float64)) is None  # nobody expects kernels on a CPU
+        # nobody expects kernels on a CPU
+        assert launching.kernels_for("keydiff", torch.ones(2, 320, dtype=torch.float64)) is None
     assert [told in str(one.message) for one in said] == [True]
 
 
@@ -103,9 +119,15 @@ ARGUMENTS: dict[str, Any] = {
     "moments": zero_moments(STATES, STATES),
     "bounds": no_bounds(STATES, STATES),
     "w_o": torch.ones(4, CHANNELS, 3),
-    "cache": CompressedCache(STATES[0].flatten(0, 1), STATES[0].flatten(0, 1), torch.arange(16), torch.full(HEADS, LENGTH)),
+    "cache": CompressedCache(
+        STATES[0].flatten(0, 1), STATES[0].flatten(0, 1), torch.arange(16), torch.full(HEADS, LENGTH)
+    ),
     "paged": PagedCache(
-        *[STATES.transpose(1, 2)] * 2, torch.zeros(1, 8, 2).long(), torch.tensor([[0]]), torch.full(HEADS, 2), torch.tensor([2])
+        *[STATES.transpose(1, 2)] * 2,
+        torch.zeros(1, 8, 2).long(),
+        torch.tensor([[0]]),
+        torch.full(HEADS, 2),
+        torch.tensor([2]),
     ),
     "count": 1,
     "positions": torch.arange(LENGTH),
@@ -120,15 +142,27 @@ def entries() -> Iterator[tuple[str, Callable[..., Any], dict[str, Any]]]:
     for path in sorted((ROOT / "optimized").glob("[!_]*.py")):
         module = importlib.import_module(f"evictionary.optimized.{path.stem}")
         for name, function in functions(module).items():
-            if function.__module__ == module.__name__ and re.search("[Rr]aises|errors", function.__doc__ or ""):
+            if function.__module__ == module.__name__ and re.search(
+                "[Rr]aises|errors", function.__doc__ or ""
+            ):
                 entry = f"{path.stem}.{name}"
-                named = [one.name for one in inspect.signature(function).parameters.values() if one.default is one.empty]
+                named = [
+                    one.name
+                    for one in inspect.signature(function).parameters.values()
+                    if one.default is one.empty
+                ]
                 named += [one for one in inspect.signature(function).parameters if one == "protected"]
-                yield entry, function, {one: ARGUMENTS.get(f"{entry} {one}", ARGUMENTS.get(one)) for one in named}
+                yield (
+                    entry,
+                    function,
+                    {one: ARGUMENTS.get(f"{entry} {one}", ARGUMENTS.get(one)) for one in named},
+                )
 
 
 ENTRIES = {
-    name: (function, arguments) for name, function, arguments in entries() if not name.startswith(("checks.", "cpu.", "states."))
+    name: (function, arguments)
+    for name, function, arguments in entries()
+    if not name.startswith(("checks.", "cpu.", "states."))
 }
 
 
@@ -136,7 +170,11 @@ ENTRIES = {
 def test_tensors_on_two_devices_are_refused_by_name(name: str) -> None:
     function, arguments = ENTRIES[name]
     tensors = {one: value for one, value in arguments.items() if isinstance(value, torch.Tensor | tuple)}
-    parts = [(one, field) for one, value in tensors.items() for field in (value._fields if isinstance(value, tuple) else [None])]
+    parts = [
+        (one, field)
+        for one, value in tensors.items()
+        for field in (value._fields if isinstance(value, tuple) else [None])
+    ]
     for one, field in parts if len(parts) > 1 else ():
         given = arguments[one]
         moved = given._replace(**{field: getattr(given, field).to("meta")}) if field else given.to("meta")
@@ -144,7 +182,8 @@ def test_tensors_on_two_devices_are_refused_by_name(name: str) -> None:
         refused(call, rf"^({'|'.join(tensors)})\b.*(device|on meta)", ValueError)
 
 
-# The largest documented sizes ---------------------------------------------------------------------------------------------------
+# The largest documented sizes
+# ---------------------------------------------------------------------------------------------------
 
 GIB = 2**30
 TOKENS, BATCH, KV_HEADS, HEAD_DIM = 131_072, 32, 8, 128
@@ -168,7 +207,9 @@ numbers, whole = functools.partial(meta, dtype=torch.float32), functools.partial
 def attended(batch: int, queries: int, tokens: int = TOKENS) -> tuple[Any, ...]:
     """Queries, and a cache of `tokens` kept tokens in each head."""
     storage = states(1, 1, batch * KV_HEADS * tokens)[0, 0]
-    return states(batch, 32, queries), CompressedCache(storage, storage, whole(storage.shape[0]), whole(batch, KV_HEADS))
+    return states(batch, 32, queries), CompressedCache(
+        storage, storage, whole(storage.shape[0]), whole(batch, KV_HEADS)
+    )
 
 
 def moments(batch: int = BATCH) -> Any:
@@ -177,7 +218,16 @@ def moments(batch: int = BATCH) -> Any:
 
 def stepped(batch: int, tokens: int) -> tuple[Any, ...]:
     cache, new = states(batch, tokens=tokens), states(batch)[:, :, 0]
-    return query(batch), new, new, cache, cache, whole(batch, KV_HEADS, tokens), moments(batch), whole(batch, KV_HEADS)
+    return (
+        query(batch),
+        new,
+        new,
+        cache,
+        cache,
+        whole(batch, KV_HEADS, tokens),
+        moments(batch),
+        whole(batch, KV_HEADS),
+    )
 
 
 def query(batch: int = BATCH) -> torch.Tensor:
@@ -195,7 +245,8 @@ def in_pages(size: int = 16) -> tuple[Any, ...]:
 LAG = {"sink_size": 16, "lag_size": 128, "kept_each": 32}
 OPTIONS = {"lagkv.select": LAG, "lagkv.compress": LAG}
 ANCHOR = numbers(BATCH, KV_HEADS, HEAD_DIM)
-# The arguments of each launcher, and the most GiB that it may take beside its result. The keys alone have 8 GiB at these sizes.
+# The arguments of each launcher, and the most GiB that it may take beside its result. The keys alone have 8
+# GiB at these sizes.
 LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     # 64 partial sums for each head, and 4 bytes for the norm of a key of 256.
     "keydiff.score": (lambda: (states(),), 0.14),
@@ -210,11 +261,15 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "selection.top_k, long rows": (lambda: (numbers(BATCH, 8 * TOKENS), 4 * TOKENS), 0.01),
     "cache.copy_kept": (lambda: (states(), states(), mask(), whole(BATCH * KV_HEADS * TOKENS), 2**24), 0),
     # A float32 logit for each query head and token.
-    "expected_attention.score": (lambda: (states(), states(), numbers(BATCH, 32, 128), numbers(BATCH, 32, 128, 128), 0.02), 0.6),
+    "expected_attention.score": (
+        lambda: (states(), states(), numbers(BATCH, 32, 128), numbers(BATCH, 32, 128, 128), 0.02),
+        0.6,
+    ),
     # One partial sum of products for each of 1,024 query heads.
     "expected_attention.query_statistics": (lambda: (states(heads=32),), 0.1),
     "expected_attention.unrotated_statistics": (lambda: (states(heads=32), whole(TOKENS), 1e4), 0.1),
-    # A float32 logit of the last query for each query head and token. Those of the samples go in waves of 64 MiB.
+    # A float32 logit of the last query for each query head and token. Those of the samples go in waves of 64
+    # MiB.
     "gvote.select": (lambda: (query(), states(), states(heads=32, tokens=8), 0.05), 0.6),
     "gvote.nucleus": (lambda: (numbers(256, TOKENS), 0.05), 0.02),
     "gvote.top_each": (lambda: (numbers(256, TOKENS), whole(256)), 0.02),
@@ -274,12 +329,16 @@ def walk(name: str) -> tuple[float, Any]:
     inputs, (stem, _, function) = LARGEST[name][0](), name.partition(",")[0].partition(".")
     with Allocated() as allocated:
         result = getattr(KERNELS[stem], function)(*inputs, **OPTIONS.get(name, {}))
-        kept = sum(storage.nbytes() for address, storage in storages(result).items() if address in allocated.known)
+        kept = sum(
+            storage.nbytes() for address, storage in storages(result).items() if address in allocated.known
+        )
         return (allocated.peak - kept) / GIB, result
 
 
 @pytest.mark.parametrize("name", LARGEST)
-def test_grids_and_memory_at_the_largest_documented_sizes(name: str, launched: list[tuple[str, tuple[int, ...]]]) -> None:
+def test_grids_and_memory_at_the_largest_documented_sizes(
+    name: str, launched: list[tuple[str, tuple[int, ...]]]
+) -> None:
     taken, _ = walk(name)
     assert launched
     for kernel, grid in launched:

@@ -1,4 +1,6 @@
-"""Every kernel compiles for GPUs that need not be here: no spills, loads of 16 bytes, tensor cores where the design says."""
+"""Every kernel compiles for GPUs that need not be here: no spills, loads of 16 bytes, tensor cores where
+the design says.
+"""
 
 import ast
 import json
@@ -28,8 +30,15 @@ LAUNCHED = re.compile(r"launch\((\w+), |^ +(?:return )?(\w+)\[[^\n]*\]\(", re.M)
 
 def kernels_of(folder: str) -> list[ast.FunctionDef]:
     """The functions of a folder of `optimized` that Triton compiles."""
-    functions = [each for text in sources(folder).values() for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
-    return [each for each in functions if any("triton.jit" in ast.unparse(line) for line in each.decorator_list)]
+    functions = [
+        each
+        for text in sources(folder).values()
+        for each in ast.parse(text).body
+        if isinstance(each, ast.FunctionDef)
+    ]
+    return [
+        each for each in functions if any("triton.jit" in ast.unparse(line) for line in each.decorator_list)
+    ]
 
 
 def arguments(kernel: ast.FunctionDef) -> set[str]:
@@ -39,16 +48,28 @@ def arguments(kernel: ast.FunctionDef) -> set[str]:
 
 @pytest.mark.parametrize("folder", ["kernels", "teaching"])
 def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
-    """On a GPU an argument that is 1 is a constant without methods, such as `to`; the interpreter cannot see it."""
+    """On a GPU an argument that is 1 is a constant without methods, such as `to`; the interpreter cannot
+    see it.
+    """
     kernels = kernels_of(folder)
-    launched = {name for text in sources(folder).values() for found in LAUNCHED.findall(text) for name in found}
-    numbers = {name for each in kernels if each.name in launched for name in arguments(each) if not name.endswith("_ptr")}
+    launched = {
+        name for text in sources(folder).values() for found in LAUNCHED.findall(text) for name in found
+    }
+    numbers = {
+        name
+        for each in kernels
+        if each.name in launched
+        for name in arguments(each)
+        if not name.endswith("_ptr")
+    }
     assert len(launched) > 20 and "length" in numbers
     asked = [
         f"{kernel.name}: {ast.unparse(node)}"
         for kernel in kernels
         for node in ast.walk(kernel)
-        if isinstance(node, ast.Attribute) and node.attr in METHODS and ast.unparse(node.value) in numbers & arguments(kernel)
+        if isinstance(node, ast.Attribute)
+        and node.attr in METHODS
+        and ast.unparse(node.value) in numbers & arguments(kernel)
     ]
     assert not asked
 
@@ -57,7 +78,11 @@ def test_every_kernel_is_launched_in_one_place() -> None:
     """`launch` alone decides how a kernel is built: no file calls kernel[grid] itself."""
     for name, text in sources("kernels").items():
         nodes = ast.walk(ast.parse(text))
-        own = [ast.unparse(node.func) for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+        own = [
+            ast.unparse(node.func)
+            for node in nodes
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
+        ]
         assert not own, f"{name} launches {own}, wanted launch(kernel, grid)(...)"
 
 
@@ -94,14 +119,20 @@ def test_one_channel_and_one_token_compile_with_fused_products() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_other_extents_of_one_compile(dtype: str) -> None:
-    found = compiled("-c", SMALLEST.format(dtype=dtype, shapes="[(1, 1, 1), (1, 16, 2), (16, 1, 2), (16, 16, 1)]"))
+    found = compiled(
+        "-c", SMALLEST.format(dtype=dtype, shapes="[(1, 1, 1), (1, 16, 2), (16, 1, 2), (16, 16, 1)]")
+    )
     assert {each["kernel"] for each in found} == EVERY | {"keep_rows"}
 
 
 def require_kept(found: list[dict[str, Any]], targets: set[str]) -> None:
     """Fail unless a report of every target has no broken rule."""
     assert {report["target"] for report in found} == targets
-    assert not [f"{each['kernel']} on {each['target']}: {'; '.join(each['broken'])}" for each in found if each["broken"]]
+    assert not [
+        f"{each['kernel']} on {each['target']}: {'; '.join(each['broken'])}"
+        for each in found
+        if each["broken"]
+    ]
 
 
 @pytest.mark.slow
@@ -115,19 +146,26 @@ def test_every_kernel_fits_on_cards_with_less_memory(stem: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", KERNELS)
 def test_first_configuration_compiles_for_every_target(stem: str) -> None:
-    """The first configuration of a kernel file keeps every rule of `compiling` on sm_80, sm_90, sm_100 and gfx942."""
+    """The first configuration of a kernel file keeps every rule of `compiling` on sm_80, sm_90, sm_100 and
+    gfx942.
+    """
     found = compiled(*COMPILING, stem)
     require_kept(found, {"sm_80", "sm_90", "sm_100", "gfx942"})
     stored = json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
     for report in found:
         figures = stored.get(f"{stem}.{report['kernel']}", {}).get(f"{report['triton']} {report['target']}")
-        # Another version of Triton than the table's makes other code. Of the variants of a kernel the table has the largest.
-        assert not figures or report["registers"] <= figures["registers"], "docs/kernels.json is old: run `make compile-all`"
+        # Another version of Triton than the table's makes other code. Of the variants of a kernel the table
+        # has the largest.
+        assert not figures or report["registers"] <= figures["registers"], (
+            "docs/kernels.json is old: run `make compile-all`"
+        )
 
 
 @pytest.mark.slow
 def test_inspection_sees_what_it_is_there_for(tmp_path: pathlib.Path) -> None:
-    """A kernel that loads half-precision numbers one at a time and spills its registers is reported for both."""
+    """A kernel that loads half-precision numbers one at a time and spills its registers is reported for
+    both.
+    """
     (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
     (report,) = compiled(tmp_path / "probe.py")
     assert report["narrow_loads"] and not report["vector_loads"]

@@ -1,8 +1,10 @@
-"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest tests/kernels/test_kernels.py`.
+"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest
+tests/kernels/test_kernels.py`.
 
-The laws judge the kernels through `optimized` in a run with TRITON_INTERPRET=1. Here stands what no law asks: that the entries
-launch their kernels, sizes beyond a tile, any layout in memory, offsets beyond 2^31, NaN as on a GPU, the same bits in two runs and
-alone as in a batch, and the functions that the reference lacks. The oracle is the same entry in float64: it takes the torch path.
+The laws judge the kernels through `optimized` in a run with TRITON_INTERPRET=1. Here stands what no law asks:
+that the entries launch their kernels, sizes beyond a tile, any layout in memory, offsets beyond 2^31, NaN as
+on a GPU, the same bits in two runs and alone as in a batch, and the functions that the reference lacks. The
+oracle is the same entry in float64: it takes the torch path.
 """
 
 from __future__ import annotations
@@ -41,7 +43,9 @@ from evictionary.optimized import (
 )
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
 
-assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
+assert os.environ.get("TRITON_INTERPRET") == "1", (
+    "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
+)
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LAG = {"keep_ratio": 0.3, "sink_size": 3, "lag_size": 16}
@@ -54,7 +58,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class States(NamedTuple):
-    """Keys [B, H_kv, T, D], values [.., D_v] and queries [B, H_q, M, D] of a dtype; a mask; statistics and moments in float32."""
+    """Keys [B, H_kv, T, D], values [.., D_v] and queries [B, H_q, M, D] of a dtype; a mask; statistics and
+    moments in float32.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -83,15 +89,22 @@ class States(NamedTuple):
 
 
 def drawn(shape: tuple[int, ...] = (2, 2, 2, 3, 41, 24, 40), dtype: torch.dtype = torch.float32) -> States:
-    """Normal states of B, H_kv, G, M, T, D and D_v; the first head keeps no token, and nothing has been evicted from it."""
+    """Normal states of B, H_kv, G, M, T, D and D_v; the first head keeps no token, and nothing has been
+    evicted from it.
+    """
     batch, heads, group, count, length, head_dim, value_dim = shape
     torch.manual_seed(0)
     keys, values = (torch.randn(batch, heads, length, size).to(dtype) for size in (head_dim, value_dim))
     queries = torch.randn(batch, heads * group, count, head_dim).to(dtype)
     kept, gone = torch.rand(batch, heads, length) < 0.4, torch.rand(batch, heads, 90) < 0.7
     kept[0, 0] = gone[0, 0] = False
-    mean, root = torch.randn(batch, heads * group, head_dim), torch.randn(batch, heads * group, head_dim, head_dim)
-    old_keys, old_values = (torch.randn(batch, heads, 90, size) * gone[..., None] for size in (head_dim, value_dim))
+    mean, root = (
+        torch.randn(batch, heads * group, head_dim),
+        torch.randn(batch, heads * group, head_dim, head_dim),
+    )
+    old_keys, old_values = (
+        torch.randn(batch, heads, 90, size) * gone[..., None] for size in (head_dim, value_dim)
+    )
     moments = gone.sum(dim=-1), old_keys.sum(dim=2), old_values.sum(dim=2), old_values.mT @ old_keys
     return States(keys, values, queries, kept, mean, root @ root.mT / head_dim, *moments)
 
@@ -112,13 +125,17 @@ def ragged(s: States) -> Any:
 
 
 def in_pages(s: States) -> PagedCache:
-    """The states as pools, each sequence a page; the last sequence holds half of its tokens, none if there is one."""
+    """The states as pools, each sequence a page; the last sequence holds half of its tokens, none if there
+    is one.
+    """
     keys, values = (states.transpose(1, 2) for states in (s.keys, s.values))
     batch, length, heads, _ = keys.shape
     lengths = torch.full((batch, heads), length)
     lengths[-1, -1] //= 2
     positions = torch.arange(length)[None, :, None].repeat(batch, 1, heads)
-    return PagedCache(keys, values, positions, torch.arange(batch, dtype=torch.int32)[:, None], lengths, lengths[:, 0])
+    return PagedCache(
+        keys, values, positions, torch.arange(batch, dtype=torch.int32)[:, None], lengths, lengths[:, 0]
+    )
 
 
 def unrotated(s: States) -> Any:
@@ -146,37 +163,75 @@ def step(s: States) -> tuple[torch.Tensor, ...]:
 CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "keydiff.score": (lambda s: keydiff.score(s.keys), "sum_unit_keys score_keys"),
     "keydiff.anchor_sum": (lambda s: keydiff.anchor_sum(s.keys), "sum_unit_keys"),
-    "keydiff.score_with_anchor": (lambda s: keydiff.score_with_anchor(s.keys, s.moments.key_sum), "score_keys"),
-    "keydiff.update_anchor": (lambda s: keydiff.update_anchor(s.moments.key_sum, s.keys, s.keys[:, :, :5]), "sum_unit_keys"),
-    "lagkv.score": (lambda s: lagkv.score(s.keys, s.values, s.keys[:, :, -9:], s.values[:, :, -9:]), "score_partitions"),
+    "keydiff.score_with_anchor": (
+        lambda s: keydiff.score_with_anchor(s.keys, s.moments.key_sum),
+        "score_keys",
+    ),
+    "keydiff.update_anchor": (
+        lambda s: keydiff.update_anchor(s.moments.key_sum, s.keys, s.keys[:, :, :5]),
+        "sum_unit_keys",
+    ),
+    "lagkv.score": (
+        lambda s: lagkv.score(s.keys, s.values, s.keys[:, :, -9:], s.values[:, :, -9:]),
+        "score_partitions",
+    ),
     "lagkv.select": (lambda s: lagkv.select(s.keys, s.values, **LAG), "score_partitions keep_rows"),
     "lagkv.compress": (lambda s: lagkv.compress(s.keys, s.values, **LAG), "compress_partitions"),
     "selection.top_k": (top_k, "keep_rows"),
     "cache.compress": (lambda s: cache.compress(s.keys, s.values, s.kept), "copy_rows"),
-    "attention.attend": (lambda s: attention.attend(s.queries[:1, :2], one_head(s)), "attend_chunks merge_chunks"),
+    "attention.attend": (
+        lambda s: attention.attend(s.queries[:1, :2], one_head(s)),
+        "attend_chunks merge_chunks",
+    ),
     "attention.attend, ragged": (ragged, "copy_rows attend_chunks merge_chunks"),
-    "attention.attend, pages": (lambda s: paging.attend_pages(s.queries, in_pages(s)), "attend_chunks merge_chunks"),
+    "attention.attend, pages": (
+        lambda s: paging.attend_pages(s.queries, in_pages(s)),
+        "attend_chunks merge_chunks",
+    ),
     "paging.compact_in_place": (lambda s: paging.compact_in_place(in_pages(s), s.kept), "compact_heads"),
-    "gvote.select": (lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9), "multiply count_nuclei keep_rows"),
+    "gvote.select": (
+        lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9),
+        "multiply count_nuclei keep_rows",
+    ),
     "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "count_nuclei keep_rows"),
     "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "keep_rows"),
     "ea.query_statistics": (lambda s: ea.query_statistics(s.keys), "sum_products"),
     "ea.unrotated_statistics": (unrotated, "sum_products"),
-    "ea.score": (lambda s: ea.score(s.keys, s.values, s.mean, s.covariance), "split_covariances expected_logits weigh_values"),
+    "ea.score": (
+        lambda s: ea.score(s.keys, s.values, s.mean, s.covariance),
+        "split_covariances expected_logits weigh_values",
+    ),
     "momentkv.update": (lambda s: mk.update(s.moments, s.keys, s.values, s.kept), "sum_evicted"),
     "momentkv.compress_prompt": (lambda s: mk.compress_prompt(s.keys, s.values, s.kept), "sum_evicted"),
     "momentkv.score": (lambda s: mk.score(s.query, s.keys, s.values, s.moments), "walk_cache finish_scores"),
-    "momentkv.attend": (lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments), "attend_chunks merge_chunks"),
+    "momentkv.attend": (
+        lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments),
+        "attend_chunks merge_chunks",
+    ),
     "momentkv.step": (step, "walk_cache replace_lowest"),
     "h2o.score": (lambda s: h2o.score(last_queries(s), s.keys), "sum_rows sum_columns"),
-    "h2o.attend_and_score": (lambda s: h2o.attend_and_score(last_queries(s), s.keys, s.values), "sum_rows sum_columns"),
+    "h2o.attend_and_score": (
+        lambda s: h2o.attend_and_score(last_queries(s), s.keys, s.values),
+        "sum_rows sum_columns",
+    ),
     "snapkv.score": (lambda s: snapkv.score(last_queries(s), s.keys, window_size=2), "sum_rows sum_columns"),
-    "tova.score": (lambda s: tova.score(s.queries, several_splits(s.keys)), "sum_rows merge_splits sum_columns"),
+    "tova.score": (
+        lambda s: tova.score(s.queries, several_splits(s.keys)),
+        "sum_rows merge_splits sum_columns",
+    ),
     "knorm.score": (lambda s: knorm.score(s.keys), "score_norms"),
     "streaming_llm.compress": (lambda s: streaming_llm.compress(s.keys, s.values, budget=9), "copy_ends"),
 }
 # These products round a factor to float16, or their output to the dtype of the cache.
-ROUNDED = ("attention.attend", "h2o.attend", "momentkv.score", "momentkv.attend", "momentkv.step", "ea.query", "ea.unrotated")
+ROUNDED = (
+    "attention.attend",
+    "h2o.attend",
+    "momentkv.score",
+    "momentkv.attend",
+    "momentkv.step",
+    "ea.query",
+    "ea.unrotated",
+)
 same_bits = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
@@ -246,7 +301,11 @@ SIZES = [
 @pytest.mark.parametrize("name", CALLS)
 def test_sizes_around_and_beyond_a_tile(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     states, rounded = drawn(shape, dtype), name.startswith(ROUNDED)
-    bounds = {torch.float32: 4e-6, torch.float16: 4e-3 if rounded else 4e-6, torch.bfloat16: 1e-2 if rounded else 3e-5}
+    bounds = {
+        torch.float32: 4e-6,
+        torch.float16: 4e-3 if rounded else 4e-6,
+        torch.bfloat16: 1e-2 if rounded else 3e-5,
+    }
     assert_close(CALLS[name][0](states.copied()), CALLS[name][0](states.exact()), bounds[dtype])
 
 
@@ -257,7 +316,16 @@ def test_a_second_run_gives_the_same_bits_in_any_layout(name: str, layout: str) 
 
 
 # The splits of MomentKV and of the statistics follow the batch; compressed caches have no axis for it.
-ALONE = ("keydiff.score", "lagkv.score", "lagkv.select", "selection.top_k", "gvote.select", "ea.score", "h2o.score", "tova.score")
+ALONE = (
+    "keydiff.score",
+    "lagkv.score",
+    "lagkv.select",
+    "selection.top_k",
+    "gvote.select",
+    "ea.score",
+    "h2o.score",
+    "tova.score",
+)
 
 
 @pytest.mark.parametrize("name", ALONE)
@@ -269,18 +337,25 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
 FAR = torch.empty(2**32 + 2**21, dtype=torch.float16)  # of which only the pages that are written take memory
 
 
-@pytest.mark.parametrize("strides", [(0, 2**31 + 64, 40, 1), (0, 0, 2**32 + 1024, 1)], ids=["heads apart", "tokens apart"])
+@pytest.mark.parametrize(
+    "strides", [(0, 2**31 + 64, 40, 1), (0, 0, 2**32 + 1024, 1)], ids=["heads apart", "tokens apart"]
+)
 @pytest.mark.parametrize("name", CALLS)
 def test_offsets_beyond_32_bits(name: str, strides: tuple[int, ...]) -> None:
     """Heads or tokens lie 2^31 elements and more apart, where 32-bit offsets would wrap."""
     near = drawn((1, 2, 1, 2, 32, 16, 16) if strides[1] else (1, 1, 2, 2, 2, 16, 16), torch.float16)
     places = {"keys": (near.keys, 0), "values": (near.values, 2**20)}
-    apart = {name: torch.as_strided(FAR, each.shape, strides, place).copy_(each) for name, (each, place) in places.items()}
+    apart = {
+        name: torch.as_strided(FAR, each.shape, strides, place).copy_(each)
+        for name, (each, place) in places.items()
+    }
     same_bits(CALLS[name][0](near.copied()._replace(**apart)), CALLS[name][0](near))
 
 
 def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All equal, few values with both zeros and infinities, protected or not, in both schedules, with every kind of budget."""
+    """All equal, few values with both zeros and infinities, protected or not, in both schedules, with
+    every kind of budget.
+    """
     few = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 1.0, torch.inf])
     for schedule, length in itertools.product((KERNELS["selection"].LONGEST_SHORT_ROW, 0), (1, 2500)):
         monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", schedule)
@@ -288,11 +363,15 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
         for scores in (few[torch.randint(6, (2, length))], torch.zeros(2, length)):
             for budget in {0, 1, length // 3, length - 1, length, length + 4}:
                 shield = protected if protected.sum(dim=-1).max() <= budget else None
-                assert torch.equal(selection.top_k(scores, budget, shield), selection.top_k(scores.double(), budget, shield))
+                assert torch.equal(
+                    selection.top_k(scores, budget, shield), selection.top_k(scores.double(), budget, shield)
+                )
 
 
 def test_votes_of_all_kinds_are_counted_alike() -> None:
-    """Weights in 64ths, of which every sum is exact: ties, zeros, no mass, several tiles; then votes among few scores."""
+    """Weights in 64ths, of which every sum is exact: ties, zeros, no mass, several tiles; then votes among
+    few scores.
+    """
     for length in (1, 65, 5000):
         weights = torch.randint(0, 5, (3, length)) / 64
         weights[1], weights[2] = weights[1, 0], 0
@@ -338,7 +417,9 @@ def test_queries_are_turned_back_from_near_and_far(theta: float) -> None:
 
 
 def test_carried_angles_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seventy-five tiles in one split: each carries the angles of the one before it, and the sixty-fifth begins anew."""
+    """Seventy-five tiles in one split: each carries the angles of the one before it, and the sixty-fifth
+    begins anew.
+    """
     monkeypatch.setattr(KERNELS["expected_attention_statistics"], "LEAST_TOKENS_OF_A_SPLIT", 1200)
     queries = drawn((1, 1, 1, 1, 1200, 16, 1)).keys
     for positions in (torch.arange(5000, 6200), torch.cat([torch.arange(600), torch.arange(9000, 9600)])):
@@ -347,7 +428,9 @@ def test_carried_angles_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kept_anchor_does_not_drift() -> None:
-    """60 steps of block prompt processing, a third of the keys alike: the sum that was kept scores as one taken afresh."""
+    """60 steps of block prompt processing, a third of the keys alike: the sum that was kept scores as one
+    taken afresh.
+    """
     kept_keys, common = torch.randn(1, 2, 96, 64), torch.randn(64)
     anchor = keydiff.anchor_sum(kept_keys)
     for _ in range(60):
@@ -362,7 +445,9 @@ def test_a_kept_anchor_does_not_drift() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_of_equal_tokens_the_latest_goes(dtype: torch.dtype, length: int) -> None:
-    """In a tile, in a split or beside the cache. Halves, and a power of two of evicted tokens: no order of addition matters."""
+    """In a tile, in a split or beside the cache. Halves, and a power of two of evicted tokens: no order of
+    addition matters.
+    """
     keys, values = (torch.randn(1, 2, 1, 24).round().to(dtype).repeat(1, 1, length, 1) / 2 for _ in range(2))
     positions = torch.stack([torch.randperm(length), torch.randperm(length) + 5]).view(1, 2, length)
     gone = torch.randn(2, 1, 2, 64, 24).round().to(dtype)
@@ -383,7 +468,10 @@ def test_an_evicted_token_may_have_held_all_of_the_attention(place: int) -> None
     states.keys[0, 0, place, 0] = 20
 
     def stepped(s: States) -> torch.Tensor:
-        new, slots = (s.keys[:, :, 70], s.values[:, :, 70]), (s.keys[:, :, :70].clone(), s.values[:, :, :70].clone())
+        new, slots = (
+            (s.keys[:, :, 70], s.values[:, :, 70]),
+            (s.keys[:, :, :70].clone(), s.values[:, :, :70].clone()),
+        )
         return mk.step(s.query, *new, *slots, torch.arange(70).view(1, 1, 70), mk.no_moments(*slots), 70)
 
     assert_close(stepped(states), stepped(states.exact()), 1e-5)
@@ -395,10 +483,14 @@ def test_nan_stays_where_it_is_and_no_address_follows_from_it() -> None:
     """On a GPU nobody looks for NaN beforehand. The launchers get it here as they would get it there."""
     s = drawn((1, 3, 2, 2, 41, 16, 16))
     s.keys[0, 1, 7, 3] = torch.nan
-    assert KERNELS["keydiff"].score_with_anchor(s.keys, torch.ones(1, 3, 16)).isnan().nonzero().tolist() == [[0, 1, 7]]
+    assert KERNELS["keydiff"].score_with_anchor(s.keys, torch.ones(1, 3, 16)).isnan().nonzero().tolist() == [
+        [0, 1, 7]
+    ]
     scores = KERNELS["expected_attention"].score(s.keys, s.values, s.mean, s.covariance, 0.02)
     assert scores[0, 1].isnan().all() and scores[0, ::2].isfinite().all()
-    positions = KERNELS["lagkv"].compress(s.keys, s.values, 29, sink_size=3, lag_size=16, kept_each=4).positions
+    positions = (
+        KERNELS["lagkv"].compress(s.keys, s.values, 29, sink_size=3, lag_size=16, kept_each=4).positions
+    )
     assert positions.view(3, 29).diff().gt(0).all() and positions.ge(0).all() and positions.lt(41).all()
     rows = torch.randn(3, 41)
     rows[0, 3], rows[1] = torch.nan, torch.nan
@@ -413,23 +505,43 @@ def test_nan_stays_where_it_is_and_no_address_follows_from_it() -> None:
 
 
 MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
-    "momentkv": ("momentkv", {"budget": 16}, "sum_evicted walk_cache replace_lowest attend_chunks merge_chunks"),
-    "momentkv, growing": ("momentkv", {"compression_ratio": 0.5}, "walk_cache replace_lowest attend_chunks merge_chunks"),
+    "momentkv": (
+        "momentkv",
+        {"budget": 16},
+        "sum_evicted walk_cache replace_lowest attend_chunks merge_chunks",
+    ),
+    "momentkv, growing": (
+        "momentkv",
+        {"compression_ratio": 0.5},
+        "walk_cache replace_lowest attend_chunks merge_chunks",
+    ),
     "ragged": ("knorm+ada_kv", {"compression_ratio": 0.5}, "copy_rows attend_chunks merge_chunks"),
-    "ragged, moments": ("knorm+ada_kv+moments", {"compression_ratio": 0.5}, "sum_evicted attend_chunks merge_chunks"),
+    "ragged, moments": (
+        "knorm+ada_kv+moments",
+        {"compression_ratio": 0.5},
+        "sum_evicted attend_chunks merge_chunks",
+    ),
     "keydiff": ("keydiff", {"budget": 12, "every": 4}, "sum_unit_keys score_keys copy_rows"),
-    "lagkv": ("lagkv", {"compression_ratio": 0.5, "every": 1, "options": {"sink_size": 2, "lag_size": 4}}, "compress_partitions"),
+    "lagkv": (
+        "lagkv",
+        {"compression_ratio": 0.5, "every": 1, "options": {"sink_size": 2, "lag_size": 4}},
+        "compress_partitions",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_decodes_with_the_kernels_as_with_torch(name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_decodes_with_the_kernels_as_with_torch(
+    name: str, launched: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     method, settings, kernels = MODELS[name]
     model = tiny_llama()
 
     def decoded() -> tuple[torch.Tensor, list[list[list[int]]]]:
         with EvictingCache(model, method, **settings) as evicting:
-            return read_in(model, evicting, [30, *[1] * 6, 3, 1]), [positions_of(layer) for layer in evicting.layers]
+            return read_in(model, evicting, [30, *[1] * 6, 3, 1]), [
+                positions_of(layer) for layer in evicting.layers
+            ]
 
     logits, positions = decoded()
     assert set(kernels.split()) <= set(launched)

@@ -1,4 +1,6 @@
-"""What the laws leave to the torch path: errors before any work, inputs left alone, nothing aliased, any strides, any scale."""
+"""What the laws leave to the torch path: errors before any work, inputs left alone, nothing aliased, any
+strides, any scale.
+"""
 
 from collections.abc import Callable
 
@@ -9,7 +11,17 @@ from tools.reading import refused
 from torch.utils._pytree import tree_leaves
 
 from evictionary import reference
-from evictionary.optimized import attention, cache, expected_attention, gvote, keydiff, knorm, lagkv, selection, streaming_llm
+from evictionary.optimized import (
+    attention,
+    cache,
+    expected_attention,
+    gvote,
+    keydiff,
+    knorm,
+    lagkv,
+    selection,
+    streaming_llm,
+)
 
 
 def states(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -75,17 +87,25 @@ def test_scales_beyond_the_squares_of_float32(scale: float) -> None:
     keys[..., ::3, :] *= scale
     keys[..., 7, :] = 0
     np.testing.assert_allclose(keydiff.score(keys).numpy(), reference.keydiff.score(keys.numpy()), atol=1e-6)
-    np.testing.assert_allclose(knorm.score(keys).numpy(), reference.knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44)
+    np.testing.assert_allclose(
+        knorm.score(keys).numpy(), reference.knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44
+    )
 
 
 def test_votes_whose_logits_overflow_are_counted() -> None:
-    keys, query, sampled = torch.tensor([[[[-1e20], [1e20], [1.0]]]]), torch.zeros(1, 1, 1), torch.full((1, 1, 1, 1), 1e25)
+    keys, query, sampled = (
+        torch.tensor([[[[-1e20], [1e20], [1.0]]]]),
+        torch.zeros(1, 1, 1),
+        torch.full((1, 1, 1, 1), 1e25),
+    )
     assert gvote.select(query, keys, sampled, p=0.3).tolist() == [[[False, True, False]]]
     refused(lambda: gvote.select(query + 1e25, keys, sampled, p=0.3), "attention", ValueError)
 
 
 def test_a_token_too_far_off_for_float32_wins_its_partition() -> None:
-    """A token 1e40 ranges away has no float32; it counts as 1e18 ranges away, and its partition keeps it as in float64."""
+    """A token 1e40 ranges away has no float32; it counts as 1e18 ranges away, and its partition keeps it
+    as in float64.
+    """
     keys = KEYS.clone()
     keys[:, :, 12:20] *= 1e-10
     keys[:, :, 6] *= 1e30
@@ -116,8 +136,16 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
         lambda: lagkv.select(KEYS, VALUES.double(), **LAG),
         r"values: got dtype torch.float64, wanted torch.float32",
     ),
-    ("two devices", lambda: lagkv.select(KEYS, VALUES.to("meta"), **LAG), "values: got device meta, wanted cpu"),
-    ("three axes", lambda: lagkv.select(KEYS[0], VALUES[0], **LAG), r"keys: got shape .* wanted \[B, H_kv, T, D\]"),
+    (
+        "two devices",
+        lambda: lagkv.select(KEYS, VALUES.to("meta"), **LAG),
+        "values: got device meta, wanted cpu",
+    ),
+    (
+        "three axes",
+        lambda: lagkv.select(KEYS[0], VALUES[0], **LAG),
+        r"keys: got shape .* wanted \[B, H_kv, T, D\]",
+    ),
     ("keep_ratio", lambda: lagkv.select(KEYS, VALUES, keep_ratio=1.5), "keep_ratio: got 1.5"),
     ("next channels", lambda: lagkv.score(KEYS, VALUES, KEYS[..., 1:], VALUES), "next_keys: got shape"),
     ("next tokens", lambda: lagkv.score(KEYS, VALUES, KEYS, VALUES[:, :, 1:]), "next_values: got shape"),
@@ -129,7 +157,11 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
     ("a short mask", lambda: cache.compress(KEYS, VALUES, KEPT[..., 1:]), "kept: got shape"),
     ("NaN scores", lambda: selection.top_k(torch.tensor([1.0, float("nan")]), 1), "scores: got NaN"),
     ("a negative budget", lambda: selection.top_k(torch.ones(3), -1), "budget: got -1"),
-    ("a boolean score", lambda: selection.top_k(KEPT, 1), "scores: got dtype torch.bool, wanted real numbers"),
+    (
+        "a boolean score",
+        lambda: selection.top_k(KEPT, 1),
+        "scores: got dtype torch.bool, wanted real numbers",
+    ),
     (
         "too many protected",
         lambda: selection.top_k(torch.ones(3), 1, torch.ones(3, dtype=torch.bool)),
@@ -158,7 +190,9 @@ WRONG: list[tuple[str, Callable[[], object], str]] = [
     *(
         (
             f"head_dim {odd} before RoPE",
-            lambda odd=odd: expected_attention.unrotated_statistics(states(2, 2, 40, odd), torch.tensor([1000])),
+            lambda odd=odd: expected_attention.unrotated_statistics(
+                states(2, 2, 40, odd), torch.tensor([1000])
+            ),
             rf"queries: got shape .* {odd}\), wanted .* with D%2 = 0",
         )
         for odd in (1, 3)

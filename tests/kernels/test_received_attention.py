@@ -1,6 +1,8 @@
-"""The attention that keys receive, in Triton's interpreter: `TRITON_INTERPRET=1 pytest tests/kernels/test_received_attention.py`.
+"""The attention that keys receive, in Triton's interpreter: `TRITON_INTERPRET=1 pytest
+tests/kernels/test_received_attention.py`.
 
-Sizes at which the two passes cut their work, beside the torch path in float64. `test_kernels.py` asks what it asks of all kernels.
+Sizes at which the two passes cut their work, beside the torch path in float64. `test_kernels.py` asks what it
+asks of all kernels.
 """
 
 import functools
@@ -15,13 +17,17 @@ from evictionary.optimized import h2o, knorm, momentkv, selection, snapkv, strea
 from evictionary.optimized.cache import compress
 
 pytest.importorskip("triton")
-assert os.environ.get("TRITON_INTERPRET") == "1", "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
+assert os.environ.get("TRITON_INTERPRET") == "1", (
+    "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
+)
 
 KERNELS = kernels.KERNELS["received_attention"]
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32).to(dtype)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32).to(
+        dtype
+    )
 
 
 def assert_near(got: torch.Tensor, wanted: torch.Tensor, bound: float = 4e-6) -> None:
@@ -31,11 +37,15 @@ def assert_near(got: torch.Tensor, wanted: torch.Tensor, bound: float = 4e-6) ->
 
 @pytest.mark.parametrize("beyond", [0, 40])
 @pytest.mark.parametrize(("group", "count"), [(1, 1), (3, 7), (2, 30)])
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 4e-6), (torch.float16, 4e-3), (torch.bfloat16, 2e-2)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 4e-6), (torch.float16, 4e-3), (torch.bfloat16, 2e-2)], ids=str
+)
 def test_all_splits_blocks_and_rows(
     group: int, count: int, beyond: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row that sees nothing of a split, a split of its own for the last token, rows that fill no block, a prompt of one tile."""
+    """A row that sees nothing of a split, a split of its own for the last token, rows that fill no block,
+    a prompt of one tile.
+    """
     monkeypatch.setattr(KERNELS, "LEAST_TOKENS_OF_A_SPLIT", 32)
     shapes = (1, 2 * group, count, 24), (1, 2, count + beyond, 24), (1, 2, count + beyond, 40)
     queries, keys, values = (drawn(*shape, dtype=dtype) for shape in shapes)
@@ -58,7 +68,9 @@ def test_the_other_methods_read_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1000.0])
 def test_logits_of_any_size(scale: float) -> None:
-    """Attention that is flat, and attention that is all on one token: no sum underflows, and none overflows."""
+    """Attention that is flat, and attention that is all on one token: no sum underflows, and none
+    overflows.
+    """
     queries, keys = drawn(1, 2, 33, 16) * scale, drawn(1, 1, 60, 16)
     assert_near(h2o.score(queries, keys), h2o.score(queries.double(), keys.double()), 4e-6 * max(1.0, scale))
 
@@ -82,13 +94,17 @@ def test_ends_are_what_score_and_top_k_keep(sink_size: int, budget: int) -> None
 
 
 def test_no_program_and_no_memory_beyond_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At a million tokens in 32 sequences: a grid of one axis below 2^31, and of temporary memory a few numbers for each row."""
+    """At a million tokens in 32 sequences: a grid of one axis below 2^31, and of temporary memory a few
+    numbers for each row.
+    """
     sizes: list[int] = []
 
     class Recorded:
         def __getitem__(self, grid: tuple[int, ...]) -> object:
             assert len(grid) == 1 and 0 < grid[0] < 2**31
-            return lambda *arguments, **constants: sizes.extend(x.nbytes for x in arguments if isinstance(x, torch.Tensor))
+            return lambda *arguments, **constants: sizes.extend(
+                x.nbytes for x in arguments if isinstance(x, torch.Tensor)
+            )
 
     meta = functools.partial(torch.empty, device="meta")
     monkeypatch.setattr(KERNELS, "floats", lambda like, *shape: meta(shape))
@@ -96,7 +112,10 @@ def test_no_program_and_no_memory_beyond_the_limits(monkeypatch: pytest.MonkeyPa
     for name in ("sum_rows", "sum_columns", "merge_splits"):
         monkeypatch.setattr(KERNELS, name, Recorded())
     for count in (1, 64, 2**20):
-        queries, keys = meta(32, 32, count, 128, dtype=torch.float16), meta(32, 8, 2**20, 128, dtype=torch.float16)
+        queries, keys = (
+            meta(32, 32, count, 128, dtype=torch.float16),
+            meta(32, 8, 2**20, 128, dtype=torch.float16),
+        )
         sizes.clear()
         KERNELS.score(queries, keys)
         largest = max(size for size in sizes if size not in (queries.nbytes, keys.nbytes))

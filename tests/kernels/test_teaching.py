@@ -1,4 +1,5 @@
-"""The teaching kernels: they are short enough to read, stand on a page, their functions launch them, and they compile for a GPU.
+"""The teaching kernels: they are short enough to read, stand on a page, their functions launch them, and
+they compile for a GPU.
 
 The laws judge them in a run of their own: `make kernels`.
 """
@@ -13,7 +14,9 @@ from tools.kernels import compiled
 
 from docs_build.entries import definitions
 
-STEMS = sorted(path.stem for path in (ROOT / "optimized" / "teaching").glob("*.py") if path.stem != "__init__")
+STEMS = sorted(
+    path.stem for path in (ROOT / "optimized" / "teaching").glob("*.py") if path.stem != "__init__"
+)
 # AdaKV is two calls of the kernel of `selection`.
 WITHOUT_A_KERNEL = {"ada_kv"}
 SHARED = {"h2o", "snapkv", "tova"}
@@ -26,15 +29,22 @@ def kernels(stem: str) -> dict[str, str]:
 
 
 def test_each_file_is_of_a_method_and_stands_on_a_page() -> None:
-    methods = {path.stem for path in (ROOT / "reference").glob("*.py") if "\nMETHOD = " in path.read_text(encoding="utf-8")}
+    methods = {
+        path.stem
+        for path in (ROOT / "reference").glob("*.py")
+        if "\nMETHOD = " in path.read_text(encoding="utf-8")
+    }
     assert set(STEMS) <= methods | {"ada_kv", "paging", "selection"}
     tuned = {path.stem for path in (ROOT / "optimized" / "kernels").glob("*.py")}
     # H2O, SnapKV and TOVA share a tuned kernel; AdaKV calls that of the selection.
     assert set(STEMS) >= (methods & tuned) | {*SHARED, "ada_kv", "selection"}
-    # Each other method with a kernel to read has a line that says whether a GPU needs more, and each tuned kernel a bound.
+    # Each other method with a kernel to read has a line that says whether a GPU needs more, and each tuned
+    # kernel a bound.
     told = tomllib.loads((ROOT / "docs" / "kernels.toml").read_text(encoding="utf-8"))
     assert set(told["read"]) == methods & set(STEMS) - tuned - SHARED
-    assert set(told["kernels"]) == set(json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8")))
+    assert set(told["kernels"]) == set(
+        json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
+    )
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     assert [stem for stem in STEMS if f"<!-- code: optimized/teaching/{stem}.py -->" not in pages] == []
 
@@ -51,7 +61,9 @@ def test_the_kernels_of_a_file_are_short(stem: str) -> None:
 
 @pytest.mark.slow
 def test_the_functions_launch_every_kernel_and_none_spills_on_an_h100() -> None:
-    """Compiled for sm_90 in a process without Triton's interpreter: no register of any kernel goes to memory."""
+    """Compiled for sm_90 in a process without Triton's interpreter: no register of any kernel goes to
+    memory.
+    """
     found = compiled("-c", COMPILE, fused=True)
     assert [report for report in found if report["spills"] or report["stack"]] == []
     with_a_grid = {name for stem in STEMS for name, source in kernels(stem).items() if "Grid: " in source}

@@ -1,8 +1,10 @@
-"""Looks at the built site in a real browser: `python -m tests.site.site_browser build/site`, part of `make docs-check`.
+"""Looks at the built site in a real browser: `python -m tests.site.site_browser build/site`, part of `make
+docs-check`.
 
-Each page is opened from its file at two widths. A page fails where the console has an error, where a request fails or leaves the
-folder, where a formula is not typeset, where Markdown is shown as it was written, or where the page scrolls sideways. A page with
-each of these faults comes first, and has to be complained of. At the end the search is asked for a word.
+Each page is opened from its file at two widths. A page fails where the console has an error, where a request
+fails or leaves the folder, where a formula is not typeset, where Markdown is shown as it was written, or
+where the page scrolls sideways. A page with each of these faults comes first, and has to be complained of. At
+the end the search is asked for a word.
 """
 
 import itertools
@@ -58,18 +60,29 @@ LOOK = r"""
 """
 SEARCH = 'all => all.map((one) => one.textContent.trim().replace(/\\s+/g, " ").slice(0, 80))'
 # Scripts that run at "load" have run once two frames are drawn.
-DRAWN = "document.fonts.ready.then(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))))"
+DRAWN = (
+    "document.fonts.ready.then(() => new Promise((done) => requestAnimationFrame(() => "
+    "requestAnimationFrame(done))))"
+)
 
 
 @contextmanager
 def chromium(executable: str | None = None) -> Iterator[Browser]:
-    """A headless Chromium: the given one, one of NAMES on the path, or playwright's own. Raises FileNotFoundError without one."""
+    """A headless Chromium: the given one, one of NAMES on the path, or playwright's own. Raises
+    FileNotFoundError without one.
+    """
     with sync_playwright() as playwright:
-        path = next(filter(None, [executable, *map(shutil.which, NAMES)]), playwright.chromium.executable_path)
+        path = next(
+            filter(None, [executable, *map(shutil.which, NAMES)]), playwright.chromium.executable_path
+        )
         if not Path(path).exists():
-            raise FileNotFoundError("no Chromium: install the package chromium, or run `python -m playwright install chromium`")
+            raise FileNotFoundError(
+                "no Chromium: install the package chromium, or run `python -m playwright install chromium`"
+            )
         # Without the sandbox it starts in a container too; it opens nothing but this repository's own pages.
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--allow-file-access-from-files"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--allow-file-access-from-files"]
+        )
         yield browser
         browser.close()
 
@@ -78,11 +91,15 @@ def new_page(browser: Browser, width: int, height: int = HEIGHT, scheme: Any = "
     """A page in a context of its own: a phone's where it is narrow."""
     phone = width < 500
     size: Any = {"width": width, "height": height}
-    return browser.new_context(viewport=size, color_scheme=scheme, is_mobile=phone, has_touch=phone).new_page()
+    return browser.new_context(
+        viewport=size, color_scheme=scheme, is_mobile=phone, has_touch=phone
+    ).new_page()
 
 
 def watch(page: Page, allowed: tuple[str, ...], kinds: tuple[str, ...] = ("error", "assert")) -> list[str]:
-    """A list that grows with what goes wrong in a page: console messages of `kinds`, requests that fail or are not `allowed`."""
+    """A list that grows with what goes wrong in a page: console messages of `kinds`, requests that fail or
+    are not `allowed`.
+    """
     found: list[str] = []
 
     def requested(request: Request) -> None:
@@ -113,7 +130,10 @@ def look(browser: Browser, page: Path, width: int) -> tuple[list[str], int]:
     seen = shown.evaluate(LOOK.replace("WIDTH", str(width)))
     shown.context.close()
     if seen["typeset"] < seen["formulas"] or seen["refused"]:
-        found.append(f"{seen['formulas'] - seen['typeset']} of {seen['formulas']} formulas not typeset, {seen['refused']} refused")
+        found.append(
+            f"{seen['formulas'] - seen['typeset']} of {seen['formulas']} formulas not typeset, "
+            f"{seen['refused']} refused"
+        )
     # On a phone the window grows with what does not fit, so the width that was asked for counts.
     if seen["width"] > width:
         found.append(f"scrolls {seen['width'] - width} pixels sideways: {', '.join(seen['wide'])}")
@@ -145,7 +165,9 @@ def search(browser: Browser, site: Path, word: str) -> list[str]:
 
 def main(
     site: Annotated[Path, Argument(help="The folder of the built site.")],
-    executable: Annotated[str | None, Option("--chromium", help="The browser; by default chromium on the path.")] = None,
+    executable: Annotated[
+        str | None, Option("--chromium", help="The browser; by default chromium on the path.")
+    ] = None,
     only: Annotated[str, Option(help="Pages whose path contains this.")] = "",
 ) -> None:
     """Look at every page of the built site in a real browser."""

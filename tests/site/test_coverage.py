@@ -37,7 +37,11 @@ def test_a_mended_formula_differs_from_the_printed_one() -> None:
 def test_the_page_judges_the_printed_statement_and_says_below_it_what_holds() -> None:
     (row,) = [line for line in coverage.page().splitlines() if line.startswith("| KD-A1 |")]
     printed, _, holds = row.partition("<br>*what holds:* ")
-    assert "6nd + d + 18n + 12" in printed and holds.startswith("6nd + 2d + 18n + 12") and "| restored, imprecise |" in holds
+    assert (
+        "6nd + d + 18n + 12" in printed
+        and holds.startswith("6nd + 2d + 18n + 12")
+        and "| restored, imprecise |" in holds
+    )
     assert "## KeyDiff, arXiv 2504.15364 (v1)\n" in coverage.page()
 
 
@@ -58,9 +62,14 @@ def spelled_out(numbers: str) -> set[str]:
 def placed(stem: str) -> dict[str, set[str]]:
     """What the places of a paper's requirements name by a number: {"figure": {"1", "6"}}."""
     found: dict[str, set[str]] = {}
-    for requirement in tomllib.loads((SUITE / stem / "requirements.toml").read_text(encoding="utf-8")).values():
+    for requirement in tomllib.loads(
+        (SUITE / stem / "requirements.toml").read_text(encoding="utf-8")
+    ).values():
         where = requirement["where"].lower() if isinstance(requirement, dict) else ""
-        kinds = rf"(equation|listing|theorem|lemma|table|figure|algorithm|line)s? ({NUMBERS.replace('A-Z', 'a-z')})"
+        kinds = (
+            r"(equation|listing|theorem|lemma|table|figure|algorithm|line)s? "
+            rf"({NUMBERS.replace('A-Z', 'a-z')})"
+        )
         for kind, numbers in re.findall(kinds, where):
             found.setdefault(kind, set()).update(each.upper() for each in spelled_out(numbers))
     return found
@@ -68,7 +77,9 @@ def placed(stem: str) -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("stem", sorted(PRINTED))
 def test_every_numbered_object_of_a_paper_has_a_requirement(stem: str) -> None:
-    """Equations, algorithm lines, theorems, tables and figures: those of the list are those that a requirement has as its place."""
+    """Equations, algorithm lines, theorems, tables and figures: those of the list are those that a
+    requirement has as its place.
+    """
     listed = {kind: spelled_out(numbers) for kind, numbers in PRINTED[stem]["numbered"].items()}
     # Places name figures and tables of the paper at hand alone, so the two are equal.
     assert placed(stem) == listed

@@ -12,20 +12,33 @@ from evictionary.spec_tests.judge.law import REQUIREMENTS
 from evictionary.spec_tests.verdict.coverage import GRADES, ids_of
 
 ROOT = Path(__file__).parents[2]
-ERRATA, UPSTREAM = ((ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md"))
+ERRATA, UPSTREAM = (
+    (ROOT / "docs" / page).read_text(encoding="utf-8") for page in ("errata.md", "upstream.md")
+)
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 # Pages that are made when the site is built.
-MADE = {ROOT / "docs" / "coverage.md", *(ROOT / "docs" / "lessons" / path.name for path in ROOT.glob("tutorials/*.md"))}
+MADE = {
+    ROOT / "docs" / "coverage.md",
+    *(ROOT / "docs" / "lessons" / path.name for path in ROOT.glob("tutorials/*.md")),
+}
 
 
 def names_in(path: Path) -> set[str]:
-    return {node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.FunctionDef)}
+    return {
+        node.name
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_test_that_a_page_names_exists(page: Path) -> None:
     named = re.findall(r"`((?:spec_)?tests/[\w/]+\.py)::(\w+)`", page.read_text(encoding="utf-8"))
-    assert [(file, test) for file, test in named if not (ROOT / file).exists() or test not in names_in(ROOT / file)] == []
+    assert [
+        (file, test)
+        for file, test in named
+        if not (ROOT / file).exists() or test not in names_in(ROOT / file)
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -36,15 +49,25 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
     found = [(page.parent / link).resolve() for link in links]
     # A picture of a lesson is made with the lesson; the strict build looks for it.
-    assert [each for each in found if not each.exists() and each not in MADE and each.parents[1] != ROOT / "docs/lessons"] == []
+    assert [
+        each
+        for each in found
+        if not each.exists() and each not in MADE and each.parents[1] != ROOT / "docs/lessons"
+    ] == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
-    """A formatter once took the mark of a quotation for Python and put spaces into it, and the page showed the mark."""
+    """A formatter once took the mark of a quotation for Python and put spaces into it, and the page showed
+    the mark.
+    """
     marks = re.findall(r"^ *--8 *<.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     quoted = [re.fullmatch(r' *--8<-- "(\S+)"', mark) for mark in marks]
-    assert [mark for mark, match in zip(marks, quoted, strict=True) if not match or not (ROOT / match[1]).is_file()] == []
+    assert [
+        mark
+        for mark, match in zip(marks, quoted, strict=True)
+        if not match or not (ROOT / match[1]).is_file()
+    ] == []
 
 
 def test_the_contract_holds_the_signatures_of_today() -> None:
@@ -66,13 +89,19 @@ def test_every_erratum_has_the_same_five_parts_a_grade_and_a_test() -> None:
     for title, body in errata().items():
         assert re.findall(r"^- \*\*(.+?)\*\*", body, flags=re.MULTILINE) == parts, title
         # A wrong reference is seen by reading; everything else has a test.
-        assert re.search(r"^- \*\*Test\*\* (`spec_tests/[\w/]+\.py::\w+`|reading: )", body, flags=re.MULTILINE), title
+        assert re.search(
+            r"^- \*\*Test\*\* (`spec_tests/[\w/]+\.py::\w+`|reading: )", body, flags=re.MULTILINE
+        ), title
 
 
 def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
     rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.*\| \*(.+?)\* \|", ERRATA, flags=re.MULTILINE)
     graded = [
-        (title.partition(": ")[0], slugify(title, "-"), re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0])
+        (
+            title.partition(": ")[0],
+            slugify(title, "-"),
+            re.findall(r"^- \*\*Grade\*\* \*(.+?)\*", body, flags=re.MULTILINE)[0],
+        )
         for title, body in errata().items()
     ]
     assert rows == graded
@@ -89,7 +118,9 @@ def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None
     # What was taken back is no erratum any more, and keeps its requirement.
     taken_back = ERRATA.partition("## Entries that were taken back")[2]
     dropped = re.findall(r"^\| ([A-Z]{2}-\S+) \|", taken_back, flags=re.MULTILINE)
-    assert dropped and all(REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped)
+    assert dropped and all(
+        REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped
+    )
 
 
 def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
@@ -98,7 +129,9 @@ def test_the_pages_that_judge_a_paper_name_the_version_that_was_read() -> None:
     read = {(one.paper.rpartition(" ")[2], one.version) for one in REQUIREMENTS.values() if one.version}
     assert len(read) == 5
     for paper, version in read:
-        assert all(re.search(rf"^## .+ \(arXiv {paper}, {version}\)$", text, flags=re.MULTILINE) for text in texts), paper
+        assert all(
+            re.search(rf"^## .+ \(arXiv {paper}, {version}\)$", text, flags=re.MULTILINE) for text in texts
+        ), paper
         assert f"(https://arxiv.org/abs/{paper}{version})" in methods, paper
 
 

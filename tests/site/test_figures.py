@@ -1,5 +1,7 @@
-"""The interactive figures: their data is what `optimized/` and `reference/` give, their mathematics is that of `reference/`, and
-in a browser they react to a mouse, a finger and a keyboard, light and dark, on a desk and on a phone."""
+"""The interactive figures: their data is what `optimized/` and `reference/` give, their mathematics is
+that of `reference/`, and in a browser they react to a mouse, a finger and a keyboard, light and dark, on a
+desk and on a phone.
+"""
 
 import json
 import re
@@ -22,7 +24,18 @@ from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.methods.method import Request as MethodRequest
 from evictionary.methods.resolve import resolve
-from evictionary.reference import h2o, keydiff, knorm, lagkv, momentkv, momentkv_bounded, selection, snapkv, streaming_llm, tova
+from evictionary.reference import (
+    h2o,
+    keydiff,
+    knorm,
+    lagkv,
+    momentkv,
+    momentkv_bounded,
+    selection,
+    snapkv,
+    streaming_llm,
+    tova,
+)
 from evictionary.reference.momentkv_theory import full_output
 
 PAGES = Path(__file__).parents[2] / "docs" / "figures"
@@ -46,7 +59,9 @@ def test_masks_come_back_from_their_text() -> None:
 
 
 def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Of a tiny model, where everything can be computed twice; main() does the same with the embedded model."""
+    """Of a tiny model, where everything can be computed twice; main() does the same with the embedded
+    model.
+    """
     model = tiny_llama(max_position_embeddings=2048).double()
     prompt = passkey.make(tokenizer, depth=0.4, tokens=120)
     length = prompt.context_ids.shape[1]
@@ -72,9 +87,12 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
             states = {"keys": keys, "values": values, "queries": queries}
             optimized = resolve("keydiff").kept(states, MethodRequest(budget=budget))
             np.testing.assert_array_equal(masks["keydiff"][step, index], optimized[0].numpy())
-            for name, score in scores.items():  # equal tokens may score alike, so that rounding decides between them
+            # equal tokens may score alike, so that rounding decides between them
+            for name, score in scores.items():
                 assert (masks[name][step, index].sum(axis=-1) == budget).all()
-                assert (selection.regret(score[0], masks[name][step, index]) < 1e-12).all(), f"{name}, {budget} tokens"
+                assert (selection.regret(score[0], masks[name][step, index]) < 1e-12).all(), (
+                    f"{name}, {budget} tokens"
+                )
             wanted = {
                 "h2o": h2o.select(q, k, budget=budget),
                 "momentkv": momentkv.select_prompt(q[:, :, -32:], k, v, budget),
@@ -85,8 +103,11 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
             ratio = lagkv.keep_ratio_for(length, budget, **options)
             wanted["lagkv"] = lagkv.select(k, v, keep_ratio=ratio, **options)
             for name, mask in wanted.items():
-                np.testing.assert_array_equal(masks[name][step, index], mask[0], err_msg=f"{name}, {budget} tokens, layer {index}")
-        for name in ("expected_attention", "gvote"):  # what they read of the model is tested in test_phases.py
+                np.testing.assert_array_equal(
+                    masks[name][step, index], mask[0], err_msg=f"{name}, {budget} tokens, layer {index}"
+                )
+        # what they read of the model is tested in test_phases.py
+        for name in ("expected_attention", "gvote"):
             with EvictingCache.from_prefilled(model, full, name, budget=100, seed=figures.SEED) as cache:
                 np.testing.assert_array_equal(masks[name][1], figures.kept(cache))
 
@@ -122,7 +143,9 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     random = resolve("random")
     keys = {"keys": torch.ones(1, data["heads"], length, 1)}
     for layer in range(data["layers"]):
-        wanted = random.kept(keys, MethodRequest(budget=data["budgets"][0], layer_index=layer, seed=figures.SEED))
+        wanted = random.kept(
+            keys, MethodRequest(budget=data["budgets"][0], layer_index=layer, seed=figures.SEED)
+        )
         np.testing.assert_array_equal(masks["random"][0, layer], wanted[0].numpy())
     assert masks["snapkv"][..., -32:].all() and masks["momentkv"][..., :1].all()
 
@@ -215,13 +238,17 @@ def test_momentkv_in_the_browser_is_that_of_reference(mathematics: Callable[...,
     wanted = momentkv_by_reference(query, keys, values, kept)
     got = mathematics("momentkv", query, keys, values, kept)
     box = got.pop("box")
-    assert (np.array(box["low"]) - 1e-9 <= got["full"]).all() and (got["full"] <= np.array(box["high"]) + 1e-9).all()
+    assert (np.array(box["low"]) - 1e-9 <= got["full"]).all() and (
+        got["full"] <= np.array(box["high"]) + 1e-9
+    ).all()
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         close(got[name], value, name)
 
 
-def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> dict[str, Any]:
+def momentkv_by_reference(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray
+) -> dict[str, Any]:
     """What mathematics.js returns apart from the box, in the order of the table in the figure."""
     logits = keys @ query[:, None] / np.sqrt(len(query))
     (retained, log_retained), (evicted, log_evicted) = (
@@ -231,7 +258,9 @@ def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarra
     moments = momentkv.update(momentkv.no_moments(*one_head), *one_head, ~kept[None, None])
     estimate = momentkv.log_evicted_partition(query, moments)[0]
     bounds = momentkv_bounded.update(momentkv_bounded.no_bounds(*one_head), *one_head, ~kept[None, None])
-    certified = momentkv_bounded.attend_certified(query[None, None], *one_head, kept[None, None], moments, bounds)[0, 0]
+    certified = momentkv_bounded.attend_certified(
+        query[None, None], *one_head, kept[None, None], moments, bounds
+    )[0, 0]
     return {
         "full": full_output(query, keys, values),
         "retained": retained[0],
@@ -246,7 +275,9 @@ def momentkv_by_reference(query: np.ndarray, keys: np.ndarray, values: np.ndarra
 
 @pytest.fixture
 def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
-    """Opens a figure from a file, with the markup and the loader of its page; in the end nothing may have gone wrong in it."""
+    """Opens a figure from a file, with the markup and the loader of its page; in the end nothing may have
+    gone wrong in it.
+    """
     shown: list[tuple[Page, list[str]]] = []
 
     def show(name: str, width: int = 1280, scheme: str = "light") -> Page:
@@ -265,7 +296,9 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 
     yield show
     for page, complaints in shown:
-        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "the page scrolls sideways"
+        assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), (
+            "the page scrolls sideways"
+        )
         page.context.close()
         assert complaints == []
 
@@ -301,7 +334,9 @@ def place(point: Locator) -> np.ndarray:
 
 
 def places(points: Locator) -> np.ndarray:
-    return np.array([numbers(text) for text in points.evaluate_all("all => all.map((one) => one.ariaValueText)")])
+    return np.array(
+        [numbers(text) for text in points.evaluate_all("all => all.map((one) => one.ariaValueText)")]
+    )
 
 
 def cells_of(figure: Locator) -> list[list[str]]:
@@ -314,7 +349,9 @@ def shown(got: str, *wanted: float, digits: int) -> None:
     assert np.abs(np.array(numbers(got)) - wanted).max() <= 0.5 * 10**-digits + 1e-9, (got, wanted)
 
 
-on_every_screen = pytest.mark.parametrize(("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")])
+on_every_screen = pytest.mark.parametrize(
+    ("width", "scheme"), [(390, "light"), (390, "dark"), (1280, "light"), (1280, "dark")]
+)
 
 
 @on_every_screen
@@ -326,9 +363,14 @@ def test_survivors_follow_the_budget(show: Callable[..., Page], width: int, sche
 
     def check(layer: slice = slice(None), head: slice = slice(None)) -> None:
         step = int(slider.input_value())
-        assert slider.get_attribute("aria-valuetext") == f"{data['budgets'][step]} of {len(data['tokens'])} tokens"
+        assert (
+            slider.get_attribute("aria-valuetext")
+            == f"{data['budgets'][step]} of {len(data['tokens'])} tokens"
+        )
         for panel in figure.locator(".panel:visible").all():
-            kept = masks[panel.get_attribute("data-method") or ""][step, layer, head].reshape(-1, len(data["tokens"]))
+            kept = masks[panel.get_attribute("data-method") or ""][step, layer, head].reshape(
+                -1, len(data["tokens"])
+            )
             needle = 100 * kept[:, slice(*data["needle"])].mean()
             tokens, percent = panel.locator(".summary").inner_text().split(";")
             shown(tokens, kept.sum(axis=1).mean(), digits=1)
@@ -389,7 +431,10 @@ def test_a_query_moves(show: Callable[..., Page], width: int, scheme: str) -> No
 
     check()
     for point in (query, keys.nth(1), values.nth(2)):
-        before, picture = place(point), figure.locator("svg").first.screenshot() + figure.locator("svg").last.screenshot()
+        before, picture = (
+            place(point),
+            figure.locator("svg").first.screenshot() + figure.locator("svg").last.screenshot(),
+        )
         drag(page, point, -60, 40)
         size = figure.locator("svg").first.bounding_box()
         assert size is not None
@@ -423,16 +468,24 @@ def test_a_key_moves(show: Callable[..., Page], width: int, scheme: str) -> None
         np.testing.assert_array_equal(keys, places(planes[1].get_by_role("slider")))
         rows = cells_of(figure)
         partition, following = keys[:6], keys[6:]
-        by_keydiff, by_lagkv = keydiff.score(keys), lagkv.variation_score(lagkv.normalise(partition, following))
+        by_keydiff, by_lagkv = (
+            keydiff.score(keys),
+            lagkv.variation_score(lagkv.normalise(partition, following)),
+        )
         for token, (score, _, other, _) in enumerate(rows):
             shown(score, by_keydiff[token], digits=3)
             if token < len(partition):
                 shown(other, by_lagkv[token], digits=3)
         count = int(budget.input_value())
-        stays = selection.top_k(by_keydiff, count), np.append(selection.top_k(by_lagkv, count - 5), [True] * 5)
+        stays = (
+            selection.top_k(by_keydiff, count),
+            np.append(selection.top_k(by_lagkv, count - 5), [True] * 5),
+        )
         for column, plane, kept in ((1, planes[0], stays[0]), (3, planes[1], stays[1])):
             assert [row[column] == "yes" for row in rows] == kept.tolist()
-            drawn = plane.locator(".handle").evaluate_all("all => all.map(one => !one.classList.contains('evicted'))")
+            drawn = plane.locator(".handle").evaluate_all(
+                "all => all.map(one => !one.classList.contains('evicted'))"
+            )
             assert drawn == kept.tolist()
 
     check()
@@ -458,7 +511,9 @@ def test_the_theme_of_the_site_decides_between_light_and_dark(show: Callable[...
         page.emulate_media(color_scheme=system)
         for theme in ("", "default", "slate"):
             page.evaluate("theme => document.body.setAttribute('data-md-color-scheme', theme)", theme)
-            colours[system, theme] = page.locator(f"#figure-{name}").evaluate("one => getComputedStyle(one).color")
+            colours[system, theme] = page.locator(f"#figure-{name}").evaluate(
+                "one => getComputedStyle(one).color"
+            )
     light, dark = colours["light", ""], colours["dark", ""]
     assert light != dark
     assert [colours[system, "default"] for system in ("light", "dark")] == [light, light]

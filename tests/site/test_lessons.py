@@ -1,4 +1,6 @@
-"""Every lesson runs, every exercise can be solved and not by leaving it as it is, every page has what belongs on it."""
+"""Every lesson runs, every exercise can be solved and not by leaving it as it is, every page has what
+belongs on it.
+"""
 
 import itertools
 import json
@@ -15,12 +17,16 @@ from tutorials import build
 
 LESSONS = build.lessons()
 every_lesson = pytest.mark.parametrize(
-    "lesson", [pytest.param(lesson, marks=pytest.mark.slow) for lesson in LESSONS], ids=lambda lesson: lesson.stem
+    "lesson",
+    [pytest.param(lesson, marks=pytest.mark.slow) for lesson in LESSONS],
+    ids=lambda lesson: lesson.stem,
 )
 
 
 def page_of(lesson: Path) -> str:
-    """The lesson's page; the lesson runs, and every exercise is put to its check, where no build of this code has run it yet."""
+    """The lesson's page; the lesson runs, and every exercise is put to its check, where no build of this
+    code has run it yet.
+    """
     return (build.built(lesson) / f"{lesson.stem}.md").read_text(encoding="utf-8")
 
 
@@ -65,7 +71,9 @@ def test_a_downloaded_lesson_imports_what_is_installed() -> None:
     """Outside a clone there is no `tutorials`, only `evictionary.tutorials`."""
     for lesson in LESSONS:
         text = lesson.read_text(encoding="utf-8")
-        assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text, lesson.stem
+        assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text, (
+            lesson.stem
+        )
 
 
 def test_a_lesson_leads_to_the_next_one() -> None:
@@ -76,7 +84,9 @@ def test_a_lesson_leads_to_the_next_one() -> None:
 
 def test_the_list_of_lessons_has_each_with_its_question() -> None:
     rows = pages.filled("lessons/index.md", "<!-- lessons -->").splitlines()[2:]
-    assert [row.partition("](")[2].partition(")")[0] for row in rows] == [f"{lesson.stem}.md" for lesson in LESSONS]
+    assert [row.partition("](")[2].partition(")")[0] for row in rows] == [
+        f"{lesson.stem}.md" for lesson in LESSONS
+    ]
     assert all(row.endswith("? |") for row in rows)
 
 
@@ -127,7 +137,9 @@ def test_a_lesson_that_is_not_right_is_not_built(lesson: Path, was: str, now: st
     assert not build.is_built(lesson)
 
 
-def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(lesson: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(
+    lesson: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     error = InstallError("the embedded model could not be downloaded\nno network")
     monkeypatch.setattr(embedded, "install", Mock(side_effect=error))
     monkeypatch.setattr(hooks, "lessons", lambda: [lesson])

@@ -1,4 +1,6 @@
-"""What the pages tell a reader to type: every command is understood, every program runs, every quotation is the code that runs."""
+"""What the pages tell a reader to type: every command is understood, every program runs, every quotation
+is the code that runs.
+"""
 
 import doctest
 import json
@@ -20,12 +22,19 @@ from evictionary.models import embedded
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md")), *sorted((ROOT / "tutorials").rglob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted(DOCS.rglob("*.md")),
+    *sorted((ROOT / "tutorials").rglob("*.md")),
+]
 BOOK = "Clara Winter kept the lighthouse of Skerry for forty years. She wrote a book about it in 1911. " * 3
 
 
 def understood(command: str) -> None:
-    """Let the command line be read without carrying it out. Raises where an option, an argument or a value is unknown."""
+    """Let the command line be read without carrying it out. Raises where an option, an argument or a value
+    is unknown.
+    """
     words = shlex.split(command)[1:]
     program: Any = typer.main.get_command(app)
     if words[0] in ("--help", "--version"):
@@ -46,7 +55,8 @@ def test_every_command_is_understood(page: Path, tmp_path: Path, monkeypatch: py
         try:
             understood(command)
         except Exception as error:  # typer has a copy of click's classes, which is not public
-            if type(error).__name__ != "MissingParameter":  # a sentence may name a command with the option that it is about
+            # a sentence may name a command with the option that it is about
+            if type(error).__name__ != "MissingParameter":
                 wrong[command] = str(error)
     assert wrong == {}
 
@@ -65,18 +75,26 @@ def test_the_readme_quotes_the_code_that_runs() -> None:
 
 
 def test_a_command_that_is_not_there_is_seen() -> None:
-    for wrong in ("evictionary jugde x", "evictionary judge --nothing", "evictionary judge x --profile 5 --jobs none"):
+    for wrong in (
+        "evictionary jugde x",
+        "evictionary judge --nothing",
+        "evictionary judge x --profile 5 --jobs none",
+    ):
         refused(lambda wrong=wrong: understood(wrong), r"No such|valid integer", Exception)
 
 
 @pytest.fixture
 def tiny_for_embedded(monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_path: Path) -> Path:
-    """The tiny model where a page loads the embedded one, and a folder with the files that the pages call the reader's own."""
+    """The tiny model where a page loads the embedded one, and a folder with the files that the pages call
+    the reader's own.
+    """
     monkeypatch.setattr(embedded, "install", lambda: model_folder)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text(BOOK)
     (tmp_path / "path" / "to").mkdir(parents=True)
-    (tmp_path / "path" / "to" / "my_scorer.py").write_text("def score(keys):\n    return -(keys * keys).sum(-1)\n")
+    (tmp_path / "path" / "to" / "my_scorer.py").write_text(
+        "def score(keys):\n    return -(keys * keys).sum(-1)\n"
+    )
     (tmp_path / "path" / "or").mkdir()
     (tmp_path / "path" / "or" / "hub-name").symlink_to(model_folder)
     return tmp_path
@@ -92,7 +110,9 @@ def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.
 
 
 @pytest.mark.parametrize("stem", PAPERS)
-def test_the_lines_of_a_method_page_run(stem: str, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_of_a_method_page_run(
+    stem: str, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told = filled(f"methods/{stem}.md", f"<!-- run: {stem} -->")
     exec(compile(told.split("```")[1].removeprefix("python\n"), stem, "exec"), {})
     assert "Clara Winter" in capsys.readouterr().out
@@ -100,7 +120,11 @@ def test_the_lines_of_a_method_page_run(stem: str, tiny_for_embedded: Path, caps
 
 
 def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
-    chosen = [command for command in commands(README) if command.startswith(("evictionary run", "evictionary methods"))]
+    chosen = [
+        command
+        for command in commands(README)
+        if command.startswith(("evictionary run", "evictionary methods"))
+    ]
     assert chosen
     for command in chosen:
         result = CliRunner().invoke(app, shlex.split(command)[1:])
@@ -108,9 +132,13 @@ def test_the_commands_of_the_readme_run(tiny_for_embedded: Path) -> None:
 
 
 def told(page: Path, folder: Path, name: str = "keydiff.py") -> list[tuple[str, str]]:
-    """Follow a page in a folder: its programs become the file that its commands judge. Each command's output, shown and printed."""
+    """Follow a page in a folder: its programs become the file that its commands judge. Each command's
+    output, shown and printed.
+    """
     found = []
-    for language, body in re.findall(r"^```(python|text)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE):
+    for language, body in re.findall(
+        r"^```(python|text)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
+    ):
         if language == "python":
             (folder / name).write_text(body)
         elif body.startswith("$ evictionary judge"):
@@ -134,9 +162,16 @@ def test_the_report_of_the_readme_is_what_its_program_is_told(tmp_path: Path) ->
 def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
     for shown, output in (pairs := told(DOCS / "ten_minutes.md", tmp_path)):
         assert matches(shown, output), output
-    assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [["FAIL"], ["FAIL"], ["PASS"]]
+    assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [
+        ["FAIL"],
+        ["FAIL"],
+        ["PASS"],
+    ]
     badge = json.loads((tmp_path / "verdict" / "badge.json").read_text())
-    assert badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")] and badge["color"] == "green"
+    assert (
+        badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")]
+        and badge["color"] == "green"
+    )
 
 
 def test_the_worked_example_of_a_cache_in_pages_gives_what_it_shows() -> None:
@@ -154,7 +189,9 @@ def test_the_chinese_readme_shows_what_the_english_one_shows() -> None:
     """The same programs and outputs, and links to the same places; only sentences differ."""
     english, chinese = (ROOT / name for name in ("README.md", "README.zh.md"))
     fenced, linked = r"```.*?```", r"\]\(([^)]+)\)"
-    shown = [re.findall(fenced, page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in (english, chinese)]
+    shown = [
+        re.findall(fenced, page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in (english, chinese)
+    ]
     links = [set(re.findall(linked, page.read_text(encoding="utf-8"))) for page in (english, chinese)]
     assert shown[0] == shown[1] and len(shown[0]) == 6
     assert links[0] ^ links[1] == {"README.md", "README.zh.md"}

@@ -1,4 +1,6 @@
-"""What the site shows of the code is complete: every equation has a formula, a function and laws; every link leads somewhere."""
+"""What the site shows of the code is complete: every equation has a formula, a function and laws; every
+link leads somewhere.
+"""
 
 import json
 import re
@@ -35,7 +37,9 @@ def test_a_method_page_has_a_card_or_a_row_for_each_of_its_requirements(page: st
     assert {one or other for one, other in anchors} == wanted
 
 
-@pytest.mark.parametrize("page", sorted(path for path in DOCS.rglob("*.md") if "<!-- " in path.read_text(encoding="utf-8")))
+@pytest.mark.parametrize(
+    "page", sorted(path for path in DOCS.rglob("*.md") if "<!-- " in path.read_text(encoding="utf-8"))
+)
 def test_code_in_a_sentence_is_shown_as_code(page: Path) -> None:
     """A reason why there is no law once showed its backticks."""
     uri = page.relative_to(DOCS).as_posix()
@@ -59,9 +63,14 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
 
 def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they_differ() -> None:
     cards = pages.equations("methods/keydiff.md", "keydiff")
-    count, score = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("KD-A1", "KD-8"))
+    count, score = (
+        cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("KD-A1", "KD-8")
+    )
     printed, _, holds = count.partition("What holds:")
-    assert "6nd + d + 18n" in printed.partition("As restored:")[2] and "6nd + 2d + 18n" in holds.partition("</div>")[0]
+    assert (
+        "6nd + d + 18n" in printed.partition("As restored:")[2]
+        and "6nd + 2d + 18n" in holds.partition("</div>")[0]
+    )
     assert "As printed" not in score and "As restored" not in score and "What holds" not in score
 
 
@@ -74,24 +83,37 @@ def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they
         ("MK-28", r"O(\sigma^4)", r"R_{\mathrm{den}} \hat f_E"),
     ],
 )
-def test_a_card_keeps_the_form_of_the_paper_beside_the_other(identifier: str, printed: str, other: str) -> None:
+def test_a_card_keeps_the_form_of_the_paper_beside_the_other(
+    identifier: str, printed: str, other: str
+) -> None:
     entry = site.entries()[identifier]
-    card = pages.equations(entry.page, site.stem_of()[identifier]).partition(f"### {identifier} ")[2].partition("### ")[0]
+    card = (
+        pages.equations(entry.page, site.stem_of()[identifier])
+        .partition(f"### {identifier} ")[2]
+        .partition("### ")[0]
+    )
     left, _, right = card.partition("As used here:" if identifier == "EA-9" else "What holds:")
-    assert printed in left.partition("As restored:" if identifier == "KD-C1" else "As printed:")[2] and other not in left
+    assert (
+        printed in left.partition("As restored:" if identifier == "KD-C1" else "As printed:")[2]
+        and other not in left
+    )
     assert other in right.partition("</div>")[0]
 
 
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
     cards = pages.equations("methods/lagkv.md", "lagkv")
-    first, last = (cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4"))
+    first, last = (
+        cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4")
+    )
     assert "quoted at [LK-4](#lk-4)" in first and "def project(" not in first
     assert "def project(" in last and "quoted at [LK-4]" not in last
 
 
 @pytest.mark.parametrize("stem", pages.PAPERS)
 def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_once_had(stem: str) -> None:
-    short, long = ((DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8") for name in (stem, f"{stem}_equations"))
+    short, long = (
+        (DOCS / "methods" / f"{name}.md").read_text(encoding="utf-8") for name in (stem, f"{stem}_equations")
+    )
     behind = (
         "Notation",
         "Find an equation",
@@ -100,15 +122,28 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
         "Decisions and errata",
         "A kernel to read",
     )
-    wanted = ("The method in short", "Where it shines and where it fails", "Results", "Run it", "All equations")
+    wanted = (
+        "The method in short",
+        "Where it shines and where it fails",
+        "Results",
+        "Run it",
+        "All equations",
+    )
     assert re.findall(r"^## (.+)$", short, re.MULTILINE) == [*wanted]
     assert re.findall(r"^## (.+)$", long, re.MULTILINE) == [*behind, "The equations"]
-    for text, markers in ((short, ("kept", "retrieved", "run", "ids")), (long, ("overview", "measured", "errata", "equations"))):
+    for text, markers in (
+        (short, ("kept", "retrieved", "run", "ids")),
+        (long, ("overview", "measured", "errata", "equations")),
+    ):
         assert all(f"<!-- {marker}: {stem} -->" in text for marker in markers)
     assert all(f"]({link}" in short for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/"))
     assert f"](../decisions.md#{stem.replace('_', '-')}" in long
-    anchors = {entry.anchor for entry in site.entries().values() if entry.page == f"methods/{stem}_equations.md"}
-    anchors |= {title.lower().replace(" ", "-") for title in (*behind, "The equations") if "claims" not in title}
+    anchors = {
+        entry.anchor for entry in site.entries().values() if entry.page == f"methods/{stem}_equations.md"
+    }
+    anchors |= {
+        title.lower().replace(" ", "-") for title in (*behind, "The equations") if "claims" not in title
+    }
     assert set(re.findall(r"\{ #([\w-]+) \}", pages.filled(f"methods/{stem}.md", short))) == anchors
 
 
@@ -116,7 +151,10 @@ def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
     text = pages.filled("methods/keydiff.md", "<!-- formulas: KD-8, KD-7 -->")
     assert text.count("$$") == 4
     assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
-    assert "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }" in text and "(keydiff_equations.md#kd-7)" in text
+    assert (
+        "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }" in text
+        and "(keydiff_equations.md#kd-7)" in text
+    )
 
 
 FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
@@ -130,7 +168,9 @@ def test_the_page_of_four_laws_quotes_each_law_and_lists_what_it_kills() -> None
         for law in entry.laws:
             assert f"def {site.law_definition(law).name}(" in text
         for mutant in entry.mutants:
-            assert mutant.above or (f"`{mutant.of}`: " in text and pages.escaped(mutant.misconception) in text)
+            assert mutant.above or (
+                f"`{mutant.of}`: " in text and pages.escaped(mutant.misconception) in text
+            )
 
 
 @pytest.mark.parametrize("identifier", kills.SHOWN)
@@ -164,7 +204,9 @@ REPORTS = (DOCS / "judging.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("name", ["my_homework", "my_kernels"])
 def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: Path) -> None:
     shown = re.search(
-        rf"^KD-8 does not hold for keydiff\.score of {name} .*?^  this law alone .*?$", REPORTS, re.DOTALL | re.MULTILINE
+        rf"^KD-8 does not hold for keydiff\.score of {name} .*?^  this law alone .*?$",
+        REPORTS,
+        re.DOTALL | re.MULTILINE,
     )
     assert shown
     program = re.findall(r"^```python\n(.*?)^```$", REPORTS[: shown.start()], re.DOTALL | re.MULTILINE)[-1]
@@ -182,12 +224,21 @@ def test_the_page_on_judging_is_what_its_programs_are_told_today() -> None:
 
 
 def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -> None:
-    methods = [stem for stem in STEMS if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")]
+    methods = [
+        stem
+        for stem in STEMS
+        if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")
+    ]
     assert [stem for stem in methods if stem not in site.PAGES] == []
-    cards, table = (pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared"))
+    cards, table = (
+        pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared")
+    )
     assert set(methods) <= set(figures.strips(figures.stored()))
     assert all(f"(../images/kept_{stem}.png)" in cards and f"| [`{stem}`](" in table for stem in methods)
-    assert "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |" in table
+    assert (
+        "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | "
+        "145.1% |" in table
+    )
 
 
 def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() -> None:
@@ -195,9 +246,12 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
     rows = matrix.count("\n| `")
     assert f"{rows} killed, 0 survived, 0 crashed, 0 timed out, of {rows}." in matrix
     missing = [
-        each for each in load_mutants().values() if f"| `{each.of}` | " + each.misconception.replace("|", "\\|") not in matrix
+        each
+        for each in load_mutants().values()
+        if f"| `{each.of}` | " + each.misconception.replace("|", "\\|") not in matrix
     ]
-    assert len({each.of.partition(".")[0] for each in missing}) <= 1, missing  # a method that is being added has not been measured
+    # a method that is being added has not been measured
+    assert len({each.of.partition(".")[0] for each in missing}) <= 1, missing
     for page in sorted(DOCS.rglob("*.md")):
         told = re.findall(r"([\d,]{3,}) planted mistakes", page.read_text(encoding="utf-8"))
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
@@ -207,11 +261,13 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
     text = pages.linked(
         "tolerance.md",
         "See KD-8, `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../README.md) [a page](../docs/a.md) UTF-8",
+        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../README.md) [a "
+        "page](../docs/a.md) UTF-8",
     )
     law = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
     assert text == (
-        "See [KD-8](methods/keydiff_equations.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
+        "See [KD-8](methods/keydiff_equations.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# "
+        "KD-8\n```\nKD-8\n```\n"
         "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
         f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{law.first}-L{law.last}) "
         f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n"
@@ -221,7 +277,10 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
 def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
     text = "See KD-8 and [the entry\nKD-8](../errata.md#kd-8). KD-8\n"
     linked = "[KD-8](../methods/keydiff_equations.md#kd-8)"
-    assert pages.linked("lessons/a.md", text) == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
+    assert (
+        pages.linked("lessons/a.md", text)
+        == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
+    )
 
 
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
@@ -229,7 +288,9 @@ def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> No
     for uri, kind in hooks.WIDE.items():
         assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
         assert f".{kind} td:nth-child(5)" in style
-        html = hooks.on_page_content("<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
+        html = hooks.on_page_content(
+            "<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        )
         assert html == f'<div class="wide {kind}"><table></table></div>'
 
 
@@ -245,7 +306,9 @@ def test_the_navigation_names_what_exists() -> None:
 
     generated = [*pages.api_pages(), "coverage.md"]
     for target in named(yaml.safe_load((DOCS / ".nav.yml").read_text(encoding="utf-8"))["nav"]):
-        assert (DOCS / target).exists() or any(page == target or page.startswith(f"{target}/") for page in generated), target
+        assert (DOCS / target).exists() or any(
+            page == target or page.startswith(f"{target}/") for page in generated
+        ), target
 
 
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
@@ -253,19 +316,28 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     assert "font: false" in settings
     assert f"repo_url: {pages.REPOSITORY}\n" in settings
     # the theme would ask the host of the repository for its stars
-    html = hooks.on_post_page('<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>')
+    html = hooks.on_post_page(
+        '<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>'
+    )
     assert html == "<a >\na\n</a><article> data-md-component\n </article>"
     named = re.findall(r"- (assets/\S+|stylesheets/\S+)", settings)
     assert [path for path in named if not (DOCS / path).exists()] == []
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
-    assert all((DOCS / "assets/vendor/katex" / Path(font)).exists() for font in re.findall(r"url\((fonts/\S+?\.woff2)\)", style))
+    assert all(
+        (DOCS / "assets/vendor/katex" / Path(font)).exists()
+        for font in re.findall(r"url\((fonts/\S+?\.woff2)\)", style)
+    )
 
 
 @pytest.mark.parametrize("name", charts.CHARTS)
 def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: str) -> None:
     chart, page = charts.CHARTS[name], (DOCS / "results.md").read_text(encoding="utf-8")
     told = pages.filled("results.md", page)
-    assert f"(images/results_{name}.svg)" in told and f"/{chart.stored})" in told and f"`{chart.command}`" in told
+    assert (
+        f"(images/results_{name}.svg)" in told
+        and f"/{chart.stored})" in told
+        and f"`{chart.command}`" in told
+    )
     svg = chart.svg().decode()
     assert svg == chart.svg().decode()
     assert "keydiff" in svg
@@ -274,22 +346,31 @@ def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: st
 def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
     told = pages.filled("retrieval.md", "<!-- retrieved: all -->")
     assert "| keydiff+moments | - | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
-    assert "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told  # a budget of its own: the same at every size
+    # a budget of its own: the same at every size
+    assert "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told
     assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
     of_real = [pages.filled("real_texts.md", f"<!-- real_texts: {part} -->") for part in ("full", "1000")]
-    assert "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |" in of_real[0] and "| 0 | 8 | 3.87 | 25.9 |" in of_real[1]
+    assert (
+        "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |" in of_real[0]
+        and "| 0 | 8 | 3.87 | 25.9 |" in of_real[1]
+    )
 
 
 def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
     text = pages.filled("reference/cli.md", "<!-- cli -->")
     for name, command in pages.PROGRAM.commands.items():
         section = text.partition(f"## {name}\n")[2].partition("\n## ")[0]
-        assert all(f"| `{one.opts[0]}`" in section for one in command.params) and command.help.split()[0] in section, name
+        assert (
+            all(f"| `{one.opts[0]}`" in section for one in command.params)
+            and command.help.split()[0] in section
+        ), name
 
 
 def test_the_bibliography_has_every_paper() -> None:
     text = (DOCS / "reference" / "papers.bib").read_text(encoding="utf-8")
-    named = {number for one in REQUIREMENTS.values() for number in re.findall(r"arXiv (\d{4}\.\d{5})", one.paper)}
+    named = {
+        number for one in REQUIREMENTS.values() for number in re.findall(r"arXiv (\d{4}\.\d{5})", one.paper)
+    }
     assert named == set(re.findall(r"eprint = \{(.+?)\}", text))
     assert {*pages.METHODS, "ada_kv", "pyramid_kv"} <= set(re.findall(r"@misc\{(\w+),", text))
 
@@ -303,9 +384,17 @@ def test_a_page_of_the_repository_is_included_with_links_that_lead_somewhere() -
 
 def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "ROOT", tmp_path)
-    paper = {"paper": "keydiff", "picture": "keydiff.png", "claims": [{"statement": "|a| < 1", "verdict": "not seen"}]}
-    saved(tmp_path / "docs" / "claims" / "results.json", json.dumps({"date": "2026-01-01", "papers": [paper]}))
+    paper = {
+        "paper": "keydiff",
+        "picture": "keydiff.png",
+        "claims": [{"statement": "|a| < 1", "verdict": "not seen"}],
+    }
+    saved(
+        tmp_path / "docs" / "claims" / "results.json", json.dumps({"date": "2026-01-01", "papers": [paper]})
+    )
     text = pages.filled("methods/keydiff.md", "<!-- measured: keydiff -->")
     assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text
     assert r"| \|a\| &lt; 1 | not seen |" in text
-    assert pages.filled("methods/lagkv.md", "<!-- measured: lagkv -->").startswith("`evictionary claims --papers lagkv`")
+    assert pages.filled("methods/lagkv.md", "<!-- measured: lagkv -->").startswith(
+        "`evictionary claims --papers lagkv`"
+    )

@@ -1,4 +1,6 @@
-"""The wild page: its sources are pinned, each fail is explained, and a source that cannot be had costs itself alone. No network."""
+"""The wild page: its sources are pinned, each fail is explained, and a source that cannot be had costs
+itself alone. No network.
+"""
 
 import hashlib
 import json
@@ -39,21 +41,30 @@ def score(keys):
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.name)
 def test_every_source_is_pinned_and_has_its_adapters(source: wild.Source) -> None:
     assert source.url.startswith("https://github.com/") and source.licence and source.title
-    assert re.fullmatch("[0-9a-f]{40}", source.commit) if source.commit else source.package == f"kvpress=={KVPRESS}"
+    assert (
+        re.fullmatch("[0-9a-f]{40}", source.commit)
+        if source.commit
+        else source.package == f"kvpress=={KVPRESS}"
+    )
     assert source.files and all(
-        re.fullmatch("[0-9a-f]{64}", digest) or (source.commit and not digest) for digest in source.files.values()
+        re.fullmatch("[0-9a-f]{64}", digest) or (source.commit and not digest)
+        for digest in source.files.values()
     )
     written = {path.stem for path in (ADAPTERS / source.name).glob("*.py")} - HELPERS
     assert {stem.removesuffix("_variants") for stem in written} == set(source.methods)
 
 
 def test_every_method_is_judged_and_every_fail_is_explained() -> None:
-    assert list(STORED["rows"]) == [f"{source.name}/{method}" for source in SOURCES for method in source.methods]
+    assert list(STORED["rows"]) == [
+        f"{source.name}/{method}" for source in SOURCES for method in source.methods
+    ]
     assert wild.unchecked(SOURCES, STORED["rows"]) == []
     for source in SOURCES:
         for method, said in source.methods.items():
             found = STORED["rows"][f"{source.name}/{method}"]
-            failing = {name for name, entry in found.get("requirements", {}).items() if entry["verdict"] == "fail"}
+            failing = {
+                name for name, entry in found.get("requirements", {}).items() if entry["verdict"] == "fail"
+            }
             assert "not reached" in found or set(said.reasons) == failing, f"{source.name}/{method}"
             for why in said.reasons.values():
                 assert re.search(r"section \d", why) and re.search(r"\w+\.(py|cpp)", why), (
@@ -67,7 +78,9 @@ def test_the_page_is_what_is_stored() -> None:
 
 def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = ", by earlier laws |"
-    stale = [name for name, row in STORED["rows"].items() if row["laws"] != wild.digest(name.partition("/")[2])]
+    stale = [
+        name for name, row in STORED["rows"].items() if row["laws"] != wild.digest(name.partition("/")[2])
+    ]
     assert wild.PAGE.read_text(encoding="utf-8").count(said) == len(stale), (
         f"`python -m conformance.wild` judges them anew: {stale}"
     )
@@ -94,9 +107,9 @@ def test_the_digest_is_of_code_and_not_of_comments(tmp_path: Path, monkeypatch: 
 
 def test_the_readme_counts_methods_and_code_bases() -> None:
     told = f"{len(STORED['rows'])} methods in {len(SOURCES)} public code bases"
-    assert told in " ".join((wild.ROOT / "README.md").read_text(encoding="utf-8").split()) and told in wild.PAGE.read_text(
-        encoding="utf-8"
-    )
+    assert told in " ".join(
+        (wild.ROOT / "README.md").read_text(encoding="utf-8").split()
+    ) and told in wild.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_ledger_names_laws_and_mistakes_that_exist() -> None:
@@ -124,7 +137,10 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, wild.Sour
     monkeypatch.setattr(wild, "FETCHED", tmp_path / "fetched")
     found = {}
     for name, text in (("right", RIGHT), ("wrong", WRONG)):
-        files, methods = {"norms.py": hashlib.sha256(text.encode()).hexdigest()}, {"knorm": wild.Method("`norms`")}
+        files, methods = (
+            {"norms.py": hashlib.sha256(text.encode()).hexdigest()},
+            {"knorm": wild.Method("`norms`")},
+        )
         commit = repository(tmp_path / name, text)
         found[name] = wild.Source(name, name, (tmp_path / name).as_uri(), "MIT", files, methods, commit)
         saved(tmp_path / "adapters" / name / "knorm.py", ADAPTER.format(name=name))
@@ -134,14 +150,18 @@ def made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, wild.Sour
 @pytest.mark.slow
 def test_a_source_is_brought_by_its_commit_and_judged(made: dict[str, wild.Source], tmp_path: Path) -> None:
     told: list[str] = []
-    rows = wild.survey(list(made.values()), {}, profile="quick", adapters=tmp_path / "adapters", say=told.append)
+    rows = wild.survey(
+        list(made.values()), {}, profile="quick", adapters=tmp_path / "adapters", say=told.append
+    )
     assert rows["right/knorm"]["requirements"]["KN-1"]["verdict"] == "pass"
     wrong = rows["wrong/knorm"]["requirements"]["KN-1"]
     assert wrong["verdict"] == "fail" and "test_a_three_four_key_scores_minus_five" in wrong["failing"]
     assert "smallest input" in wrong["report"] and str(tmp_path) not in wrong["report"]
     assert wild.unchecked(list(made.values()), rows) == ["wrong/knorm: KN-1"]
     assert "right/knorm: pass KN-1" in told and "wrong/knorm: fail KN-1" in told
-    page = wild.page(list(made.values()), {"rows": {name: row | {"date": "2026-01-01"} for name, row in rows.items()}})
+    page = wild.page(
+        list(made.values()), {"rows": {name: row | {"date": "2026-01-01"} for name, row in rows.items()}}
+    )
     assert re.search(r"KN-1 \(\d+ laws\)", page)
     assert "KN-1 fails, and nobody has looked at it yet." in page
     assert "smallest input" not in page
@@ -154,7 +174,9 @@ def test_what_is_not_to_be_had_costs_itself_alone(made: dict[str, wild.Source], 
     commit = replace(right, name="commit", commit="0" * 40)
     folder = replace(made["wrong"], name="folder", files={"missing.py": "0" * 64})
     given = {"other": tmp_path / "right", "folder": tmp_path / "wrong"}
-    rows = wild.survey([other, nowhere, commit, folder], given, profile="quick", adapters=tmp_path / "adapters")
+    rows = wild.survey(
+        [other, nowhere, commit, folder], given, profile="quick", adapters=tmp_path / "adapters"
+    )
     assert re.fullmatch(r"norms.py: got SHA-256 \w{64}, wanted 0{64}: .*", rows["other/knorm"]["not reached"])
     assert rows["folder/knorm"]["not reached"] == f"missing.py: no such file in {tmp_path / 'wrong'}"
     for name in ("nowhere", "commit"):
@@ -162,13 +184,20 @@ def test_what_is_not_to_be_had_costs_itself_alone(made: dict[str, wild.Source], 
 
 
 def test_a_judge_that_judges_nothing_says_so(made: dict[str, wild.Source], tmp_path: Path) -> None:
-    (tmp_path / "adapters" / "right" / "knorm.py").write_text("raise ImportError('no such thing')\n", encoding="utf-8")
+    (tmp_path / "adapters" / "right" / "knorm.py").write_text(
+        "raise ImportError('no such thing')\n", encoding="utf-8"
+    )
     row = wild.survey([made["right"]], {}, profile="quick", adapters=tmp_path / "adapters")["right/knorm"]
     assert "the judge ended with 2" in row["not reached"] and "no such thing" in row["not reached"]
 
 
 @pytest.mark.parametrize(
-    ("option", "text"), [("only", "nothing"), ("from", "snapkv"), ("from", "nothing=/"), ("from", "snapkv=/no/folder")]
+    ("option", "text"),
+    [("only", "nothing"), ("from", "snapkv"), ("from", "nothing=/"), ("from", "snapkv=/no/folder")],
 )
 def test_bad_arguments_are_refused(option: str, text: str) -> None:
-    refused(lambda: wild.main(**{{"from": "folders"}.get(option, option): [text]}), f"--{option}: got '{text}'", typer.BadParameter)
+    refused(
+        lambda: wild.main(**{{"from": "folders"}.get(option, option): [text]}),
+        f"--{option}: got '{text}'",
+        typer.BadParameter,
+    )

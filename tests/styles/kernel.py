@@ -1,4 +1,6 @@
-"""KeyDiff in Triton as different people write it, in parts, as the files `forms.py` of the methods have them."""
+"""KeyDiff in Triton as different people write it, in parts, as the files `forms.py` of the methods have
+them.
+"""
 
 import torch
 import triton
@@ -37,26 +39,34 @@ def along_by_sum(units, anchor):
 @triton.jit
 def along_divided_last(units, anchor):
     length = tl.sqrt(tl.sum(anchor * anchor))
-    return tl.where(length > 0, -tl.sum(units * anchor[None, :], axis=1) / tl.where(length > 0, length, 1.0), 0.0)
+    return tl.where(
+        length > 0, -tl.sum(units * anchor[None, :], axis=1) / tl.where(length > 0, length, 1.0), 0.0
+    )
 
 
 @triton.jit
 def along_by_squares(units, anchor):
     squares = tl.sum(anchor * anchor)
-    return -tl.sum(units * anchor[None, :], axis=1) * tl.where(squares > 0, 1.0 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0)
+    return -tl.sum(units * anchor[None, :], axis=1) * tl.where(
+        squares > 0, 1.0 / tl.sqrt(tl.where(squares > 0, squares, 1.0)), 0.0
+    )
 
 
 @triton.jit
 def along_in_float64(units, anchor):
     wide = anchor.to(tl.float64)
     squares = tl.sum(wide * wide)
-    return (-tl.sum(units.to(tl.float64) * wide[None, :], axis=1) / tl.sqrt(tl.where(squares > 0, squares, 1.0))).to(tl.float32)
+    return (
+        -tl.sum(units.to(tl.float64) * wide[None, :], axis=1) / tl.sqrt(tl.where(squares > 0, squares, 1.0))
+    ).to(tl.float32)
 
 
 @triton.jit
 def tile_of(keys, head, rows, columns, tokens, channels):
     inside = (rows[:, None] < tokens) & (columns[None, :] < channels)
-    return tl.load(keys + (head * tokens + rows[:, None]) * channels + columns[None, :], mask=inside, other=0.0)
+    return tl.load(
+        keys + (head * tokens + rows[:, None]) * channels + columns[None, :], mask=inside, other=0.0
+    )
 
 
 @triton.jit
@@ -92,7 +102,11 @@ def scores_alone(keys, anchors, scores, tokens, channels, CHANNELS: tl.constexpr
     head, block = tl.program_id(0), tl.program_id(1)
     rows, columns = block * 16 + tl.arange(0, 16), tl.arange(0, CHANNELS)
     units = directions(tile_of(keys, head, rows, columns, tokens, channels))
-    tl.store(scores + head * tokens + rows, along(units, tl.load(anchors + head * CHANNELS + columns)), mask=rows < tokens)
+    tl.store(
+        scores + head * tokens + rows,
+        along(units, tl.load(anchors + head * CHANNELS + columns)),
+        mask=rows < tokens,
+    )
 
 
 def prepared(keys):

@@ -45,7 +45,9 @@ def laid(folder: Path, files: Mapping[str, str]) -> Path:
     return folder
 
 
-def run(*command: object, code: int | None = 0, cwd: Path = ROOT, **environment: object) -> subprocess.CompletedProcess[str]:
+def run(
+    *command: object, code: int | None = 0, cwd: Path = ROOT, **environment: object
+) -> subprocess.CompletedProcess[str]:
     """What a program leaves that ends with this exit code, or with any for None."""
     words, named = map(str, command), {name: str(value) for name, value in environment.items()}
     done = subprocess.run(list(words), cwd=cwd, env=os.environ | named, capture_output=True, text=True)

@@ -1,4 +1,6 @@
-"""Attacks of hostile submissions to the KeyDiff assignment: each must get no points and an ordinary result file."""
+"""Attacks of hostile submissions to the KeyDiff assignment: each must get no points and an ordinary result
+file.
+"""
 
 import io
 import stat
@@ -12,7 +14,9 @@ from typing import Any
 from .grader import handed_in
 
 FUNCTIONS = ("anchor", "score", "similarity_matrix", "pairwise_score")
-_WRITTEN: dict[str, dict[str, Any]] = tomllib.loads((Path(__file__).parent / "attacks.toml").read_text(encoding="utf-8"))
+_WRITTEN: dict[str, dict[str, Any]] = tomllib.loads(
+    (Path(__file__).parent / "attacks.toml").read_text(encoding="utf-8")
+)
 _PIECES = _WRITTEN.pop("pieces")
 
 
@@ -36,7 +40,9 @@ PROBE = "import ctypes, os, resource, sys\n" + _PIECES["undo"] + _PIECES["probe"
 def _blocks(*headers: tarfile.TarInfo, content: bytes = b"") -> bytes:
     """A tar with headers that no program writes; the content follows each header that gives its size."""
     padded = content + bytes(-len(content) % 512)
-    return b"".join(each.tobuf(tarfile.GNU_FORMAT) + padded * (each.size == len(content)) for each in headers) + bytes(1024)
+    return b"".join(
+        each.tobuf(tarfile.GNU_FORMAT) + padded * (each.size == len(content)) for each in headers
+    ) + bytes(1024)
 
 
 def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.TarInfo:
@@ -47,7 +53,11 @@ def _entry(name: str, kind: bytes = tarfile.REGTYPE, link: str = "") -> tarfile.
 
 def _without_end() -> dict[str, bytes]:
     """Archives that ask their reader for endless time or memory."""
-    back, digits, long_name = _entry("back.txt"), _entry("pax", tarfile.XHDTYPE), _entry("././@LongLink", tarfile.GNUTYPE_LONGNAME)
+    back, digits, long_name = (
+        _entry("back.txt"),
+        _entry("pax", tarfile.XHDTYPE),
+        _entry("././@LongLink", tarfile.GNUTYPE_LONGNAME),
+    )
     back.size, digits.size, long_name.size = -512, 10**6, 4
     written = {
         "a tar that leads back to itself.tar": _blocks(_entry("keydiff.py"), back),
@@ -57,7 +67,9 @@ def _without_end() -> dict[str, bytes]:
     for name, method in (("bzip2", zipfile.ZIP_BZIP2), ("LZMA", zipfile.ZIP_LZMA)):
         swollen = _zipped(b"#" * 2**24, method)
         # The directory says that the 16 MiB are 10 bytes.
-        written[f"a file that swells by {name}.zip"] = swollen.replace(struct.pack("<I", 2**24), struct.pack("<I", 10))
+        written[f"a file that swells by {name}.zip"] = swollen.replace(
+            struct.pack("<I", 2**24), struct.pack("<I", 10)
+        )
     data, count = _zipped(b"", zipfile.ZIP_STORED), 2**16 - 2
     start, end = data.rindex(b"PK\1\2"), data.rindex(b"PK\5\6")
     directory = data[start:end] * count
@@ -73,7 +85,9 @@ def _zipped(content: bytes, method: int) -> bytes:
 
 
 def archives(folder: Path, oracle: Path) -> dict[str, Path]:
-    """Write the hostile archives and folders, named after their attack; `oracle` is the file that their links lead to."""
+    """Write the hostile archives and folders, named after their attack; `oracle` is the file that their
+    links lead to.
+    """
     link = zipfile.ZipInfo("keydiff.py")
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     contents: dict[str, bytes | dict[Any, str | bytes]] = {
@@ -89,7 +103,10 @@ def archives(folder: Path, oracle: Path) -> dict[str, Path]:
         "a hard link in a tar.tar.gz": {_entry("keydiff.py", tarfile.LNKTYPE, str(oracle)): ""},
         "a device in a tar.tar.gz": {_entry("keydiff.py", tarfile.CHRTYPE): ""},
         "a path that leads out of a tar.tar.gz": {"keydiff.py": "", "../../grade.json": ""},
-        "a tar that swells.tar.gz": {"keydiff.py": "", **{f"{number}.txt": b"#" * 2**20 for number in range(65)}},
+        "a tar that swells.tar.gz": {
+            "keydiff.py": "",
+            **{f"{number}.txt": b"#" * 2**20 for number in range(65)},
+        },
         "a broken archive.zip": b"PK\3\4 and no more",
         "a broken tar.tar.gz": b"\x1f\x8b and no more",
         **_without_end(),
@@ -99,4 +116,6 @@ def archives(folder: Path, oracle: Path) -> dict[str, Path]:
     linked.mkdir(exist_ok=True)
     (linked / "keydiff.py").unlink(missing_ok=True)
     (linked / "keydiff.py").symlink_to(oracle)
-    return {name.split(".")[0]: folder / name.replace(" ", "_") for name in contents} | {"a symbolic link in a folder": linked}
+    return {name.split(".")[0]: folder / name.replace(" ", "_") for name in contents} | {
+        "a symbolic link in a folder": linked
+    }

@@ -54,7 +54,13 @@ SMALL: dict[str, Any] = {
 NO_HEAD_DIM = {name: value for name, value in SMALL.items() if name != "head_dim"}
 ONE_KEY_A_QUERY = {name: value for name, value in NO_HEAD_DIM.items() if name != "num_key_value_heads"}
 LAYERS = {"layer_types": ["sliding_attention", "full_attention", "full_attention"], "sliding_window": 16}
-SCALED = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 
 FOUR = {**SMALL, "num_hidden_layers": 4}
 NO_HEAD_DIM_OF_FOUR = {**NO_HEAD_DIM, "num_hidden_layers": 4}
@@ -68,20 +74,42 @@ DELTA = {
     "linear_value_head_dim": 8,
     "linear_conv_kernel_dim": 4,
 }
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2}
+MAMBA = {
+    "mamba_n_heads": 8,
+    "mamba_d_head": 8,
+    "mamba_n_groups": 1,
+    "mamba_d_state": 8,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 1}
-DELTA_EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
+DELTA_EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
 
 OF_2026: dict[str, Any] = {
     "Qwen3-Next": Qwen3NextConfig(**FOUR, **DELTA, **DELTA_EXPERTS),
     "Qwen3.5": Qwen3_5TextConfig(**FOUR, **DELTA),
     "OLMo Hybrid": OlmoHybridConfig(**NO_HEAD_DIM_OF_FOUR, **DELTA),
     "Jamba": JambaConfig(
-        **NO_HEAD_DIM_OF_FOUR, attn_layer_period=2, attn_layer_offset=1, num_experts=2, num_experts_per_tok=1, mamba_d_state=4
+        **NO_HEAD_DIM_OF_FOUR,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        mamba_d_state=4,
     ),
     "Bamba": BambaConfig(**NO_HEAD_DIM_OF_FOUR, **MAMBA, attn_layer_indices=[1, 3]),
     "Granite 4 hybrid": GraniteMoeHybridConfig(
-        **NO_HEAD_DIM_OF_FOUR, **MAMBA, **EXPERTS, **HALF_LINEAR, shared_intermediate_size=16, position_embedding_type=None
+        **NO_HEAD_DIM_OF_FOUR,
+        **MAMBA,
+        **EXPERTS,
+        **HALF_LINEAR,
+        shared_intermediate_size=16,
+        position_embedding_type=None,
     ),
     "Nemotron-H": NemotronHConfig(
         **{name: value for name, value in FOUR.items() if name != "num_hidden_layers"},
@@ -109,7 +137,9 @@ OF_2026: dict[str, Any] = {
     "Granite-SWA": GraniteSWAConfig(**NO_HEAD_DIM_OF_FOUR, **HALF_SLIDING),
     "Gemma 2": Gemma2Config(**FOUR, **HALF_SLIDING, attn_logit_softcapping=5.0),
     "Gemma 3": Gemma3TextConfig(**FOUR, **HALF_SLIDING),
-    "Gemma 4": Gemma4TextConfig(**FOUR, **HALF_SLIDING, num_kv_shared_layers=0, hidden_size_per_layer_input=0),
+    "Gemma 4": Gemma4TextConfig(
+        **FOUR, **HALF_SLIDING, num_kv_shared_layers=0, hidden_size_per_layer_input=0
+    ),
     "Cohere": CohereConfig(**NO_HEAD_DIM_OF_FOUR, logit_scale=1.0),
     "Cohere2": Cohere2Config(**NO_HEAD_DIM_OF_FOUR, **HALF_SLIDING, logit_scale=1.0),
     "SmolLM3": SmolLM3Config(**FOUR, no_rope_layers=[1, 0, 1, 0]),
@@ -122,11 +152,15 @@ OF_2026: dict[str, Any] = {
         attention_chunk_size=16,
     ),
 }
-"""Layers with a state in the place of a cache, sinks, capped logits, RoPE of neighbouring channels, layers without RoPE."""
+"""Layers with a state in the place of a cache, sinks, capped logits, RoPE of neighbouring channels, layers
+without RoPE.
+"""
 
 FAMILIES: dict[str, Any] = {
     "llama": LlamaConfig(**SMALL),
-    "llama, scaled RoPE": LlamaConfig(**SMALL, rope_parameters={**SCALED, "original_max_position_embeddings": 64}),
+    "llama, scaled RoPE": LlamaConfig(
+        **SMALL, rope_parameters={**SCALED, "original_max_position_embeddings": 64}
+    ),
     "mistral": MistralConfig(**SMALL, sliding_window=None),
     "qwen2": Qwen2Config(**NO_HEAD_DIM),
     "qwen3": Qwen3Config(**SMALL),
@@ -137,8 +171,12 @@ FAMILIES: dict[str, Any] = {
 }
 
 
-def random_model(config: PretrainedConfig, of: Callable[..., Any] = AutoModelForCausalLM.from_config, **named: Any) -> Any:
-    """A model with random weights that are always the same, by the function that makes it from its configuration."""
+def random_model(
+    config: PretrainedConfig, of: Callable[..., Any] = AutoModelForCausalLM.from_config, **named: Any
+) -> Any:
+    """A model with random weights that are always the same, by the function that makes it from its
+    configuration.
+    """
     torch.manual_seed(0)
     return of(copy.deepcopy(config), **named).eval()
 

@@ -1,4 +1,6 @@
-"""What the tests of the classroom share: right and wrong files, to hand them in, to judge them, to grade them."""
+"""What the tests of the classroom share: right and wrong files, to hand them in, to judge them, to grade
+them.
+"""
 
 import importlib
 import inspect
@@ -74,13 +76,20 @@ def bundled(stem: str, mutant: Mutant | None = None) -> str:
     if mutant is not None and mutant.edits:
         path = mutant.edited or mutant.of
         module = f"bundled.{path.split('.')[0]}"
-        sources[module] = sources[module].replace(inspect.getsource(oracle(path)), edited_source(path, mutant.edits))
+        sources[module] = sources[module].replace(
+            inspect.getsource(oracle(path)), edited_source(path, mutant.edits)
+        )
     elif mutant is not None:
         arithmetic = importlib.import_module("evictionary.spec_tests.judge.arithmetic")
         wrong = inspect.getmodule(inspect.unwrap(mutant.function))
-        sources |= {"bundled.oracle": _ORACLE, "bundled.arithmetic": bundle.renamed(inspect.getsource(arithmetic))}
+        sources |= {
+            "bundled.oracle": _ORACLE,
+            "bundled.arithmetic": bundle.renamed(inspect.getsource(arithmetic)),
+        }
         sources |= {"bundled.planted": _PLANTED, "bundled.wrong": bundle.renamed(inspect.getsource(wrong))}
-        last = f'{mutant.of.split(".")[1]} = vars(sys.modules["bundled.wrong"])["{mutant.name.split(".")[1]}"]'
+        last = (
+            f'{mutant.of.split(".")[1]} = vars(sys.modules["bundled.wrong"])["{mutant.name.split(".")[1]}"]'
+        )
     return bundle.packed(stem, sources, last)
 
 
@@ -98,7 +107,9 @@ def with_another(function: str, body: str, source: str = SOLUTION) -> str:
 def alone(name: str, *steps: str, **changes: Any) -> assignments.Assignment:
     """An assignment with some of its steps, which need no other; changes replace fields of them."""
     one = assignments.load(name)
-    return replace(one, steps=tuple(replace(each, needs=(), **changes) for each in one.steps if each.name in steps))
+    return replace(
+        one, steps=tuple(replace(each, needs=(), **changes) for each in one.steps if each.name in steps)
+    )
 
 
 def judged(name: str | assignments.Assignment, source: str, **settings: Any) -> Judgement:
@@ -145,14 +156,20 @@ def child_of(folder: Path, source: str, seconds: float = 20) -> Child:
     return Child(written(folder, source, "keydiff.py"), "keydiff", limits=Limits(seconds))
 
 
-def order(examples: int = 1, handed_out: tuple[str, ...] = (), secret: bytes = b"a secret", **settings: Any) -> classes.Order:
+def order(
+    examples: int = 1, handed_out: tuple[str, ...] = (), secret: bytes = b"a secret", **settings: Any
+) -> classes.Order:
     """How a class of the KeyDiff assignment is graded."""
     return classes.Order("keydiff", secret, examples, handed_out, **settings)
 
 
-def graded(source: str | bytes, tmp_path: Path, examples: int = 1, handed_out: tuple[str, ...] = ()) -> dict[str, Any]:
+def graded(
+    source: str | bytes, tmp_path: Path, examples: int = 1, handed_out: tuple[str, ...] = ()
+) -> dict[str, Any]:
     """What becomes of one student's file in a class of one."""
-    (grade,) = classes.run(order(examples, handed_out), {"ada": written(tmp_path, source)}, tmp_path / "grades", 1)
+    (grade,) = classes.run(
+        order(examples, handed_out), {"ada": written(tmp_path, source)}, tmp_path / "grades", 1
+    )
     return grade
 
 

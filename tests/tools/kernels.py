@@ -1,4 +1,6 @@
-"""What the tests of the kernels share: the files of kernels, which functions are kernels, and how to compile them."""
+"""What the tests of the kernels share: the files of kernels, which functions are kernels, and how to
+compile them.
+"""
 
 import importlib
 import json
@@ -16,18 +18,24 @@ KERNELS = {stem: importlib.import_module(f"{compiling.__package__}.{stem}") for 
 
 def launched_by_a_grid() -> set[str]:
     """The names of the kernels that launchers start."""
-    named = {name: getattr(value, "fn", None) for file in KERNELS.values() for name, value in vars(file).items()}
+    named = {
+        name: getattr(value, "fn", None) for file in KERNELS.values() for name, value in vars(file).items()
+    }
     return {name for name, function in named.items() if "Grid" in (getattr(function, "__doc__", None) or "")}
 
 
 def compiled(*arguments: object, fused: bool = False, code: int | None = 0) -> list[dict[str, Any]]:
-    """The JSON lines of a program without Triton's interpreter, which would take the place of the compiler."""
+    """The JSON lines of a program without Triton's interpreter, which would take the place of the
+    compiler.
+    """
     environment = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": int(fused), "PYTHONPATH": ROOT}
     return [json.loads(line) for line in python(*arguments, code=code, **environment).stdout.splitlines()]
 
 
 def assert_close(got: Any, wanted: Any, bound: float) -> None:
-    """Whole numbers and masks are equal; other numbers differ by at most `bound` of the largest one of their tensor."""
+    """Whole numbers and masks are equal; other numbers differ by at most `bound` of the largest one of
+    their tensor.
+    """
     for mine, exact in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
         assert mine.shape == exact.shape
         finite = exact.isfinite()
@@ -35,5 +43,8 @@ def assert_close(got: Any, wanted: Any, bound: float) -> None:
             assert torch.equal(mine.to(exact.dtype), exact)
         else:
             assert torch.equal(mine[~finite].double(), exact[~finite])
-            away, size = (mine.double() - exact)[finite].abs().amax(), exact[finite].abs().amax().clamp(min=1e-30)
+            away, size = (
+                (mine.double() - exact)[finite].abs().amax(),
+                exact[finite].abs().amax().clamp(min=1e-30),
+            )
             assert away <= bound * size, f"{away / size} of the largest number"

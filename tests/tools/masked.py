@@ -1,8 +1,9 @@
-"""A cache beside transformers' own: each part of a text is read by both, and a mask hides from the other what ours has evicted.
+"""A cache beside transformers' own: each part of a text is read by both, and a mask hides from the other
+what ours has evicted.
 
-The other cache keeps every token; the mask of a layer, a row and a head says what the head held before the part was read. So the
-states of layers without a cache are transformers' own on both sides, and the difference is the eviction's alone.
-`python -m tests.tools.masked` prints the table of docs/in_a_model.md.
+The other cache keeps every token; the mask of a layer, a row and a head says what the head held before the
+part was read. So the states of layers without a cache are transformers' own on both sides, and the difference
+is the eviction's alone. `python -m tests.tools.masked` prints the table of docs/in_a_model.md.
 """
 
 import datetime
@@ -32,7 +33,9 @@ PHASES: dict[str, dict[str, Any]] = {
 
 
 REFUSED = [("Jamba", "prompt in blocks"), ("Jamba", "several tokens later")]
-"""What transformers itself gets wrong: the layers with a state begin anew where several later tokens are read at once."""
+"""What transformers itself gets wrong: the layers with a state begin anew where several later tokens are
+read at once.
+"""
 
 
 class Difference(NamedTuple):
@@ -44,7 +47,9 @@ class Difference(NamedTuple):
 
 @torch.no_grad()
 def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, every: int = 0) -> Difference:
-    """Read parts of these sizes with half of the tokens evicted, and compare. The second row has `padding` on its left."""
+    """Read parts of these sizes with half of the tokens evicted, and compare. The second row has `padding`
+    on its left.
+    """
     ids, batch = IDS[: 1 + bool(padding)], 1 + bool(padding)
     real = torch.arange(IDS.shape[1]) >= torch.tensor([0, padding])[:batch, None]
     positions = (real.cumsum(dim=1) - 1).clamp(min=0)
@@ -56,19 +61,26 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
             named = {"attention_mask": real[:, :end].long(), "position_ids": positions[:, part]}
             for index in cache.evicting:
                 held = _held(cache, index, batch)
-                visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)[:, :, None]
+                visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)[
+                    :, :, None
+                ]
                 seen_by = visible & (torch.arange(end) <= torch.arange(seen, end)[:, None])
                 views[index] = seen_by | torch.eye(end, dtype=torch.bool)[part]  # padding sees itself
             ours = model(ids[:, part], past_key_values=cache, **named).logits[real[:, part]]
             theirs = masked_logits(model, ids[:, part], views, others, **named)[real[:, part]]
-            worst, largest = max(worst, float((ours - theirs).abs().max())), max(largest, float(theirs.abs().max()))
+            worst, largest = (
+                max(worst, float((ours - theirs).abs().max())),
+                max(largest, float(theirs.abs().max())),
+            )
             seen = end
         assert cache.nbytes < cache.nbytes_full
     return Difference(worst, largest)
 
 
 def _held(cache: EvictingCache, index: int, batch: int) -> torch.Tensor:
-    """What each head of a layer holds of the tokens that it has seen, [B, H_kv, seen], or one head of none."""
+    """What each head of a layer holds of the tokens that it has seen, [B, H_kv, seen], or one head of
+    none.
+    """
     layer = cache.layers[index]
     if layer.keys is None:
         return torch.zeros(batch, 1, 0, dtype=torch.bool)
@@ -78,8 +90,13 @@ def _held(cache: EvictingCache, index: int, batch: int) -> torch.Tensor:
 
 
 def table() -> Iterator[str]:
-    """The lines of a table, models by phases: the largest difference over the methods, of the largest logit."""
-    yield from (f"| logits differ by at most | {' | '.join(PHASES)} | of logits up to |", "|---" * (len(PHASES) + 2) + "|")
+    """The lines of a table, models by phases: the largest difference over the methods, of the largest
+    logit.
+    """
+    yield from (
+        f"| logits differ by at most | {' | '.join(PHASES)} | of logits up to |",
+        "|---" * (len(PHASES) + 2) + "|",
+    )
     for family in OF_2026:
         model = build(family)
         names = [name for name in PHASES if (family, name) not in REFUSED]

@@ -8,14 +8,27 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(page: Path, languages: str) -> list[str]:
-    """The fenced blocks of a page in these languages, separated by |; an empty name is a block without a language."""
+    """The fenced blocks of a page in these languages, separated by |; an empty name is a block without a
+    language.
+    """
     text = page.read_text(encoding="utf-8")
-    return [body for _, body in re.findall(rf"^ *(`{{3,}})(?:{languages})\n(.*?)^ *\1$", text, flags=re.DOTALL | re.MULTILINE)]
+    return [
+        body
+        for _, body in re.findall(
+            rf"^ *(`{{3,}})(?:{languages})\n(.*?)^ *\1$", text, flags=re.DOTALL | re.MULTILINE
+        )
+    ]
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page that call `evictionary`, in a block or as code inside a sentence, without comments."""
-    lines = [line.strip().removeprefix("$ ") for block in blocks(page, "|text|bash|console") for line in _joined(block)]
+    """The lines of a page that call `evictionary`, in a block or as code inside a sentence, without
+    comments.
+    """
+    lines = [
+        line.strip().removeprefix("$ ")
+        for block in blocks(page, "|text|bash|console")
+        for line in _joined(block)
+    ]
     spans = re.findall(r"`(evictionary [^`]+)`", page.read_text(encoding="utf-8"))
     found = [line for line in [*lines, *spans] if line.startswith("evictionary ")]
     return list(dict.fromkeys(" ".join(line.partition("  #")[0].split()) for line in found))
@@ -26,7 +39,9 @@ def _joined(block: str) -> list[str]:
 
 
 def pictures_of(path: Path) -> int:
-    """The number of pictures of an HTML page. Fail if the page loads anything: each picture has to be inside."""
+    """The number of pictures of an HTML page. Fail if the page loads anything: each picture has to be
+    inside.
+    """
     page = path.read_text(encoding="utf-8")
     html.parser.HTMLParser().feed(page)
     assert not re.findall(r"https?://", page)

@@ -1,4 +1,6 @@
-"""What the tests of the cache share: tokens to read, and short ways to read, to generate and to look at what is stored."""
+"""What the tests of the cache share: tokens to read, and short ways to read, to generate and to look at
+what is stored.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -48,7 +50,9 @@ def cached(
     given: Any = None,
     **named: Any,
 ) -> EvictingCache:
-    """A cache that has read ids [B, M], or parts of them of these sizes; `given` goes to the model, all else to the cache."""
+    """A cache that has read ids [B, M], or parts of them of these sizes; `given` goes to the model, all
+    else to the cache.
+    """
     cache = EvictingCache(model, method, *arguments, **named)
     read_in(model, cache, sizes or [ids.shape[1]], ids, **(given or {}))
     return cache
@@ -60,15 +64,20 @@ def loaded(cache: EvictingCache, folder: Path, model: Any) -> EvictingCache:
     return EvictingCache.load(folder / "cache", model)
 
 
-def read_in(model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS, **named: Any) -> torch.Tensor:
+def read_in(
+    model: Any, cache: Any, sizes: Sequence[int], ids: torch.Tensor = IDS, **named: Any
+) -> torch.Tensor:
     """The logits of the first tokens, read in parts of these sizes."""
-    return torch.cat([read(model, part, cache, **named) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1)
+    return torch.cat(
+        [read(model, part, cache, **named) for part in ids[:, : sum(sizes)].split(list(sizes), dim=1)], dim=1
+    )
 
 
 def masked_logits(
     model: Any, ids: torch.Tensor, visible: Mapping[int, torch.Tensor], cache: Any = None, **named: Any
 ) -> torch.Tensor:
-    """The logits of ids [B, M] where token m of a layer attends to what row m of its `visible` [B, H_kv, M, T] says.
+    """The logits of ids [B, M] where token m of a layer attends to what row m of its `visible` [B, H_kv,
+    M, T] says.
 
     The layers are called in their order; a module may serve several.
     """
@@ -91,16 +100,29 @@ def masked_logits(
 
 
 def generate(
-    model: Any, ids: torch.Tensor, cache: Any = None, *, count: int = 8, mask: torch.Tensor | None = None, **named: Any
+    model: Any,
+    ids: torch.Tensor,
+    cache: Any = None,
+    *,
+    count: int = 8,
+    mask: torch.Tensor | None = None,
+    **named: Any,
 ) -> torch.Tensor:
     """The ids with `count` more of greedy generation."""
-    settings = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "pad_token_id": 0} | named
+    settings = {
+        "max_new_tokens": count,
+        "min_new_tokens": count,
+        "do_sample": False,
+        "pad_token_id": 0,
+    } | named
     mask = torch.ones_like(ids) if mask is None else mask
     return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
 
 
 def padded(*lengths: int, width: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Rows of IDS, of these lengths, padded on the left to `width`, and the arguments of the model that say so."""
+    """Rows of IDS, of these lengths, padded on the left to `width`, and the arguments of the model that
+    say so.
+    """
     mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
     ids = torch.cat([IDS[:, 10 * row : 10 * row + width] for row in range(len(lengths))]) * mask
     return ids, {"attention_mask": mask, "position_ids": (mask.cumsum(dim=1) - 1).clamp(min=0)}

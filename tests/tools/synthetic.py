@@ -1,8 +1,9 @@
 """An artificial class: right, wrong and hostile submissions, to test the grader.
 
-`python -m tests.tools.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every attack of
-`attacks.py`; half of the other submissions are right, and half have one planted mistake each.
-`evictionary grade FOLDER --assignment keydiff --output GRADES` grades them, and `--report GRADES` writes docs/classroom/class.md.
+`python -m tests.tools.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every
+attack of `attacks.py`; half of the other submissions are right, and half have one planted mistake each.
+`evictionary grade FOLDER --assignment keydiff --output GRADES` grades them, and `--report GRADES` writes
+docs/classroom/class.md.
 """
 
 import itertools
@@ -42,10 +43,15 @@ def mutants_of(assignment: Assignment) -> list[Mutant]:
 
 def write_class(folder: Path, count: int) -> dict[str, int]:
     """Write `count` submissions to the KeyDiff assignment into a folder; returns how many of each kind."""
-    files = {f"hostile {name}.py".replace(" ", "_").replace("'", ""): text for name, text in attacks.SOURCES.items()}
+    files = {
+        f"hostile {name}.py".replace(" ", "_").replace("'", ""): text
+        for name, text in attacks.SOURCES.items()
+    }
     hostile = len(files) + len(attacks.archives(folder, Path(next(iter(reference.__path__))) / "keydiff.py"))
     wrong, right = max(0, count - hostile) // 2, (max(0, count - hostile) + 1) // 2
-    for number, mutant in zip(range(wrong), itertools.cycle(mutants_of(assignments.load("keydiff"))), strict=False):
+    for number, mutant in zip(
+        range(wrong), itertools.cycle(mutants_of(assignments.load("keydiff"))), strict=False
+    ):
         files[f"wrong_{number:03}_{mutant.name.split('.')[1]}.py"] = bundled("keydiff", mutant)
     for number in range(right):
         files[f"right_{number:03}.py"] = bundled("keydiff") if number % 2 else SOLUTION
@@ -54,10 +60,12 @@ def write_class(folder: Path, count: int) -> dict[str, int]:
 
 
 def hand_in(name: str, mistake: str) -> tuple[bool, bool, str]:
-    """Submit a planted mistake: whether a step of its requirement is lost, whether its misconception is named, and what is told.
+    """Submit a planted mistake: whether a step of its requirement is lost, whether its misconception is
+    named, and what is told.
 
-    Only the steps of that requirement are judged: the other steps say nothing about it and take most of the time. What is told is
-    empty, or where these steps accept the mistake or do not name it, what the whole assignment says.
+    Only the steps of that requirement are judged: the other steps say nothing about it and take most of the
+    time. What is told is empty, or where these steps accept the mistake or do not name it, what the whole
+    assignment says.
     """
     one, mutant = assignments.load(name), load_mutants()[mistake]
 
@@ -67,7 +75,11 @@ def hand_in(name: str, mistake: str) -> tuple[bool, bool, str]:
         named = mutant.misconception in [each for line in result.lines for each in line.misconceptions]
         return [line.name for line in result.lines if line.verdict == "failed"], named, result.score
 
-    own = [step for step in one.steps if mutant.killed_by in {load_laws()[law].requirement.id for law in step.laws}]
+    own = [
+        step
+        for step in one.steps
+        if mutant.killed_by in {load_laws()[law].requirement.id for law in step.laws}
+    ]
     lost, is_named, _ = outcome(tuple(replace(step, needs=()) for step in own))
     if lost and is_named:
         return True, True, ""
@@ -84,10 +96,16 @@ def write_mistakes(jobs: int) -> None:
     for name in NUMPY:
         mutants = mutants_of(assignments.load(name))
         found = joblib.Parallel(n_jobs=jobs)(joblib.delayed(hand_in)(name, mutant.name) for mutant in mutants)
-        rows.append((name, len(mutants), sum(lost for lost, _, _ in found), sum(told for _, told, _ in found)))
+        rows.append(
+            (name, len(mutants), sum(lost for lost, _, _ in found), sum(told for _, told, _ in found))
+        )
         print(*rows[-1], flush=True)
         pairs = zip(mutants, found, strict=True)
-        exceptions += [f"- {name}, {one.killed_by}: {one.misconception}: {whole}" for one, (_, _, whole) in pairs if whole]
+        exceptions += [
+            f"- {name}, {one.killed_by}: {one.misconception}: {whole}"
+            for one, (_, _, whole) in pairs
+            if whole
+        ]
     apart = "\n".join(["\n\nThe exceptions, at these seeds:\n", *exceptions]) if exceptions else ""
     head = ["assignment", "handed in", "lost the points of its requirement", "was told its misconception"]
     page = f"""\
@@ -103,12 +121,16 @@ separates it from every other planted mistake, and only for the first step that 
 
 
 def write_report(grades: Path) -> None:
-    """Write docs/classroom/class.md: the points of a class that `write_class` wrote, and what became of each attack."""
+    """Write docs/classroom/class.md: the points of a class that `write_class` wrote, and what became of
+    each attack.
+    """
     points: dict[int, Counter[str]] = defaultdict(Counter)
     hostile, seconds, told = [], [], []
     for path in sorted(grades.glob("*/grade.json")):
         grade = json.loads(path.read_text(encoding="utf-8"))
-        kind = next((kind for kind in ("right", "wrong") if grade["student"].startswith(f"{kind}_")), "hostile")
+        kind = next(
+            (kind for kind in ("right", "wrong") if grade["student"].startswith(f"{kind}_")), "hostile"
+        )
         points[grade["score"]][kind] += 1
         seconds.append(grade["seconds"])
         told += [any(line["misconceptions"] for line in grade["lines"])] * (kind == "wrong")
@@ -117,7 +139,10 @@ def write_report(grades: Path) -> None:
             name = grade["student"].removeprefix("hostile_").replace("_", " ")
             said = formats.cell(said.replace(f"{PAGES.parents[1]}/", "")[:160])
             hostile.append((formats.cell(name), grade["score"], f"{grade['seconds']:.1f}", said))
-    rows = [(each, counts["right"], counts["wrong"], counts["hostile"]) for each, counts in sorted(points.items())[::-1]]
+    rows = [
+        (each, counts["right"], counts["wrong"], counts["hostile"])
+        for each, counts in sorted(points.items())[::-1]
+    ]
     page = f"""\
 # A class that never was
 
@@ -140,8 +165,12 @@ KeyDiff assignment, `evictionary grade handed_in --assignment keydiff --seconds 
 def main(
     folder: Annotated[Path, typer.Argument()] = Path("handed_in"),
     count: int = 200,
-    sweep: Annotated[bool, typer.Option("--sweep", help="Submit every planted mistake and write the page about it.")] = False,
-    report: Annotated[Path | None, typer.Option(help="Write the page about a class that was graded into this folder.")] = None,
+    sweep: Annotated[
+        bool, typer.Option("--sweep", help="Submit every planted mistake and write the page about it.")
+    ] = False,
+    report: Annotated[
+        Path | None, typer.Option(help="Write the page about a class that was graded into this folder.")
+    ] = None,
     jobs: Annotated[int, typer.Option(help="Processes of --sweep; one for each core by default.")] = -1,
 ) -> None:
     """Write an artificial class, or a page about it."""

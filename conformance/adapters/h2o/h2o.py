@@ -1,4 +1,6 @@
-"""H2O's authors: `H2OKVCache_LayerWise` sums the attention that it is given, and keeps heavy hitters and recent tokens."""
+"""H2O's authors: `H2OKVCache_LayerWise` sums the attention that it is given, and keeps heavy hitters and
+recent tokens.
+"""
 
 import contextlib
 import io
@@ -8,7 +10,9 @@ from conformance.borrowed import causal_attention, leave_out, mask, positions_as
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,), "group": (1,)}
 
-H2OKVCache = take("h2o", "h2o_hf/utils_real_drop/modify_llama.py", "H2OKVCache_LayerWise").H2OKVCache_LayerWise
+H2OKVCache = take(
+    "h2o", "h2o_hf/utils_real_drop/modify_llama.py", "H2OKVCache_LayerWise"
+).H2OKVCache_LayerWise
 
 
 def _cache(heavy, recent):

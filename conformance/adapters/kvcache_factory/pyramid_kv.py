@@ -1,4 +1,6 @@
-"""KVCache-Factory's `PyramidKVCluster`: what each layer keeps of a long prompt beside a window of one token."""
+"""KVCache-Factory's `PyramidKVCluster`: what each layer keeps of a long prompt beside a window of one
+token.
+"""
 
 import torch
 

@@ -1,4 +1,6 @@
-"""OpenVINO's `KVCacheCompressor` in its H2O mode, token by token: what it accumulates over all heads of a layer."""
+"""OpenVINO's `KVCacheCompressor` in its H2O mode, token by token: what it accumulates over all heads of a
+layer.
+"""
 
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +15,12 @@ DOMAIN = {"dtype": ("float32",), "batch": (1,)}
 _found = take(
     "openvino",
     "modules/genai_optimizations/genai_opt/token_eviction.py",
-    *("KVCacheCompressionMode", "KVCacheRefinedSelection", "KVCacheCompressionParameters", "KVCacheCompressor"),
+    *(
+        "KVCacheCompressionMode",
+        "KVCacheRefinedSelection",
+        "KVCacheCompressionParameters",
+        "KVCacheCompressor",
+    ),
     contextmanager=contextmanager,
     dataclass=dataclass,
     Enum=Enum,

@@ -1,4 +1,6 @@
-"""KeyDiff in C++ for phones: `keyDiffScores`, compiled with a line of C linkage around it and called through ctypes."""
+"""KeyDiff in C++ for phones: `keyDiffScores`, compiled with a line of C linkage around it and called
+through ctypes.
+"""
 
 import ctypes
 import subprocess
@@ -35,7 +37,17 @@ def _compiled():
     (built / "llm" / "kv_eviction.h").write_text(HEADER, encoding="utf-8")
     (built / "score.cpp").write_text(LINKAGE.format(source=source), encoding="utf-8")
     subprocess.run(
-        ["c++", "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{built}", str(built / "score.cpp"), "-o", str(built / "score.so")],
+        [
+            "c++",
+            "-std=c++17",
+            "-O2",
+            "-shared",
+            "-fPIC",
+            f"-I{built}",
+            str(built / "score.cpp"),
+            "-o",
+            str(built / "score.so"),
+        ],
         check=True,
     )
     return ctypes.CDLL(str(built / "score.so"))

@@ -15,5 +15,7 @@ def score(queries, keys, *, window_size=8, kernel_size=7, importance_share=0.07,
     leave_out_window(length, window_size)
     leave_out(threshold != 0.5, "another threshold than 1/2, which the class does not take")
     # The budget is the whole prompt: all tokens before the window are ranked.
-    cluster = R1KV(budget=length, window_size=window_size, kernel_size=kernel_size, mix_lambda=importance_share)
+    cluster = R1KV(
+        budget=length, window_size=window_size, kernel_size=kernel_size, mix_lambda=importance_share
+    )
     return with_window(ranked_by(cluster.update_kv, keys, queries, keys), window_size)

@@ -6,11 +6,15 @@ ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 compute_attention_scores = take("r_kv", "rkv/utils.py", "compute_attention_scores").compute_attention_scores
-SnapKV = take("r_kv", "rkv/compression/snapkv.py", "SnapKV", compute_attention_scores=compute_attention_scores).SnapKV
+SnapKV = take(
+    "r_kv", "rkv/compression/snapkv.py", "SnapKV", compute_attention_scores=compute_attention_scores
+).SnapKV
 
 
 def score(queries, keys, *, window_size=32, kernel_size=7):
     length = keys.shape[2]
     leave_out_window(length, window_size)
     cluster = SnapKV(budget=length, window_size=window_size, kernel_size=kernel_size)
-    return with_window(ranked_by(cluster.update_kv, keys, for_all_queries(queries, length), keys), window_size)
+    return with_window(
+        ranked_by(cluster.update_kv, keys, for_all_queries(queries, length), keys), window_size
+    )

@@ -14,4 +14,5 @@ def score(queries, keys, *, window_size=32, kernel_size=7):
     # The capacity is the whole prompt: all tokens before the window are ranked.
     cluster = SnapKVCluster(window_size, length, kernel_size, "avgpool")
     summed = ranked_by(cluster.update_kv, keys, for_all_queries(queries, length), keys, None, 1)
-    return with_window(summed / window_size, window_size)  # a sum over the window, where the contract has a mean
+    # a sum over the window, where the contract has a mean
+    return with_window(summed / window_size, window_size)

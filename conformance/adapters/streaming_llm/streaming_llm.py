@@ -1,4 +1,6 @@
-"""StreamingLLM's authors: `StartRecentKVCache` keeps so many tokens from the start and so many from the end."""
+"""StreamingLLM's authors: `StartRecentKVCache` keeps so many tokens from the start and so many from the
+end.
+"""
 
 import contextlib
 import io

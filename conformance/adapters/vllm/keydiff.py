@@ -1,4 +1,6 @@
-"""KeyDiff of a pull request to vLLM: `keydiff_scores`, and `compact_request_kv` of a paged cache as one block of the paper."""
+"""KeyDiff of a pull request to vLLM: `keydiff_scores`, and `compact_request_kv` of a paged cache as one
+block of the paper.
+"""
 
 import numpy as np
 import torch
@@ -26,15 +28,24 @@ def process_block(cache, keys, values, *, budget):
     seen = cache.seen if cache else 0
     positions = torch.arange(seen, seen + keys.shape[2]).expand(keys.shape[:3])
     if cache:
-        keys, values, positions = (torch.cat(pair, dim=2) for pair in zip(cache[:3], (keys, values, positions), strict=True))
+        keys, values, positions = (
+            torch.cat(pair, dim=2) for pair in zip(cache[:3], (keys, values, positions), strict=True)
+        )
     # Positions travel as values of a second layer, whose keys are the same.
     layers = [values, positions[..., None].expand(keys.shape).to(keys.dtype)]
-    kept = [torch.stack([_compacted(*item, budget) for item in zip(keys, layer, strict=True)], dim=1) for layer in layers]
-    return Cache(*kept[0], kept[1][1][..., 0].long(), seen + positions.shape[2] - (cache.keys.shape[2] if cache else 0))
+    kept = [
+        torch.stack([_compacted(*item, budget) for item in zip(keys, layer, strict=True)], dim=1)
+        for layer in layers
+    ]
+    return Cache(
+        *kept[0], kept[1][1][..., 0].long(), seen + positions.shape[2] - (cache.keys.shape[2] if cache else 0)
+    )
 
 
 def _compacted(keys, values, budget):
-    """Keys and values [H, T, D] of one text through a cache whose pages lie in reversed order; [2, H, n, D]."""
+    """Keys and values [H, T, D] of one text through a cache whose pages lie in reversed order; [2, H, n,
+    D].
+    """
     pages = -(-keys.shape[1] // PAGE)
     table = np.arange(pages)[::-1].copy()
     places = torch.from_numpy(table.repeat(PAGE) * PAGE + np.tile(np.arange(PAGE), pages))[: keys.shape[1]]

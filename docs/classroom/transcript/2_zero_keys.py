@@ -1,4 +1,6 @@
-"""KeyDiff: keep the keys that point away from the average direction. Write the four functions; NumPy alone is needed."""
+"""KeyDiff: keep the keys that point away from the average direction. Write the four functions; NumPy alone
+is needed.
+"""
 
 import numpy as np
 

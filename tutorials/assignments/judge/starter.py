@@ -1,8 +1,9 @@
-"""A judge at real sizes: rows of scores on which a wrong top-k keeps other tokens than a right one. NumPy alone is needed.
+"""A judge at real sizes: rows of scores on which a wrong top-k keeps other tokens than a right one. NumPy
+alone is needed.
 
-A row is (scores, budget) or (scores, budget, protected): scores [T], floats without NaN; budget, from 1 to T; protected [T],
-boolean, the tokens that stay whatever their scores. A right top-k keeps the `budget` highest scores, of equal ones those at
-lower positions.
+A row is (scores, budget) or (scores, budget, protected): scores [T], floats without NaN; budget, from 1 to T;
+protected [T], boolean, the tokens that stay whatever their scores. A right top-k keeps the `budget` highest
+scores, of equal ones those at lower positions.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ def lost_candidates() -> Row:
 
 
 def wrapped_positions() -> Row:
-    """At most 70,000 tokens; wrong here: positions in 16 bits. The list of 32,768 candidates shows on such a row too."""
+    """At most 70,000 tokens; wrong here: positions in 16 bits. The list of 32,768 candidates shows on such
+    a row too.
+    """
     raise NotImplementedError
 
 
@@ -48,10 +51,14 @@ def clamped_scores() -> Row:
 
 
 def protected_blocks() -> Row:
-    """At most 5,000 tokens; wrong here: `protected` is read for the first 256 blocks of 16 tokens, then again from the start."""
+    """At most 5,000 tokens; wrong here: `protected` is read for the first 256 blocks of 16 tokens, then
+    again from the start.
+    """
     raise NotImplementedError
 
 
 def rows(seed: int) -> list[Row]:
-    """The rows of a judge, drawn with the seed, at most 262,144 scores altogether: every mistake shows on one of them."""
+    """The rows of a judge, drawn with the seed, at most 262,144 scores altogether: every mistake shows on
+    one of them.
+    """
     raise NotImplementedError

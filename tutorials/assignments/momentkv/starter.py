@@ -25,18 +25,23 @@ def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.n
 
 
 def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
-    """Attention of the query over the keys, times the norm of what the moments do not explain of the value: [B, H_kv, T].
+    """Attention of the query over the keys, times the norm of what the moments do not explain of the
+    value: [B, H_kv, T].
 
-    query [B, H_q, D]. The attention of a group of query heads is averaged after the softmax. Where nothing has been evicted the
-    residual is the value. Raises ValueError naming the argument that does not fit.
+    query [B, H_q, D]. The attention of a group of query heads is averaged after the softmax. Where nothing
+    has been evicted the residual is the value. Raises ValueError naming the argument that does not fit.
     """
     raise NotImplementedError
 
 
-def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments) -> np.ndarray:
-    """The output [B, H_q, D_v]: attention over the kept tokens mixed with the estimate for the evicted ones.
+def attend(
+    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+) -> np.ndarray:
+    """The output [B, H_q, D_v]: attention over the kept tokens mixed with the estimate for the evicted
+    ones.
 
-    kept [B, H_kv, T], boolean; what is not kept is not read. The weights in the log domain. With no moments it is plain attention
-    over the kept; a head that keeps nothing and has no moments gives 0. Raises ValueError naming the argument that does not fit.
+    kept [B, H_kv, T], boolean; what is not kept is not read. The weights in the log domain. With no moments
+    it is plain attention over the kept; a head that keeps nothing and has no moments gives 0. Raises
+    ValueError naming the argument that does not fit.
     """
     raise NotImplementedError

@@ -1,7 +1,8 @@
-"""Perplexity and runtime with a compressed KV cache: `python measure.py --text book.txt --methods full keydiff scorer.py`.
+"""Perplexity and runtime with a compressed KV cache: `python measure.py --text book.txt --methods full
+keydiff scorer.py`.
 
-The model reads the first tokens of the text as a prompt; then it is given the true next token, one at a time, and its cross-entropy
-is summed. Perplexity is the exponential of the mean.
+The model reads the first tokens of the text as a prompt; then it is given the true next token, one at a time,
+and its cross-entropy is summed. Perplexity is the exponential of the mean.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from evictionary.models.load import load
 
 @torch.no_grad()
 def measure(model: Any, ids: torch.Tensor, prompt: int, cache: EvictingCache) -> dict[str, float]:
-    """Read ids [1, T] with the cache, the first `prompt` of them at once; the perplexity is that of the others."""
+    """Read ids [1, T] with the cache, the first `prompt` of them at once; the perplexity is that of the
+    others.
+    """
     started = time.perf_counter()
     logits = model(ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
     first = time.perf_counter() - started
@@ -42,24 +45,38 @@ def table(rows: dict[str, dict[str, float]]) -> str:
     """The measurements as a Markdown table, for the report."""
     names = list(next(iter(rows.values())))
     lines = [f"| method | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    return "\n".join([*lines, *(f"| {name} | {' | '.join(f'{row[each]:.4g}' for each in names)} |" for name, row in rows.items())])
+    return "\n".join(
+        [
+            *lines,
+            *(
+                f"| {name} | {' | '.join(f'{row[each]:.4g}' for each in names)} |"
+                for name, row in rows.items()
+            ),
+        ]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="embedded", help="a hub name, a folder, or 'embedded'")
     parser.add_argument("--text", type=Path, required=True)
-    parser.add_argument("--methods", nargs="+", default=["full", "keydiff"], help="'full', a method's name, or your own file")
+    parser.add_argument(
+        "--methods", nargs="+", default=["full", "keydiff"], help="'full', a method's name, or your own file"
+    )
     parser.add_argument("--ratio", type=float, default=0.5, help="the fraction of the cache to remove")
     parser.add_argument("--every", type=int, help="compress again after this many new tokens")
     parser.add_argument("--prompt", type=int, default=1000, help="tokens of the prompt")
     parser.add_argument("--tokens", type=int, default=200, help="tokens whose perplexity is measured")
     arguments = parser.parse_args()
     model, tokenizer = load(arguments.model)
-    ids = tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"].to(model.device)
+    ids = tokenizer(arguments.text.read_text(encoding="utf-8"), return_tensors="pt")["input_ids"].to(
+        model.device
+    )
     ids = ids[:, : arguments.prompt + arguments.tokens]
     if ids.shape[1] <= arguments.prompt:
-        parser.error(f"--text: got {ids.shape[1]} tokens, wanted more than the {arguments.prompt} of the prompt")
+        parser.error(
+            f"--text: got {ids.shape[1]} tokens, wanted more than the {arguments.prompt} of the prompt"
+        )
     rows = {}
     for name in arguments.methods:
         method = None if name == "full" else name

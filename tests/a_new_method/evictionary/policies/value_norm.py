@@ -1,4 +1,6 @@
-"""ValueNorm in a cache: the norms of the values that stay are known, so a compression computes those of the new values alone."""
+"""ValueNorm in a cache: the norms of the values that stay are known, so a compression computes those of
+the new values alone.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
     before = compression.state.pop("norms", None)
     if compression.method.head_budgets is not None:
         return None
-    new = value_norm.score(compression.values if before is None else compression.values[:, :, -compression.new :])
+    new = value_norm.score(
+        compression.values if before is None else compression.values[:, :, -compression.new :]
+    )
     norms = new if before is None else torch.cat([before, new], dim=-1)
     compression.state["norms"] = norms
     return lambda values: norms
