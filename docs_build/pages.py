@@ -206,8 +206,8 @@ def studied(page: str, part: str) -> str:
 
 
 def stored(path: str) -> Any:
-    """The content of a JSON file of the repository."""
-    return json.loads((ROOT / path).read_text(encoding="utf-8"))
+    """The content of a JSON or TOML file of the repository."""
+    return (tomllib if path.endswith(".toml") else json).loads((ROOT / path).read_text(encoding="utf-8"))
 
 
 def signature(page: str, path: str) -> str:

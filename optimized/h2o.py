@@ -94,8 +94,10 @@ def _walked(
                 later[:count, :count], -math.inf
             )
             if (sinks := current().sinks) is not None:
-                own = sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
-                shares = (weights.logsumexp(dim=2) - own).sigmoid()  # of the tokens, beside the sink
+                of_sinks = (
+                    sinks[item, readers].to(dtype).view(count_heads, group).repeat_interleave(count, dim=1)
+                )
+                shares = (weights.logsumexp(dim=2) - of_sinks).sigmoid()  # of the tokens, beside the sink
             torch.softmax(weights, dim=2, out=weights)
             if sinks is not None:
                 weights.mul_(shares[..., None])

@@ -35,9 +35,7 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     Args: keys as `score`. Returns [B, H_kv, D], float32 (float64 for float64 keys). Raises ValueError as
     `score`.
     """
-    if kernels := _kernels("keys", keys):
-        return kernels.anchor_sum(keys)
-    return _summed("keys", keys)[2]
+    return _sum("keys", keys)
 
 
 def anchor(keys: torch.Tensor) -> torch.Tensor:
@@ -82,19 +80,23 @@ def update_anchor(
         for name, keys in (("new_keys", new_keys), ("evicted_keys", evicted_keys))
         if keys is not None
     ]
-    kernels = None
     for name, keys in changes:
-        kernels = _kernels(name, keys)
+        require_fit(f"{name}: ... T D", keys, finite=False)
         _require_anchor(anchor, keys)
     if len(changes) == 2:
         require_same_kind("evicted_keys", changes[1][1], "new_keys", changes[0][1])
-    if kernels:
-        return kernels.update_anchor(anchor, new_keys, evicted_keys)
     updated = anchor.clone()
     for name, keys in changes:
-        change = _summed(name, keys)[2]
+        change = _sum(name, keys)
         updated += change if name == "new_keys" else -change
     return updated
+
+
+def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
+    """`anchor_sum` of an argument with this name."""
+    if kernels := _kernels(name, keys):
+        return kernels.anchor_sum(keys)
+    return _summed(name, keys)[2]
 
 
 def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:

@@ -39,7 +39,7 @@ from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, outputs, padded, warps
 from .strided import Rows, load_row, pages, row_of_slot, strided
-from .tiles import at_head, dot_dtype, load_queries, load_tile
+from .tiles import absorb, at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
 CHUNKS = (64, 4096)
@@ -100,13 +100,14 @@ def attend(
     recent: tuple[torch.Tensor, torch.Tensor] | None = None,
     moments: Moments | None = None,
     plans: dict[int, Plan] | None = None,
+    kept: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-1..3: attention of every query over the parts of a cache, one of which may be None.
 
     Args: queries [B, H_q, M, D]; cache, ragged; recent, keys [B, H_kv, R, D] and values after those of the
     cache, causal: the last M are the tokens of the queries; moments of evicted tokens, float32; plans, of
-    this cache, by the size of their chunks: one that is missing is made and added. Returns as
-    `optimized.attention.attend`.
+    this cache, by the size of their chunks: one that is missing is made and added; kept [B, H_kv, R],
+    boolean, which recent tokens take part, where there is no cache. Returns as `optimized.attention.attend`.
     """
     batch, num_query_heads, num_queries, _ = queries.shape
     part: Any = recent if cache is None else cache
@@ -117,7 +118,9 @@ def attend(
     for first in range(0, num_queries, wave):
         end = min(first + wave, num_queries)
         seen = recent and tuple(states[:, :, : states.shape[2] - num_queries + end] for states in recent)
-        parts.append(_attend(queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans))
+        parts.append(
+            _attend(queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans, kept)
+        )
     if len(parts) == 1:
         return parts[0]
     output, log_sum_exp = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
@@ -130,6 +133,7 @@ def _attend(
     recent: tuple[torch.Tensor, ...] | None,
     moments: Moments | None,
     plans: dict[int, Plan],
+    kept: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One wave of queries."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
@@ -138,6 +142,8 @@ def _attend(
     num_kv_heads, value_dim = (cache.lengths if cache is not None else keys).shape[1], values.shape[-1]
     heads, rows = batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
     tile = _tile(queries, padded(head_dim), padded(value_dim), rows)
+    if kept is not None:
+        tile["num_stages"] = 2  # with a mask, three tiles in flight spill registers
     row_blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
     length = 0 if recent is None else recent[0].shape[2]
     chunk = chunk_size(most_tokens(cache) + heads * length, row_blocks)
@@ -156,9 +162,11 @@ def _attend(
     log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
     scale = math.log2(math.e) / math.sqrt(head_dim)
     launch(attend_chunks, (programs * row_blocks,))(
-        strided(queries), *flat, *dense, stored, partial, partial_log,
+        strided(queries), *flat, *dense, None if kept is None else kept.contiguous(), stored, partial,
+        partial_log,
         num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, PAGE=keys.shape[1] if paged else 0, BLOCK_DV=padded(value_dim), **tile,
+        STORED=cache is not None, KEPT=kept is not None, PAGE=keys.shape[1] if paged else 0,
+        BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     launch(merge_chunks, (heads * rows,))(
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
@@ -189,11 +197,11 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
 
 @triton.jit(do_not_specialize=["plan", "num_queries", "rows", "length", "chunks_each", "scale"])
 def attend_chunks(
-    queries, keys, values, recent_keys, recent_values, plan, partial_ptr, partial_log_ptr,
+    queries, keys, values, recent_keys, recent_values, kept_ptr, plan, partial_ptr, partial_log_ptr,
     num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    STORED: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent
     tokens) * row blocks.
@@ -248,6 +256,8 @@ def attend_chunks(
         for start in range(0, end, BLOCK_T):
             token = start + tl.arange(0, BLOCK_T)
             inside = token < end
+            if KEPT:
+                inside &= tl.load(kept_ptr + head * length + first + token, mask=inside, other=0) != 0
             key_row, value_row = token, token
             if PAGE:
                 place = own_first + token
@@ -263,13 +273,8 @@ def attend_chunks(
             value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
-            higher = tl.maximum(highest, tl.max(logits, axis=1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that sees no token of the tile
-            weights = tl.exp2(logits - base[:, None])
-            shrink = tl.exp2(highest - base)
-            mass = mass * shrink + tl.sum(weights, axis=1)
+            highest, mass, weights, shrink = absorb(highest, mass, logits)
             output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
-            highest = higher
         mass = tl.where(highest == float("-inf"), 1.0, mass)
         target = program * rows + row
         tl.store(
@@ -398,7 +403,9 @@ def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
     recent = torch.empty((32, 8, 256, head_dim), dtype=dtype, device="meta")
     moments = zero_moments(recent, recent)
     attend(queries, CompressedCache(storage, storage, lengths, lengths), (recent, recent), moments)
+    kept = torch.empty((32, 8, 256), dtype=torch.bool, device="meta")
     attend(queries, None, (recent, recent), moments)
+    attend(queries, None, (recent, recent), moments, kept=kept)
     pool, table = storage.view(-1, 16, 8, head_dim), torch.empty((32, 64), dtype=torch.int32, device="meta")
     attend(queries, PagedCache(pool, pool, pool[..., 0], table, lengths, lengths[:, 0]))
 

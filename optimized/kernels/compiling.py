@@ -187,7 +187,8 @@ def inspect(configuration: Configuration, kernel: str, target: str, compiled: An
     """
     gpu = TARGETS[target]
     found = (_inspect_nvidia if gpu.backend == "cuda" else _inspect_amd)(compiled)
-    found["programs"] = programs(gpu, found["registers"], found["shared"], compiled.metadata.num_warps)
+    found["warps"] = compiled.metadata.num_warps
+    found["programs"] = programs(gpu, found["registers"], found["shared"], found["warps"])
     spills, stack, shared, narrow = (found[name] for name in ("spills", "stack", "shared", "narrow_loads"))
     resident = configuration.resident.get(kernel, 1) if target == RESIDENCY_TARGET else 1
     broken = {
@@ -279,7 +280,7 @@ def _inspect_amd(compiled: Any) -> dict[str, int]:
     }
 
 
-STORED = ("registers", "shared", "programs", "instructions", "loop")
+STORED = ("registers", "shared", "warps", "programs", "instructions", "loop")
 
 
 def store(path: pathlib.Path, found: list[dict[str, Any]]) -> None:

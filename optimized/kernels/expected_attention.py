@@ -36,7 +36,7 @@ from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
 from .launching import floats, launch, on_tensor_cores, padded, register_limit, warps
 from .strided import Rows, strided
-from .tiles import dot_dtype, head_of, load_tile
+from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
 
@@ -78,7 +78,7 @@ def score(
     launch(expected_logits, (heads * tiles,))(
         strided(keys), strided(values), means, parts, factors, logits, highest, mass, scores,
         num_kv_heads, group, length, tiles, head_dim, values.shape[-1],
-        GROUP=block_group, TERMS=terms, RESCALE=values.dtype != torch.float16, **tile,
+        GROUP=block_group, TERMS=terms, **tile,
     )  # fmt: skip
     launch(weigh_values, (heads * runs,))(
         logits, highest, mass, scores, group, length, tiles, runs, float(epsilon),
@@ -107,16 +107,6 @@ def _tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         "DOT_DTYPE": dot_dtype(keys),
         "num_stages": 2,
     }
-
-
-@triton.jit
-def power_of_two(largest, above: tl.constexpr):
-    """Return 2^e with `largest` * 2^e in [2^above, 2^(above+1)), and 2^-e, by the exponent's bits. Any
-    number for 0 and NaN.
-    """
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-    up = tl.minimum(tl.maximum(254 + above - exponent, 1), 253)
-    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -176,8 +166,7 @@ def times_sigma(
 def expected_logits(
     keys, values, means_ptr, parts_ptr, factors_ptr, logits_ptr, highest_ptr, mass_ptr, norms_ptr,
     num_kv_heads, group, length, tiles, head_dim, value_dim,
-    GROUP: tl.constexpr, TERMS: tl.constexpr, RESCALE: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, TERMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values.
@@ -222,12 +211,10 @@ def expected_logits(
     tl.store(mass_ptr + reader * tiles + tile, mass, mask=present)
     # value [BLOCK_T, BLOCK_DV]: the norms of its rows
     value = load_tile(head_of(values, head, num_kv_heads), tokens, tl.arange(0, BLOCK_DV), inside, value_dim)
-    if RESCALE:  # squares of values around 1e30 or 1e-30 would overflow or vanish in float32
-        scale, inverse = power_of_two(tl.max(tl.abs(value), axis=1), 0)
-        value = value * scale[:, None]
-        norms = tl.sqrt_rn(tl.sum(value * value, axis=1)) * inverse
-    else:
-        norms = tl.sqrt_rn(tl.sum(value * value, axis=1))
+    # Squares of values around 1e30 or 1e-30 would overflow or vanish in float32.
+    scale, inverse = power_of_two(tl.max(tl.abs(value), axis=1), 0)
+    value = value * scale[:, None]
+    norms = tl.sqrt_rn(tl.sum(value * value, axis=1)) * inverse
     tl.store(norms_ptr + head * length + tokens, norms, mask=inside)
 
 

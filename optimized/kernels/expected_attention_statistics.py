@@ -1,17 +1,18 @@
-r"""Expected Attention (arXiv 2510.00636): the statistics of the queries in two launches (EA-5, EA-L1).
+r"""Expected Attention (arXiv 2510.00636): the statistics of the queries (EA-5, EA-L1).
 
 They equal, in torch, `queries.mean(dim=-2)` and `torch.cov(queries.mT, correction=0)` of one head.
 
-First launch, `sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one
-head. The channels are taken as the two halves a and b that RoPE rotates into each other; b a^T is the
-transpose of a b^T, so three of four products are computed. Halves of 128 channels would take too many
-accumulators, as would the rotation of float32 queries; there each product has a program of its own. The shift
-s, the mean of a few queries spread over the sequence, is close to mu, so a large mu causes no cancellation:
-Sigma is sum / N - (mu - s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries,
-which adds 2^-9 / sqrt(N) of Sigma, far less than the statistical error sqrt(2 / N) of N queries.
+`sum_products`: one program adds up q - s and the products (q - s)(q - s)^T of one split of one head. The
+channels are taken as the two halves a and b that RoPE rotates into each other; b a^T is the transpose of a
+b^T, so three of four products are computed. Halves of 128 channels would take too many accumulators, as would
+the rotation of float32 queries; there each product has a program of its own. The shift s, the mean of a few
+queries spread over the sequence, is close to mu, so a large mu causes no cancellation: Sigma is sum / N - (mu
+- s)(mu - s)^T. For the tensor cores q - s is rounded to the dtype of the queries, which adds 2^-9 / sqrt(N)
+of Sigma, far less than the statistical error sqrt(2 / N) of N queries.
 
-Second launch, `finish_statistics`: the splits are added in their order. Their number follows from the number
-of heads, so the last bits may differ between batches, and are the same in every run.
+torch adds the splits and puts the four parts of Sigma together: once for a prompt, that is not worth a
+kernel. The number of splits follows from the number of heads, so the last bits may differ between batches,
+and are the same in every run.
 
 `unrotated_statistics` takes queries after RoPE, as attention uses them, and undoes the rotation in registers.
 Where positions follow one another, as in a prompt, a program carries the angles from tile to tile.
@@ -63,8 +64,8 @@ def _statistics(
     contiguous: torch.Tensor | None,
     fractions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `sum_products` and `finish_statistics`; with positions and fractions, the rotation of the
-    queries is undone first.
+    """Launch `sum_products`, and finish; with positions and fractions, the rotation of the queries is
+    undone first.
     """
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
@@ -88,7 +89,6 @@ def _statistics(
     splits = triton.cdiv(length, split)
     shifts, sums = floats(queries, count, 2 * half), floats(queries, count * splits, 2 * half)
     products = floats(queries, count * splits, 3, half, half)
-    mean, covariance = floats(queries, count, head_dim), floats(queries, count, head_dim, head_dim)
     places = None if positions is None else strided(as_heads(positions[..., None])[..., 0])
     launch(sum_products, (count * splits, 3 if each else 1))(
         strided(heads), places, contiguous, fractions, shifts, sums, products,
@@ -97,13 +97,15 @@ def _statistics(
         ROTATED=places is not None, ODD=odd,
         num_warps=warps(queries, threads), num_stages=stages, **limit,
     )  # fmt: skip
-    launch(finish_statistics, (count, 3, triton.cdiv(half, 16)))(
-        shifts, sums, products, mean, covariance, length, head_dim, splits,
-        BLOCK_R=16, BLOCK_H=block_h, ODD=odd, num_warps=warps(queries, 128),
-    )  # fmt: skip
-    return mean.reshape(*queries.shape[:-2], head_dim), covariance.reshape(
-        *queries.shape[:-2], head_dim, head_dim
-    )
+    # b a^T is the transpose of a b^T.
+    aa, ab, bb = products.view(count, splits, 3, half, half).sum(dim=1).div_(length).unbind(dim=1)
+    away = (sums.view(count, splits, 2 * half).sum(dim=1) / length)[:, :head_dim]
+    covariance, rest = floats(queries, count, head_dim, head_dim), head_dim - half
+    covariance[:, :half, :half], covariance[:, half:, half:] = aa, bb[:, :rest, :rest]
+    covariance[:, :half, half:], covariance[:, half:, :half] = ab[..., :rest], ab.mT[:, :rest]
+    covariance.addcmul_(away[:, :, None], away[:, None], value=-1)
+    mean = shifts[:, :head_dim] + away
+    return mean.view(*queries.shape[:-2], head_dim), covariance.view(*queries.shape[:-2], head_dim, head_dim)
 
 
 @triton.jit
@@ -273,52 +275,6 @@ def sum_products(
             shifts_ptr += head * 2 * half
             tl.store(shifts_ptr + columns, first_shift, mask=columns < half)
             tl.store(shifts_ptr + half + columns, second_shift, mask=columns < half)
-
-
-@triton.jit
-def add_sums(sums_ptr, places, inside, splits, stride):
-    """Return the sums of `places` over the splits, in their order."""
-    total = tl.zeros(places.shape, dtype=tl.float32)
-    for _ in range(0, splits):
-        total += tl.load(sums_ptr + places, mask=inside, other=0.0)
-        sums_ptr += stride
-    return total
-
-
-@triton.jit(do_not_specialize=["length", "splits"])
-def finish_statistics(
-    shifts_ptr, sums_ptr, products_ptr, mean_ptr, covariance_ptr, length, head_dim, splits,
-    BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr, ODD: tl.constexpr,
-):  # fmt: skip
-    """mean = s + sum / N; covariance = products / N - (mean - s)(mean - s)^T. Grid: heads, products,
-    blocks of rows.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)
-    half = (head_dim + ODD) // 2
-    square = half * half
-    rows = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    columns = tl.arange(0, BLOCK_H)
-    # The channels of the product: a a^T, a b^T, b b^T.
-    first_row, first_column = tl.where(which == 2, half, 0), tl.where(which == 0, 0, half)
-    sums_ptr += head * splits * 2 * half
-    row_away = add_sums(sums_ptr, first_row + rows, rows < half, splits, 2 * half) / length
-    away = add_sums(sums_ptr, first_column + columns, columns < half, splits, 2 * half) / length
-    inside = (rows < half)[:, None] & (columns < half)[None, :]
-    products_ptr += head * splits * (3 * square) + which * square
-    products = add_sums(products_ptr, rows[:, None] * half + columns[None, :], inside, splits, 3 * square)
-    covariance = products / length - row_away[:, None] * away[None, :]
-    rows += first_row
-    columns += first_column
-    inside = inside & (rows < head_dim)[:, None] & (columns < head_dim)[None, :]
-    covariance_ptr += head * head_dim * head_dim
-    tl.store(covariance_ptr + rows[:, None] * head_dim + columns[None, :], covariance, mask=inside)
-    if which == 1:
-        tl.store(covariance_ptr + columns[None, :] * head_dim + rows[:, None], covariance, mask=inside)
-    elif tl.program_id(2) == 0:
-        present = (columns < first_column + half) & (columns < head_dim)
-        shift = tl.load(shifts_ptr + head * 2 * half + columns, mask=present, other=0.0)
-        tl.store(mean_ptr + head * head_dim + columns, shift + away, mask=present)
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

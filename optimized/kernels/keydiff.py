@@ -13,16 +13,15 @@ one program adds up the partial sums of its head, in the order of the splits, an
 programs start with the last split of the last head: what the first launch read last is still in the L2 cache.
 
 With a kept anchor one pass is enough. From one block of the prompt to the next, the sum of the unit keys
-gains those of the block and loses those of the evicted keys (KD-6); `update_sums` does that, one program for
-each head, and `score_keys` alone scores.
+gains those of the block and loses those of the evicted keys (KD-6): `sum_unit_keys` sums either, and
+`score_keys` alone scores.
 
 The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by
 the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below
 an eighth of its keys, and the scores of a sequence are the same bits in every batch.
 
 Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is
-exact, so that the squares of keys around 1e-30 or 1e30 neither vanish nor overflow. float16 has no such
-numbers and skips this step.
+exact, so that the squares of keys around 1e-30 or 1e30 neither vanish nor overflow.
 """
 
 from typing import Any
@@ -34,7 +33,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
 from .strided import strided
-from .tiles import head_of, load_tile
+from .tiles import head_of, load_tile, power_of_two
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 256
@@ -58,27 +57,10 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)
 
 
-def update_anchor(
-    anchor: torch.Tensor, new_keys: torch.Tensor | None, evicted_keys: torch.Tensor | None
-) -> torch.Tensor:
-    r"""KD-6: `sum' = sum + sum_new k / |k| - sum_evicted k / |k|`, as `update_anchor`, with one of the
-    two.
-    """
-    some = as_heads(next(keys for keys in (new_keys, evicted_keys) if keys is not None))
-    added, removed = (some[:, :, :0] if keys is None else as_heads(keys) for keys in (new_keys, evicted_keys))
-    updated = floats(anchor, *anchor.shape)
-    launch(update_sums, (some.shape[0] * some.shape[1],))(
-        anchor.contiguous(), strided(added), strided(removed), updated,
-        some.shape[1], added.shape[2], removed.shape[2], some.shape[3], **_tile(some),
-    )  # fmt: skip
-    return updated
-
-
 def _tile(keys: torch.Tensor) -> dict[str, Any]:
     """Return the constants of the tiling."""
     block_d = padded(keys.shape[-1])
-    tile = {"BLOCK_T": min(128, ELEMENTS_OF_A_TILE // block_d), "BLOCK_D": block_d}
-    return tile | {"RESCALE": keys.dtype != torch.float16, "num_warps": 8}
+    return {"BLOCK_T": min(128, ELEMENTS_OF_A_TILE // block_d), "BLOCK_D": block_d, "num_warps": 8}
 
 
 def _splits(length: int, block_t: int) -> tuple[int, int]:
@@ -119,20 +101,12 @@ def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None
 
 
 @triton.jit
-def load_keys(
-    keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr
-):
+def load_keys(keys, first, end, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """Load the `keys` [T, D] of positions first .. end-1, rescaled: [BLOCK_T, BLOCK_D]."""
     positions = first + tl.arange(0, BLOCK_T)
     tile = load_tile(keys, positions, tl.arange(0, BLOCK_D), positions < end, head_dim)
-    if RESCALE:
-        # The exponent of the largest component, in place: 2**-exponent has the biased exponent 254 -
-        # exponent.
-        largest = tl.max(tl.abs(tile), axis=1)
-        exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-        scale = tl.minimum(tl.maximum(254 - exponent, 1), 253) << 23
-        tile = tile * scale.to(tl.float32, bitcast=True)[:, None]
-    return tile
+    scale, _ = power_of_two(tl.max(tl.abs(tile), axis=1), 0)
+    return tile * scale[:, None]
 
 
 @triton.jit
@@ -146,63 +120,35 @@ def inverse_norms(keys):
     return tl.where(squares == 0, 0.0, near * (1.5 - 0.5 * squares * near * near))
 
 
-@triton.jit
-def sum_units(
-    keys, inverses, start, end, head_dim,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
-):  # fmt: skip
-    """The sum of k / |k| over the keys of positions start .. end-1, [BLOCK_D]; STORED: 1 / |k| goes to
-    `inverses`.
-    """
-    total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
-    for first in tl.range(start, end, BLOCK_T, num_stages=STAGES):
-        tile = load_keys(keys, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
-        inverse = inverse_norms(tile)
-        if STORED:
-            positions = first + tl.arange(0, BLOCK_T)
-            tl.store(inverses + positions, inverse, mask=positions < end)
-        total += tile * inverse[:, None]
-    return tl.sum(total, axis=0)
-
-
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_unit_keys(
     keys, sums_ptr, inverses_ptr, num_heads, length, head_dim, split, splits,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
-    """sums[head, split] = the sum of k / |k| over the keys of one split. Grid: heads * splits, the splits
-    of a head together.
+    """sums[head, split] = the sum of k / |k| over the keys of one split; STORED: 1 / |k| goes to `inverses`.
+
+    Grid: heads * splits, the splits of a head together.
     """
     program = tl.program_id(0).to(tl.int64)
     head, part = program // splits, program % splits
-    own, inverses = head_of(keys, head, num_heads), inverses_ptr + head * length
+    own = head_of(keys, head, num_heads)
     end = tl.minimum((part + 1) * split, length)
-    total = sum_units(own, inverses, part * split, end, head_dim, BLOCK_T, BLOCK_D, RESCALE, STORED)
+    total = tl.zeros([BLOCK_T, BLOCK_D], dtype=tl.float32)
+    for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
+        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D)
+        inverse = inverse_norms(tile)
+        if STORED:
+            positions = first + tl.arange(0, BLOCK_T)
+            tl.store(inverses_ptr + head * length + positions, inverse, mask=positions < end)
+        total += tile * inverse[:, None]
     channels = tl.arange(0, BLOCK_D)
-    tl.store(sums_ptr + program * head_dim + channels, total, mask=channels < head_dim)
-
-
-@triton.jit(do_not_specialize=["added_length", "removed_length"])
-def update_sums(
-    sums_ptr, added, removed, updated_ptr, num_heads, added_length, removed_length, head_dim,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr,
-):  # fmt: skip
-    """updated[head] = sums[head] + the sum of k / |k| over the keys added - that over the keys removed.
-    Grid: heads.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    added, removed = head_of(added, head, num_heads), head_of(removed, head, num_heads)
-    gained = sum_units(added, added.ptr, 0, added_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
-    lost = sum_units(removed, removed.ptr, 0, removed_length, head_dim, BLOCK_T, BLOCK_D, RESCALE, False)
-    channels = tl.arange(0, BLOCK_D)
-    sums = tl.load(sums_ptr + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-    tl.store(updated_ptr + head * head_dim + channels, sums + (gained - lost), mask=channels < head_dim)
+    tl.store(sums_ptr + program * head_dim + channels, tl.sum(total, axis=0), mask=channels < head_dim)
 
 
 @triton.jit(do_not_specialize=["length", "split", "splits", "parts"])
 def score_keys(
     keys, sums_ptr, inverses_ptr, scores_ptr, num_heads, length, head_dim, split, splits, parts,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, RESCALE: tl.constexpr, STORED: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, STORED: tl.constexpr,
 ):  # fmt: skip
     """scores[head, t] = -cos(anchor, k_t) for one split, anchor = the sum of sums[head, :parts]; STORED:
     `inverses` has 1 / |k|.
@@ -226,7 +172,7 @@ def score_keys(
     anchor = tl.where(squares == 0, 0.0, tl.div_rn(anchor, tl.sqrt_rn(tl.where(squares == 0, 1.0, squares))))
     end = tl.minimum((part + 1) * split, length)
     for first in tl.range(part * split, end, BLOCK_T, num_stages=STAGES):
-        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D, RESCALE)
+        tile = load_keys(own, first, end, head_dim, BLOCK_T, BLOCK_D)
         positions = first + tl.arange(0, BLOCK_T)
         if STORED:
             inverse = tl.load(inverses_ptr + head * length + positions, mask=positions < end, other=0.0)
@@ -239,7 +185,6 @@ def score_keys(
 def _launch(dtype: torch.dtype, head_dim: int) -> None:
     keys = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
     anchor = torch.empty((2, 8, head_dim), dtype=torch.float32, device="meta")
-    update_anchor(anchor, keys[:, :, :128], keys[:, :, 128:256])
     score(keys)
     score_with_anchor(keys, anchor)
 

@@ -14,7 +14,8 @@ choosing and copying need no result of another program. One program of `compress
 partition of one head; programs behind the last partition copy the tokens that are never scored, the sinks and
 the tail. K and V come from memory once. Each partition is read a second time as the reference of the
 partition before it, and its kept rows a third time; neighbours run together, so these reads hit the L2 cache.
-`select_partitions` writes the mask instead of the rows, `score_partitions` the scores.
+Where the mask is wanted, and not the rows, `score_partitions` writes the scores, and `selection` keeps the
+best of each partition: 4 bytes of a token's 512 are written and read again.
 
 A program walks first over the next partition for the range of each channel: minimum and maximum are kept for
 each row of a tile's ROWS, and folded over them once. Then over its own, for the deviation of each token,
@@ -28,6 +29,8 @@ squares, in registers. A distance of more than 1e18 ranges counts as 1e18 ranges
 float32.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -35,9 +38,9 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded, register_limit
-from .selection import keep_highest, ordered
-from .strided import Rows, strided
+from .launching import floats, launch, padded
+from .selection import keep_highest, ordered, top_k
+from .strided import strided
 from .tiles import copy_tile, head_of, load_tile, rows_from
 
 ELEMENTS_OF_A_TILE = 4096
@@ -51,15 +54,8 @@ def score(
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next, as
     `optimized.lagkv.score`.
     """
-    lag, following = keys.shape[-2], next_keys.shape[-2]
-    parts = [
-        strided(states.reshape(-1, *states.shape[-2:])) for states in (keys, values, next_keys, next_values)
-    ]
-    scores = floats(keys, *keys.shape[:-1])
-    launch(score_partitions, (scores.numel() // lag,))(
-        *parts, scores, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values)
-    )
-    return scores
+    parts = [states.reshape(1, -1, *states.shape[-2:]) for states in (keys, values, next_keys, next_values)]
+    return _scores(parts, keys.shape[-2], next_keys.shape[-2], 1).view(keys.shape[:-1])
 
 
 def select(
@@ -74,19 +70,28 @@ def select(
     r"""LK-12: `kept` [B, H_kv, T], all True before, with the `kept_each` best tokens of every partition
     but the last.
     """
-    batch, num_heads, length, head_dim = keys.shape
-    scored = (length - sink_size) // lag_size - 1
-    limit = (
-        register_limit(keys, 128, 100)
-        if keys.element_size() == 2 and max(head_dim, values.shape[3]) <= 128
-        else {}
-    )
-    launch(select_partitions, (batch * num_heads * scored,))(
-        strided(keys), strided(values), kept,
-        num_heads, length, scored, sink_size, lag_size, kept_each, head_dim, values.shape[3],
-        **_tile(lag_size, keys, values), **limit,
-    )  # fmt: skip
+    scored = (keys.shape[2] - sink_size) // lag_size - 1
+    after = sink_size + lag_size
+    parts = keys[:, :, sink_size:], values[:, :, sink_size:], keys[:, :, after:], values[:, :, after:]
+    best = top_k(_scores(parts, lag_size, lag_size, scored), kept_each)
+    kept[:, :, sink_size : sink_size + scored * lag_size] = best.view(*kept.shape[:2], -1)
     return kept
+
+
+def _scores(parts: Sequence[torch.Tensor], lag: int, following: int, scored: int) -> torch.Tensor:
+    """The scores of the first `scored` partitions of `lag` tokens of each head, against as many of
+    `following`, [N, lag].
+
+    The parts are keys and values, and then those that follow them.
+    """
+    keys, values = parts[:2]
+    heads = keys.shape[0] * keys.shape[1]
+    scores = floats(keys, heads * scored, lag)
+    launch(score_partitions, (heads * scored,))(
+        *map(strided, parts), scores,
+        keys.shape[1], scored, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values),
+    )  # fmt: skip
+    return scores
 
 
 def compress(
@@ -218,46 +223,24 @@ def choose(
     return keep_highest(ranks, kept_each)
 
 
-@triton.jit
-def part_of(states, part):
-    """One partition of `states` [P, L, D] as `Rows` [L, D]."""
-    return Rows(states.ptr + part * states.stride_b, states.stride_h, states.stride_d)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["scored"])
 def score_partitions(
-    keys, values, next_keys, next_values, scores_ptr, lag, following, head_dim, value_dim,
+    keys, values, next_keys, next_values, scores_ptr, num_heads, scored, lag, following, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """scores[p] = LK-11 of one partition. Grid: partitions."""
-    part = tl.program_id(0).to(tl.int64)
-    own, next_own = part_of(keys, part), part_of(next_keys, part)
-    total = variation_score(own, lag, next_own, following, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
-    own, next_own = part_of(values, part), part_of(next_values, part)
-    total += variation_score(own, lag, next_own, following, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
-    tokens = tl.arange(0, BLOCK_L)
-    tl.store(scores_ptr + part * lag + tokens, total, mask=tokens < lag)
-
-
-@triton.jit(do_not_specialize=["length", "scored", "sink_size", "kept_each"])
-def select_partitions(
-    keys, values, kept_ptr,
-    num_heads, length, scored, sink_size, lag, kept_each, head_dim, value_dim,
-    BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    FULL: tl.constexpr,
-):  # fmt: skip
-    """Write the kept mask of one partition of one head. Grid: heads * scored partitions."""
+    """scores[head, part] = LK-11 of one partition. Grid: heads * scored partitions."""
     program = tl.program_id(0).to(tl.int64)
     head, part = program // scored, program % scored
-    start = sink_size + part * lag
-    own_keys, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
-    kept = choose(
-        rows_from(own_keys, start), rows_from(own_values, start), lag, kept_each, head_dim, value_dim,
-        BLOCK_L, BLOCK_T, BLOCK_D, BLOCK_DV, FULL,
-    )  # fmt: skip
+    first, next_first = part * lag, part * following
+    own, after = head_of(keys, head, num_heads), head_of(next_keys, head, num_heads)
+    own, after = rows_from(own, first), rows_from(after, next_first)
+    total = variation_score(own, lag, after, following, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
+    own, after = head_of(values, head, num_heads), head_of(next_values, head, num_heads)
+    own, after = rows_from(own, first), rows_from(after, next_first)
+    total += variation_score(own, lag, after, following, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
     tokens = tl.arange(0, BLOCK_L)
-    tl.store(kept_ptr + head * length + start + tokens, kept, mask=tokens < lag)
+    tl.store(scores_ptr + program * lag + tokens, total, mask=tokens < lag)
 
 
 @triton.jit(do_not_specialize=["length", "retained", "scored", "programs", "sink_size", "kept_each"])

@@ -54,16 +54,18 @@ import triton
 import triton.language as tl
 
 from ..states import Moments, zero_moments
+from .attention import attend as attend_parts
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
+from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded, register_limit
 from .momentkv_prompt import compress_prompt, contiguous, update
 from .strided import Rows, copy_row, load_row, strided
-from .tiles import at_head, dot_dtype, head_of, load_tile
+from .tiles import absorb, at_head, dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "attend", "compress_prompt", "score", "step", "update"]
 
 PROGRAMS_WANTED = 256
 SPLITS_AT_ONCE = tl.constexpr(16)
+LOG2E = tl.constexpr(math.log2(math.e))
 
 
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
@@ -71,7 +73,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     `optimized.momentkv.score`.
     """
     moments = contiguous(moments)
-    walked, sizes = _walk(query, keys, values, moments, scores=True, attends=False)
+    walked, sizes = _walk(query, keys, values, moments)
     batch, num_kv_heads, length, _ = keys.shape
     scores = floats(keys, batch, num_kv_heads, length)
     block = min(1024, padded(length))
@@ -86,17 +88,8 @@ def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
 ) -> torch.Tensor:
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, as `optimized.momentkv.attend`."""
-    moments = contiguous(moments)
-    walked, sizes = _walk(query, keys, values, moments, kept=kept, scores=False, attends=True)
-    batch, num_kv_heads, _, head_dim = keys.shape
-    output = outputs(query, *query.shape[:2], values.shape[3])
-    block_v = _block_v(keys, values)
-    launch(mix_outputs, (batch * num_kv_heads, triton.cdiv(values.shape[3], block_v)))(
-        strided(query), moments, walked, output,
-        num_kv_heads, sizes.group, sizes.splits, head_dim, values.shape[3], 1 / math.sqrt(head_dim),
-        GROUP=padded(sizes.group, 1), BLOCK_D=padded(head_dim), BLOCK_V=block_v, num_warps=4,
-    )  # fmt: skip
-    return output.to(query.dtype)
+    output, _ = attend_parts(query[:, :, None], None, (keys, values), contiguous(moments), kept=kept)
+    return output[:, :, 0]
 
 
 def step(
@@ -115,7 +108,7 @@ def step(
     The moments are float32 and contiguous; position is int64 [B, H_kv].
     """
     batch, num_kv_heads, length, head_dim = keys.shape
-    walked, sizes = _walk(query, keys, values, moments, new=(new_key, new_value), scores=True, attends=True)
+    walked, sizes = _walk(query, keys, values, moments, (new_key, new_value))
     output = outputs(query, *query.shape[:2], values.shape[3])
     block_v = _block_v(keys, values)
     launch(replace_lowest, (batch * num_kv_heads * triton.cdiv(values.shape[3], block_v),))(
@@ -126,6 +119,8 @@ def step(
         GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
         BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
         num_warps=8 if keys.dtype == torch.float32 else 4,
+        # left alone, the compiler for sm_100 spills one to fit a third program
+        **register_limit(keys, 192, 100),
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -133,12 +128,11 @@ def step(
 class _Walked(NamedTuple):
     """The results of `walk_cache` for the second launch; None where that needs none."""
 
-    logits: torch.Tensor | None  # [heads, G, tokens]
-    # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
-    squares: torch.Tensor | None
+    logits: torch.Tensor  # [heads, G, tokens], in powers of two, as all logits here
+    squares: torch.Tensor  # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
     highest: torch.Tensor  # [heads, splits, G]: the largest logit
-    mass: torch.Tensor  # [heads, splits, G]: sum of exp(logit - highest)
-    partial: torch.Tensor | None  # [heads, splits, G, D_v]: sum of exp(logit - highest) v
+    mass: torch.Tensor  # [heads, splits, G]: sum of 2^(logit - highest)
+    partial: torch.Tensor | None  # [heads, splits, G, D_v]: sum of 2^(logit - highest) v
     finished: torch.Tensor | None  # [heads] int32: the programs of the second launch that have finished
 
 
@@ -153,15 +147,9 @@ def _walk(
     keys: torch.Tensor,
     values: torch.Tensor,
     moments: Moments,
-    *,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
-    kept: torch.Tensor | None = None,
-    scores: bool,
-    attends: bool,
 ) -> tuple[_Walked, _Sizes]:
-    """The first launch: over the cache and, with `new`, one token more; with `kept`, over the kept tokens
-    only.
-    """
+    """The first launch: over the cache and, with `new`, one token more, and the attention over both."""
     batch, num_kv_heads, length, head_dim = keys.shape
     heads, group, value_dim = batch * num_kv_heads, query.shape[1] // num_kv_heads, values.shape[3]
     tile = _walk_tile(keys, values)
@@ -170,19 +158,19 @@ def _walk(
     tiles_of_split = triton.cdiv(tiles, triton.cdiv(PROGRAMS_WANTED, heads))
     splits, chunks = triton.cdiv(tiles, tiles_of_split), triton.cdiv(value_dim, tile["BLOCK_DV"])
     walked = _Walked(
-        floats(keys, heads, group, width) if scores else None,
-        floats(keys, heads, chunks, width) if scores else None,
+        floats(keys, heads, group, width),
+        floats(keys, heads, chunks, width),
         floats(keys, heads, splits, group),
         floats(keys, heads, splits, group),
-        floats(keys, heads, splits, group, value_dim) if attends else None,
+        floats(keys, heads, splits, group, value_dim) if new else None,
         torch.empty(heads, dtype=torch.int32, device=keys.device) if new else None,
     )
     new_key, new_value = new or (keys[:, :, 0], values[:, :, 0])
     launch(walk_cache, (heads * splits * chunks,))(
         strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
-        None if kept is None else kept.contiguous(), moments, walked,
+        moments, walked,
         num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, 1 / math.sqrt(head_dim),
-        NEW=new is not None, KEPT=kept is not None, SCORE=scores, ATTEND=attends, **tile,
+        NEW=new is not None, **tile,
     )  # fmt: skip
     return walked, _Sizes(group, splits, chunks)
 
@@ -240,13 +228,14 @@ def group_of(queries, head, num_kv_heads, group):
 
 @triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "tiles", "tiles_of_split"])
 def walk_cache(
-    queries, new_keys, new_values, keys, values, kept_ptr, moments, walked,
+    queries, new_keys, new_values, keys, values, moments, walked,
     num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, scale,
-    NEW: tl.constexpr, KEPT: tl.constexpr, SCORE: tl.constexpr, ATTEND: tl.constexpr,
-    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    NEW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logits, residuals and partial attention of one split of one head. Grid: heads * splits * chunks, the
-    chunks together.
+    """Logits and residuals of one split of one head; NEW: with the new token, and the partial attention.
+
+    Grid: heads * splits * chunks, the chunks together.
     """
     splits, chunks = (tiles + tiles_of_split - 1) // tiles_of_split, (value_dim + BLOCK_DV - 1) // BLOCK_DV
     width = length + NEW
@@ -265,26 +254,21 @@ def walk_cache(
     )
     if NEW:
         tl.store(walked.finished + head, 0)
-    if SCORE:
-        count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
-        key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-        value_sum = tl.load(
-            moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0
-        )
-        _, covariance = load_covariance(
-            moments.value_key_sum + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
-            channels, value_channels, head_dim, value_dim,
-        )  # fmt: skip
-        unscale = scale
-        if DOT_DTYPE == tl.float16:  # noqa: SIM300
-            # The power of two that brings the largest entry to [2^14, 2^15): 2**exponent has the biased
-            # exponent 127 + exponent.
-            largest = tl.max(tl.max(tl.abs(covariance), axis=1), axis=0)
-            exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
-            up = tl.minimum(tl.maximum(268 - exponent, 1), 253)
-            covariance *= (up << 23).to(tl.float32, bitcast=True)
-            unscale = scale * ((254 - up) << 23).to(tl.float32, bitcast=True)
-        factor = tl.trans(covariance.to(DOT_DTYPE))  # [BLOCK_D, BLOCK_DV]
+    count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
+    key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
+    value_sum = tl.load(
+        moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0
+    )
+    _, covariance = load_covariance(
+        moments.value_key_sum + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
+        channels, value_channels, head_dim, value_dim,
+    )  # fmt: skip
+    unscale = scale
+    if DOT_DTYPE == tl.float16:  # noqa: SIM300
+        up, down = power_of_two(tl.max(tl.max(tl.abs(covariance), axis=1), axis=0), 14)
+        covariance *= up
+        unscale = scale * down
+    factor = tl.trans(covariance.to(DOT_DTYPE))  # [BLOCK_D, BLOCK_DV]
     # all chunks of value channels compute the same numbers; the first chunk writes them
     written = tl.where(chunk == 0, group, 0)
     highest = tl.full([16], float("-inf"), dtype=tl.float32)
@@ -307,8 +291,6 @@ def walk_cache(
             )
             values_here = tl.where(is_new, new_value_base, value_base)
             value_step = tl.where(is_new, new_values.stride_d, values.stride_d)
-        if KEPT:
-            inside = inside & (tl.load(kept_ptr + head * length + row, mask=inside, other=0) != 0)
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]
         key = load_tile(Rows(keys_here, keys.stride_t, key_step), row, channels, inside, head_dim).to(
             DOT_DTYPE
@@ -316,29 +298,23 @@ def walk_cache(
         value = load_tile(
             Rows(values_here, values.stride_t, value_step), row, value_channels, inside, value_dim
         )
-        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-        if SCORE:
-            target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
-            tl.store(target, logits, mask=(rows < written)[:, None] & inside[None, :])
-            predicted = tl.dot(key, factor, input_precision="ieee") * unscale
-            residual = value * count - value_sum[None, :] - predicted  # n times the residual of MK-10
-            squares = tl.sum(residual * residual, axis=1)
-            tl.store(walked.squares + (head * chunks + chunk) * width + token, squares, mask=inside)
+        logits = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
+        target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
+        tl.store(target, logits, mask=(rows < written)[:, None] & inside[None, :])
+        predicted = tl.dot(key, factor, input_precision="ieee") * unscale
+        residual = value * count - value_sum[None, :] - predicted  # n times the residual of MK-10
+        squares = tl.sum(residual * residual, axis=1)
+        tl.store(walked.squares + (head * chunks + chunk) * width + token, squares, mask=inside)
         logits = tl.where(inside[None, :], logits, float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, axis=1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a tile without kept tokens
-        weights = tl.exp(logits - base[:, None])
-        shrink = tl.exp(highest - base)
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        if ATTEND:
+        highest, mass, weights, shrink = absorb(highest, mass, logits)
+        if NEW:
             output = output * shrink[:, None] + tl.dot(
                 weights.to(DOT_DTYPE), value.to(DOT_DTYPE), input_precision="ieee"
             )
-        highest = higher
     target = program * group + rows
     tl.store(walked.highest + target, highest, mask=rows < written)
     tl.store(walked.mass + target, mass, mask=rows < written)
-    if ATTEND:
+    if NEW:
         tl.store(
             walked.partial + target[:, None] * value_dim + value_channels[None, :], output,
             mask=(rows < group)[:, None] & (value_channels < value_dim)[None, :],
@@ -368,7 +344,7 @@ def merge_splits(walked, head, splits, group, GROUP: tl.constexpr):
         masses = tl.load(walked.mass + places, mask=inside, other=0.0)
         higher = tl.maximum(top, tl.max(highest, axis=0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        mass = mass * tl.exp(top - base) + tl.sum(masses * tl.exp(highest - base[None, :]), axis=0)
+        mass = mass * tl.exp2(top - base) + tl.sum(masses * tl.exp2(highest - base[None, :]), axis=0)
         top = higher
     return tl.where(top == float("-inf"), 0.0, top), mass
 
@@ -387,20 +363,20 @@ def merge_outputs(walked, head, top, value_channels, splits, group, value_dim, G
             walked.partial + places[:, :, None] * value_dim + value_channels[None, None, :],
             mask=inside[:, :, None] & (value_channels < value_dim)[None, None, :], other=0.0,
         )  # fmt: skip
-        output += tl.sum(partial * tl.exp(highest - top[None, :])[:, :, None], axis=0)
+        output += tl.sum(partial * tl.exp2(highest - top[None, :])[:, :, None], axis=0)
     return output
 
 
 @triton.jit
 def score_tokens(walked, head, tokens, width, group, chunks, top, mass, count, GROUP: tl.constexpr):
-    """MK-10: `mean_g exp(s_gj - log Z_g) |r_j|` of `tokens`, [BLOCK_L]."""
+    """MK-10: `mean_g 2^(s_gj - log Z_g) |r_j|` of `tokens`, [BLOCK_L]."""
     rows = tl.arange(0, GROUP)
     inside = tokens < width
     logits = tl.load(
         walked.logits + (head * group + rows)[:, None] * width + tokens[None, :],
         mask=(rows < group)[:, None] & inside[None, :], other=float("-inf"),
     )  # fmt: skip
-    alpha = tl.div_rn(tl.exp(logits - top[:, None]), tl.where(rows < group, mass, 1.0)[:, None])
+    alpha = tl.div_rn(tl.exp2(logits - top[:, None]), tl.where(rows < group, mass, 1.0)[:, None])
     alpha = tl.div_rn(tl.sum(alpha, axis=0), (group + tl.zeros_like(count)).to(tl.float32))
     squares = tl.zeros_like(alpha)
     for chunk in range(chunks):
@@ -430,7 +406,7 @@ def mix(
     """MK-9, MK-11, MK-12, MK-37: mix the retained output with the estimate of the evicted output, for some
     value channels.
 
-    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums of exp(logit - top); count >=
+    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums of 2^(logit - top); count >=
     0 as float32, mean_key [BLOCK_D], value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the
     evicted tokens.
     """
@@ -440,7 +416,7 @@ def mix(
     for member in range(group):
         query = tl.sum(tl.where((tl.arange(0, 16) == member)[:, None], all_queries, 0.0), axis=0)  # [BLOCK_D]
         log_evicted = tl.where(
-            count > 0, tl.log(divisor) + tl.sum(query * mean_key, axis=0) * scale, float("-inf")
+            count > 0, tl.log2(divisor) + tl.sum(query * mean_key, axis=0) * (scale * LOG2E), float("-inf")
         )
         slope = tl.sum(covariance * query[None, :], axis=1) * scale
         estimate = tl.div_rn(value_sum, divisor) + tl.div_rn(slope, divisor)
@@ -450,45 +426,10 @@ def mix(
         # A head without tokens has mass 0, and one without moments the logarithm -inf.
         highest = tl.maximum(own_top, log_evicted)
         highest = tl.where(highest == float("-inf"), 0.0, highest)
-        weight, evicted_weight = tl.exp(own_top - highest), tl.exp(log_evicted - highest)
+        weight, evicted_weight = tl.exp2(own_top - highest), tl.exp2(log_evicted - highest)
         total = own_mass * weight + evicted_weight
         mixed = tl.div_rn(own * weight + evicted_weight * estimate, tl.where(total == 0, 1.0, total))
         tl.store(output_base + member * value_dim + value_channels, mixed, mask=value_channels < value_dim)
-
-
-@triton.jit(do_not_specialize=["num_kv_heads", "group", "splits"])
-def mix_outputs(
-    queries, moments, walked, output_ptr, num_kv_heads, group, splits, head_dim, value_dim, scale,
-    GROUP: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-):  # fmt: skip
-    """The output of one group of query heads, some value channels of it. Grid: heads, blocks of value
-    channels.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    channels = tl.arange(0, BLOCK_D)
-    value_channels = tl.program_id(1) * BLOCK_V + tl.arange(0, BLOCK_V)
-    top, mass = merge_splits(walked, head, splits, group, GROUP)
-    retained = merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP)
-    count = tl.load(moments.count + head).to(tl.float32)
-    key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
-    value_sum = tl.load(
-        moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0
-    )
-    mean_key = tl.div_rn(key_sum, tl.maximum(count, 1.0))
-    _, covariance = load_covariance(
-        moments.value_key_sum + head * value_dim * head_dim,
-        value_sum,
-        mean_key,
-        channels,
-        value_channels,
-        head_dim,
-        value_dim,
-    )
-    mix(
-        group_of(queries, head, num_kv_heads, group), output_ptr + head * group * value_dim,
-        retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
-        group, head_dim, value_dim, scale, GROUP,
-    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["positions", "num_kv_heads", "group", "length", "splits", "chunks"])
@@ -605,7 +546,7 @@ def take_out(
     rows = tl.arange(0, GROUP)
     width = length + 1
     logit_rows = walked.logits + (head * group + rows) * width
-    held = tl.exp(tl.load(logit_rows + slot, mask=rows < group, other=float("-inf")) - top)
+    held = tl.exp2(tl.load(logit_rows + slot, mask=rows < group, other=float("-inf")) - top)
     if tl.max(held - 0.125 * mass, axis=0) > 0:
         top = tl.full([GROUP], float("-inf"), dtype=tl.float32)
         mass = tl.zeros([GROUP], dtype=tl.float32)
@@ -615,7 +556,7 @@ def take_out(
             logits = tl.load(logit_rows[:, None] + slots[None, :], mask=stays, other=float("-inf"))
             higher = tl.maximum(top, tl.max(logits, axis=1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            mass = mass * tl.exp(top - base) + tl.sum(tl.exp(logits - base[:, None]), axis=1)
+            mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), axis=1)
             top = higher
         top = tl.where(top == float("-inf"), 0.0, top)
         retained = tl.zeros_like(retained)
@@ -630,7 +571,7 @@ def take_out(
                 logits = tl.load(
                     walked.logits + (head * group + member) * width + slots, mask=stays, other=float("-inf")
                 )
-                added = tl.sum(tl.exp(logits - own_top)[:, None] * states, axis=0)
+                added = tl.sum(tl.exp2(logits - own_top)[:, None] * states, axis=0)
                 retained += tl.where((rows == member)[:, None], added[None, :], 0.0)
     else:
         retained -= held[:, None] * evicted_value[None, :]
@@ -668,7 +609,6 @@ def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
     cache = torch.empty((32, 8, 1024, head_dim), dtype=dtype, device="meta")
     query = torch.empty((32, 8 * group, head_dim), dtype=dtype, device="meta")
     positions = torch.empty((32, 8, 1024), dtype=torch.int64, device="meta")
-    kept = torch.empty((32, 8, 1024), dtype=torch.bool, device="meta")
     moments = zero_moments(cache, cache)
     step(
         query,
@@ -681,7 +621,6 @@ def _launch(dtype: torch.dtype, head_dim: int, group: int) -> None:
         positions[:, :, 0].contiguous(),
     )
     score(query, cache, cache, moments)
-    attend(query, cache, cache, kept, moments)
 
 
 CONFIGURATIONS = configurations(

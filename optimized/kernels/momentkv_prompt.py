@@ -8,10 +8,10 @@ It equals, in torch, for one KV head whose tokens are kept where `kept` [T] is T
     n, s_k, s_v, S = len(evicted_keys), evicted_keys.sum(0), evicted_values.sum(0), evicted_values.T @
     evicted_keys
 
-First launch, `sum_evicted`. S = V_E^T K_E is one product with the tokens in the middle, and the rows that go
-into it are those that compaction does not copy. Each tile is therefore read once, the kept rows into the
-compressed cache and the evicted ones into the product. Second launch, `add_splits`: the sums of the splits,
-float32, are added to the moments from before, in the order of the splits.
+S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are those that
+compaction does not copy. `sum_evicted` therefore reads each tile once, the kept rows into the compressed
+cache and the evicted ones into the product. torch adds the float32 sums of the splits to the moments from
+before: once for a prompt, that is not worth a kernel.
 """
 
 from typing import Any
@@ -55,7 +55,7 @@ def _sum_evicted(
     keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, before: Moments, copy: Copy | None = None
 ) -> Moments:
     """Add the tokens that are not kept to the moments, and with `copy` copy the others."""
-    lead, (length, head_dim), value_dim = keys.shape[:-2], keys.shape[-2:], values.shape[-1]
+    (length, head_dim), value_dim = keys.shape[-2:], values.shape[-1]
     keys, values = (
         states.reshape(-1, 1, *states.shape[-2:]) if states.ndim != 4 else states for states in (keys, values)
     )
@@ -67,27 +67,18 @@ def _sum_evicted(
     split = triton.cdiv(triton.cdiv(length, splits), block_t) * block_t
     splits = triton.cdiv(length, split)
     chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
-    shapes = ((head_dim,), (value_dim,), (value_dim, head_dim))
-    sums = Moments(
-        torch.empty((heads, splits), dtype=torch.int64, device=keys.device),
-        *(floats(keys, heads, splits, *shape) for shape in shapes),
-    )
+    sums = [
+        floats(keys, heads, splits, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))
+    ]
     launch(sum_evicted, (heads * splits * chunks,))(
-        strided(keys), strided(values), kept.contiguous(), copy, sums, num_heads, length, split, splits,
-        head_dim, value_dim,
-        COPY=copy is not None, **tile,
+        strided(keys), strided(values), kept.contiguous(), copy, Moments(None, *sums),
+        num_heads, length, split, splits, head_dim, value_dim, COPY=copy is not None, **tile,
     )  # fmt: skip
-    after = Moments(
-        torch.empty(lead, dtype=torch.int64, device=keys.device),
-        *(floats(keys, *lead, *shape) for shape in shapes),
+    evicted = length - kept.sum(dim=-1)
+    return Moments(
+        before.count + evicted,
+        *(old + own.sum(dim=1).view(old.shape) for old, own in zip(before[1:], sums, strict=True)),
     )
-    block = min(2048, padded(head_dim * value_dim))
-    launch(add_splits, (heads, triton.cdiv(head_dim * value_dim, block)))(
-        contiguous(before), sums, after, splits, head_dim, value_dim,
-        MOST_SPLITS=PROGRAMS_WANTED, BLOCK_D=padded(head_dim), BLOCK_DV=padded(value_dim), BLOCK=block,
-        num_warps=4,
-    )  # fmt: skip
-    return after
 
 
 def contiguous(moments: Moments) -> Moments:
@@ -138,7 +129,6 @@ def sum_evicted(
     products = tl.zeros([BLOCK_DV, BLOCK_D], dtype=tl.float32)
     key_sums = tl.zeros([16, BLOCK_D], dtype=tl.float32)
     value_sums = tl.zeros([16, BLOCK_DV], dtype=tl.float32)
-    counts = tl.zeros([BLOCK_T], dtype=tl.int32)
     end = tl.minimum((part + 1) * split, length)
     for first in range(part * split, end, BLOCK_T):
         tokens = first + tl.arange(0, BLOCK_T)
@@ -158,7 +148,6 @@ def sum_evicted(
         products += tl.dot(tl.trans(value), key, input_precision="ieee")
         key_sums += tl.dot(ones, key, input_precision="ieee")
         value_sums += tl.dot(ones, value, input_precision="ieee")
-        counts += evicted.to(tl.int32)
     written = channels < tl.where(chunk == 0, head_dim, 0)
     tl.store(sums.key_sum + program * head_dim + channels, tl.sum(key_sums, axis=0), mask=written)
     tl.store(
@@ -171,46 +160,6 @@ def sum_evicted(
         products,
         mask=(value_channels < value_dim)[:, None] & (channels < head_dim)[None, :],
     )  # fmt: skip
-    if chunk == 0:
-        tl.store(sums.count + program, tl.sum(counts, axis=0))
-
-
-@triton.jit(do_not_specialize=["splits"])
-def add_splits(
-    before, sums, after, splits, head_dim, value_dim,
-    MOST_SPLITS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Add the sums of the splits of a head to its moments, in their order. Grid: heads, blocks of S."""
-    head = tl.program_id(0).to(tl.int64)
-    index = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    add_rows(
-        before.value_key_sum,
-        sums.value_key_sum,
-        after.value_key_sum,
-        head,
-        splits,
-        head_dim * value_dim,
-        index,
-    )
-    if tl.program_id(1) == 0:
-        add_rows(before.key_sum, sums.key_sum, after.key_sum, head, splits, head_dim, tl.arange(0, BLOCK_D))
-        add_rows(
-            before.value_sum, sums.value_sum, after.value_sum, head, splits, value_dim, tl.arange(0, BLOCK_DV)
-        )
-        parts = tl.arange(0, MOST_SPLITS)
-        counts = tl.load(sums.count + head * splits + parts, mask=parts < splits, other=0)
-        tl.store(after.count + head, tl.load(before.count + head) + tl.sum(counts, axis=0))
-
-
-@triton.jit
-def add_rows(before_ptr, sums_ptr, after_ptr, head, splits, size, index):
-    """after[head, index] = the sum over the splits of sums[head, split, index], and before[head, index]."""
-    inside = index < size
-    total = tl.zeros_like(index).to(tl.float32)
-    for part in range(splits):
-        total += tl.load(sums_ptr + (head * splits + part) * size + index, mask=inside, other=0.0)
-    total += tl.load(before_ptr + head * size + index, mask=inside, other=0.0)
-    tl.store(after_ptr + head * size + index, total, mask=inside)
 
 
 def _launch(dtype: torch.dtype, head_dim: int) -> None:

@@ -15,11 +15,11 @@ lie in memory between the two passes. Such a logarithm is rounded as a logit is,
 and sum gave the same error for logits from 6 to 400. First launch, `sum_rows`: one program takes a block of
 rows and walks the keys that they see, with a running maximum and sum (the online softmax, in powers of two).
 Few rows, such as SnapKV's window, would leave a GPU idle: then the keys are cut into splits, one program
-each, and `merge_splits` adds up their sums. Where the output is wanted too, `attend_rows` takes the place of
-`sum_rows`: it is the attention of the prompt itself. Second launch, `sum_columns`: one program keeps a block
-of keys and walks the rows that see one of them. Its tile lies the other way round, keys by rows, so that a
-column of the attention is a row of the tile: tensor cores then have full tiles for a single query too, and
-the sum stays within a few threads.
+each, and `merge_splits` adds up their sums. Where the output is wanted too, the walk is the attention of the
+prompt itself, in one split. Second launch, `sum_columns`: one program keeps a block of keys and walks the
+rows that see one of them. Its tile lies the other way round, keys by rows, so that a column of the attention
+is a row of the tile: tensor cores then have full tiles for a single query too, and the sum stays within a few
+threads.
 
 The rows of a KV head are the queries of its whole group in the order of time: row r is query r // G of query
 head r % G. The group shares every key that is read, and the rows that see a key are the last ones. Sums have
@@ -36,7 +36,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .strided import strided
-from .tiles import dot_dtype, head_of, load_tile
+from .tiles import absorb, dot_dtype, head_of, load_tile
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 512
@@ -47,7 +47,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     `optimized.h2o.score`.
     """
     queries, keys = _by_channels(queries), _by_channels(keys)
-    return _sum_columns(queries, keys, _sum_rows(queries, keys))
+    return _sum_columns(queries, keys, _sum_rows(queries, keys, None)[0])
 
 
 def attend_and_score(
@@ -55,13 +55,7 @@ def attend_and_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-6 and H2-1: the causal attention's output and the score, as `optimized.h2o.attend_and_score`."""
     queries, keys, values = (_by_channels(states) for states in (queries, keys, values))
-    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
-    logs, output = floats(queries, heads, rows), outputs(queries, *queries.shape[:3], values.shape[3])
-    tile = _tile(queries, rows, values.shape[3])
-    launch(attend_rows, (heads * triton.cdiv(rows, tile["BLOCK_ROWS"]),))(
-        strided(queries), strided(keys), strided(values), logs, output, num_kv_heads, *shape, values.shape[3],
-        BLOCK_DV=padded(values.shape[3]), **tile,
-    )  # fmt: skip
+    logs, output = _sum_rows(queries, keys, values)
     return output.to(queries.dtype), _sum_columns(queries, keys, logs)
 
 
@@ -103,25 +97,32 @@ def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
-def _sum_rows(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32."""
+def _sum_rows(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32, and with
+    values the output.
+    """
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
-    tile = _tile(queries, rows)
-    blocks, length = triton.cdiv(rows, tile["BLOCK_ROWS"]), shape[2]
-    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, MOST_SPLITS // blocks)))
+    value_dim = 0 if values is None else values.shape[3]
+    tile = _tile(queries, rows, value_dim)
+    blocks, split = triton.cdiv(rows, tile["BLOCK_ROWS"]), shape[2]
+    if values is None:  # an output is not added up from splits
+        split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(split, max(1, MOST_SPLITS // blocks)))
     split = triton.cdiv(split, tile["BLOCK_T"]) * tile["BLOCK_T"]
-    splits = triton.cdiv(length, split)
-    logs = floats(queries, heads, splits, rows)
+    splits = triton.cdiv(shape[2], split)
+    logs, output = floats(queries, heads, splits, rows), outputs(queries, *queries.shape[:3], value_dim)
     launch(sum_rows, (heads * blocks * splits,))(
-        strided(queries), strided(keys), logs, num_kv_heads, *shape, split, **tile
-    )
+        strided(queries), strided(keys), strided(keys if values is None else values), logs, output,
+        num_kv_heads, *shape, value_dim, split, ATTEND=values is not None, BLOCK_DV=padded(value_dim), **tile,
+    )  # fmt: skip
     if splits == 1:
-        return logs
+        return logs, output
     merged = floats(queries, heads, rows)
     launch(merge_splits, (heads * triton.cdiv(rows, 32),))(
         logs, merged, rows, splits, MOST_SPLITS=MOST_SPLITS, BLOCK_ROWS=32, num_warps=4
     )
-    return merged
+    return merged, output
 
 
 def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
@@ -169,47 +170,51 @@ def row_logits(query, key, token, last, head_dim):
     return tl.where(token[None, :] <= last[:, None], logits, float("-inf"))
 
 
-@triton.jit
-def raised(highest, logits):
-    """The highest logit of every row so far, and the number to subtract: it, or 0 where it is -inf, as
-    -inf less -inf is NaN.
-    """
-    higher = tl.maximum(highest, tl.max(logits, axis=1))
-    return higher, tl.where(higher == float("-inf"), 0.0, higher)
-
-
 @triton.jit(do_not_specialize=["num_queries", "length", "split"])
 def sum_rows(
-    queries, keys, logs_ptr, num_kv_heads, group, num_queries, length, head_dim, split,
-    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim,
+    value_dim, split,
+    ATTEND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen. Grid:
-    heads * blocks * splits.
+    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen; ATTEND:
+    the output of the row too.
+
+    Grid: heads * blocks of rows * splits.
     """
     program = tl.program_id(0).to(tl.int64)
-    rows, splits = group * num_queries, tl.cdiv(length, split)
+    rows, splits = group * num_queries, 1 if ATTEND else tl.cdiv(length, split)
     blocks = tl.cdiv(rows, BLOCK_ROWS)
     head, part = program // (blocks * splits), (program % splits).to(tl.int32)
     block = (blocks - 1 - program // splits % blocks).to(tl.int32)  # the last rows see most
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     last = length - num_queries + row // group
     query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
-    own_keys = head_of(keys, head, num_kv_heads)
+    own_keys, own_values = head_of(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
+    channels = tl.arange(0, BLOCK_DV)
     end = tl.minimum(
         tl.minimum((part + 1) * split, length),
         length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1,
     )
     highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
+    output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
     for start in range(part * split, end, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
         key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
         logits = row_logits(query, key, token, tl.minimum(last, end - 1), head_dim)
-        higher, shift = raised(highest, logits)
-        mass = mass * tl.exp2(highest - shift) + tl.sum(tl.exp2(logits - shift[:, None]), axis=1)
-        highest = higher
+        highest, mass, weights, shrink = absorb(highest, mass, logits)
+        if ATTEND:
+            value = load_tile(own_values, token, channels, token < length, value_dim).to(DOT_DTYPE)
+            output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
     logs = highest + tl.log2(tl.where(mass == 0, 1.0, mass))
     tl.store(logs_ptr + (head * splits + part) * rows + row, logs, mask=row < rows)
+    if ATTEND:
+        # int64, as `head` is
+        target = ((head * group + row % group) * num_queries + row // group) * value_dim
+        inside = (row < rows)[:, None] & (channels < value_dim)[None, :]
+        tl.store(output_ptr + target[:, None] + channels[None, :], output / mass[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
@@ -231,45 +236,6 @@ def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, 
     tl.store(
         merged_ptr + head * rows + row, shift + tl.log2(tl.where(row < rows, mass, 1.0)), mask=row < rows
     )
-
-
-@triton.jit(do_not_specialize=["num_queries", "length"])
-def attend_rows(
-    queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim,
-    value_dim,
-    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):  # fmt: skip
-    """Causal attention of a block of rows: its output, and the normalisers as `sum_rows`. Grid: heads *
-    blocks of rows.
-    """
-    program = tl.program_id(0).to(tl.int64)
-    rows = group * num_queries
-    blocks = tl.cdiv(rows, BLOCK_ROWS)
-    head, block = program // blocks, (blocks - 1 - program % blocks).to(tl.int32)
-    row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    last = length - num_queries + row // group
-    query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
-    own_keys, own_values = head_of(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
-    end = tl.minimum(length, length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1)
-    highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
-    mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
-    output = tl.zeros([BLOCK_ROWS, BLOCK_DV], dtype=tl.float32)
-    channels = tl.arange(0, BLOCK_DV)
-    for start in range(0, end, BLOCK_T):
-        token = start + tl.arange(0, BLOCK_T)
-        key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
-        value = load_tile(own_values, token, channels, token < length, value_dim).to(DOT_DTYPE)
-        logits = row_logits(query, key, token, tl.minimum(last, end - 1), head_dim)
-        higher, shift = raised(highest, logits)
-        weights, shrink = tl.exp2(logits - shift[:, None]), tl.exp2(highest - shift)
-        mass = mass * shrink + tl.sum(weights, axis=1)
-        output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
-        highest = higher
-    tl.store(logs_ptr + head * rows + row, highest + tl.log2(mass), mask=row < rows)
-    target = ((head * group + row % group) * num_queries + row // group) * value_dim  # int64, as `head` is
-    inside = (row < rows)[:, None] & (channels < value_dim)[None, :]
-    tl.store(output_ptr + target[:, None] + channels[None, :], output / mass[:, None], mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_queries", "length"])
@@ -312,6 +278,6 @@ def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
 CONFIGURATIONS = configurations(
     _launch,
     *({"head_dim": head_dim, "window": window} for head_dim in HEAD_DIMS for window in (0, 32, 1)),
-    tensor_cores=["sum_rows", "attend_rows", "sum_columns"],
+    tensor_cores=["sum_rows", "sum_columns"],
     scalar=["merge_splits"],
 )

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import is_amd, launch, padded
+from .launching import launch, padded, warps
 
 ROWS_THAT_FILL_A_GPU = 128
 LONGEST_SHORT_ROW = 16384
@@ -44,20 +44,12 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
         return torch.full(scores.shape, count > 0, dtype=torch.bool, device=scores.device)
     rows = scores.reshape(-1, length)
     shielded = rows if protected is None else protected.reshape(-1, length)
+    if rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW:
+        return _keep_rows(rows, shielded, count).view(scores.shape)
     kept = torch.empty(rows.shape, dtype=torch.bool, device=scores.device)
     arguments = (*rows.stride(), *shielded.stride(), length, count)
-    whole_rows = rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW
-    block, num_warps = min(2048, padded(length, 256)), 8
-    if whole_rows and length > block:
-        block, num_warps = 8192, 32  # a program walks its whole row: the more threads, the fewer steps
-    if is_amd(scores) and (num_warps == 32 or scores.element_size() == 2):
-        # AMD's warps have twice the threads: 1,024 at most, and 16 bytes for each, as elsewhere
-        num_warps //= 2
-    flags = {"PROTECTED": protected is not None, "BLOCK": block, "num_warps": num_warps}
-    if whole_rows:
-        launch(keep_rows, (rows.shape[0],))(rows, shielded, kept, *arguments, **flags)
-        return kept.view(scores.shape)
-    chunk = padded(triton.cdiv(length, MOST_CHUNKS), block)
+    flags = {"PROTECTED": protected is not None, "BLOCK": 2048, "num_warps": warps(scores, 256)}
+    chunk = padded(triton.cdiv(length, MOST_CHUNKS), flags["BLOCK"])
     chunks = triton.cdiv(length, chunk)
     counts = torch.zeros((rows.shape[0], 4, 256), dtype=torch.int32, device=scores.device)
     last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
@@ -70,6 +62,31 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
         rows, shielded, counts, last_counts, kept, *arguments, chunk, chunks, MOST_CHUNKS=MOST_CHUNKS, **flags
     )
     return kept.view(scores.shape)
+
+
+def keep_each(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Keep the highest scores of each of the R rows [R, T]: R / len(counts) rows in turn have the same
+    count, int32.
+    """
+    return _keep_rows(rows, rows, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
+
+
+def _keep_rows(
+    rows: torch.Tensor, protected: torch.Tensor, count: int | torch.Tensor, sharing: int = 1
+) -> torch.Tensor:
+    """The mask [R, T] of the highest scores of each row, by one program; `protected` is a mask, or `rows`
+    again for none.
+    """
+    kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
+    # A program walks its whole row: the more threads, the fewer steps.
+    block = 8192 if rows.shape[1] > 2048 else padded(rows.shape[1], 256)
+    threads = 1024 if block > 2048 else min(256, block // 4)
+    launch(keep_rows, (rows.shape[0],))(
+        rows, protected, kept, *rows.stride(), *protected.stride(), rows.shape[1], count, sharing,
+        PROTECTED=protected is not rows, EACH=isinstance(count, torch.Tensor), BLOCK=block,
+        num_warps=warps(rows, threads),
+    )  # fmt: skip
+    return kept
 
 
 @triton.jit
@@ -174,15 +191,6 @@ def find_prefix(counts_ptr, row, count, known):
 
 
 @triton.jit
-def store_counts(counts_ptr, last_counts_ptr, row, program, byte, counts):
-    """Add the histogram of a chunk to that of its row; that of the last byte is also stored by itself."""
-    values = tl.arange(0, 256)
-    tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
-    if byte == 3:
-        tl.store(last_counts_ptr + program * 256 + values, counts)
-
-
-@triton.jit
 def keep_from(keys, inside, threshold, left, seen):
     """Return which keys are kept, where `seen` equals of the threshold lie before them, and the equals
     seen after them.
@@ -192,18 +200,20 @@ def keep_from(keys, inside, threshold, left, seen):
     return kept, seen + tl.sum(equal, axis=0)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count", "sharing"])
 def keep_rows(
     scores_ptr, protected_ptr, kept_ptr, stride_row, stride_t, protected_stride_row, protected_stride_t,
-    length, count,
-    PROTECTED: tl.constexpr, BLOCK: tl.constexpr,
+    length, count, sharing,
+    PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """kept[row] = the mask of the `count` highest scores of a row. Grid: rows."""
+    """kept[row] = the mask of the `count` highest scores of a row; EACH: of count[row // sharing]. Grid:
+    rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
     prefix = tl.zeros([], dtype=tl.uint32)
-    left = count
+    left = tl.load(count + row // sharing) if EACH else count
     for byte in range(4):
         counts = count_keys(
             scores, protected, 0, length, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
@@ -224,7 +234,9 @@ def count_byte(
     stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, chunk, chunks, byte,
     PROTECTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the histogram of one byte over one chunk of a row to that of the row. Grid: rows * chunks."""
+    """Add the histogram of one byte over one chunk of a row to that of the row; the last is stored too.
+    Grid: rows * chunks.
+    """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
@@ -234,7 +246,10 @@ def count_byte(
     counts = count_keys(
         scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
     )
-    store_counts(counts_ptr, last_counts_ptr, row, program, byte, counts)
+    values = tl.arange(0, 256)
+    tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
+    if byte == 3:
+        tl.store(last_counts_ptr + program * 256 + values, counts)
 
 
 @triton.jit(do_not_specialize=["count", "chunks"])

@@ -80,3 +80,27 @@ def copy_tile(source, target, tokens, rows, channels, copied, size):
     )
     states = tl.load(source.ptr + offsets, mask=inside, other=0.0)
     tl.store(target + rows[:, None] * size + channels[None, :], states, mask=inside)
+
+
+@triton.jit
+def power_of_two(largest, above: tl.constexpr):
+    """Return 2^e with `largest` * 2^e in [2^above, 2^(above+1)), and 2^-e, by the exponent's bits. Any
+    number for 0 and NaN.
+    """
+    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 0xFF
+    up = tl.minimum(tl.maximum(254 + above - exponent, 1), 253)
+    return (up << 23).to(tl.float32, bitcast=True), ((254 - up) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def absorb(highest, mass, logits):
+    """Take logits [R, T], in powers of two, into the largest logit and the mass of each row: an online
+    softmax.
+
+    Return both, the weights [R, T] and what earlier weights shrink by, [R]. -inf less -inf is NaN, so a row
+    without a logit has 0.
+    """
+    higher = tl.maximum(highest, tl.max(logits, axis=1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, shrink = tl.exp2(logits - base[:, None]), tl.exp2(highest - base)
+    return higher, mass * shrink + tl.sum(weights, axis=1), weights, shrink

@@ -175,11 +175,16 @@ def probabilities(cap: float | None, sinks: torch.Tensor | None) -> torch.Tensor
 SOFTMAXES = {"capped": Softmax(0.7), "with sinks": Softmax(None, SINKS), "both": Softmax(0.7, SINKS)}
 
 
+@pytest.mark.parametrize("rows", [256, 2])
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_methods_read_the_probabilities_of_the_model(name: str) -> None:
+def test_methods_read_the_probabilities_of_the_model(
+    name: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """H2O, SnapKV, TOVA, KVzip, CriticalKV, MomentKV and DropKV, each from the probabilities as they are
     written out.
     """
+    monkeypatch.setattr(h2o, "TILE", 1)  # the prompt in one tile of rows, or in several
+    monkeypatch.setattr(h2o, "LEAST_ROWS", rows)
     softmax = SOFTMAXES[name]
     attention = probabilities(*softmax)
     last = attention[..., -4:, :]

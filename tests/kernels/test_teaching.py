@@ -5,6 +5,8 @@ The laws judge them in a run of their own: `make kernels`.
 """
 
 import ast
+import json
+import tomllib
 
 import pytest
 from tools import ROOT
@@ -17,6 +19,7 @@ STEMS = sorted(
 )
 # AdaKV is two calls of the kernel of `selection`.
 WITHOUT_A_KERNEL = {"ada_kv"}
+SHARED = {"h2o", "snapkv", "tova"}
 
 
 def kernels(stem: str) -> dict[str, str]:
@@ -34,7 +37,14 @@ def test_each_file_is_of_a_method_and_stands_on_a_page() -> None:
     assert set(STEMS) <= methods | {"ada_kv", "paging", "selection"}
     tuned = {path.stem for path in (ROOT / "optimized" / "kernels").glob("*.py")}
     # H2O, SnapKV and TOVA share a tuned kernel; AdaKV calls that of the selection.
-    assert set(STEMS) >= (methods & tuned) | {"h2o", "snapkv", "tova", "ada_kv", "selection"}
+    assert set(STEMS) >= (methods & tuned) | {*SHARED, "ada_kv", "selection"}
+    # Each other method with a kernel to read has a line that says whether a GPU needs more, and each tuned
+    # kernel a bound.
+    told = tomllib.loads((ROOT / "docs" / "kernels.toml").read_text(encoding="utf-8"))
+    assert set(told["read"]) == methods & set(STEMS) - tuned - SHARED
+    assert set(told["kernels"]) == set(
+        json.loads((ROOT / "docs" / "kernels.json").read_text(encoding="utf-8"))
+    )
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md"))
     assert [stem for stem in STEMS if f"<!-- code: optimized/teaching/{stem}.py -->" not in pages] == []
 
