@@ -7,6 +7,7 @@ import json
 import posixpath
 import re
 import textwrap
+import tomllib
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
