@@ -1,8 +1,6 @@
-"""Compare a function with the cases that `evictionary vectors` wrote: the standard library alone, nothing
-of ours.
+"""Compare a function with the cases that `evictionary vectors` wrote, by the standard library alone.
 
-python check_vectors.py FOLDER keydiff.score path/to/my_file.py [float32|float64]; arrays are nested lists,
-bad input a ValueError.
+python check_vectors.py FOLDER keydiff.score my_file.py [DTYPE]; arrays: nested lists, bad input: ValueError.
 """
 
 import importlib.util
@@ -16,7 +14,6 @@ def nested(value):
         return [nested(each) for each in value]
     if not isinstance(value, dict) or "data" not in value:
         return value
-    # "nan", "inf" and "-inf"
     rows = [float(each) if isinstance(each, str) else each for each in value["data"]]
     for size in value["shape"][:0:-1]:
         rows = [rows[start : start + size] for start in range(0, len(rows), size)] if size else []
@@ -36,13 +33,11 @@ def fault(case, function, dtype):
         return f"accepted what is to be refused: {case['expected']['error']}"
     expected, several = case["expected"], isinstance(case["expected"], list)
     for wanted, answer in zip(expected if several else [expected], got if several else [got], strict=True):
-        allowed = wanted.get("tolerance", {}).get(dtype, {"largest": 0, "mean": 0})
+        most = wanted.get("tolerance", {}).get(dtype, {"largest": 0, "mean": 0})
         pairs = zip(flat(nested(wanted)), flat(answer), strict=True)
         errors = [0 if one == other else abs(one - other) for one, other in pairs]
-        if not max(errors, default=0) <= allowed["largest"] or not sum(errors) <= allowed["mean"] * len(
-            errors
-        ):
-            return f"off by {max(errors):.3g}, allowed are {allowed['largest']:.3g}"
+        if not max(errors, default=0) <= most["largest"] or not sum(errors) <= most["mean"] * len(errors):
+            return f"off by {max(errors):.3g}, allowed are {most['largest']:.3g}"
     return ""
 
 

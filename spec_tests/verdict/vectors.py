@@ -285,11 +285,11 @@ def generate(
     for law in laws:
         advance(law.sentence[:48])
         pool.draw(law)
-    # Other mistakes, such as a random number, show in memory and not in numbers.
+    # Other mistakes, such as a random number, show in memory and not in numbers; some are of torch alone.
     numeric = {law.requirement.id for law in laws_of()}
     mutants: dict[str, list[Mutant]] = defaultdict(list)
     for mutant in load_mutants().values():
-        if mutant.killed_by in numeric and not mutant.above:
+        if mutant.killed_by in numeric and not mutant.above and mutant.array_library == "numpy":
             mutants[mutant.of].append(mutant)
     chosen: dict[str, dict[str, list[Example]]] = defaultdict(dict)
     not_caught: dict[str, list[str]] = defaultdict(list)

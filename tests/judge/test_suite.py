@@ -198,7 +198,7 @@ def test_what_cannot_be_judged_is_an_error(folder: Path, content: str | None, wa
         (["--impl", "no/such/keydiff.py"], "no such file or folder"),
         (["--dtype", "float8"], "--dtype: got 'float8'"),
         (["--require", "KD-99"], "--require: got 'KD-99'"),
-        (["--impl", "reference", "--dtype", "bfloat16"], "NumPy, which has no bfloat16"),
+        (["--impl", "reference", "--dtype", "bfloat16"], "numpy, which has no bfloat16"),
     ],
 )
 def test_bad_options_are_refused(arguments: list[str], wanted: str) -> None:

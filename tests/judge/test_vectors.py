@@ -125,7 +125,8 @@ def test_a_case_catches_the_mistakes_that_it_names_and_no_others(content: dict[s
     planted = [
         each for each in load_mutants().values() if each.of == "knorm.score" and each.killed_by == "KN-1"
     ]
-    mutants, file = {each.name: each for each in planted if not each.above}, content["KN-1.json"]
+    file = content["KN-1.json"]
+    mutants = {each.name: each for each in planted if not each.above and each.array_library == "numpy"}
     assert file["not_caught"] == [] and set(file["mistakes"]) == set(mutants)
     for case in file["cases"]:
         expected, allowed = vectors.read(case["expected"]), case["expected"]["tolerance"]["float32"]
