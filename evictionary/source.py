@@ -1,4 +1,4 @@
-"""A Python file of a user, imported as it stands now."""
+"""Python sources: a user's file, imported as it is now, and what a docstring says first."""
 
 import importlib.util
 import sys
@@ -33,3 +33,8 @@ def import_file(name: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def first_paragraph(text: str) -> str:
+    """The first paragraph of a docstring, as one line."""
+    return " ".join(text.strip().split("\n\n")[0].split())

@@ -30,8 +30,7 @@ from evictionary.spec_tests.verdict import report, verdict
 EXPECTED = pytest.StashKey[dict[str, str]]()
 DEATHS = pytest.StashKey[Deaths]()
 CHOSEN = pytest.StashKey[list[str]]()
-PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
-for _name, _examples in PROFILES.items():
+for _name, _examples in project.PROFILES.items():
     settings.register_profile(
         _name,
         settings.get_profile("ci"),
@@ -125,7 +124,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--profile",
         default="default",
-        choices=sorted(PROFILES),
+        choices=sorted(project.PROFILES),
         help="how many inputs a law draws. Default: default",
     )
 

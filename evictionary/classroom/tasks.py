@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.classroom import bundle
+from evictionary.source import first_paragraph
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import contract_functions, load, oracle
 from evictionary.spec_tests.judge.law import load_laws
@@ -93,7 +94,7 @@ def _definition(path: str, arguments: dict[str, Any], answer: np.ndarray) -> dic
     output = _tensor(answer)
     used = [axis for each in (*inputs.values(), output) for axis in each["shape"] or []]
     laws = dict.fromkeys(law.requirement for law in load_laws().values() if law.functions == (path,))
-    says = " ".join((oracle(path).__doc__ or "").strip().split("\n\n")[0].split()).replace("\\", "\\\\")
+    says = first_paragraph(oracle(path).__doc__ or "").replace("\\", "\\\\")
     modules = {"bundled": ""}
     bundle.add(stem, modules)
     given = ", ".join(f'"{key}": {key}' for key in arguments)

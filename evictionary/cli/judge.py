@@ -16,7 +16,6 @@ from evictionary.errors import require, require_known
 app = typer.Typer()
 MEMORY = "memory"
 WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws are asked", "What counts", "The result"
-PROFILES = ("quick", "student", "default", "thorough")
 
 
 @app.command(
@@ -136,6 +135,8 @@ def judge(
     where it does not, and 2 where there is nothing to judge.
     """
     with exit_codes(extra="torch"):
+        from evictionary.spec_tests.judge import project
+
         given = [
             f"{name} {value}"
             for name, value in (("path", path), ("--exec", command), ("--starter", new_file))
@@ -160,7 +161,7 @@ def judge(
             path is None or not path.endswith((".py", "/")) or Path(path).exists(),
             f"{path}: no such file or folder",
         )
-        require_known("--profile", profile, PROFILES)
+        require_known("--profile", profile, project.PROFILES)
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))

@@ -72,12 +72,9 @@ def vectors(
                 accepted = Domain.parse(domain or [])
             names = given_names("--method", methods)
             laws = made.laws_of(names)
+            known = dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of())
             for name in names or []:
-                require_known(
-                    "--method",
-                    name,
-                    dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of()),
-                )
+                require_known("--method", name, known)
             with progress() as (plan, advance):
                 plan(len(laws) + len({law.requirement.id for law in laws}))
                 index = made.write(made.generate(laws, advance, dtype, accepted), output)

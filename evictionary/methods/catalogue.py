@@ -17,6 +17,7 @@ from typing import Any
 
 from evictionary import reference
 from evictionary.errors import require
+from evictionary.source import first_paragraph
 
 PROTECTING = {"first": ("sink_size", "sinks"), "last": ("window_size", "recent_size", "window", "lag_size")}
 """The options that count tokens which stay whatever their scores."""
@@ -166,10 +167,8 @@ def describe(name: str) -> dict[str, Any]:
 
 
 def description(module: ModuleType) -> str:
-    """METHOD, or the first line of the module's docstring."""
-    return getattr(module, "METHOD", None) or " ".join(
-        (module.__doc__ or "a method of your own").strip().split("\n\n")[0].split()
-    )
+    """METHOD, or the first paragraph of the module's docstring."""
+    return getattr(module, "METHOD", None) or first_paragraph(module.__doc__ or "a method of your own")
 
 
 def paper(module: ModuleType) -> str | None:

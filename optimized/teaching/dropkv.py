@@ -74,11 +74,8 @@ def drop_one(
         higher = tl.maximum(second, tl.max(logits, axis=0))
         if higher > float("-inf"):
             powers, kept = tl.exp(logits - higher), tl.exp(second - higher)
-            tile = tl.load(
-                values_ptr + positions[:, None] * DV + channels[None, :],
-                mask=(positions < seen)[:, None],
-                other=0.0,
-            )
+            places = positions[:, None] * DV + channels[None, :]
+            tile = tl.load(values_ptr + places, mask=(positions < seen)[:, None], other=0.0)
             total = total * kept + tl.sum(powers, axis=0)
             without = without * kept + tl.sum(powers[:, None] * tile, axis=0)
             second = higher
@@ -87,11 +84,8 @@ def drop_one(
     output = largest * value + largest * odds * without
     for first in range(0, seen, BLOCK):
         positions = first + tl.arange(0, BLOCK)
-        tile = tl.load(
-            values_ptr + positions[:, None] * DV + channels[None, :],
-            mask=(positions < seen)[:, None],
-            other=0.0,
-        )
+        places = positions[:, None] * DV + channels[None, :]
+        tile = tl.load(values_ptr + places, mask=(positions < seen)[:, None], other=0.0)
         weights = largest * tl.exp(tile_logits(query, keys_ptr, first, seen, D, BLOCK) - highest)
         is_largest = positions == place
         moved = tile - tl.where(is_largest[:, None], without[None, :], output[None, :])

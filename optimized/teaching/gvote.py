@@ -55,16 +55,13 @@ def select(
 def load_weights(weights_ptr, row, first, length, BLOCK: tl.constexpr):
     """Load the weights of a tile, 0 beyond the end of the row, and which of them lie before it."""
     positions = first + tl.arange(0, BLOCK)
-    return tl.load(
-        weights_ptr + row * length + positions, mask=positions < length, other=0.0
-    ), positions < length
+    inside = positions < length
+    return tl.load(weights_ptr + row * length + positions, mask=inside, other=0.0), inside
 
 
 @triton.jit
 def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
-    """kept[row] = the mask of the fewest weights that leave at most `beyond` of the mass to the others.
-    Grid: rows.
-    """
+    """kept[row] = the mask of the fewest weights that leave at most `beyond` of the mass. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     mass = tl.zeros([], dtype=tl.float32)
     largest = tl.zeros([], dtype=tl.float32)
@@ -98,11 +95,8 @@ def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
         before = seen + tl.cumsum(equal.to(tl.int32), axis=0) - 1
         needed = (before == 0) | (tail - before * threshold > beyond * mass)
         seen += tl.sum(equal.to(tl.int32), axis=0)
-        tl.store(
-            kept_ptr + row * length + first + tl.arange(0, BLOCK),
-            (weights > threshold) | (equal & needed),
-            mask=inside,
-        )
+        kept = (weights > threshold) | (equal & needed)
+        tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 
 
 @triton.jit

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import Phase, given, reject, settings
 from hypothesis.strategies import SearchStrategy
 
+from evictionary.source import first_paragraph
 from evictionary.spec_tests.judge.degenerate import KINDS, MATHEMATICS, REFUSAL
 from evictionary.spec_tests.judge.domain import Domain, NothingToAsk, OutsideDomain
 
@@ -221,7 +222,7 @@ def law(
                     impl.history.extend(past)
 
         check: Callable[..., None] = judging if functions else test
-        sentence = " ".join((test.__doc__ or test.__name__).strip().split("\n\n")[0].split())
+        sentence = first_paragraph(test.__doc__ or test.__name__)
         if kind not in KINDS:
             raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
         LAWS[name] = Law(

@@ -19,6 +19,9 @@ from pathlib import Path
 from typing import Any
 
 FILE = "pyproject.toml"
+PROFILES = {"quick": 4, "student": 25, "default": 50, "thorough": 500}
+"""How many inputs a law draws, by the name of a profile."""
+
 FORMS = {
     "functions": dict,
     "dtype": list,

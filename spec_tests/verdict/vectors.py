@@ -340,8 +340,7 @@ def generate(
 class _Pool:
     """The calls that laws make of the reference, by function, and by requirement and function."""
 
-    def __init__(self, dtype: str = "float32", domain: Domain | None = None) -> None:
-        domain = domain or Domain()
+    def __init__(self, dtype: str, domain: Domain) -> None:
         # NumPy has no bfloat16, and needs none: the reference computes in float64, on numbers that the dtype
         # holds.
         self.narrow, self.wide = (

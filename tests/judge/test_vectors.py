@@ -143,7 +143,7 @@ def test_mistakes_that_show_in_the_same_cases_get_one_that_tells_them_apart() ->
         for keys in (np.full((1, 1, 3, 1), 2.0), np.full((1, 1, 2, 1), 3.0), np.ones((1, 1, 4, 1)))
     )
     square, sign = (load_mutants()[f"knorm.{name}"] for name in ("squared_norm", "longest_kept"))
-    pool, chosen = vectors._Pool(), {"KN-1": [two]}
+    pool, chosen = vectors._Pool("float32", Domain()), {"KN-1": [two]}
     pool.examples["knorm.score"] = {example.key: example for example in (two, twice, one)}
     pool.tell_apart([square, sign], chosen)
     assert chosen == {"KN-1": [two, one]}
