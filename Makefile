@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all slow mutants oracle wheel-check new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all whole slow mutants oracle wheel-check new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
@@ -20,7 +20,11 @@ test: lint .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/keydiff/test_keydiff.py spec_tests/shared/test_selection.py --impl optimized --dtype float16
 
 # And what is slow, each part by itself too; docs/testing.md says what the parts are and how long they take.
-test-all: test typed mutants oracle wheel-check new-method kernels slow
+test-all: test whole typed mutants oracle wheel-check new-method kernels slow
+
+# Whole commands, each in a process of its own: judges, classes, attacks on the grader.
+whole: .venv/installed
+	$(PYTEST) -m "whole and not slow and not browser"
 
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser" -k "not every_mutant"

@@ -28,11 +28,17 @@ collect_ignore = ["a_new_method"] + (
 )
 
 
+# Rooms and files of tests that run whole commands, most of them in processes of their own.
+WHOLE = {"classroom", "experiments", "test_apart", "test_judge", "test_process", "test_project", "test_suite"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs a browser, so that a machine without one can leave it out: `-m "not browser"`."""
+    """Mark what needs a browser, which not every machine has, and what runs whole commands."""
     for item in items:
         if "browser" in getattr(item, "fixturenames", ()):
             item.add_marker("browser")
+        if WHOLE & {item.path.parent.name, item.path.stem}:
+            item.add_marker("whole")
 
 
 CHAT = (

@@ -379,8 +379,8 @@ def _stated(law: Law, implementation: Implementation, message: str) -> str:
     """
     given = implementation.calls[-1].arguments if implementation.calls else {}
     is_short = 0 < numbers_in(tuple(given.values())) <= MOST_SHOWN
-    shown = f"  an input        {report.indented(report.arguments(given))}\n" if is_short else ""
-    return f"  the law         {law.sentence}\n{shown}  what is wrong   {message}"
+    shown = f"\n  an input        {report.indented(report.arguments(given))}" if is_short else ""
+    return f"  what is wrong   {message}\n  the law         {law.sentence}{shown}"
 
 
 TWO_ANSWERS = (

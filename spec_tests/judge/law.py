@@ -143,6 +143,7 @@ def load_laws() -> dict[str, Law]:
     return LAWS
 
 
+@functools.cache
 def import_all(pattern: str) -> None:
     """Import the files of the suite's folders whose names match."""
     for path in sorted(SUITE.glob(f"*/{pattern}")):

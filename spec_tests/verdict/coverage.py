@@ -4,6 +4,7 @@ The ids of a function are those that its docstring begins with: `KD-7: ...`, `LK
 ...`.
 """
 
+import functools
 import importlib
 import inspect
 import re
@@ -34,6 +35,7 @@ def ids_of(docstring: str | None) -> list[str]:
     return found
 
 
+@functools.cache
 def functions() -> dict[str, list[str]]:
     """For each requirement id, the functions of `reference` whose docstring begins with it."""
     found: dict[str, list[str]] = defaultdict(list)

@@ -43,9 +43,7 @@ def said(
     """The parts of a report, each with its name, in the order in which they are read."""
     matches = misconceptions(law, implementation) if matches is None else matches
     requirement, calls = law.requirement, implementation.calls
-    parts = [("the law", law.sentence), ("the equation", f"{requirement.statement} ({requirement.source})")]
-    if requirement.mended:
-        parts.append(("what holds", requirement.mended))
+    parts = []
     if isinstance(error, Violation):
         parts.append(("what is wrong", error.message))
         parts += [
@@ -56,22 +54,9 @@ def said(
         if worst := _worst(error.expected, error.got):
             parts.append(("worst", worst))
     else:
-        parts.append(
-            (
-                "what is wrong",
-                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}",
-            )
-        )
+        parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         frame = traceback.extract_tb(error.__traceback__)[-1]
         parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
-    if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
-        parts.append(
-            (
-                "the dtype",
-                f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in "
-                "its own",
-            )
-        )
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
         parts.append(
@@ -82,8 +67,21 @@ def said(
         )
     if not matches and (looks := sign(implementation, law)):
         parts.append(("it looks like", looks))
-    for place, source in compiled.UNFILLED.items():
-        parts.append(("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number"))
+    if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
+        parts.append(
+            (
+                "the dtype",
+                f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in "
+                "its own",
+            )
+        )
+    parts += [
+        ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
+        for place, source in compiled.UNFILLED.items()
+    ]
+    parts += [("the law", law.sentence), ("the equation", f"{requirement.statement} ({requirement.source})")]
+    if requirement.mended:
+        parts.append(("what holds", requirement.mended))
     if calls:
         # what is large is not made smaller
         small = not law.examples and not implementation.domain.excludes_small
@@ -111,14 +109,15 @@ def _functions(law: Law) -> str:
 def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
     """Say why a law has no answer; line is where the implementation was, if that is known."""
     judged = isinstance(subject, Implementation)
-    lines = [
-        f"{law.requirement.id} has no answer of {f'{_functions(law)} of ' * judged}{subject}",
-        f"  the law         {law.sentence}",
-        f"  what is wrong   {what}",
-        *([f"  it was at       {line}"] if line else []),
-        *([f"  this law alone  {_alone(law, subject)}"] if judged else []),
-    ]
-    return "\n".join(lines)
+    return "\n".join(
+        [
+            f"{law.requirement.id} has no answer of {f'{_functions(law)} of ' * judged}{subject}",
+            f"  what is wrong   {what}",
+            *([f"  it was at       {line}"] if line else []),
+            f"  the law         {law.sentence}",
+            *([f"  this law alone  {_alone(law, subject)}"] if judged else []),
+        ]
+    )
 
 
 def unanswerable(implementation: Implementation, error: BaseException) -> tuple[str, str] | None:

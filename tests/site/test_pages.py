@@ -152,6 +152,7 @@ def matches(shown: str, output: str) -> bool:
     return bool(re.fullmatch(re.escape(shown).replace(r"\ \ \.\.\." + "\\\n", "(?:.*\n)*"), output))
 
 
+@pytest.mark.whole
 def test_the_report_of_the_readme_is_what_its_program_is_told(tmp_path: Path) -> None:
     (tmp_path / "my_kernels").symlink_to(".")  # the page calls the folder so
     ((shown, output),) = told(README, tmp_path)

@@ -201,6 +201,7 @@ def test_a_marker_in_a_tab_is_replaced_by_indented_lines() -> None:
 REPORTS = (DOCS / "judging.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize("name", ["my_homework", "my_kernels"])
 def test_a_report_on_the_page_is_what_its_program_is_told(name: str, tmp_path: Path) -> None:
     shown = re.search(
