@@ -1,7 +1,7 @@
 """A claim of a paper, the numbers measured for it with their intervals, and the rule that turns them into
 a verdict.
 
-The texts of the claims stand in a TOML file for each paper, beside this one: the statement, how it is
+The texts of the claims are in a TOML file for each paper, beside this one: the statement, how it is
 measured, the conditions of the rule, and what each number means.
 """
 
@@ -191,7 +191,7 @@ class Claim:
         """
         deciding = [numbers[each.number] for each in (*self.possible_if, *self.holds_if)]
         if any(number.low is None for number in deciding):
-            return f"An interval needs {LEAST_TEXTS} texts, and here are {deciding[0].texts}."
+            return f"An interval needs {LEAST_TEXTS} texts, and there are only {deciding[0].texts}."
         needed = (
             f"A model with {_and(self.possible_if)} would. " if self.verdict(numbers) == OTHER_MODEL else ""
         )
@@ -213,7 +213,7 @@ class Claim:
             return f"Robust to more texts: {nearest.number} is the same in every draw."
         likely = "Robust to more texts" if reach >= 2 else "More texts may change it"
         return (
-            f"{likely}: the interval of {nearest.number} would have to be {reach:.3g} times as wide to "
+            f"{likely}. The interval of {nearest.number} would have to be {reach:.3g} times as wide to "
             f"reach {nearest.bound:g}."
         )
 
@@ -229,7 +229,7 @@ class Claim:
             if met != all(each.met_by(numbers[each.number].by_text[kind]) for each in every)
         ]
         if not other:
-            return "Robust to other texts: no single kind of text gives another verdict."
+            return "Robust to other texts. No single kind of text gives another verdict."
         return (
             f"Other texts would change it: {' or '.join(f'{kind} alone' for kind in other)} gives another "
             "verdict."
@@ -239,8 +239,8 @@ class Claim:
 def _needed(condition: Condition, numbers: Mapping[str, Number]) -> str:
     number, reach = numbers[condition.number], condition.reach(numbers)
     if reach < 0.03:
-        return f"No number of texts: {condition.number} lies on its bound {condition.bound:g}."
-    more = "texts and kinds of text" if number.by_text else "texts"
+        return f"No number of texts would: {condition.number} lies on its bound {condition.bound:g}."
+    more = "texts and kinds" if number.by_text else "texts"
     return f"About {1 / reach**2:.1f} times as many {more} would decide {condition.text}, if the value stays."
 
 

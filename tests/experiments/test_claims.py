@@ -124,7 +124,7 @@ FAILED = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
         (
             TWO,
             {"gain": number(0.4, 0.2, 0.7, varied=0.1, code=0.7), "loss": LOSS},
-            "More texts may change it: the interval of loss would have to be 1.11 times as wide to reach "
+            "More texts may change it. The interval of loss would have to be 1.11 times as wide to reach "
             "0.2. "
             "Other texts would change it: code alone gives another verdict.$",
         ),
@@ -134,16 +134,16 @@ FAILED = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
                 "gain": number(0.4, -0.4, 1.2, varied=0.4, code=0.4),
                 "loss": number(0.1, 0.05, 0.19, varied=0.1, code=0.1),
             },
-            "About 4.0 times as many texts and kinds of text would decide gain > 0, if the value stays. "
-            "Robust to other texts: no single kind of text gives another verdict.$",
+            "About 4.0 times as many texts and kinds would decide gain > 0, if the value stays. "
+            "Robust to other texts. No single kind of text gives another verdict.$",
         ),
         (
             TWO,
             {"gain": number(0.0, -0.4, 0.4), "loss": LOSS},
-            "No number of texts: gain lies on its bound 0.",
+            "No number of texts would: gain lies on its bound 0.",
         ),
         # of two conditions that fail, the one that fails more clearly keeps the verdict
-        (TWO, FAILED, ".*Robust to more texts: the interval of loss would have to be 3 times"),
+        (TWO, FAILED, ".*Robust to more texts. The interval of loss would have to be 3 times"),
         (
             claim_of("gain > 0", possible_if=("able >= 0.5",)),
             FAILED | {"able": number(0.2, 0.1, 0.3)},
@@ -608,7 +608,7 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
         for claim in paper["claims"]:
             assert f"## {claim['id']}: {claim['verdict']}\n" in text
             assert claim["verdict"] == UNDECIDED  # four texts give no interval
-            assert claim["changes"] == "An interval needs 12 texts, and here are 4."
+            assert claim["changes"] == "An interval needs 12 texts, and there are only 4."
             assert claim["rule"] in page.replace("&gt;", ">").replace("&lt;", "<")
             row = next(row for row in index.splitlines() if f"| {claim['id']}: " in row)
             assert row.endswith(f" | 4 | {claim['verdict']} | {claim['changes']} |")

@@ -147,14 +147,14 @@ def write_report(grades: Path) -> None:
 # A class that never was
 
 `python -m tests.tools.synthetic handed_in --count 200` wrote hostile, wrong and right submissions to the
-KeyDiff assignment, `evictionary grade handed_in --assignment keydiff --seconds 5 --output grades` graded
-them, and `python -m tests.tools.synthetic --report grades` made this page.
+KeyDiff assignment. `evictionary grade handed_in --assignment keydiff --seconds 5 --output grades` graded
+them. `python -m tests.tools.synthetic --report grades` made this page.
 
 {table(["points", "right", "one planted mistake", "hostile"], rows)}
 
-{len(seconds)} submissions, {sum(seconds) / len(seconds):.1f} s each on average and {max(seconds):.0f} s at
-most; {sum(told)} of the {len(told)} planted mistakes were named, the others with the law and the input that
-show them.
+The {len(seconds)} submissions took {sum(seconds) / len(seconds):.1f} s each on average and
+{max(seconds):.0f} s at most. The grader named {sum(told)} of the {len(told)} planted mistakes. For the others
+it gave the law (property test) and the input that show them.
 
 ## What became of each attack
 
