@@ -27,7 +27,7 @@ whole: .venv/installed
 	$(PYTEST) -m "whole and not slow and not browser"
 
 slow: .venv/installed
-	$(PYTEST) -m "slow and not browser" -k "not every_mutant"
+	$(PYTEST) -m "slow and not browser and not compiled and not arrays" -k "not every_mutant"
 	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
 
 mutants: .venv/installed

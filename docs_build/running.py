@@ -15,7 +15,8 @@ PROGRESS = re.compile(r"[.F]+ *(\[ *\d+%\])?$|bringing up nodes")
 
 def said(command: str, folder: Path, columns: int = 80) -> str:
     """The output of `python -m command` in a folder, without progress and seconds, which differ each time."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
+    # Where CI is set, pytest prints every report twice.
+    environment = os.environ | {"CI": "", "PYTHONPATH": str(ROOT), "COLUMNS": str(columns)}
     program = [sys.executable, "-m", *shlex.split(command)]
     done = subprocess.run(program, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = [line.rstrip() for line in (done.stdout + done.stderr).splitlines() if not PROGRESS.match(line)]

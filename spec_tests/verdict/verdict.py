@@ -342,9 +342,10 @@ class Verdict:
                 order.index(name),
                 "\n  misconception" not in entry["message"],
                 entry["law"],
+                [*map(str, self.judged), column].index(column),
                 entry["message"],
             )
-            for (name, _), entries in self.laws.items()
+            for (name, column), entries in self.laws.items()
             for entry in entries
             if entry["outcome"] == "fail"
         ]

@@ -435,13 +435,13 @@ def test_the_commands_of_any_language_judge_its_programs(tmp_path: Path) -> None
 @pytest.mark.slow
 def test_the_vectors_of_any_language_find_the_mistake_that_the_page_shows(tmp_path: Path) -> None:
     page = (PAGES / "any_language.md").read_text()
-    writing, checking = page.partition("## Vectors\n\n```\n")[2].partition("\n```")[0].splitlines()
+    written = page.partition("## Vectors\n\n```\n")[2].partition("\n```")[0].splitlines()
     command, *shown = (
         page.partition("```text\n$ python check_vectors.py")[2].partition("\n```")[0].splitlines()
     )
     shutil.copy(CLIENTS / "check_vectors.py", tmp_path)
     (tmp_path / "raw_mean.py").write_text(PLAIN_KEYDIFF.replace("zip(*directions)", "zip(*keys)"))
-    for line in (writing, checking):
+    for line in written:
         typed(line, tmp_path)
     said = typed(f"python check_vectors.py{command}", tmp_path, code=1).splitlines()
     before, after = shown[: shown.index("...")], shown[shown.index("...") + 1 :]

@@ -159,7 +159,7 @@ def test_the_report_of_the_readme_is_what_its_program_is_told(tmp_path: Path) ->
     assert matches(shown, output), output
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
     for shown, output in (pairs := told(DOCS / "ten_minutes.md", tmp_path)):
         assert matches(shown, output), output
