@@ -47,7 +47,7 @@ def functions() -> dict[str, list[str]]:
             ) and member.__module__ == module.__name__:
                 for identifier in ids_of(member.__doc__):
                     found[identifier].append(f"{stem}.{name}")
-    return found
+    return dict(found)  # the same for all that ask: looking up an id must not add it
 
 
 def uncovered() -> list[str]:
