@@ -9,7 +9,6 @@ that cannot be judged, costs itself alone. What was found is kept in results.jso
 the page again without any source. No code of a source is kept in this repository.
 """
 
-import ast
 import functools
 import hashlib
 import json
@@ -29,6 +28,7 @@ from typer import Option
 
 from evictionary.errors import require
 from evictionary.evaluation.pages import markdown
+from evictionary.spec_tests.judge.law import laws_version
 from evictionary.store import put
 
 HERE = Path(__file__).parent
@@ -39,17 +39,6 @@ PAGE = ROOT / "docs" / "wild.md"
 FETCHED = ROOT / "build" / "wild"
 # Of a failing law's report, what a reader of the page needs.
 SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "got", "misconception")
-# What every row depends on beside the laws and the mathematics of its own method.
-COMMON = tuple(
-    [
-        ROOT / "reference" / f"{name}.py"
-        for name in ("attention", "cache", "checks", "contract", "rope", "selection")
-    ]
-    + [
-        ROOT / "spec_tests" / "judge" / f"{name}.py"
-        for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "tolerance")
-    ]
-)
 JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
 
 
@@ -197,7 +186,7 @@ def judge(
         verdict = json.loads(file.read_text(encoding="utf-8"))
     found = verdict["implementations"][0]["requirements"]
     return {
-        "laws": digest(method),
+        "laws": laws_version(method),
         "requirements": {
             name: _shortened(entry)
             for name, entry in found.items()
@@ -207,26 +196,6 @@ def judge(
             if not name.startswith("MEM-")  # that is the adapter's affair
         },
     }
-
-
-@functools.cache
-def digest(method: str) -> str:
-    """The SHA-256 of the code that judges a method: its laws, its mathematics, and COMMON. Comments and
-    docstrings do not count.
-    """
-    found = hashlib.sha256()
-    for path in sorted(
-        {*ROOT.glob(f"reference/{method}*.py"), *ROOT.glob(f"spec_tests/*/test_{method}*.py"), *COMMON}
-    ):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-                and ast.get_docstring(node, clean=False) is not None
-            ):
-                node.body[0] = ast.Pass()
-        found.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
-    return found.hexdigest()
 
 
 def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
@@ -320,7 +289,7 @@ def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]
 
 def page(found: list[Source], stored: dict[str, Any]) -> str:
     """docs/wild.md, from what is stored."""
-    return markdown(HERE / "wild.md.j2", sources=found, digest=digest, **stored)
+    return markdown(HERE / "wild.md.j2", sources=found, laws_version=laws_version, **stored)
 
 
 def main(

@@ -1,5 +1,6 @@
 """A law: a test of one requirement, quantified over drawn inputs, that any implementation can be put to."""
 
+import ast
 import functools
 import hashlib
 import importlib
@@ -77,6 +78,40 @@ def suite_version() -> dict[str, str]:
     except PackageNotFoundError:
         number = "unknown"
     return {"version": number, "sha256": digest.hexdigest()}
+
+
+# What every verdict depends on beside the laws and the mathematics of its own method.
+COMMON = tuple(
+    [
+        SUITE.parent / "reference" / f"{name}.py"
+        for name in ("attention", "cache", "checks", "contract", "rope", "selection")
+    ]
+    + [
+        SUITE / "judge" / f"{name}.py"
+        for name in ("arithmetic", "by_hand", "cases", "degenerate", "domain", "sizes", "tolerance")
+    ]
+)
+
+
+@functools.cache
+def laws_version(folder: str) -> str:
+    """A digest of the code that judges the functions of a folder of the suite: `keydiff`, or `shared`.
+
+    It covers laws, mathematics and COMMON; no comments or docstrings, no mistakes or variants.
+    """
+    mathematics, laws = SUITE.parent.glob(f"reference/{folder}*.py"), SUITE.glob(f"{folder}/*.py")
+    own = [path for path in laws if path.stem == "helpers" or path.stem.startswith("test_")]
+    digest = hashlib.sha256()
+    for path in sorted({*mathematics, *own, *COMMON}):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+                and ast.get_docstring(node, clean=False) is not None
+            ):
+                node.body[0] = ast.Pass()
+        digest.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)

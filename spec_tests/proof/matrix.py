@@ -6,6 +6,7 @@ a kill and is counted apart.
 """
 
 import argparse
+import functools
 import json
 import tomllib
 from collections import Counter, defaultdict
@@ -15,7 +16,7 @@ from typing import Any
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import ANY
-from evictionary.spec_tests.judge.law import Law, load_laws, suite_version
+from evictionary.spec_tests.judge.law import SUITE, Law, laws_version, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
 from evictionary.store import put, table
@@ -25,6 +26,8 @@ CONTROLS = DOCS / "controls.json"
 POWER = DOCS / "power.json"
 # Why a mistake cannot be seen in an answer of half precision, or with the channels of real kernels.
 ALIVE = DOCS / "alive.toml"
+# What docs/power.json lists by name: mistakes that die otherwise than by their own laws.
+OTHERWISE = ("another", "crash", "none")
 
 
 def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
@@ -79,32 +82,46 @@ def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
     return "crash" if crash else "none"
 
 
-def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int) -> int:
-    """Judge every mutant at a dtype and a number of channels; write docs/power.json, and return how many
-    live.
+def folder_of(path: str) -> str:
+    """The folder of the suite that specifies a function: `lagkv` for `lagkv_variants.score`."""
+    stem = path.partition(".")[0]
+    found = [name for name in _folders() if f"{stem}_".startswith(f"{name}_")]
+    return max(found, key=len, default="shared")
+
+
+@functools.cache
+def _folders() -> list[str]:
+    return [path.parent.name for path in SUITE.glob("*/requirements.toml")]
+
+
+def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: list[str]) -> int:
+    """Judge every mutant at a dtype and a number of channels, or those of some folders of the suite alone.
+
+    Writes docs/power.json, where what is known of the others stays, and returns how many live.
     """
     from joblib import Parallel, delayed
     from rich.progress import track
 
-    names = sorted(load_mutants())
+    of = {name: folder_of(mutant.of) for name, mutant in sorted(load_mutants().items())}
+    names = [name for name, folder in of.items() if folder in (only or of.values())]
     work = Parallel(n_jobs=jobs, return_as="generator")(
         delayed(dies)(name, dtype, head_dim, max_examples) for name in names
     )
     found = list(track(work, total=len(names), description=f"{dtype}, {head_dim} channels"))
-    alive = [name for name, by in zip(names, found, strict=True) if by == "none"]
     content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
-    content[f"{dtype} {head_dim}"] = {
-        "suite": suite_version()["sha256"],
-        "max_examples": max_examples,
-        **Counter(found),
-        "alive": alive,
-    }
+    cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}})
+    asked = Counter(map(of.__getitem__, names))
+    cell["judged"] |= {folder: [count, laws_version(folder)] for folder, count in sorted(asked.items())}
+    cell["max_examples"] = max_examples
+    for word in OTHERWISE:
+        others = [name for name in cell.get(word, []) if name in of and name not in names]
+        cell[word] = sorted(others + [name for name, by in zip(names, found, strict=True) if by == word])
     put(POWER, json.dumps(content, indent=1) + "\n")
     print(
-        f"{len(names) - len(alive)} of {len(names)} die in {dtype} with {head_dim} channels; alive: "
-        f"{', '.join(alive) or 'none'}"
+        f"{len(names) - found.count('none')} of {len(names)} die in {dtype} with {head_dim} channels; alive: "
+        f"{', '.join(cell['none']) or 'none'}"
     )
-    return len(alive)
+    return len(cell["none"])
 
 
 def _power() -> list[str]:
@@ -118,12 +135,19 @@ def _power() -> list[str]:
         tomllib.loads(ALIVE.read_text(encoding="utf-8")),
     )
     cells, alive = [], defaultdict(list)
+    today = Counter(folder_of(mutant.of) for mutant in load_mutants().values())
     for cell, found in measured.items():
-        dead = [found.get(by, 0) for by in ("own", "another", "crash")]
-        share = f"{100 * sum(dead) / (sum(dead) + len(found['alive'])):.1f} %"
-        stale = "" if found["suite"] == suite_version()["sha256"] else "earlier"
-        cells.append((*cell.split(), *dead, share, len(found["alive"]), stale))
-        for name in found["alive"]:
+        asked = sum(count for count, _ in found["judged"].values())
+        another, crash, none = (len(found[word]) for word in OTHERWISE)
+        stale = [
+            name for name, count in today.items() if found["judged"].get(name) != [count, laws_version(name)]
+        ]
+        share = f"{100 * (asked - none) / asked:.1f} %"
+        dead = (asked - another - crash - none, another, crash)
+        cells.append(
+            (*cell.split(), *dead, share, none, f"earlier: {', '.join(sorted(stale))}" * bool(stale))
+        )
+        for name in found["none"]:
             alive[name].append(cell.replace(" ", "/"))
     listed = [(reason, name) for reason, names in reasons.items() for name in names if name in alive]
     because = [(reason, f"`{name}`", ", ".join(alive[name])) for reason, name in listed]
@@ -334,13 +358,28 @@ def main() -> None:
         help="judge the mistakes at this dtype, with --head-dim, up to the first law that sees them",
     )
     parser.add_argument("--head-dim", type=int, default=64, help="the channels of that kernel (default 64)")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="with --dtype: mistakes of these folders alone",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     arguments = parser.parse_args()
     if arguments.controls:
         raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
     if arguments.dtype:
         raise SystemExit(
-            bool(run_power(arguments.dtype, arguments.head_dim, arguments.max_examples or 30, arguments.jobs))
+            bool(
+                run_power(
+                    arguments.dtype,
+                    arguments.head_dim,
+                    arguments.max_examples or 30,
+                    arguments.jobs,
+                    arguments.only,
+                )
+            )
         )
     max_examples = arguments.max_examples or 30
     names = sorted(load_mutants())

@@ -15,7 +15,7 @@ from tools.reading import refused
 
 from benchmarks.cpu import KVPRESS
 from conformance import wild
-from evictionary.spec_tests.judge.law import REQUIREMENTS
+from evictionary.spec_tests.judge import law
 from evictionary.spec_tests.proof.planted import load_mutants
 
 SOURCES = wild.sources()
@@ -79,22 +79,24 @@ def test_the_page_is_what_is_stored() -> None:
 def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = ", by earlier laws |"
     stale = [
-        name for name, row in STORED["rows"].items() if row["laws"] != wild.digest(name.partition("/")[2])
+        name
+        for name, row in STORED["rows"].items()
+        if row["laws"] != wild.laws_version(name.partition("/")[2])
     ]
     assert wild.PAGE.read_text(encoding="utf-8").count(said) == len(stale), (
         f"`python -m conformance.wild` judges them anew: {stale}"
     )
-    monkeypatch.setattr(wild, "digest", lambda method: "another")
+    monkeypatch.setattr(wild, "laws_version", lambda method: "another")
     assert wild.page(SOURCES, STORED).count(said) == len(STORED["rows"])
 
 
 def test_the_digest_is_of_code_and_not_of_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wild, "ROOT", tmp_path)
+    monkeypatch.setattr(law, "SUITE", tmp_path / "spec_tests")
 
     def digest(text: str) -> str:
         saved(tmp_path / "reference" / "knorm.py", text)
-        wild.digest.cache_clear()
-        return wild.digest("knorm")
+        law.laws_version.cache_clear()
+        return law.laws_version("knorm")
 
     first = digest("def score(keys):\n    'What it is.'\n    return -keys\n")
     assert (
@@ -102,7 +104,7 @@ def test_the_digest_is_of_code_and_not_of_comments(tmp_path: Path, monkeypatch: 
         == digest("def score(keys):\n    'Other words.'\n    return -keys  # why\n")
         != digest("def score(keys):\n    return keys\n")
     )
-    wild.digest.cache_clear()
+    law.laws_version.cache_clear()
 
 
 def test_the_readme_counts_methods_and_code_bases() -> None:
@@ -116,7 +118,7 @@ def test_the_ledger_names_laws_and_mistakes_that_exist() -> None:
     ledger = (wild.ROOT / "docs" / "bugs.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in ledger.splitlines() if line.startswith("| [")]
     caught = [row for row in rows if len(row) == 6]
-    assert caught and all(set(row[3].strip().split(", ")) <= set(REQUIREMENTS) for row in caught)
+    assert caught and all(set(row[3].strip().split(", ")) <= set(law.REQUIREMENTS) for row in caught)
     mutants = load_mutants()
     for row in caught:
         for name in re.findall(r"`(\w+\.\w+)`", row[4]):
