@@ -153,61 +153,48 @@ def _power() -> list[str]:
     because = [(reason, f"`{name}`", ", ".join(alive[name])) for reason, name in listed]
     return [
         "",
-        "The same at dtypes and channels of real kernels. Each mistake is judged as a kernel that takes so "
-        "many channels",
-        "and no other number (`--dtype bfloat16 --head-dim 64`). Where no law saw it, its own drew four "
-        "times the inputs.",
-        "A crash fails an implementation too, and is counted apart.",
+        "## At the dtypes and channels of real kernels",
+        "",
+        "Each mistake is judged as a kernel that takes so many channels and no other number",
+        "(`--dtype bfloat16 --head-dim 64`). Where no law detects a mistake, its own laws draw four times as",
+        "many inputs. A crash fails an implementation too. It is counted apart.",
         "",
         table(
-            [
-                "dtype",
-                "channels",
-                "die by their own law",
-                "by another",
-                "by a crash",
-                "die",
-                "alive",
-                "laws of the run",
-            ],
+            ["dtype", "channels", "own law", "another law", "a crash", "detected", "not detected", "laws"],
             cells,
         ),
         "",
-        "Those that live, and why:",
+        "These mistakes are not detected in some of the rows. The first column says why.",
         "",
-        table(["why", "mistake", "where it lives"], because),
+        table(["why", "mistake", "not detected at"], because),
     ]
 
 
 def _controls() -> list[str]:
-    """What the last run of the correct variants found, as a paragraph; nothing where there was none."""
+    """What the last run of the correct variants found; nothing where there was none."""
     if not CONTROLS.exists():
         return []
     content = json.loads(CONTROLS.read_text(encoding="utf-8"))
-    mended = content.get("mended", [])
-    silent = f", beside {len(mended)} that were mended, each silent when run again" if mended else ""
-    how = ["as it is, with the laws and variants of that time."]
-    if "long_every" in content:
-        how = [
-            "as it is and bare: without checks of its arguments, inside a domain that kernel authors write;",
-            f"laws of long inputs are asked at one of {content['long_every']} seeds.",
-        ]
+    alarms, fixed = content["alarms"], content.get("mended", [])
+    changed = content["suite"] != suite_version()
     return [
         "",
-        f"False alarms: {content['controls']} correct variants were run with {content['seeds']} seeds each, "
-        f"{content['max_examples']} inputs a law,",
-        "one dtype of the variant after the other,",
-        *how,
-        f"{len(content['alarms'])} alarms in {content['runs']} runs{silent}",
-        f"(`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`).",
-        *(
-            ["Laws and variants have changed since that run."]
-            if content.get("suite") != suite_version()
-            else []
-        ),
+        "## False alarms",
         "",
-        *(f"- {alarm}" for alarm in content["alarms"]),
-        *(f"- Mended: {alarm}" for alarm in mended),
+        f"{content['controls']} right variants were judged with {content['seeds']} seeds each, at "
+        f"{content['max_examples']} inputs a law.",
+        "A seed takes one of the dtypes that the variant claims, in turn. Each variant runs twice: as it is, "
+        "and bare.",
+        "A bare variant checks no argument. It declares a domain, as kernel authors do.",
+        f"Laws of long inputs run at one of {content['long_every']} seeds.",
+        f"There were {len(alarms)} alarms in {content['runs']} runs. The command is",
+        f"`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`.",
+        *["Laws or variants have changed since that run."] * changed,
+        "",
+        *(f"- {alarm}" for alarm in alarms),
+        *[f"{len(fixed)} other alarms were fixed. Each is silent when its seed runs again.", ""]
+        * bool(fixed),
+        *(f"- Fixed: {alarm}" for alarm in fixed),
     ]
 
 
@@ -216,21 +203,27 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
     laws do.
     """
     verdicts = Counter(entry["verdict"] for entry in rows)
+    counted = ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out"))
     lines = [
         "# Kill matrix",
         "",
-        "Each planted mistake against every law that calls its function. A kill is an assertion of a law of "
-        "the requirement that",
-        "the mistake names; crashes and hangs are counted apart. `python -m "
-        "evictionary.spec_tests.proof.matrix` made this page,",
-        f"with {max_examples} inputs a law (twenty times as many where none of its own laws saw the "
-        "mistake);",
-        "the whole matrix goes to `build/kill_matrix.json`.",
+        "This page says which laws detect which mistake. A *law* is a property test. A mistake is a wrong "
+        "version of a right function.",
+        "Every law that calls the function judges each mistake.",
         "",
-        ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out"))
-        + f", of {len(rows)}.",
+        "A mistake names one requirement. It is *killed* if a law of that requirement fails by an assertion.",
+        "A crash and a hang are counted apart.",
+        "",
+        f"**{counted}, of {len(rows)}.**",
+        "",
+        f"Each law drew {max_examples} inputs. Where its own laws did not detect a mistake, they drew twenty "
+        "times as many.",
+        "`python -m evictionary.spec_tests.proof.matrix` makes this page. The whole matrix goes to "
+        "`build/kill_matrix.json`.",
         *_controls(),
         *_power(),
+        "",
+        "## Every mistake",
         "",
     ]
     cells = []
