@@ -34,6 +34,8 @@ CONTRACT = {
     "attention.attend": "queries: B H_q M D, cache: CompressedCache",
     "attention.by_group": LAST_QUERIES,
     "cache.compress": f"{TOKENS}, kept: bool B H_kv T",
+    "chunk_kv.choose": "scores: open ... T",
+    "chunk_kv.chunk_means": "scores: open ... T",
     "criticalkv.importance": LAST_QUERIES,
     "criticalkv.projected_norms": "values: B H_kv T D_v, w_o: H_q D_v hidden",
     "criticalkv.score": f"{LAST_QUERIES}, values: B H_kv T D_v, w_o: H_q D_v hidden",

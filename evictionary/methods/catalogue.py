@@ -112,11 +112,14 @@ CAPTURED_FOR = {
 
 
 def allocators() -> list[str]:
-    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`)."""
+    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`), or
+    choose tokens of a head (`choose(scores, budget)`).
+    """
     return [
         stem
         for stem, module in modules().items()
         if hasattr(module, "budgets")
+        or hasattr(module, "choose")
         or (hasattr(module, "select") and next(iter(inspect.signature(module.select).parameters)) == "scores")
     ]
 

@@ -67,7 +67,8 @@ class Method:
     `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words
     of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
     `layer_budgets` divides a budget among layers, `head_budgets` divides a budget among the heads of a layer
-    by their scores, and `corrected` says that the moments of the evicted tokens correct the attention.
+    by their scores, `choose` keeps other tokens of a head than those with its highest scores, and `corrected`
+    says that the moments of the evicted tokens correct the attention.
     """
 
     name: str
@@ -80,12 +81,18 @@ class Method:
     prompt_function: Callable[..., Any] | None = None
     layer_budgets: Callable[..., list[int]] | None = None
     head_budgets: Callable[..., Any] | None = None
+    choose: Callable[..., torch.Tensor] = selection.top_k
     corrected: bool = False
 
     @property
     def is_select(self) -> bool:
         """Whether the function returns a kept mask; otherwise it returns scores."""
         return self.function.__name__.startswith("select")
+
+    @property
+    def is_top_k(self) -> bool:
+        """Whether each head keeps the highest of its own scores."""
+        return self.head_budgets is None and self.choose is selection.top_k
 
     @property
     def reads(self) -> frozenset[str]:
@@ -245,7 +252,7 @@ class Method:
         if function.__name__.startswith("select"):
             return checked_kept(label, result, own_shape, keys.device)
         scores = checked_scores(label, result, own_shape, keys.device)
-        return scores if self.head_budgets else selection.top_k(scores, amount)
+        return scores if self.head_budgets else self.choose(scores, amount)
 
     def _require(self, inputs: Sequence[str], available: Mapping[str, Any]) -> None:
         absent = [name for name in inputs if available.get(name) is None]

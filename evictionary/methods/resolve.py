@@ -56,9 +56,15 @@ def _compose(method: Method, addition: str) -> Method:
         return replace(method, layer_budgets=module.budgets)
     require(
         not method.is_select,
-        f"method: {method.name} chooses its tokens itself, but {addition} divides a budget by scores; wanted "
-        "a scorer first",
+        f"method: {method.name} chooses its tokens itself, but {addition} chooses them by scores; wanted a "
+        "scorer first",
     )
+    require(
+        method.is_top_k,
+        f"method: got {addition!r} after another addition that chooses tokens by scores, wanted one of them",
+    )
+    if hasattr(module, "choose"):
+        return replace(method, choose=module.choose)
     return replace(method, head_budgets=module.select)
 
 

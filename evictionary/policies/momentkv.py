@@ -55,7 +55,7 @@ def part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.T
 
 
 def stepping(method: Any) -> Callable[..., torch.Tensor] | None:
-    return step if method.function is momentkv.score and method.head_budgets is None else None
+    return step if method.function is momentkv.score and method.is_top_k else None
 
 
 def step(

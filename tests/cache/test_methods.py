@@ -245,9 +245,11 @@ def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, messa
             r"got 'ada_kv' twice in 'keydiff\+ada_kv\+moments\+ada_kv', wanted each addition once",
         ),
         ("gvote+ada_kv", "gvote chooses its tokens itself"),
+        ("keydiff+ada_kv+chunk_kv", "'chunk_kv' after another addition that chooses tokens by scores"),
         (
             "keydiff+adakv",
-            r"got 'adakv' after the \+ \(did you mean ada_kv\?\), wanted one of ada_kv, pyramid_kv, moments",
+            r"got 'adakv' after the \+ \(did you mean ada_kv\?\), wanted one of ada_kv, chunk_kv, "
+            r"pyramid_kv, moments",
         ),
         *(
             (name, rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}")

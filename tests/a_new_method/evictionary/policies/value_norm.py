@@ -15,7 +15,7 @@ from evictionary.policies import Compression, State
 def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
     """VN-1 of the new values, beside the norms of the others."""
     before = compression.state.pop("norms", None)
-    if compression.method.head_budgets is not None:
+    if not compression.method.is_top_k:
         return None
     new = value_norm.score(
         compression.values if before is None else compression.values[:, :, -compression.new :]
