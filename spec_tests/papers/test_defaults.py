@@ -117,5 +117,5 @@ def test_the_settings_of_the_baselines():
     assert defaults(snapkv) == {"score": {"window_size": 32, "kernel_size": 7}}
     assert defaults(streaming_llm) == {"score": {"sink_size": 4}}
     assert defaults(ada_kv) == {"select": {"floor_ratio": 0.2}}
-    assert defaults(chunk_kv) == dict.fromkeys(("choose", "chunk_means"), {"chunk_size": 10})
+    assert defaults(chunk_kv) == {name: {"chunk_size": 10} for name in ("choose", "chunk_means")}
     assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0, "window_size": 0}}
