@@ -36,7 +36,6 @@ from evictionary.classroom.judgement import Judgement, empty, named
 from evictionary.cli.console import measuring
 from evictionary.spec_tests.judge.law import SUITE, Law, suite_version
 from evictionary.spec_tests.proof.planted import edited_text, edits_of, refusing
-from evictionary.store import Line
 
 ROOT = Path(__file__).resolve().parents[1]
 STYLES = ROOT / "tests" / "styles"
@@ -68,8 +67,9 @@ class Submission:
         if self.wrong:
             mistake = WRONG[self.assignment][self.wrong]
             # Where a form of its own has the name of a shared one, it is the last.
-            pattern = rf"(.*)(^def {mistake['in']}\(.*?\n\n\n)(.*)"
-            ((before, own, after),) = re.findall(pattern, text, flags=re.M | re.S)
+            ((before, own, after),) = re.findall(
+                rf"(.*)(^def {mistake['in']}\(.*?\n\n\n)(.*)", text, flags=re.M | re.S
+            )
             text = before + edited_text(self.wrong, own, edits_of(mistake["was"], mistake["is"])) + after
         return text + "".join(f"{part} = {form}\n" for part, form in self.chosen)
 
@@ -173,7 +173,7 @@ class Inside:
         )
 
 
-def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission]) -> Iterator[Line]:
+def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission]) -> Iterator[store.Line]:
     """Submissions of an assignment at one seed: the points of each, the steps that failed, and the first
     message.
     """
@@ -279,18 +279,18 @@ class Plan(store.Plan):
         named = {"assignment": unit[0], "seed": unit[1], "examples": self.examples}
         return named | {"submission": part.name, "wrong": bool(part.wrong)}
 
-    def is_done(self, line: Line, part: Submission) -> bool:
+    def is_done(self, line: store.Line, part: Submission) -> bool:
         return line["digest"] == digest(line["assignment"])
 
-    def measure(self, unit: tuple[str, int], parts: Sequence[Submission]) -> Iterator[Line]:
+    def measure(self, unit: tuple[str, int], parts: Sequence[Submission]) -> Iterator[store.Line]:
         for line in graded(*unit, self.examples, parts):
             yield line | {"digest": digest(unit[0]), "examples": self.examples}
 
-    def text(self, line: Line) -> str:
+    def text(self, line: store.Line) -> str:
         return f"{line['assignment']}, seed {line['seed']}"
 
 
-def current(lines: list[Line]) -> list[Line]:
+def current(lines: list[store.Line]) -> list[store.Line]:
     """The lines of the files and the laws as they are now."""
     return [
         line
@@ -299,7 +299,7 @@ def current(lines: list[Line]) -> list[Line]:
     ]
 
 
-def page(lines: list[Line]) -> str:
+def page(lines: list[store.Line]) -> str:
     """The Markdown page: right submissions that lost points, and how the points of each wrong one differ
     between seeds.
     """
@@ -312,7 +312,7 @@ def page(lines: list[Line]) -> str:
         ]
         few, seeds = sum(line["points"] < 100 for line in own), len({line["seed"] for line in own})
         gradings.append((name, len({line["submission"] for line in own}), examples, seeds, len(own), few))
-    by_mistake: dict[tuple[str, str], list[Line]] = defaultdict(list)
+    by_mistake: dict[tuple[str, str], list[store.Line]] = defaultdict(list)
     for line in (line for line in lines if line["wrong"] and line["seed"] % LONG_EVERY == 0):
         by_mistake[line["assignment"], line["submission"]].append(line)
     counts = {key: sorted(Counter(line["points"] for line in own).items()) for key, own in by_mistake.items()}
@@ -344,13 +344,13 @@ it follow it.
 """
 
 
-def by_luck(lines: list[Line]) -> list[str]:
+def by_luck(lines: list[store.Line]) -> list[str]:
     """The steps that fail at some seeds and not at others, without those that were not judged because an
     earlier one failed.
     """
     needs = {step.name: step.needs for step in assignments.load(lines[0]["assignment"]).steps}
 
-    def judged(line: Line) -> set[str]:
+    def judged(line: store.Line) -> set[str]:
         passed: set[str] = set()
         seen = set()
         for name, before in needs.items():

@@ -34,14 +34,13 @@ def printed(*command: object, cwd: Path, code: int = 0) -> str:
 def environment(folder: Path, wheel: Path, extra: str) -> Path:
     """A fresh environment with the wheel and an extra of it; returns its folder of programs."""
     venv.create(folder, with_pip=True)
-    wanted = f"evictionary{extra} @ {wheel.as_uri()}"
     run(
         folder / "bin" / "pip",
         "install",
         "--quiet",
         "--constraint",
         ROOT / "constraints.txt",
-        wanted,
+        f"evictionary{extra} @ {wheel.as_uri()}",
         cwd=folder,
     )
     return folder / "bin"

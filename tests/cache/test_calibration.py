@@ -69,8 +69,9 @@ def test_the_file_reaches_each_head_and_the_prompt_calibrates_without_one(
     assert kept != positions_of(cached(model, IDS, method, budget=20).layers[1])
     named = calibration.at_position(model, 1, calibration.read(model, file)[1], 60)
     keys = cached(model, IDS, None).layers[1].keys.numpy()
-    scores = score(keys, *(named[name].double().numpy() for name in inputs))
-    assert kept == places(selection.top_k(scores, 20))
+    assert kept == places(
+        selection.top_k(score(keys, *(named[name].double().numpy() for name in inputs)), 20)
+    )
 
 
 def test_duo_attention_reads_its_gates_from_the_file(model: LlamaForCausalLM, tmp_path: Path) -> None:

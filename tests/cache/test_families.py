@@ -108,8 +108,9 @@ def test_every_family_is_compressed_and_generates(family: str, method: str, dtyp
 def test_what_is_kept_is_what_the_method_keeps_in_position_order(family: str) -> None:
     model = build(family)
     whole = cached(model, IDS, None)
-    cache = EvictingCache.from_prefilled(model, whole, "keydiff", 0.5)
-    for layer, full in zip(cache.layers, whole.layers, strict=True):
+    for layer, full in zip(
+        EvictingCache.from_prefilled(model, whole, "keydiff", 0.5).layers, whole.layers, strict=True
+    ):
         if isinstance(layer, EvictingLayer):
             kept = torch.from_numpy(
                 reference.selection.top_k(reference.keydiff.score(full.keys.double().numpy()), 24)
@@ -130,8 +131,9 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
         recorded["queries"], *future_queries.rotation(model, index, torch.arange(48))
     )
     factor = future_queries.logit_factor(module, got.shape[-1])
-    projected = future_queries.project(model, module, recorded["hidden_states"])
-    torch.testing.assert_close(got, projected * factor, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(
+        got, future_queries.project(model, module, recorded["hidden_states"]) * factor, rtol=1e-3, atol=1e-4
+    )
     assert (abs(factor - 1) > 0.1) == (family == "gemma3") and np.isfinite(factor)
 
 

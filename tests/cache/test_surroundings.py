@@ -81,11 +81,10 @@ def test_another_thread_may_generate_at_any_moment(
     model = tiny_llama(attn_implementation=attention)
     wanted = {each: answer(model, each) for each in METHODS}
     inside, done, first = threading.Event(), threading.Event(), threading.get_ident()
-    module = type(model.model.layers[0].self_attn).forward.__globals__
     place = (
         (AttentionInterface._global_mapping, "sdpa")
         if attention == "sdpa"
-        else (module, "eager_attention_forward")
+        else (type(model.model.layers[0].self_attn).forward.__globals__, "eager_attention_forward")
     )
     own = place[0][place[1]]
 

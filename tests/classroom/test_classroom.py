@@ -77,8 +77,9 @@ def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     failed, attempted = doctest.testfile(str(one.folder / "README.md"), module_relative=False)
     assert attempted > failed == 0
     assert "Expected time" in note
-    bank = {mutant.misconception for mutant in load_mutants().values()}
-    assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= bank
+    assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= {
+        mutant.misconception for mutant in load_mutants().values()
+    }
 
 
 @every_assignment
@@ -280,10 +281,11 @@ def test_a_seed_draws_the_same_inputs_whatever_is_loaded(
 
     def drawn() -> list[int]:
         found: list[int] = []
-        counting = replace(
-            law, check=lambda impl, number: found.append(number), drawn={"number": st.integers()}
-        )
-        decided_by(1, counting, 200).check(None)
+        decided_by(
+            1,
+            replace(law, check=lambda impl, number: found.append(number), drawn={"number": st.integers()}),
+            200,
+        ).check(None)
         return found
 
     before = drawn()
@@ -322,8 +324,9 @@ def test_every_form_of_every_style_is_handed_in() -> None:
         right = [each for each in found if not each.wrong]
         assert len(set(right)) == classroom_styles.RIGHT_EACH
         parts = runpy.run_path(str(classroom_styles.forms_of(name)))["FORMS"]
-        forms = {(part, form.__name__) for part, each in parts.items() for form in each}
-        assert {chosen for each in right for chosen in each.chosen} == forms
+        assert {chosen for each in right for chosen in each.chosen} == {
+            (part, form.__name__) for part, each in parts.items() for form in each
+        }
         wrong += len(found) - len(right)
     assert wrong >= 60
 
@@ -375,13 +378,12 @@ def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: 
         for each in found:
             failed = ["weights"] if each.wrong and seed else []
             asked.append((seed, each.name))
-            line = {
+            yield {"assignment": assignment, "seed": seed, "failed": failed} | {
                 "submission": each.name,
                 "wrong": bool(each.wrong),
                 "points": 85 if failed else 100,
                 "message": "",
             }
-            yield {"assignment": assignment, "seed": seed, "failed": failed} | line
 
     asked: list[Any] = []
     monkeypatch.setattr(classroom_styles, "graded", graded)
@@ -471,8 +473,7 @@ def test_a_launch_that_adds_nothing_is_worth_nothing(mistake: str) -> None:
 def test_time_in_the_queue_of_the_processors_is_not_the_students(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = "def unit_keys(keys):\n    return 2 * keys\n"
-    with child_of(tmp_path, source) as child:
+    with child_of(tmp_path, "def unit_keys(keys):\n    return 2 * keys\n") as child:
         child.remote.allow(0)  # no time is left
         queued = child.remote.queued()
         monkeypatch.setattr(child.remote, "queued", lambda: queued + 60)
@@ -517,9 +518,8 @@ def test_an_assignment_without_its_hardware_is_blocked(
     [b"1", b"2", pytest.param(b"3", marks=pytest.mark.slow), pytest.param(b"4", marks=pytest.mark.slow)],
 )
 def test_a_softmax_without_its_maximum_loses_the_same_points_at_every_seed(secret: bytes) -> None:
-    one = alone("lagkv", "score", "range", "normalise", "deviation")
     result = judged(
-        one,
+        alone("lagkv", "score", "range", "normalise", "deviation"),
         wrong_style("lagkv", "softmax_without_the_maximum").source,
         secret=secret,
         examples=3,

@@ -99,9 +99,8 @@ def tried(often: int, at_night: int) -> pytest.MarkDecorator:
 
 def changed(content: bytes) -> st.SearchStrategy[bytes]:
     """The content with a few bytes replaced, cut out or added."""
-    place = st.integers(0, len(content))
     edit = st.tuples(
-        place,
+        st.integers(0, len(content)),
         st.integers(0, 8),
         st.binary(max_size=8) | st.sampled_from([b"\xff" * 8, b"9" * 12, b"\x80" + bytes(11)]),
     )
@@ -130,8 +129,9 @@ def test_any_archive_is_read_or_refused(tmp_path: Path, tries: settings) -> None
     @given(st.data())
     def check(data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(right)))
-        path = written(tmp_path, data.draw(changed(right[name])), name)
-        grade = classes.grade_one(order(seconds=5), "ada", path)
+        grade = classes.grade_one(
+            order(seconds=5), "ada", written(tmp_path, data.draw(changed(right[name])), name)
+        )
         assert (grade["score"], "not the student's doing" in grade["error"]) == (0, False)
 
     check()
@@ -208,11 +208,10 @@ def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
 
 def test_the_filter_of_system_calls() -> None:
     """Each machine's numbers are different ones, and what a scorer needs is not among them."""
-    needed = {
+    for machine, allowed in {
         "x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202},
         "aarch64": {"read": 63, "write": 64, "futex": 98},
-    }
-    for machine, allowed in needed.items():
+    }.items():
         numbers = seccomp.refused(machine)
         assert len(set(numbers.values())) == len(numbers)
         assert set(allowed.values()).isdisjoint(numbers.values())
@@ -237,8 +236,9 @@ def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
         "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n "
         "       os.kill(1, 0)\n"
     )
-    result = judged("keydiff", source, examples=1, explain=False)
-    assert result.notes == ["the code tried: open /etc/passwd, os.kill"]
+    assert judged("keydiff", source, examples=1, explain=False).notes == [
+        "the code tried: open /etc/passwd, os.kill"
+    ]
     assert judged("keydiff", SOLUTION, examples=1).notes == []
 
 
@@ -297,9 +297,8 @@ def test_the_oracle_is_closed_wherever_it_is_installed(tmp_path: Path) -> None:
 
 
 def test_one_dead_child_costs_one_step() -> None:
-    source = SOLUTION + "\n\ndef anchor(keys):\n    import os\n\n    os._exit(0)\n"
-    source = source.replace("unit(anchor(keys))", "unit(unit(keys).mean(axis=-2))")
-    result = judged("keydiff", source)
+    source = SOLUTION.replace("unit(anchor(keys))", "unit(unit(keys).mean(axis=-2))")
+    result = judged("keydiff", source + "\n\ndef anchor(keys):\n    import os\n\n    os._exit(0)\n")
     assert verdicts(result) == {
         "anchor": "failed",
         "score": "passed",
@@ -316,11 +315,11 @@ def test_the_child_sees_neither_environment_nor_seeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("A_TOKEN", "of the grader")
-    source = (
+    with child_of(
+        tmp_path,
         "import os, sys\n\n\ndef seen():\n    return (str(dict(os.environ)), str(sys.argv), "
-        "str(sorted(sys.modules)))\n"
-    )
-    with child_of(tmp_path, source) as child:
+        "str(sorted(sys.modules)))\n",
+    ) as child:
         environment, arguments, modules = child.call("seen")
     assert "A_TOKEN" not in environment
     assert "secret" not in arguments
@@ -355,9 +354,8 @@ def test_what_may_not_cross() -> None:
 
 
 def test_what_crosses_arrives_as_it_was_sent() -> None:
-    turned = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     sent = [
-        turned,
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
         np.float32(0.1),
         Fraction(-3, 7),
         float("nan"),

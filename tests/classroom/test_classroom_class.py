@@ -121,10 +121,9 @@ def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -
 
 def test_a_class_is_graded_resumed_and_summed_up(tmp_path: Path) -> None:
     grades, done = tmp_path / "grades", []
-    wrong = "def score(keys):\n    return keys[..., 0]\n"
     files = {
         "folder/keydiff.py": SOLUTION,
-        "wrong.py": wrong,
+        "wrong.py": "def score(keys):\n    return keys[..., 0]\n",
         "broken.zip": "no archive",
         "twice.py": "",
         "twice.zip": "",
@@ -338,8 +337,9 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
     assert len(texts) == 1 + len(formats.FORMATS)
     for text in texts:
         assert "evictionary judge" not in text
-        scripts = text.count("judge.implementation import load")
-        assert text.count("this runs the student") + text.count("This runs the student") == scripts
+        assert text.count("this runs the student") + text.count("This runs the student") == text.count(
+            "judge.implementation import load"
+        )
     (law,) = {
         found
         for text in texts
@@ -597,9 +597,9 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
 # The command line
 
 
-def test_the_help_names_every_assignment() -> None:
-    for command in ("start", "check", "submit"):
-        assert set(assignments.names()) <= set(re.findall(r"\w+", printed(command, "--help")))
+@pytest.mark.parametrize("command", ["start", "check", "submit"])
+def test_the_help_names_every_assignment(command: str) -> None:
+    assert set(assignments.names()) <= set(re.findall(r"\w+", printed(command, "--help")))
 
 
 def test_submit_says_that_nothing_was_written(tmp_path: Path) -> None:
@@ -667,9 +667,10 @@ os.execvp("evictionary", ["evictionary", *words])
 
 @pytest.mark.slow  # the fast test beside it, in site/test_pages.py, asks whether each command is understood
 def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], tmp_path: Path) -> None:
-    page = transcript.FOLDER / "instructor.md"
     grade, one, law, tried, solution = (
-        each for each in commands(page) if re.search(r"--(seed-file|try)", each)
+        each
+        for each in commands(transcript.FOLDER / "instructor.md")
+        if re.search(r"--(seed-file|try)", each)
     )
     shell(f"{grade} --examples 1")
     assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == [

@@ -102,16 +102,20 @@ def test_a_full_machine_accuses_nobody(tmp_path: Path) -> None:
         test_right_code_is_correct("numpy", tmp_path)
 
 
-def test_states_fractions_and_texts_are_answers() -> None:
-    """A step of MomentKV returns a state inside a tuple, and LagKV's ratio is a fraction: both were once
-    no arrays.
-    """
-    for answer in (
+@pytest.mark.parametrize(
+    "answer",
+    [
         (np.ones(3), moments.no_moments(np.ones((1, 1, 2, 2)), np.ones((1, 1, 2, 2)))),
         Fraction(1, 3),
         "too short",
-    ):
-        assert grading._of_the_form("step", answer, answer, 8) is answer
+    ],
+    ids=["a state", "a fraction", "a text"],
+)
+def test_states_fractions_and_texts_are_answers(answer: Any) -> None:
+    """A step of MomentKV returns a state inside a tuple, and LagKV's ratio is a fraction: both were once
+    no arrays.
+    """
+    assert grading._of_the_form("step", answer, answer, 8) is answer
 
 
 @pytest.mark.slow

@@ -28,8 +28,10 @@ def text_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def asks(model_folder: Path, text_file: Path) -> list[object]:
     """`evictionary run` with the tiny model, a short text and a question."""
-    common = ["run", "--model", model_folder, "--prompt-file", text_file, "--max-new-tokens", 4]
-    return [*common, "--question", "How many?"]
+    return [
+        *("run", "--model", model_folder, "--prompt-file", text_file),
+        *("--max-new-tokens", 4, "--question", "How many?"),
+    ]
 
 
 def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -> Path:
@@ -38,11 +40,11 @@ def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -
 
 
 def test_version_and_help_need_no_torch() -> None:
-    program = (
+    told = python(
+        "-c",
         "import sys\nfrom evictionary.cli.app import app\napp(['--help'], "
-        "standalone_mode=False)\nassert 'torch' not in sys.modules"
-    )
-    told = python("-c", program).stdout
+        "standalone_mode=False)\nassert 'torch' not in sys.modules",
+    ).stdout
     assert "demo" in told
     assert re.findall(r"─ (\w+) ─", told) == ["Options", "Validate", "Run", "Measure", "Teach"]
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
@@ -120,8 +122,10 @@ def test_run_shows_the_full_cache_beside_the_compressed_one(asks: list[object]) 
 
 def few(folder: Path, output: Path, methods: str = "keydiff") -> list[object]:
     """`evictionary demo` with one ratio and one depth."""
-    settings = ["--methods", methods, "--ratios", "0.5", "--depths", "0.5", "--tokens", 300]
-    return ["demo", "--model", folder, "--output", output, *settings]
+    return [
+        *("demo", "--model", folder, "--output", output),
+        *("--methods", methods, "--ratios", "0.5", "--depths", "0.5", "--tokens", 300),
+    ]
 
 
 def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> None:
@@ -163,19 +167,10 @@ def test_control_c_is_one_line_and_130(
 ) -> None:
     mine = scorer(tmp_path, "raise KeyboardInterrupt")
     assess = [
-        "eval",
-        "--model",
-        model_folder,
-        "--tasks",
-        "copy",
-        "--lengths",
-        600,
-        "--samples",
-        1,
-        "--output",
-        tmp_path / "out",
+        *("eval", "--model", model_folder, "--output", tmp_path / "out", "--methods", mine),
+        *("--tasks", "copy", "--lengths", 600, "--samples", 1),
     ]
-    done = invoke(*asks, "--method", mine) if command == "run" else invoke(*assess, "--methods", mine)
+    done = invoke(*asks, "--method", mine) if command == "run" else invoke(*assess)
     assert (done.exit_code, done.stderr.strip(), done.stdout) == (130, f"stopped{advice}", "")
 
 

@@ -98,10 +98,11 @@ def test_every_fault_stands_on_the_page():
 
 def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path):
     (tmp_path / "knorm.py").write_text(KNORM, encoding="utf-8")
-    done = judge(
-        "knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1
-    )
-    (found,) = json.loads(done.stdout)["implementations"]
+    (found,) = json.loads(
+        judge(
+            "knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1
+        ).stdout
+    )["implementations"]
     memory = found["requirements"]["MEM-8"]
     assert memory["verdict"] == "fail" and memory["kinds"] == {"memory": "fail"}
     line = next(number for number, text in enumerate(KNORM.splitlines(), start=1) if "tl.store" in text)

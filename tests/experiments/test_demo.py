@@ -87,8 +87,7 @@ def test_the_likelihood_of_an_answer_is_that_of_the_whole_text(tokenizer: PreTra
     cache = EvictingCache(model, method=None)
     prefill(model, context, cache)
     answer = torch.tensor([ask(model, tokenizer, cache, question, max_new_tokens=6).token_ids])
-    other = (answer + 1) % 200
-    for given in (answer, other):
+    for given in (answer, (answer + 1) % 200):
         text = torch.cat([context, question, given], dim=1)
         with torch.no_grad():
             logits = model(text).logits[0, -given.shape[1] - 1 : -1]
@@ -108,8 +107,9 @@ def test_every_method_has_a_row_and_a_picture(result: demo.Result) -> None:
     full, keydiff, _, _ = result.rows
     assert full.measured["bytes_after"] == full.measured["bytes_before"]
     assert full.measured["error"] == [0.0, 0.0]
-    numbers = (keydiff.measured[name] for name in ("tokens_before", "tokens_after", "bytes_after"))
-    for before, after, nbytes in zip(*numbers, strict=True):
+    for before, after, nbytes in zip(
+        *(keydiff.measured[name] for name in ("tokens_before", "tokens_after", "bytes_after")), strict=True
+    ):
         assert (after, nbytes) == (before // 2, after * 2 * 2 * 2 * 8 * 4)
     assert all(error > 0 for error in keydiff.measured["error"])
     assert [picture.label for picture in result.pictures] == [row.label for row in result.rows[1:]]

@@ -50,8 +50,7 @@ def test_generate_evicts_with_the_exported_folder(
     done = CliRunner().invoke(app, ["export", str(folder), *arguments])
     assert done.exit_code == 0, done.output
     assert done.stdout.strip() == str(folder / "custom_generate" / "generate.py")
-    method = arguments[1] if arguments[0] == "--method" else "keydiff"
-    cache = EvictingCache(model, method, **named)
+    cache = EvictingCache(model, arguments[1] if arguments[0] == "--method" else "keydiff", **named)
     wanted = generate(model, IDS, cache, min_new_tokens=0)
     cache.close()
     found: Any = model.generate(

@@ -40,10 +40,9 @@ def test_a_head_mixes_full_and_streaming_attention_as_the_reference_says() -> No
         states = (
             torch.from_numpy(each) for each in (queries, keys.repeat(2, axis=1), values.repeat(2, axis=1))
         )
-        output = torch.nn.functional.scaled_dot_product_attention(
+        return torch.nn.functional.scaled_dot_product_attention(
             *states, attn_mask=mask, is_causal=mask is None
-        )
-        return output.transpose(1, 2), None
+        ).transpose(1, 2), None
 
     gated._gates = torch.from_numpy(gates)
     gated._mask = gate_training._streaming_mask(9, 2, 3, model)
@@ -62,9 +61,8 @@ def test_gates_of_one_are_the_model_and_gates_of_zero_the_model_that_streams(mod
     places = torch.arange(60)
     ago = places[:, None] - places
     visible = (ago >= 0) & ((ago < 6) | (places < 2))
-    streaming = model.lm_head(gated.final_states(IDS, 60, torch.zeros(2, 2)))
     torch.testing.assert_close(
-        streaming[None],
+        model.lm_head(gated.final_states(IDS, 60, torch.zeros(2, 2)))[None],
         masked_logits(model, IDS, dict.fromkeys(range(2), visible[None, None])),
         atol=1e-4,
         rtol=1e-4,
@@ -149,25 +147,27 @@ def test_without_a_penalty_all_heads_stay_and_with_a_huge_one_all_stream(
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("steps", "settings", "message"),
     [
         (
+            3,
             {"lenght": "9"},
             r"recipe: got 'lenght' \(did you mean longest\?\), wanted one of shortest, longest, sink_size",
         ),
-        ({"penalty": "much"}, "penalty: got 'much', wanted a number such as 0.005"),
-        ({"penalty": "nan"}, "penalty: got nan, wanted at least 0"),
-        ({"recent_size": "0"}, "recent_size: got 0, wanted at least 1"),
-        ({"longest": "100"}, "longest: got 100, wanted at least 256"),
+        (3, {"penalty": "much"}, "penalty: got 'much', wanted a number such as 0.005"),
+        (3, {"penalty": "nan"}, "penalty: got nan, wanted at least 0"),
+        (3, {"recent_size": "0"}, "recent_size: got 0, wanted at least 1"),
+        (3, {"longest": "100"}, "longest: got 100, wanted at least 256"),
         (
+            3,
             {"recent_size": "240"},
             "shortest: got prompts of 256 tokens, wanted more than the 256 of a streaming head",
         ),
+        (0, {}, "steps: got 0, wanted at least 1"),
     ],
 )
-def test_a_recipe_that_trains_nothing_is_refused(settings: dict[str, str], message: str) -> None:
-    refused(lambda: recipe_of(3, settings), message)
-    refused(lambda: recipe_of(0, {}), "steps: got 0, wanted at least 1")
+def test_a_recipe_that_trains_nothing_is_refused(steps: int, settings: dict[str, str], message: str) -> None:
+    refused(lambda: recipe_of(steps, settings), message)
 
 
 def test_prompts_that_do_not_fit_and_the_state_of_another_training_are_refused(

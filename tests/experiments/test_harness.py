@@ -25,15 +25,14 @@ class Theirs:
 
 @pytest.fixture
 def evicting(monkeypatch: pytest.MonkeyPatch) -> Any:
-    names = {
+    for name, members in {
         "lm_eval": {},
         "lm_eval.__main__": {"cli_evaluate": None},
         "lm_eval.api": {},
         "lm_eval.api.registry": {"register_model": lambda name: lambda made: made},
         "lm_eval.models": {},
         "lm_eval.models.huggingface": {"HFLM": Theirs},
-    }
-    for name, members in names.items():
+    }.items():
         monkeypatch.setitem(sys.modules, name, ModuleType(name))
         vars(sys.modules[name]).update(members)
     monkeypatch.delitem(sys.modules, "evictionary.evaluation.harness", raising=False)
@@ -55,9 +54,8 @@ def test_a_continuation_is_as_likely_as_with_a_mask_over_what_is_evicted(
     logits = masked_logits(shared_model, IDS, dict.fromkeys((0, 1), seen.expand(1, 2, -1, -1)))
     right = logits[0, 40:-1].log_softmax(dim=-1).gather(-1, IDS[0, 41:, None]).sum()
     judged = evicting(shared_model, method="streaming_llm", compression_ratio=0.5)
-    likely = logits[0, 40].argmax()[None]
     found, greedy = judged._loglikelihood_tokens(
-        [request(IDS[0, :41], IDS[0, 41:]), request(IDS[0, :41], likely)]
+        [request(IDS[0, :41], IDS[0, 41:]), request(IDS[0, :41], logits[0, 40].argmax()[None])]
     )
     assert found[0] == pytest.approx(float(right), abs=1e-4) and not found[1]
     assert greedy[1]
@@ -65,8 +63,9 @@ def test_a_continuation_is_as_likely_as_with_a_mask_over_what_is_evicted(
 
 def test_a_long_context_loses_its_beginning(evicting: Any, shared_model: LlamaForCausalLM) -> None:
     short, whole = (evicting(shared_model, max_length=length) for length in (20, 60))
-    answers = short._loglikelihood_tokens([request(IDS[0, :55], IDS[0, 55:])])
-    assert answers == whole._loglikelihood_tokens([request(IDS[0, 39:55], IDS[0, 55:])])
+    assert short._loglikelihood_tokens([request(IDS[0, :55], IDS[0, 55:])]) == whole._loglikelihood_tokens(
+        [request(IDS[0, 39:55], IDS[0, 55:])]
+    )
 
 
 def test_a_context_of_one_token_has_nothing_to_evict(evicting: Any, shared_model: LlamaForCausalLM) -> None:

@@ -37,8 +37,9 @@ def test_nothing_of_the_replay_stays(model: LlamaForCausalLM) -> None:
     plain, full = cached(model, IDS, None), cached(model, IDS, None, record=REPLAY)
     assert (full.get_seq_length(), full.nbytes) == (60, plain.nbytes)
     assert torch.equal(full.layers[1].keys, plain.layers[1].keys)
-    prefilled = EvictingCache.from_prefilled(model, full, "kvzip", budget=20)
-    assert positions_of(prefilled.layers[1]) == positions_of(cached(model, IDS, "kvzip", budget=20).layers[1])
+    assert positions_of(
+        EvictingCache.from_prefilled(model, full, "kvzip", budget=20).layers[1]
+    ) == positions_of(cached(model, IDS, "kvzip", budget=20).layers[1])
     assert torch.equal(generate(model, IDS, EvictingCache(model, "kvzip", 0.0)), generate(model, IDS))
     assert not model.config._attn_implementation.startswith(PREFIX)
     assert generate(model, IDS, EvictingCache(model, "kvzip+ada_kv", 0.5)).shape == (1, 68)

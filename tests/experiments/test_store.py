@@ -18,7 +18,6 @@ from tools.reading import refused
 
 from evictionary import store
 from evictionary.errors import UsageError
-from evictionary.store import Line, Progress
 
 
 @dataclass(frozen=True)
@@ -37,28 +36,27 @@ class Powers(store.Plan):
     def named(self, unit: int, part: int) -> dict[str, int]:
         return {"base": unit, "exponent": part}
 
-    def measure(self, unit: int, parts: Sequence[int]) -> Iterator[Line]:
+    def measure(self, unit: int, parts: Sequence[int]) -> Iterator[store.Line]:
         print("measuring")
         for part in parts:
-            error = None if unit else "0 has no powers here"
             yield {
                 "model": self.model,
                 **self.named(unit, part),
-                "error": error,
+                "error": None if unit else "0 has no powers here",
                 "power": unit**part,
                 "process": os.getpid(),
             }
 
-    def text(self, line: Line) -> str:
+    def text(self, line: store.Line) -> str:
         return f"{line['base']} to the {line['exponent']}"
 
 
-def powers(lines: Sequence[Line]) -> list[int]:
+def powers(lines: Sequence[store.Line]) -> list[int]:
     return [line["power"] for line in lines]
 
 
 def test_a_run_measures_what_is_missing_and_the_file_is_sorted(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[store.Progress] = []
     lines = store.run(Powers(exponents=(2,)), tmp_path / "new" / "folder", advance=told.append)
     assert [each.text for each in told] == ["3 to the 2", "2 to the 2"]
     assert (told[-1].done, told[-1].total, told[-1].seconds_left) == (2, 2, 0)
@@ -100,7 +98,7 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     python("-c", PROGRAM, tmp_path, code=-signal.SIGKILL)
     *written, cut_off = (tmp_path / store.RESULTS).read_bytes().split(b"\n")
     assert len(written) == 4 and cut_off
-    told: list[Progress] = []
+    told: list[store.Progress] = []
     lines = store.run(Powers(), tmp_path, advance=told.append)
     assert powers(lines) == [2, 4, 8, 3, 9, 27] and all(json.loads(text) in lines for text in written)
     assert [(each.done, each.total, each.text) for each in told] == [
@@ -112,7 +110,7 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
 def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
     plan = Powers(bases=(0, 1), exponents=(1,))
     assert [line["error"] for line in store.run(plan, tmp_path)] == ["0 has no powers here", None]
-    told: list[Progress] = []
+    told: list[store.Progress] = []
     assert len(store.run(plan, tmp_path, advance=told.append)) == 2
     assert [each.text for each in told] == ["0 to the 1"]
 
@@ -120,7 +118,7 @@ def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
 def test_two_processes_find_the_same_and_leave_the_standard_output_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told: list[Progress] = []
+    told: list[store.Progress] = []
     lines = store.run(Powers(), tmp_path, jobs=2, advance=told.append)
     assert powers(lines) == [2, 4, 8, 3, 9, 27]
     assert os.getpid() not in {line["process"] for line in lines}
@@ -137,8 +135,9 @@ def test_a_worker_ends_with_the_process_that_started_it() -> None:
         "import os, time\nfrom evictionary import store\nstore.end_with_parent()\nprint(os.getpid(), "
         "flush=True)\ntime.sleep(600)\n"
     )
-    starter = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
-    assert ends_with_its_parent(starter)
+    assert ends_with_its_parent(
+        f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {worker!r}])\n"
+    )
 
 
 def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:

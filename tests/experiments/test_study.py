@@ -20,7 +20,6 @@ from evictionary.cli import study as cli_study
 from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
 from evictionary.models.load import load
-from evictionary.store import Line
 
 SELECTORS = ("keydiff", "random", "momentkv", "gvote")
 
@@ -37,13 +36,13 @@ def plan_for(model: Path, **changes: Any) -> study.Plan:
 
 
 @pytest.fixture(scope="module")
-def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[store.Line]]:
     folder = tmp_path_factory.mktemp("study")
     return folder, store.run(plan_for(model_folder), folder)
 
 
 def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
-    finished: tuple[Path, list[Line]], model_folder: Path
+    finished: tuple[Path, list[store.Line]], model_folder: Path
 ) -> None:
     model, tokenizer = load(str(model_folder))
     prompt = tasks.get("passkey7").make(tokenizer, 400, 1)
@@ -73,23 +72,22 @@ def test_every_composition_is_there_once() -> None:
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     assert store.run(plan_for(model_folder), tmp_path, jobs=2) == finished[1]
 
 
 def line_of(
     task: str, seed: int, cells: dict[str, list[float]], full: float = 1.0, ratio: float = 0.5
-) -> Line:
-    known = {
+) -> store.Line:
+    return {
         "model": "small",
         "length": 100,
         "error": None,
         "versions": {},
         "ratio": ratio,
         "selector": next(iter(cells)),
-    }
-    return known | {"task": task, "seed": seed, "full": [full, 1, 90], "cells": cells}
+    } | {"task": task, "seed": seed, "full": [full, 1, 90], "cells": cells}
 
 
 def test_costs_are_means_over_tasks_of_means_over_prompts_and_comparisons_are_of_the_same_prompts(
@@ -136,8 +134,9 @@ def test_costs_are_means_over_tasks_of_means_over_prompts_and_comparisons_are_of
 
 def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
     values = np.random.default_rng(3).normal(size=100)
-    lines = [line_of("copy", seed, {"knorm": [value, 0, 45]}, full=0.0) for seed, value in enumerate(values)]
-    low, high = study.summarise(lines)["rows"][0]["interval"]
+    low, high = study.summarise(
+        [line_of("copy", seed, {"knorm": [value, 0, 45]}, full=0.0) for seed, value in enumerate(values)]
+    )["rows"][0]["interval"]
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 10, rel=0.1)
     assert low < values.mean() < high
 
@@ -146,8 +145,7 @@ def test_nine_of_ten_prompts_stay_below_the_bound_in_nine_of_ten_samples() -> No
     """Of uniform numbers the bound is the share below it. 22 numbers are the least: 1 - 0.9^22 > 0.9."""
     samples = np.random.default_rng(5).random((2000, 60))
     covered = np.mean([study.bound(sample) >= 0.9 for sample in samples])
-    one_lower = np.mean([np.sort(sample)[56] >= 0.9 for sample in samples])
-    assert one_lower < 0.9 <= covered
+    assert np.mean([np.sort(sample)[56] >= 0.9 for sample in samples]) < 0.9 <= covered
     assert study.bound(samples[0, :21]) is None
     assert study.bound(samples[0, :22]) == samples[0, :22].max()
 
@@ -170,32 +168,19 @@ def test_too_few_prompts_are_refused() -> None:
 
 
 def test_the_command_writes_a_table_and_a_picture_and_recommends(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, list[store.Line]],
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(study, "LEAST", 3)
     monkeypatch.setattr(cli_study, "FEWEST", 3)
     folder, _ = finished
     (tmp_path / "results.jsonl").write_bytes((folder / "results.jsonl").read_bytes())
     asked = [
-        "study",
-        "--output",
-        str(tmp_path),
-        "--model",
-        str(model_folder),
-        "--methods",
-        ",".join(SELECTORS),
-    ]
-    asked += [
-        "--tasks",
-        "passkey7",
-        "--seed",
-        "1",
-        "--samples",
-        "3",
-        "--ratios",
-        "0.5,0.75",
-        "--length",
-        "400",
+        *("study", "--output", str(tmp_path), "--model", str(model_folder)),
+        *("--methods", ",".join(SELECTORS), "--tasks", "passkey7", "--seed", "1", "--samples", "3"),
+        *("--ratios", "0.5,0.75", "--length", "400"),
     ]
     found = as_json(*asked)
     assert json.loads((tmp_path / "summary.json").read_text()) == {

@@ -113,9 +113,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.mark.parametrize("seed", [0, 3])
 def test_a_prompt_fits_and_holds_its_answer(tokenizer: PreTrainedTokenizerFast, name: str, seed: int) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, seed)
-    length = prompt.context_ids.shape[1] + prompt.question_ids.shape[1]
     # as long as it may be: one more sentence, or one more of the words to count, would not fit
-    assert TOKENS - 110 <= length <= TOKENS
+    assert TOKENS - 110 <= prompt.context_ids.shape[1] + prompt.question_ids.shape[1] <= TOKENS
     context, question = tokenizer.decode(prompt.context_ids[0]), tokenizer.decode(prompt.question_ids[0])
     assert all(answer in context and answer not in question for answer in prompt.answers)
     held = " ".join(tokenizer.decode(prompt.context_ids[0, first:last]) for first, last in prompt.needles)
@@ -134,17 +133,18 @@ def test_the_right_answer_scores_one_and_no_answer_nothing(
     assert prompt.score("The postman sat down beside the harbour.") == (0.0, 0.0)
 
 
+@pytest.mark.parametrize("name", tasks.TASKS)
 def test_the_same_seed_makes_the_same_prompt_and_another_seed_another(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
-    for task in tasks.TASKS.values():
-        one, same, other = (task.make(tokenizer, TOKENS, seed) for seed in (1, 1, 2))
-        assert torch.equal(one.context_ids, same.context_ids), task.name
-        assert one.answers == same.answers != other.answers, task.name
+    one, same, other = (tasks.get(name).make(tokenizer, TOKENS, seed) for seed in (1, 1, 2))
+    assert torch.equal(one.context_ids, same.context_ids)
+    assert one.answers == same.answers != other.answers
 
 
+@pytest.mark.parametrize("tokens", [TOKENS, 1300])
 def test_answers_are_the_same_in_every_process_and_at_every_length(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast, tokens: int
 ) -> None:
     wanted = {
         "passkey7": ("4576745",),
@@ -154,8 +154,7 @@ def test_answers_are_the_same_in_every_process_and_at_every_length(
         "common_words": ("wheat", "forest", "owl", "lemon", "cotton"),
         "frequent_words": ("lenodi", "livomo", "rikefo"),
     }
-    for tokens in (TOKENS, 1300):
-        assert {name: tasks.get(name).make(tokenizer, tokens, 0).answers for name in wanted} == wanted
+    assert {name: tasks.get(name).make(tokenizer, tokens, 0).answers for name in wanted} == wanted
 
 
 @pytest.mark.parametrize("name", ["perplexity", "perplexity_decoding"])
@@ -178,17 +177,18 @@ def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     assert places[0] < 0.25 and places[-1] > 0.75
 
 
+@pytest.mark.parametrize("tokens", [TOKENS, 12_000])
 @pytest.mark.parametrize("essays", ["", "essay_"])
 @pytest.mark.parametrize(("name", "distinct"), [("common_words", 5), ("frequent_words", 3)])
 def test_the_words_asked_for_are_the_most_frequent(
-    tokenizer: PreTrainedTokenizerFast, name: str, distinct: int, essays: str
+    tokenizer: PreTrainedTokenizerFast, name: str, distinct: int, essays: str, tokens: int
 ) -> None:
-    for tokens in (TOKENS, 12_000):
-        prompt = tasks.get(essays + name).make(tokenizer, tokens, 0)
-        text = tokenizer.decode(prompt.context_ids[0])
-        ranked = Counter(text.partition("than others: ")[2].rstrip(".\n").split()).most_common()
-        assert {word for word, _ in ranked[:distinct]} == set(prompt.answers)
-        assert ranked[distinct - 1][1] > ranked[distinct][1]
+    prompt = tasks.get(essays + name).make(tokenizer, tokens, 0)
+    ranked = Counter(
+        tokenizer.decode(prompt.context_ids[0]).partition("than others: ")[2].rstrip(".\n").split()
+    ).most_common()
+    assert {word for word, _ in ranked[:distinct]} == set(prompt.answers)
+    assert ranked[distinct - 1][1] > ranked[distinct][1]
 
 
 @pytest.mark.parametrize("name", ["variables", "essay_variables"])
@@ -245,20 +245,11 @@ def test_data_that_is_missing_or_changed_is_refused_until_it_is_fetched_again(
     path.rename(tmp_path / "away")
     if content:
         path.write_bytes(content[:-1] + b"!")  # of the same size
-    common = [
-        "eval",
-        "--model",
-        model_folder,
-        "--methods",
-        "keydiff",
-        "--lengths",
-        1100,
-        "--samples",
-        1,
-        "--output",
-        tmp_path / "out",
+    asked = [
+        *("eval", "--model", model_folder, "--output", tmp_path / "out", "--methods", "keydiff"),
+        *("--ratios", 0.5, "--tasks", "code" if "human" in name else "squad"),
+        *("--lengths", 1100, "--samples", 1),
     ]
-    asked = [*common, "--ratios", 0.5, "--tasks", "code" if "human" in name else "squad"]
     told = failed(*asked, code=2)
     assert f"{path if not content else path.parent} that is missing, incomplete or changed" in told
     assert "`evictionary data` fetches it" in told

@@ -41,13 +41,12 @@ def mistakes() -> dict[str, str]:
 
 def kills() -> dict[str, str]:
     """Outcome and number of killing laws of each mistake, as the page of the last full matrix has them."""
-    rows = re.findall(
-        r"(?m)^\| (`.*?) \| (.*) \| (\S+) \| (\w+) \| (\d+) of \d+: .*\|$",
-        (ROOT / "docs/kill_matrix.md").read_text(),
-    )
     return {
         f"{of} {misconception}": f"{outcome} by {number} of its laws"
-        for of, misconception, _, outcome, number in rows
+        for of, misconception, _, outcome, number in re.findall(
+            r"(?m)^\| (`.*?) \| (.*) \| (\S+) \| (\w+) \| (\d+) of \d+: .*\|$",
+            (ROOT / "docs/kill_matrix.md").read_text(),
+        )
     }
 
 

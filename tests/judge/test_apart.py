@@ -85,9 +85,11 @@ def test_every_law_of_what_ends_its_process_has_failed(jobs: int, mine: Path, re
 
 @pytest.mark.slow
 def test_pytest_from_a_clone_tells_the_same(mine: Path, report: Path) -> None:
-    asked: list[object] = [path for stem in DEADLY for path in ROOT.glob(f"spec_tests/*/test_{stem}.py")]
-    asked += ["--impl", mine, "--call-timeout", "1", "--report", report, "--profile", "quick"]
-    require_red(pytest_of(*asked, code=1), report)
+    files = [path for stem in DEADLY for path in ROOT.glob(f"spec_tests/*/test_{stem}.py")]
+    done = pytest_of(
+        *files, "--impl", mine, "--call-timeout", "1", "--report", report, "--profile", "quick", code=1
+    )
+    require_red(done, report)
 
 
 RAISES_LATE = """
@@ -104,9 +106,9 @@ def test_a_run_that_stops_early_is_no_good_one(processes: str, tmp_path: Path, r
     file = saved(tmp_path / "keydiff.py", RAISES_LATE)
     behind = "test_score_is_minus_the_cosine_to_the_anchor"
     asked = [
-        f"spec_tests/keydiff/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)
+        *(f"spec_tests/keydiff/test_keydiff.py::{name}" for name in ("test_bad_shapes_are_refused", behind)),
+        *("-x", "--impl", file, "-p", processes, "--report", report, "--profile", "quick"),
     ]
-    asked += ["-x", "--impl", file, "-p", processes, "--report", report, "--profile", "quick"]
     assert "FAIL: 1 law" in pytest_of(*asked, code=1).stdout.splitlines()[-1]
     outcome = {entry["law"].partition("::")[2]: entry for entry in laws(report)["KD-8"]}[behind]
     assert outcome["outcome"] == "fail"

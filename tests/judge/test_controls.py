@@ -17,11 +17,8 @@ from evictionary.spec_tests.proof.planted import load_controls
 CONTROLS = load_controls()
 EXAMPLES = 12
 # One dtype of each here, the last that it claims; `make measure` takes all of them over 200 seeds.
-CLAIMS = [(name, control.dtypes[-1]) for name, control in sorted(CONTROLS.items())]
-
-
 # A sample at every run, all of them in `make test-all`.
-SAMPLED = sampled(CLAIMS, every=40)
+SAMPLED = sampled([(name, control.dtypes[-1]) for name, control in sorted(CONTROLS.items())], every=40)
 
 
 @pytest.mark.parametrize(("name", "dtype"), SAMPLED)
@@ -90,8 +87,9 @@ def test_the_loops_of_a_law_may_round_large_logits() -> None:
         value_dim=64,
         num_queries=3,
     )
-    law = load_laws()["test_keydiff_blocks::test_causal_attention_in_plain_loops"]
-    law.check(load("reference", dtype="float64"), case=case)
+    load_laws()["test_keydiff_blocks::test_causal_attention_in_plain_loops"].check(
+        load("reference", dtype="float64"), case=case
+    )
 
 
 def test_every_method_has_three_controls() -> None:

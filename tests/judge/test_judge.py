@@ -100,8 +100,9 @@ def test_the_laws_of_memory_are_asked_of_the_method_that_is_named(tmp_path: Path
 def test_the_laws_of_memory_ask_the_functions_of_the_methods_alone() -> None:
     reference = load("reference")
     reference.methods = ("keydiff",)
-    stems = {path.partition(".")[0] for path in reference.asked_of_memory()}
-    assert stems == {stem for stem in STEMS if stem.startswith("keydiff")} - set(NOT_SEAMS)
+    assert {path.partition(".")[0] for path in reference.asked_of_memory()} == {
+        stem for stem in STEMS if stem.startswith("keydiff")
+    } - set(NOT_SEAMS)
 
 
 @pytest.mark.parametrize(("said", "library"), [("", "torch"), ('ARRAY_LIBRARY = "numpy"\n', "numpy")])
@@ -201,11 +202,10 @@ def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Pat
     """
     file.write_text(UNCHECKED.replace("(keys):", "(keys):\n    keys = keys.astype(np.float32)") + DOMAIN)
     law = ("--law", "test_heads_do_not_see_each_other")
-    said = (
+    assert (
         "the dtype       it answers in float32 and is judged in float64; `--dtype float32` judges it in "
         "its own"
-    )
-    assert said in judge(file, *law, code=1)
+    ) in judge(file, *law, code=1)
     assert "the dtype" not in judge(file, *law, "--dtype", "float32")
 
 

@@ -29,8 +29,8 @@ def test_a_planted_mistake_reaches_every_caller_and_goes_away() -> None:
     with oracle.planted("keydiff.cosine", lambda keys, direction: keys[..., 0]):
         assert (keydiff.score(keys) == -keys[..., 0]).all()
         assert (keydiff_variants.raw_mean_score(keys) == -keys[..., 0]).all()  # imported by name from there
-        kept = keydiff.process_prompt(keys, keys, budget=1, block_size=3).keys  # the default of an argument
-        assert kept.tolist() == [[0.0, 1.0]]
+        # the default of an argument
+        assert keydiff.process_prompt(keys, keys, budget=1, block_size=3).keys.tolist() == [[0.0, 1.0]]
     assert (keydiff.score(keys) == before[0]).all() and (
         keydiff_variants.raw_mean_score(keys) == before[1]
     ).all()
@@ -61,10 +61,9 @@ def test_a_mistake_that_begins_at_a_size_is_seen_by_a_law_that_draws_it() -> Non
 
 
 def test_a_mutation_without_effect_is_told_apart() -> None:
-    mistake = "scores = np.asanyarray(scores)  ->  pass"
     (result,) = oracle.judge(
         "gvote_theory.allocate",
-        [(mistake, oracle.PROGRAM)],
+        [("scores = np.asanyarray(scores)  ->  pass", oracle.PROGRAM)],
         ["test_gvote_steps::test_quotas_sum_to_the_budget"],
     )
     assert result.verdict == oracle.SAME

@@ -141,8 +141,9 @@ def test_mistakes_of_one_folder_are_judged_again_alone(
     monkeypatch.setattr(matrix, "dies", lambda name, *_: "another")
     alive = matrix.run_power("bfloat16", 64, 1, 1, only=["lagkv"])
     cell = json.loads(matrix.POWER.read_text(encoding="utf-8"))["bfloat16 64"]
-    judged = {name for name, mutant in load_mutants().items() if matrix.folder_of(mutant.of) == "lagkv"}
-    assert set(cell["another"]) == judged
+    assert set(cell["another"]) == {
+        name for name, mutant in load_mutants().items() if matrix.folder_of(mutant.of) == "lagkv"
+    }
     assert 0 < len(cell["none"]) == alive < first
     assert sum(count for count, _ in cell["judged"].values()) == len(load_mutants())
     monkeypatch.setattr(

@@ -50,11 +50,10 @@ def test_a_method_file_opens_with_its_seam(stem: str) -> None:
 @pytest.mark.parametrize("stem", METHODS)
 def test_at_least_half_of_a_function_is_mathematics(stem: str) -> None:
     for function in functions(stem):
-        body = function.body[1:] if ast.get_docstring(function) is not None else function.body
         # The name of a line of the contract is neither.
         said = [
             each
-            for each in body
+            for each in (function.body[1:] if ast.get_docstring(function) is not None else function.body)
             if not isinstance(each, ast.Assign) or not isinstance(each.value, ast.Constant)
         ]
         checked = sum(map(only_checks, said))

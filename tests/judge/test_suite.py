@@ -163,8 +163,9 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_what_is_required_must_be_provided(folder: Path) -> None:
     judged(folder, "knorm", RIGHT, "spec_tests/shared/test_selection.py", code=0)
-    output = judged(folder, "knorm", RIGHT, "spec_tests/shared/test_selection.py", "--require", "all")
-    assert "SEL-1 is required of my_kernels (numpy, cpu, float64): no file selection.py" in output
+    assert "SEL-1 is required of my_kernels (numpy, cpu, float64): no file selection.py" in judged(
+        folder, "knorm", RIGHT, "spec_tests/shared/test_selection.py", "--require", "all"
+    )
 
 
 def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:

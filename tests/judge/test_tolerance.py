@@ -54,8 +54,9 @@ def test_plain_torch_passes_at_every_dtype(kind: str, dtype: str) -> None:
     keys, allowed = scores(kind, dtype)
     assert np.isfinite(allowed.largest), "the dtype cannot hold this case: choose another scale"
     tensor = torch.tensor(keys).to(getattr(torch, dtype))
-    unit = torch.nn.functional.normalize(tensor, dim=-1)
-    plain = -torch.nn.functional.cosine_similarity(unit.mean(-2, keepdim=True), tensor, dim=-1)
+    plain = -torch.nn.functional.cosine_similarity(
+        torch.nn.functional.normalize(tensor, dim=-1).mean(-2, keepdim=True), tensor, dim=-1
+    )
     allowed.check(plain.double().numpy(), kind)
 
 
@@ -84,10 +85,10 @@ def test_a_quotient_that_is_exact_by_luck_is_rounded() -> None:
     """
     total = np.array([707.2161865234375])
     assert (round_to(total / 5, "float32") == total / 5).all()
-    quotients = {
-        float((Rounded.of(total, "float32", np.random.default_rng(seed)) / 5)[0]) for seed in range(6)
-    }
-    assert len(quotients) > 1
+    assert (
+        len({float((Rounded.of(total, "float32", np.random.default_rng(seed)) / 5)[0]) for seed in range(6)})
+        > 1
+    )
 
 
 # half-precision numbers are summed in float32, these without error

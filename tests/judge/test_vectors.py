@@ -210,8 +210,9 @@ def test_the_command_writes_the_same_bytes_again_and_checks_them(tmp_path: Path)
     for name in ("KN-1.json", "KD-8.json"):
         (one / name).write_text("{}")
     (one / "vectors.schema.json").unlink()
-    found = json.loads(run("--check", one, "--json", code=1))["problems"]
-    assert [each.partition(":")[0] for each in found] == [
+    assert [
+        each.partition(":")[0] for each in json.loads(run("--check", one, "--json", code=1))["problems"]
+    ] == [
         "KN-1.json has been changed",
         "vectors.schema.json is missing",
         "KD-8.json is not listed in vectors.json",

@@ -77,10 +77,9 @@ def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
 def test_every_kernel_is_launched_in_one_place() -> None:
     """`launch` alone decides how a kernel is built: no file calls kernel[grid] itself."""
     for name, text in sources("kernels").items():
-        nodes = ast.walk(ast.parse(text))
         own = [
             ast.unparse(node.func)
-            for node in nodes
+            for node in ast.walk(ast.parse(text))
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
         ]
         assert not own, f"{name} launches {own}, wanted launch(kernel, grid)(...)"

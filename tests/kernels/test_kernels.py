@@ -116,8 +116,7 @@ def one_head(s: States) -> CompressedCache:
 
 
 def top_k(s: States) -> torch.Tensor:
-    budget = (s.keys.shape[2] + int(s.kept.sum(dim=-1).amax())) // 2
-    return selection.top_k(s.keys[..., 0], budget, s.kept)
+    return selection.top_k(s.keys[..., 0], (s.keys.shape[2] + int(s.kept.sum(dim=-1).amax())) // 2, s.kept)
 
 
 def ragged(s: States) -> Any:
@@ -155,8 +154,9 @@ def several_splits(states: torch.Tensor) -> torch.Tensor:
 def step(s: States) -> tuple[torch.Tensor, ...]:
     length = s.keys.shape[2]
     positions = torch.arange(length).flip(0).repeat(*s.keys.shape[:2], 1)
-    new = (s.keys[:, :, 0] / 2, s.values[:, :, 0] / 2)
-    output = mk.step(s.query, *new, s.keys, s.values, positions, s.moments, length)
+    output = mk.step(
+        s.query, *(s.keys[:, :, 0] / 2, s.values[:, :, 0] / 2), s.keys, s.values, positions, s.moments, length
+    )
     return output, s.keys, s.values, positions, *s.moments
 
 
@@ -277,8 +277,7 @@ def test_long_rows_go_in_chunks(launched: list[str], monkeypatch: pytest.MonkeyP
 
 
 def test_every_kernel_is_launched_by_an_entry() -> None:
-    launched = " ".join(kernels for _, kernels in CALLS.values())
-    assert {*launched.split(), *CHUNKED} == launched_by_a_grid()
+    assert {*" ".join(kernels for _, kernels in CALLS.values()).split(), *CHUNKED} == launched_by_a_grid()
 
 
 ONE, ODD, PADDED, LONG_ROW, WIDE = SHAPES = (
@@ -344,10 +343,9 @@ FAR = torch.empty(2**32 + 2**21, dtype=torch.float16)  # of which only the pages
 def test_offsets_beyond_32_bits(name: str, strides: tuple[int, ...]) -> None:
     """Heads or tokens lie 2^31 elements and more apart, where 32-bit offsets would wrap."""
     near = drawn((1, 2, 1, 2, 32, 16, 16) if strides[1] else (1, 1, 2, 2, 2, 16, 16), torch.float16)
-    places = {"keys": (near.keys, 0), "values": (near.values, 2**20)}
     apart = {
         name: torch.as_strided(FAR, each.shape, strides, place).copy_(each)
-        for name, (each, place) in places.items()
+        for name, (each, place) in {"keys": (near.keys, 0), "values": (near.values, 2**20)}.items()
     }
     same_bits(CALLS[name][0](near.copied()._replace(**apart)), CALLS[name][0](near))
 
@@ -368,18 +366,18 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
                 )
 
 
-def test_votes_of_all_kinds_are_counted_alike() -> None:
+@pytest.mark.parametrize("length", [1, 65, 5000])
+def test_votes_of_all_kinds_are_counted_alike(length: int) -> None:
     """Weights in 64ths, of which every sum is exact: ties, zeros, no mass, several tiles; then votes among
     few scores.
     """
-    for length in (1, 65, 5000):
-        weights = torch.randint(0, 5, (3, length)) / 64
-        weights[1], weights[2] = weights[1, 0], 0
-        for p in (0, 1e-9, 0.25, 0.5, 1.0):
-            assert torch.equal(gvote.nucleus(weights, p), gvote.nucleus(weights.double(), p))
-        budgets = torch.tensor([0, length // 3, length + 4])
-        scores = torch.tensor([-1.5, -0.0, 0.0, 2.0])[torch.randint(4, (3, length))]
-        assert torch.equal(gvote.top_each(scores, budgets), gvote.top_each(scores.double(), budgets))
+    weights = torch.randint(0, 5, (3, length)) / 64
+    weights[1], weights[2] = weights[1, 0], 0
+    for p in (0, 1e-9, 0.25, 0.5, 1.0):
+        assert torch.equal(gvote.nucleus(weights, p), gvote.nucleus(weights.double(), p))
+    budgets = torch.tensor([0, length // 3, length + 4])
+    scores = torch.tensor([-1.5, -0.0, 0.0, 2.0])[torch.randint(4, (3, length))]
+    assert torch.equal(gvote.top_each(scores, budgets), gvote.top_each(scores.double(), budgets))
 
 
 def test_samples_go_in_waves_that_fit_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,5 +118,6 @@ def test_no_program_and_no_memory_beyond_the_limits(monkeypatch: pytest.MonkeyPa
         )
         sizes.clear()
         KERNELS.score(queries, keys)
-        largest = max(size for size in sizes if size not in (queries.nbytes, keys.nbytes))
-        assert largest <= max(4 * 32 * 32 * count, 4 * 32 * 8 * 2**20)
+        assert max(size for size in sizes if size not in (queries.nbytes, keys.nbytes)) <= max(
+            4 * 32 * 32 * count, 4 * 32 * 8 * 2**20
+        )

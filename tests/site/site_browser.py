@@ -18,7 +18,6 @@ from typing import Annotated, Any
 
 import typer
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, TimeoutError, sync_playwright
-from typer import Argument, Option
 
 WIDTHS = (1280, 390)
 HEIGHT = 900
@@ -92,9 +91,8 @@ def chromium(executable: str | None = None) -> Iterator[Browser]:
 def new_page(browser: Browser, width: int, height: int = HEIGHT, scheme: Any = "light") -> Page:
     """A page in a context of its own: a phone's where it is narrow."""
     phone = width < 500
-    size: Any = {"width": width, "height": height}
     return browser.new_context(
-        viewport=size, color_scheme=scheme, is_mobile=phone, has_touch=phone
+        viewport={"width": width, "height": height}, color_scheme=scheme, is_mobile=phone, has_touch=phone
     ).new_page()
 
 
@@ -166,11 +164,11 @@ def search(browser: Browser, site: Path, word: str) -> list[str]:
 
 
 def main(
-    site: Annotated[Path, Argument(help="The folder of the built site.")],
+    site: Annotated[Path, typer.Argument(help="The folder of the built site.")],
     executable: Annotated[
-        str | None, Option("--chromium", help="The browser; by default chromium on the path.")
+        str | None, typer.Option("--chromium", help="The browser; by default chromium on the path.")
     ] = None,
-    only: Annotated[str, Option(help="Pages whose path contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Pages whose path contains this.")] = "",
 ) -> None:
     """Look at every page of the built site in a real browser."""
     site = site.resolve()

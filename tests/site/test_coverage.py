@@ -14,8 +14,9 @@ def test_every_requirement_has_a_law_or_a_reason() -> None:
 
 
 def test_the_page_has_a_row_for_each_requirement() -> None:
-    rows = re.findall(r"^\| ([A-Z]\S*) \|", coverage.page(), flags=re.MULTILINE)
-    assert rows == sorted(REQUIREMENTS, key=list(REQUIREMENTS).index)
+    assert re.findall(r"^\| ([A-Z]\S*) \|", coverage.page(), flags=re.MULTILINE) == sorted(
+        REQUIREMENTS, key=list(REQUIREMENTS).index
+    )
 
 
 def test_a_verdict_is_one_word_or_the_grades_of_the_errata_with_what_holds() -> None:
@@ -66,11 +67,11 @@ def placed(stem: str) -> dict[str, set[str]]:
         (SUITE / stem / "requirements.toml").read_text(encoding="utf-8")
     ).values():
         where = requirement["where"].lower() if isinstance(requirement, dict) else ""
-        kinds = (
+        for kind, numbers in re.findall(
             r"(equation|listing|theorem|lemma|table|figure|algorithm|line)s? "
-            rf"({NUMBERS.replace('A-Z', 'a-z')})"
-        )
-        for kind, numbers in re.findall(kinds, where):
+            rf"({NUMBERS.replace('A-Z', 'a-z')})",
+            where,
+        ):
             found.setdefault(kind, set()).update(each.upper() for each in spelled_out(numbers))
     return found
 
@@ -80,9 +81,8 @@ def test_every_numbered_object_of_a_paper_has_a_requirement(stem: str) -> None:
     """Equations, algorithm lines, theorems, tables and figures: those of the list are those that a
     requirement has as its place.
     """
-    listed = {kind: spelled_out(numbers) for kind, numbers in PRINTED[stem]["numbered"].items()}
     # Places name figures and tables of the paper at hand alone, so the two are equal.
-    assert placed(stem) == listed
+    assert placed(stem) == {kind: spelled_out(numbers) for kind, numbers in PRINTED[stem]["numbered"].items()}
 
 
 @pytest.mark.parametrize("stem", sorted(PRINTED))
@@ -91,8 +91,9 @@ def test_every_figure_that_a_paper_claims_has_a_requirement_of_that_paper(stem: 
     assert {identifier for identifier in PRINTED[stem]["claims"].values() if identifier not in own} == set()
     # And no claim that is judged is missing from the list: claims have ids without an equation.
     judged = {name for name in own if re.fullmatch(r"[A-Z]{2}-(S\d+|C\d+S?|M|MI|O|H|V|P2?|\d+[A-Z])", name)}
-    theorems = {name for name in judged if stem == "keydiff" and name.startswith("KD-C")}
-    assert judged - theorems <= set(PRINTED[stem]["claims"].values())
+    assert judged - {name for name in judged if stem == "keydiff" and name.startswith("KD-C")} <= set(
+        PRINTED[stem]["claims"].values()
+    )
 
 
 def test_a_law_about_a_paper_alone_stands_in_a_file_of_its_own() -> None:

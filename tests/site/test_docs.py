@@ -50,11 +50,10 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
         r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
     )  # kernel[grid](...) is no link
     links = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text)
-    found = [(page.parent / link).resolve() for link in links]
     # A picture of a lesson is made with the lesson; the strict build looks for it.
     assert [
         each
-        for each in found
+        for each in [(page.parent / link).resolve() for link in links]
         if not each.exists() and each not in MADE and each.parents[1] != ROOT / "docs/lessons"
     ] == []
 
@@ -99,7 +98,7 @@ def test_every_erratum_has_the_same_five_parts_a_grade_and_a_test() -> None:
 
 def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
     rows = re.findall(r"^\| \[(.+?)\]\(#(.+?)\) \|.*\| \*(.+?)\* \|", ERRATA, flags=re.MULTILINE)
-    graded = [
+    assert rows == [
         (
             title.partition(": ")[0],
             slugify(title, "-"),
@@ -107,7 +106,6 @@ def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
         )
         for title, body in errata().items()
     ]
-    assert rows == graded
     assert {grade for *_, grade in rows} == set(GRADES)
 
 
@@ -119,8 +117,9 @@ def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None
             graded[identifier].add(body.partition("- **Grade** *")[2].partition("*")[0])
     assert graded == {one.id: set(one.verdict.split(", ")) & set(GRADES) for one in REQUIREMENTS.values()}
     # What was taken back is no erratum any more, and keeps its requirement.
-    taken_back = ERRATA.partition("## Entries that were taken back")[2]
-    dropped = re.findall(r"^\| ([A-Z]{2}-\S+) \|", taken_back, flags=re.MULTILINE)
+    dropped = re.findall(
+        r"^\| ([A-Z]{2}-\S+) \|", ERRATA.partition("## Entries that were taken back")[2], flags=re.MULTILINE
+    )
     assert dropped and all(
         REQUIREMENTS[identifier].verdict in ("true", "definition") for identifier in dropped
     )
@@ -188,10 +187,9 @@ def measured(markdown: str) -> tuple[float, float]:
 def test_sentences_are_told_from_code_tables_and_headings() -> None:
     page = (
         "---\na: b\n---\n# A heading\n\nOne `a b c` two. Three\nfour [five](x.md).\n\n- six $x + y$ "
-        "seven\n- *eight* nine\n\n"
+        "seven\n- *eight* nine\n\n| a | b |\n|---|---|\n| in a table. | Not prose. |\n\n"
+        "```text\nNo prose here. None.\n```\n\n<!-- marker: one -->\nTen eleven."
     )
-    page += "| a | b |\n|---|---|\n| in a table. | Not prose. |\n\n```text\nNo prose here. None.\n```\n\n"
-    page += "<!-- marker: one -->\nTen eleven."
     assert sentences(page) == [
         "One code two.",
         "Three four five.",

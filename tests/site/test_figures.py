@@ -100,8 +100,9 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
                 "streaming_llm": selection.top_k(streaming_llm.score(k), budget),
             }
             options = figures.OPTIONS["lagkv"]
-            ratio = lagkv.keep_ratio_for(length, budget, **options)
-            wanted["lagkv"] = lagkv.select(k, v, keep_ratio=ratio, **options)
+            wanted["lagkv"] = lagkv.select(
+                k, v, keep_ratio=lagkv.keep_ratio_for(length, budget, **options), **options
+            )
             for name, mask in wanted.items():
                 np.testing.assert_array_equal(
                     masks[name][step, index], mask[0], err_msg=f"{name}, {budget} tokens, layer {index}"
@@ -214,13 +215,12 @@ def test_the_scores_in_the_browser_are_those_of_reference(mathematics: Callable[
         following[:, 0] = 1  # a channel that is constant in the next partition
     if seed % 3 == 1:
         keys = np.round(keys)  # ties
-    normalised = lagkv.normalise(keys, following)
     for name, function, *given in (
         ("unit", keydiff.unit, keys[0]),
         ("anchor", keydiff.anchor, keys),
         ("keydiffScore", keydiff.score, keys),
         ("normalise", lagkv.normalise, keys, following),
-        ("variationScore", lagkv.variation_score, normalised),
+        ("variationScore", lagkv.variation_score, lagkv.normalise(keys, following)),
     ):
         close(mathematics(name, *given), function(*given), name)
     scores = np.round(draw.normal(size=length))
@@ -283,8 +283,10 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     def show(name: str, width: int = 1280, scheme: str = "light") -> Page:
         text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
         links = re.findall(r"\((assets/[^)]+)\)\{ \.figure-file \}", text)
-        parts = [f'<a class="figure-file" href="{(PAGES / link).as_uri()}"></a>' for link in links]
-        parts += re.findall(r"<div id=.*?</div>|<script>.*?</script>", text, re.DOTALL)
+        parts = [
+            *(f'<a class="figure-file" href="{(PAGES / link).as_uri()}"></a>' for link in links),
+            *re.findall(r"<div id=.*?</div>|<script>.*?</script>", text, re.DOTALL),
+        ]
         viewport = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         ground = "<style>html { color-scheme: light dark }</style>"
         file = tmp_path / f"{name}.html"
@@ -340,8 +342,9 @@ def places(points: Locator) -> np.ndarray:
 
 
 def cells_of(figure: Locator) -> list[list[str]]:
-    rows = "all => all.map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))"
-    return figure.locator("tbody tr").evaluate_all(rows)
+    return figure.locator("tbody tr").evaluate_all(
+        "all => all.map((row) => [...row.querySelectorAll('td')].map((cell) => cell.textContent))"
+    )
 
 
 def shown(got: str, *wanted: float, digits: int) -> None:
@@ -356,8 +359,7 @@ on_every_screen = pytest.mark.parametrize(
 
 @on_every_screen
 def test_survivors_follow_the_budget(show: Callable[..., Page], width: int, scheme: str) -> None:
-    page = show("survivors", width, scheme)
-    figure, data = page.locator("#figure-survivors"), figures.stored()
+    figure, data = show("survivors", width, scheme).locator("#figure-survivors"), figures.stored()
     masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
     slider = figure.get_by_role("slider", name="Budget")
 
@@ -421,8 +423,7 @@ def test_a_query_moves(show: Callable[..., Page], width: int, scheme: str) -> No
             "estimate": np.linalg.norm(wanted["estimate"] - wanted["evicted"]),
             "estimatedWeight": abs(wanted["estimatedWeight"] - wanted["weight"]),
         }
-        rows = cells_of(figure)
-        for cells, (name, value) in zip(rows, wanted.items(), strict=True):
+        for cells, (name, value) in zip(cells_of(figure), wanted.items(), strict=True):
             if cells[0] == "none":
                 continue
             shown(cells[0], *np.atleast_1d(value), digits=3 if "eight" in name else 2)

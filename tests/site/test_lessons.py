@@ -73,19 +73,16 @@ def test_the_notebook_for_download_has_no_outputs(lesson: Path) -> None:
     assert not [cell for cell in cells if cell.get("outputs")]
 
 
-def test_a_downloaded_lesson_imports_what_is_installed() -> None:
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+def test_a_downloaded_lesson_imports_what_is_installed(lesson: Path) -> None:
     """Outside a clone there is no `tutorials`, only `evictionary.tutorials`."""
-    for lesson in LESSONS:
-        text = lesson.read_text(encoding="utf-8")
-        assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text, (
-            lesson.stem
-        )
+    text = lesson.read_text(encoding="utf-8")
+    assert "from evictionary.tutorials.lesson import" in text and "\nfrom tutorials" not in text
 
 
-def test_a_lesson_leads_to_the_next_one() -> None:
-    for lesson, following in itertools.pairwise(LESSONS):
-        ending = lesson.read_text(encoding="utf-8").rpartition("Next:")[2]
-        assert f"]({following.stem}.md)" in ending, lesson.stem
+@pytest.mark.parametrize(("lesson", "following"), itertools.pairwise(LESSONS), ids=lambda lesson: lesson.stem)
+def test_a_lesson_leads_to_the_next_one(lesson: Path, following: Path) -> None:
+    assert f"]({following.stem}.md)" in lesson.read_text(encoding="utf-8").rpartition("Next:")[2]
 
 
 def test_the_path_has_each_lesson_once_with_its_question_and_its_time() -> None:

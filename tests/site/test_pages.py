@@ -74,13 +74,16 @@ def test_the_readme_quotes_the_code_that_runs() -> None:
     assert quoted in (ROOT / "reference" / "keydiff.py").read_text(encoding="utf-8")
 
 
-def test_a_command_that_is_not_there_is_seen() -> None:
-    for wrong in (
+@pytest.mark.parametrize(
+    "wrong",
+    [
         "evictionary jugde x",
         "evictionary judge --nothing",
         "evictionary judge x --profile 5 --jobs none",
-    ):
-        refused(lambda wrong=wrong: understood(wrong), r"No such|valid integer", Exception)
+    ],
+)
+def test_a_command_that_is_not_there_is_seen(wrong: str) -> None:
+    refused(lambda: understood(wrong), r"No such|valid integer", Exception)
 
 
 @pytest.fixture

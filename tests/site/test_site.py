@@ -33,8 +33,9 @@ def test_every_equation_has_a_formula_a_function_and_laws(identifier: str) -> No
 def test_a_method_page_has_a_card_or_a_row_for_each_of_its_requirements(page: str) -> None:
     text = pages.filled(page, (DOCS / page).read_text(encoding="utf-8"))
     anchors = set(re.findall(r"\{ #([\w-]+) \}|<span id=\"([\w-]+)\">", text))
-    wanted = {entry.anchor for entry in site.entries().values() if entry.page == page}
-    assert {one or other for one, other in anchors} == wanted
+    assert {one or other for one, other in anchors} == {
+        entry.anchor for entry in site.entries().values() if entry.page == page
+    }
 
 
 @pytest.mark.parametrize(
@@ -289,10 +290,10 @@ def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> No
     for uri, kind in hooks.WIDE.items():
         assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
         assert f".{kind} td:nth-child(5)" in style
-        html = hooks.on_page_content(
-            "<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        assert (
+            hooks.on_page_content("<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
+            == f'<div class="wide {kind}"><table></table></div>'
         )
-        assert html == f'<div class="wide {kind}"><table></table></div>'
 
 
 def test_the_navigation_names_what_exists() -> None:
@@ -325,8 +326,9 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
         '<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>'
     )
     assert html == "<a >\na\n</a><article> data-md-component\n </article>"
-    named = re.findall(r"- (assets/\S+|stylesheets/\S+)", settings)
-    assert [path for path in named if not (DOCS / path).exists()] == []
+    assert [
+        path for path in re.findall(r"- (assets/\S+|stylesheets/\S+)", settings) if not (DOCS / path).exists()
+    ] == []
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
     assert all(
         (DOCS / "assets/vendor/katex" / Path(font)).exists()
@@ -385,10 +387,9 @@ def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
 
 def test_the_bibliography_has_every_paper() -> None:
     text = (DOCS / "reference" / "papers.bib").read_text(encoding="utf-8")
-    named = {
+    assert {
         number for one in REQUIREMENTS.values() for number in re.findall(r"arXiv (\d{4}\.\d{5})", one.paper)
-    }
-    assert named == set(re.findall(r"eprint = \{(.+?)\}", text))
+    } == set(re.findall(r"eprint = \{(.+?)\}", text))
     assert {*pages.METHODS, "ada_kv", "pyramid_kv"} <= set(re.findall(r"@misc\{(\w+),", text))
 
 

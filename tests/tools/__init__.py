@@ -73,8 +73,9 @@ def judge(*arguments: object, **named: object) -> subprocess.CompletedProcess[st
 
 def ends_with_its_parent(program: str, *arguments: object) -> bool:
     """Whether the process whose number a Python program prints first ends when the program is killed."""
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)], stdout=subprocess.PIPE, cwd=ROOT
+    ) as parent:
         assert parent.stdout is not None
         ended = select.poll()
         ended.register(os.pidfd_open(int(parent.stdout.readline())), select.POLLIN)

@@ -65,9 +65,8 @@ def _without_end() -> dict[str, bytes]:
         "a tar of names of names.tar": _blocks(*[long_name] * 3000, content=b"abc\0"),
     }
     for name, method in (("bzip2", zipfile.ZIP_BZIP2), ("LZMA", zipfile.ZIP_LZMA)):
-        swollen = _zipped(b"#" * 2**24, method)
         # The directory says that the 16 MiB are 10 bytes.
-        written[f"a file that swells by {name}.zip"] = swollen.replace(
+        written[f"a file that swells by {name}.zip"] = _zipped(b"#" * 2**24, method).replace(
             struct.pack("<I", 2**24), struct.pack("<I", 10)
         )
     data, count = _zipped(b"", zipfile.ZIP_STORED), 2**16 - 2

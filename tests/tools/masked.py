@@ -61,10 +61,8 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
             named = {"attention_mask": real[:, :end].long(), "position_ids": positions[:, part]}
             for index in cache.evicting:
                 held = _held(cache, index, batch)
-                visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)[
-                    :, :, None
-                ]
-                seen_by = visible & (torch.arange(end) <= torch.arange(seen, end)[:, None])
+                visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)
+                seen_by = visible[:, :, None] & (torch.arange(end) <= torch.arange(seen, end)[:, None])
                 views[index] = seen_by | torch.eye(end, dtype=torch.bool)[part]  # padding sees itself
             ours = model(ids[:, part], past_key_values=cache, **named).logits[real[:, part]]
             theirs = masked_logits(model, ids[:, part], views, others, **named)[real[:, part]]
@@ -85,8 +83,9 @@ def _held(cache: EvictingCache, index: int, batch: int) -> torch.Tensor:
     if layer.keys is None:
         return torch.zeros(batch, 1, 0, dtype=torch.bool)
     _, _, positions, filled = layer.contents()
-    held = torch.zeros(*positions.shape[:2], layer.seen + 1, dtype=torch.bool)
-    return held.scatter(2, torch.where(filled, positions, layer.seen).long(), True)[..., :-1]
+    return torch.zeros(*positions.shape[:2], layer.seen + 1, dtype=torch.bool).scatter(
+        2, torch.where(filled, positions, layer.seen).long(), True
+    )[..., :-1]
 
 
 def table() -> Iterator[str]:

@@ -148,13 +148,12 @@ def places(kept: Any) -> list[list[int]]:
 
 def small(method: str) -> dict[str, Any]:
     """Options of a method that suit prompts of some sixty tokens."""
-    options: dict[str, dict[str, Any]] = {
+    return {
         "snapkv": {"window_size": 4},
         "criticalkv": {"window_size": 4},
         "lagkv": {"sink_size": 2, "lag_size": 4},
         "duo_attention": {"sink_size": 2, "recent_size": 8, "threshold": 2.0},
-    }
-    return options.get(method.partition("+")[0], {})
+    }.get(method.partition("+")[0], {})
 
 
 def same_moments(layer: EvictingLayer, wanted: Sequence[Any]) -> None:

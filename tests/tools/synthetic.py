@@ -17,7 +17,6 @@ import typer
 
 from evictionary import reference
 from evictionary.classroom import assignment as assignments, formats, grading
-from evictionary.classroom.assignment import Assignment, Step
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.store import put, table
@@ -28,7 +27,7 @@ from .grader import NUMPY, PAGES, SOLUTION, bundled, handed_in, judged
 SWEEP_SEED = b"the seeds of the sweep"
 
 
-def mutants_of(assignment: Assignment) -> list[Mutant]:
+def mutants_of(assignment: assignments.Assignment) -> list[Mutant]:
     """The planted mistakes of the assignment: in one of its functions, against one of its requirements.
 
     Mistakes that begin above a size are its own only where it has a law of sizes for that function.
@@ -69,7 +68,7 @@ def hand_in(name: str, mistake: str) -> tuple[bool, bool, str]:
     """
     one, mutant = assignments.load(name), load_mutants()[mistake]
 
-    def outcome(steps: tuple[Step, ...]) -> tuple[list[str], bool, int]:
+    def outcome(steps: tuple[assignments.Step, ...]) -> tuple[list[str], bool, int]:
         settings = {"secret": SWEEP_SEED, "examples": grading.GRADE_EXAMPLES}
         result = judged(replace(one, steps=steps), bundled(one.stem, mutant), **settings)
         named = mutant.misconception in [each for line in result.lines for each in line.misconceptions]
@@ -100,10 +99,9 @@ def write_mistakes(jobs: int) -> None:
             (name, len(mutants), sum(lost for lost, _, _ in found), sum(told for _, told, _ in found))
         )
         print(*rows[-1], flush=True)
-        pairs = zip(mutants, found, strict=True)
         exceptions += [
             f"- {name}, {one.killed_by}: {one.misconception}: {whole}"
-            for one, (_, _, whole) in pairs
+            for one, (_, _, whole) in zip(mutants, found, strict=True)
             if whole
         ]
     apart = "\n".join(["\n\nThe exceptions, at these seeds:\n", *exceptions]) if exceptions else ""
