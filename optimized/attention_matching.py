@@ -3,8 +3,8 @@ them, so that reference queries find the mass and the outputs of the whole cache
 
 The paper is known here from its public code: adamzweiger/compaction, compaction/algorithms/base.py and
 highest_attention_keys.py at 2e59cc8, with the settings AM-HighestAttnKeys-basic of
-evaluation/configs/algorithms/default.py. The fits are of float64: they add up products over blocks of queries,
-and squares lose half of the digits.
+evaluation/configs/algorithms/default.py. The fits are of float64: they add up products over blocks of
+queries, and squares lose half of the digits.
 """
 
 from collections.abc import Iterator

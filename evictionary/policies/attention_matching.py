@@ -1,4 +1,4 @@
-"""Attention Matching in a cache: the kept tokens have a bias and other values, fitted to the second reading."""
+"""Attention Matching in a cache: the kept tokens have a bias and values that fit the second reading."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ WHOLE = True  # AM-3 gives the mass of the evicted tokens to the kept ones
 
 
 def fused(compression: Compression) -> Callable[..., torch.Tensor]:
-    """AM-1, AM-3 and AM-4: the mask, the bias as a part of the state, and the fitted values in the place of the
+    """AM-1, AM-3 and AM-4: the mask, the bias as a part of the state, and the fitted values in place of the
     old ones.
     """
 

@@ -1,7 +1,7 @@
 r"""Attention Matching to read: attention over the kept keys, with a bias for each of them (AM-5).
 
-One launch, one program for each query. It walks once over the kept keys and values, with the largest logit so far,
-the sum of the exponentials and the sum of the values. The bias of a key is one more addend of its logit.
+One launch, one program for each query. It walks once over the kept keys and values, with the largest logit so
+far, the sum of the exponentials and the sum of the values. The bias of a key is one more addend of its logit.
 """
 
 import torch
@@ -14,8 +14,8 @@ from .tova import BLOCK, tile_logits
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    r"""AM-5: queries [B, H_q, M, D], keys [B, H_kv, n, D], values [B, H_kv, n, D_v] and bias [B, H_kv, n] give
-    outputs [B, H_q, M, D_v].
+    r"""AM-5: queries [B, H_q, M, D], keys [B, H_kv, n, D], values [B, H_kv, n, D_v] and bias [B, H_kv, n]
+    give outputs [B, H_q, M, D_v].
     """
     head_dim, value_dim = keys.shape[-1], values.shape[-1]
     output = queries.new_empty(*queries.shape[:3], value_dim)

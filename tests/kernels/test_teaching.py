@@ -79,8 +79,8 @@ import torch
 from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
-    attention_matching, criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzip, lagkv, momentkv,
-    paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
+    attention_matching, criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzip,
+    lagkv, momentkv, paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
 )
 
 
