@@ -33,6 +33,16 @@ CONTRACT = {
     "ada_kv.select": "scores: open B H_kv T, protected?: bool B H_kv T",
     "attention.attend": "queries: B H_q M D, cache: CompressedCache",
     "attention.by_group": LAST_QUERIES,
+    "attention_matching.attend": (
+        "queries: B H_q M D, keys: B H_kv kept D, values: B H_kv kept D_v, bias: B H_kv kept"
+    ),
+    "attention_matching.bounded_least_squares": "matrix: ... R n, target: ... R",
+    "attention_matching.fit_bias": "queries: B H_q M D, keys: B H_kv T D, kept: bool B H_kv T",
+    "attention_matching.fit_values": (
+        "queries: B H_q M D, keys: B H_kv T D, values: B H_kv T D_v, kept: bool B H_kv T, bias: B H_kv kept"
+    ),
+    "attention_matching.score": "keys: B H_kv T D, replay_queries: B H_q M D",
+    "attention_matching.select": "keys: B H_kv T D, replay_queries: B H_q M D",
     "cache.compress": f"{TOKENS}, kept: bool B H_kv T",
     "chunk_kv.choose": "scores: open ... T",
     "chunk_kv.chunk_means": "scores: open ... T",

@@ -277,9 +277,14 @@ class EvictingLayer(DynamicLayer):
         return moments_of(self.state)
 
     @property
+    def bias(self) -> torch.Tensor | None:
+        """What the state adds to the logits of the first n stored tokens, [B, H_kv, n], or None."""
+        return self.state.get("bias")
+
+    @property
     def is_plain(self) -> bool:
         """Whether `keys` and `values` hold everything stored, so that the model's own attention is enough."""
-        return self.ragged is None and self.moments is None
+        return self.ragged is None and self.moments is None and self.bias is None
 
     def get_seq_length(self) -> int:
         """The tokens SEEN, kept or not: the next token's true position."""

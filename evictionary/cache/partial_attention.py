@@ -33,7 +33,7 @@ def attend(
     keys, values = layer.slots()
     moments = layer.moments
     is_float32 = moments is None or moments.key_sum.dtype == torch.float32
-    fits = is_float32 and keys.dtype == queries.dtype and softmax.cap is None
+    fits = is_float32 and keys.dtype == queries.dtype and softmax.cap is None and layer.bias is None
     parts = []
     if fits and (kernels := kernels_for("attention", queries, keys, values)):
         recent = (keys, values) if layer.stored else None
@@ -45,7 +45,7 @@ def attend(
         parts.append(attend_dense(queries, keys, values, filled, softmax.cap))
     else:
         if layer.stored:
-            parts.append(attend_dense(queries, keys, values, cap=softmax.cap))
+            parts.append(attend_dense(queries, keys, values, cap=softmax.cap, bias=layer.bias))
         if layer.ragged is not None:
             parts.append(attention.attend(queries, layer.ragged))
     if moments is not None:
@@ -67,11 +67,13 @@ def attend_dense(
     values: torch.Tensor,
     filled: torch.Tensor | None = None,
     cap: float | None = None,
+    bias: torch.Tensor | None = None,
 ) -> Part:
     """Output and log-sum-exp of M causal queries over keys [B, H_kv, T, D]; the last M keys are the
     queries' own tokens.
 
-    filled [B, H_kv, T] is False where there is no token; cap is that of the logits.
+    filled [B, H_kv, T] is False where there is no token; cap is that of the logits; bias
+    [B, H_kv, n] is added to those of the first n keys.
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
@@ -82,6 +84,8 @@ def attend_dense(
     )
     if cap is not None:
         logits = cap * (logits / cap).tanh()
+    if bias is not None:
+        logits[..., : bias.shape[-1]] += bias[:, :, None, None]
     if num_queries > 1:
         logits = logits.masked_fill(~causal(num_queries, length, keys.device), -math.inf)
     if filled is not None:

@@ -46,6 +46,11 @@ def resolve(method: str) -> Method:
 def _compose(method: Method, addition: str) -> Method:
     allocators = catalogue.allocators()
     if addition == MOMENTS:
+        require(
+            not any(getattr(policy, "WHOLE", False) for policy in method.policies),
+            f"method: {method.name} gives the attention of the evicted tokens to the kept ones, which "
+            f"{MOMENTS} would count again; wanted it alone",
+        )
         return replace(method, corrected=True)
     if addition not in allocators:
         wanted = [*allocators, MOMENTS]

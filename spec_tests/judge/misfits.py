@@ -12,7 +12,7 @@ import numpy as np
 from evictionary.reference.contract import STATES, Argument, arguments
 from evictionary.spec_tests.judge.implementation import STEMS, oracle
 
-SIZES = {"B": 1, "H_kv": 2, "H_q": 4, "T": 4, "M": 2, "N": 2, "D": 4, "h": 2}
+SIZES = {"B": 1, "H_kv": 2, "H_q": 4, "T": 4, "M": 2, "N": 2, "D": 4, "h": 2, "kept": 4}
 """Each axis has its own size where two can be confused; an axis that is not named here has 3."""
 
 SETTINGS: dict[str, Any] = {

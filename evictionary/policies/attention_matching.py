@@ -1,0 +1,29 @@
+"""Attention Matching in a cache: the kept tokens have a bias and values that fit the second reading."""
+
+from collections.abc import Callable
+
+import torch
+
+from evictionary.optimized import attention_matching
+from evictionary.optimized.cache import compress
+from evictionary.policies import Compression
+
+UNCAPPED = True  # AM-3 counts exponentials of logits without a cap
+WHOLE = True  # AM-3 gives the mass of the evicted tokens to the kept ones
+
+
+def fused(compression: Compression) -> Callable[..., torch.Tensor]:
+    """AM-1, AM-3 and AM-4: the mask, the bias as a part of the state, and the fitted values in place of the
+    old ones.
+    """
+
+    def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> torch.Tensor:
+        kept = attention_matching.select(keys, replay_queries, budget=budget)
+        bias = attention_matching.fit_bias(replay_queries, keys, kept)
+        values = attention_matching.fit_values(replay_queries, keys, compression.values, kept, bias)
+        own = compress(keys, compression.values, kept)
+        compression.compressed = own._replace(values=values.flatten(0, 2).to(own.values))
+        compression.state["bias"] = bias
+        return kept
+
+    return select
