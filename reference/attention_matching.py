@@ -144,7 +144,7 @@ def require_equal_heads(kept: np.ndarray) -> int:
 
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray) -> np.ndarray:
-    r"""AM-5: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted
+    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted
     values.
 
     Args: queries [B, H_q, M, D], later than the cache; keys [B, H_kv, n, D]; values [B, H_kv, n, D_v];

@@ -53,6 +53,15 @@ def test_a_head_that_looks_everywhere_has_a_gate_above_one_half(impl):
     near(got, np.array([[0.501]]), rounding(impl, 500), "the gate")
 
 
+@law("DA-1", of=ESTIMATE)
+def test_a_head_that_looks_at_its_own_place_has_a_gate_of_one_half(impl):
+    """Mean query and mean key 16 e1: RoPE turns the first place away, so of two places the last has all
+    attention. Cumulated it is 0, then 1.
+    """
+    state = 16 * np.eye(1, width(impl))[None]
+    near(impl.duo_attention.estimate_gates(state, state, length=2), np.array([[0.5]]), 0.01, "the gate")
+
+
 @law(
     "DA-2", of=SELECT, case=cases(), seed=seeds(), sink_size=sizes, recent_size=st.sampled_from([2, 0, 6, 1])
 )
