@@ -177,7 +177,8 @@ def _require_equal_heads(kept: torch.Tensor) -> int:
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted values.
+    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted
+    values.
 
     Args: queries [B, H_q, M, D], later than the cache; keys [B, H_kv, n, D]; values [B, H_kv, n, D_v]; bias
     [B, H_kv, n], in any floating dtype. Returns [B, H_q, M, D_v] in the dtype of queries. Raises ValueError
