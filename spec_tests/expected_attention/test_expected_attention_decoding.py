@@ -22,10 +22,22 @@ def states(impl, seed, group, length, **sizes):
     """Keys, values and queries before RoPE of `length` tokens, as the dtype represents them: 2 batch
     items, 2 KV heads.
     """
-    channels = {"head_dim": width(impl, sizes.pop("head_dim", 4)), "value_dim": width(impl, Case.value_dim)}
-    shape = {"batch": 2, "num_kv_heads": 2, **channels} | sizes
+    shape = {"batch": 2, "num_kv_heads": 2, "head_dim": 4, "value_dim": width(impl, Case.value_dim)} | sizes
     case = Case(seed=seed, group=group, length=length, num_queries=length, **shape)
-    return impl.round(case.keys), impl.round(case.values), impl.round(case.queries)
+    keys, queries = (among_zeros(rows, width(impl, shape["head_dim"])) for rows in (case.keys, case.queries))
+    return impl.round(keys), impl.round(case.values), impl.round(queries)
+
+
+def among_zeros(rows, channels):
+    """The rows with zeros in all other channels: the same pairs for RoPE, and logits of about the same size.
+
+    Among many random channels queries and keys are nearly orthogonal. A bfloat16 then hides which key is
+    best.
+    """
+    pairs = rows.shape[-1] // 2
+    wide = np.zeros((*rows.shape[:-1], channels))
+    wide[..., :pairs], wide[..., channels // 2 : channels // 2 + pairs] = np.split(rows, 2, axis=-1)
+    return wide * 2.0 ** round(math.log2(channels / rows.shape[-1]) / 4)
 
 
 def prompt(keys, values, queries, length, buffer_size):
