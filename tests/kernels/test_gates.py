@@ -107,11 +107,13 @@ QUERIES = torch.ones(1, 4, LENGTH, CHANNELS)
 MASK = torch.ones(*HEADS, LENGTH, dtype=torch.bool)
 # An argument of each name that an entry of `optimized` has.
 ARGUMENTS: dict[str, Any] = {
-    **dict.fromkeys(("keys", "values", "next_keys", "next_values", "new_keys", "evicted_keys"), STATES),
-    **dict.fromkeys(("queries", "sampled_queries", "states"), QUERIES),
+    **dict.fromkeys(
+        ("keys", "values", "next_keys", "next_values", "replay_keys", "new_keys", "evicted_keys"), STATES
+    ),
+    **dict.fromkeys(("queries", "replay_queries", "sampled_queries", "states"), QUERIES),
     **dict.fromkeys(("kept", "evicted", "protected"), MASK),
     **dict.fromkeys(("new_key", "new_value", "anchor"), STATES[:, :, 0]),
-    **dict.fromkeys(("scores", "attention", "weights"), STATES[..., 0]),
+    **dict.fromkeys(("scores", "attention", "weights", "bias"), STATES[..., 0]),
     "query": QUERIES[:, :, 0],
     "query_mean": QUERIES[:, :, 0],
     "query_covariance": torch.ones(1, 4, CHANNELS, CHANNELS),
