@@ -110,9 +110,13 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 
 @law("AM-1", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_text_has_its_score(impl, case):
-    """Of thousands of tokens, the root mean square over three queries of a group, query by query."""
+    """Of thousands of tokens, the root mean square over three queries of a group, query by query. Zero
+    queries give each token the same share.
+    """
     queries, keys = reference_queries(case, case.seed, 3), impl.round(case.keys)
     agrees(impl, SCORE, keys, queries, expected=root_mean_square(queries, keys), more=1e-12)
+    share = np.full(keys.shape[:3], 1 / case.length)
+    near(impl.attention_matching.score(keys, 0 * queries), share, rounding(impl, 64) * share, "the share")
 
 
 @law("AM-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, 1.5]))

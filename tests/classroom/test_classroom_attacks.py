@@ -375,7 +375,7 @@ def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
     pipe.
     """
     with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
-        with pytest.raises(TimedOut), time_limit(0.1):
+        with pytest.raises(TimedOut), time_limit(1):
             child.call("score", 1)
         refused(lambda: child.call("score", 1), "interrupted", Gone)
 
