@@ -208,13 +208,13 @@ def test_a_streaming_head_does_not_see_the_middle(impl):
             f"a streaming head {'does not see' if is_seen else 'sees'} token {place}",
         )
     # The fourth of four sinks is seen by the fourth token alone: by none before it.
-    states = (
+    last = (
         np.ones((1, 1, 4, 2)),
         np.zeros((1, 1, 4, 2)),
         np.eye(4)[3].reshape(1, 1, 4, 1),
         np.zeros((1, 1)),
     )
-    agrees(impl, GATED, *states, expected=states[2] / 4, sink_size=4, recent_size=1)
+    agrees(impl, GATED, *last, expected=last[2] / 4, sink_size=4, recent_size=1)
 
 
 @law(
