@@ -35,8 +35,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
-import torch
 import typer
+from typer import Option
 
 from benchmarks.timing import RESULTS, ROOT, exponent, interleaved, provenance, ratio, seconds, write_json
 
@@ -71,6 +71,7 @@ def pairs(
     tokens: int, dtype: str, *, heads: tuple[int, int] = (QUERY_HEADS, KV_HEADS), head_dim: int = HEAD_DIM
 ) -> dict[str, Pair]:
     """Every method on the same tensors: `optimized` and the press of the same name."""
+    import torch
     from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, TOVAPress
 
     from benchmarks.row import attention_module
@@ -96,9 +97,8 @@ def pairs(
         return lambda: one.score(module, hidden_states, keys, values, None, still)
 
     def expect() -> Any:
-        averaged = expected_attention.average_rope(
-            *expected_attention.query_statistics(queries), position=tokens
-        )
+        statistics = expected_attention.query_statistics(queries)
+        averaged = expected_attention.average_rope(*statistics, position=tokens)
         return expected_attention.score(keys, values, *averaged)
 
     def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
@@ -149,6 +149,8 @@ def floor(pair: Pair, clock: Callable[[], float]) -> float:
     """Seconds that the bytes and the multiplications of a pair take on this machine, the larger of the
     two: the least of twenty.
     """
+    import torch
+
     source, square = torch.ones(pair.bytes // 4), torch.ones(1024, 1024)
     source.sum(), square @ square
     read = min(seconds(lambda: source.sum(), clock) for _ in range(20))
@@ -194,9 +196,8 @@ def measure(
     risen = {side: rise_of_memory(call) for side, call in calls.items()}
     distance = pair.distance(*(result for _, result in risen.values()))
     sizes = {f"{side}_bytes": risen.pop(side)[0] for side in SIDES}  # the results go before anything is timed
-    timed = interleaved(
-        {side: lambda call=call: [seconds(call, clock)] for side, call in calls.items()}, 2, rounds, end
-    )
+    arms = {side: lambda call=call: [seconds(call, clock)] for side, call in calls.items()}
+    timed = interleaved(arms, 2, rounds, end)
     least = floor(pair, clock)
     return {
         "floor_s": least,
@@ -260,10 +261,8 @@ def in_kvpress(module: str, function: str, *arguments: Any, threads: int = 1) ->
     """What a function of this repository returns in the environment of kvpress; arguments and result
     travel as JSON.
     """
-    call = (
-        "import importlib, json, sys; module, name, given = sys.argv[1:]; "
-        "print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(given))))"
-    )
+    call = "import importlib, json, sys; module, name, given = sys.argv[1:]"
+    call += "; print(json.dumps(getattr(importlib.import_module(module), name)(*json.loads(given))))"
     variables = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
     command = [str(environment()), "-c", call, module, function, json.dumps(arguments)]
     done = subprocess.run(
@@ -278,6 +277,8 @@ def in_kvpress(module: str, function: str, *arguments: Any, threads: int = 1) ->
 
 def benchmark(tokens: list[int], dtypes: list[str], threads: int, seconds_each: float) -> dict[str, Any]:
     """Measure every method at every size; runs in the environment of kvpress."""
+    import torch
+
     made = provenance("torch", "kvpress", "transformers", "numpy")  # read now, before the files can change
     clock = time.process_time if threads == 1 else time.perf_counter
     torch.set_num_threads(threads)
@@ -340,13 +341,13 @@ def line(dtype: str, count: int, name: str, one: dict[str, Any]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where cpu.json goes.")] = RESULTS,
-    tokens: Annotated[str, typer.Option(help="Sizes of the cache, separated by commas.")] = ",".join(
+    out: Annotated[Path, Option(metavar="FOLDER", help="Where cpu.json goes.")] = RESULTS,
+    tokens: Annotated[str, Option(help="Sizes of the cache, separated by commas.")] = ",".join(
         map(str, TOKENS)
     ),
-    dtypes: Annotated[str, typer.Option(help="float32, bfloat16 or both.")] = ",".join(DTYPES),
-    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
-    seconds: Annotated[float, typer.Option(help="Time for each method at each size.")] = 4.0,
+    dtypes: Annotated[str, Option(help="float32, bfloat16 or both.")] = ",".join(DTYPES),
+    threads: Annotated[int, Option(help="Threads of torch.")] = 1,
+    seconds: Annotated[float, Option(help="Time for each method at each size.")] = 4.0,
 ) -> None:
     """Measure the torch path of `optimized` beside kvpress."""
     counts = [int(count) for count in tokens.split(",")]

@@ -241,9 +241,8 @@ def block_row(place: Place) -> Work:
     """KeyDiff in blocks of 128 tokens, budget 8,192: evicted slots are written again, against score,
     select and compact.
     """
-    with_anchor, update, anchor_sum, score = (
-        place.ours("keydiff", name) for name in ("score_with_anchor", "update_anchor", "anchor_sum", "score")
-    )
+    names = ("score_with_anchor", "update_anchor", "anchor_sum", "score")
+    with_anchor, update, anchor_sum, score = (place.ours("keydiff", name) for name in names)
     top_k, gather = place.ours("selection", "top_k"), place.ours("cache", "compress")
     budget, block, layer = place.tokens(8192), max(8, 128 // place.shrink), Decoder(place, 1)
 

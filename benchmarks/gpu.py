@@ -44,6 +44,7 @@ import torch
 import typer
 from rich.console import Console
 from torch.utils._pytree import tree_leaves
+from typer import Option
 
 from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
@@ -180,9 +181,10 @@ def check_arm(work: Work, name: str, want: Any, place: Place) -> dict[str, Any]:
         return {"status": failed(error)}
     # A peer with larger rounding is still a peer; its error stands beside its time.
     wrong = not distance <= (work.limit if name == "ours" else 0.2)
+    shown = distance if math.isfinite(distance) else None
     return {
         "status": f"wrong: error {distance:.2g}, wanted at most {work.limit:.2g}" if wrong else "right",
-        "error": distance if math.isfinite(distance) else None,
+        "error": shown,
     }
 
 
@@ -302,13 +304,14 @@ def ceilings(place: Place) -> dict[str, float]:
     target = torch.empty_like(source)
     # zeros would be faster
     left, right = (torch.randn(8192, 8192, device=place.device, dtype=torch.bfloat16) for _ in range(2))
+    works: dict[str, tuple[Callable[[], Any], float]] = {
+        "copy_bytes_per_s": (lambda: target.copy_(source), 2e9),
+        "read_bytes_per_s": (source.sum, 1e9),
+        "matmul_flops_per_s": (lambda: left @ right, 2.0 * 8192**3),
+    }
     return {
         name: size / spread(prepare(call, [()], place, waits=False)[0]()).p50
-        for name, (call, size) in {
-            "copy_bytes_per_s": (lambda: target.copy_(source), 2e9),
-            "read_bytes_per_s": (source.sum, 1e9),
-            "matmul_flops_per_s": (lambda: left @ right, 2.0 * 8192**3),
-        }.items()
+        for name, (call, size) in works.items()
     }
 
 
@@ -490,17 +493,14 @@ def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def main(
     out: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list."),
+        Path | None, Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list.")
     ] = None,
-    rows: Annotated[str, typer.Option(metavar="ID,ID", help="Only these rows, such as 1,2b.")] = "",
-    minutes: Annotated[float, typer.Option(help="The limit of the run, laws included.")] = MINUTES,
+    rows: Annotated[str, Option(metavar="ID,ID", help="Only these rows, such as 1,2b.")] = "",
+    minutes: Annotated[float, Option(help="The limit of the run, laws included.")] = MINUTES,
     again: Annotated[
-        bool, typer.Option("--again", help="Measure again what an earlier call has measured.")
+        bool, Option("--again", help="Measure again what an earlier call has measured.")
     ] = False,
-    only_list: Annotated[
-        bool, typer.Option("--list", help="Print the rows and their goals, and stop.")
-    ] = False,
+    only_list: Annotated[bool, Option("--list", help="Print the rows and their goals, and stop.")] = False,
 ) -> None:
     """Time the kernels on a GPU. There is no --skip-laws: a method that breaks a law is not timed.
 

@@ -19,6 +19,8 @@ import torch
 import transformers
 import typer
 from rich.progress import track
+from transformers import DynamicCache, PreTrainedModel
+from typer import Option
 
 from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
@@ -32,12 +34,12 @@ BUDGET, BLOCK = 1024, 512
 
 
 @torch.no_grad()
-def read(model: transformers.PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
+def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
     """Read tokens [1, T] into a cache, without computing logits."""
     model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
 
 
-def compression(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     """Seconds to compress a prompt to half with each method, once it is read, and as a share of the
     seconds to read it.
 
@@ -48,13 +50,14 @@ def compression(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[
     read(model, ids, full)
     prefill, with_h2o = [], []
     for _ in track(range(PROMPTS), description="reading"):
-        prefill.append(seconds(lambda: read(model, ids, transformers.DynamicCache())))
+        prefill.append(seconds(lambda: read(model, ids, DynamicCache())))
         with_h2o.append(seconds(lambda: read(model, ids, EvictingCache(model, "h2o", 0.5))))
     added = min(with_h2o) - min(prefill)
     rows: list[dict[str, Any]] = [
         {"method": "h2o, while it reads", "seconds": added, "share_of_prefill": added / min(prefill)}
     ]
-    for name in track([*catalogue.names(), "knorm+ada_kv", "keydiff+moments"], description="compressing"):
+    names = [*catalogue.names(), "knorm+ada_kv", "keydiff+moments"]
+    for name in track(names, description="compressing"):
 
         def compress(name: str = name) -> None:
             EvictingCache.from_prefilled(model, full, name, 0.5, options=OPTIONS.get(name)).close()
@@ -64,11 +67,11 @@ def compression(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[
     return [{"method": "reading the prompt", "seconds": min(prefill), "share_of_prefill": 1.0}, *rows]
 
 
-def decoding(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     """Seconds for each token after a prompt with three quarters removed, against the full cache, taking
     turns.
     """
-    full = transformers.DynamicCache()
+    full = DynamicCache()
     read(model, ids, full)
     whole = EvictingCache(model, None)
     read(model, ids, whole)
@@ -111,7 +114,7 @@ def decoding(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[dic
     return rows
 
 
-def blocks(model: transformers.PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     """The peak memory of the cache while a prompt is read in blocks, as a share of the full cache of that
     prompt.
     """
@@ -149,12 +152,12 @@ PARTS = {"compression": compression, "decoding": decoding, "blocks": blocks}
 
 
 def main(
-    name: Annotated[str, typer.Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
-    tokens: Annotated[int, typer.Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
+    name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
+    tokens: Annotated[int, Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
     only: Annotated[
-        list[str] | None, typer.Option(help="One of compression, decoding and blocks; may be repeated.")
+        list[str] | None, Option(help="One of compression, decoding and blocks; may be repeated.")
     ] = None,
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
+    out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
 ) -> None:
     """Measure compression, decoding and reading in blocks in a real model."""
     if unknown := set(only or ()) - set(PARTS):

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
-import torch
 import typer
+from typer import Option
 
 from benchmarks.cpu import KVPRESS, in_kvpress
 from benchmarks.timing import RESULTS, ROOT, provenance, show, write_json
@@ -47,6 +47,7 @@ def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
     H_kv, T].
     """
     import kvpress
+    import torch
     from transformers import AutoModelForCausalLM, DynamicCache
     from transformers.utils import logging
 
@@ -80,6 +81,8 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst
     head.
     """
+    import torch
+
     from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
     from evictionary.models.load import load as load_model
 
@@ -115,7 +118,7 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     return [{"largest_difference_of_keys": drift}, *rows]
 
 
-def main(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 1000) -> None:
+def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> None:
     """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the
     definitions agree.
     """
@@ -131,15 +134,12 @@ def main(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 1000
         in_kvpress("benchmarks.peers", "their_scores", folder, ids.tolist(), output.name)
         theirs = dict(np.load(output.name))
     summary, *rows = compare(folder, ids, theirs)
-    stored = {
-        **provenance("torch", "transformers"),
-        **summary,
-        "tokens": ids.shape[1],
-        "heads": int(theirs["knorm"][..., 0].size),
-        "kvpress": KVPRESS,
-        "compression_ratio": RATIO,
-        "rows": rows,
-    }
+    stored = (
+        provenance("torch", "transformers")
+        | summary
+        | {"tokens": ids.shape[1], "heads": int(theirs["knorm"][..., 0].size)}
+    )
+    stored |= {"kvpress": KVPRESS, "compression_ratio": RATIO, "rows": rows}
     write_json(RESULTS / "peers.json", stored)
     PAGE.write_text(rendered("peers.md.j2", **stored), encoding="utf-8")
     names = ("in_common", "in_common_worst_head", "heads_alike")

@@ -52,12 +52,9 @@ def _peers(row: dict[str, Any]) -> str:
     """
     others = {name: arm for name, arm in row["arms"].items() if name != "ours"}
     ran = sorted((arm["seconds"]["p50"], name) for name, arm in others.items() if "seconds" in arm)
-    told = [
-        *(f"{name} {_microseconds(median)}, {_ratio(row['ratios'][name])}" for median, name in ran),
-        *(f"{name}: {arm['status']}" for name, arm in others.items() if "seconds" not in arm),
-        *(f"{name}: not there" for name in row["missing"]),
-    ]
-    return "; ".join(told)
+    told = [f"{name} {_microseconds(median)}, {_ratio(row['ratios'][name])}" for median, name in ran]
+    told += [f"{name}: {arm['status']}" for name, arm in others.items() if "seconds" not in arm]
+    return "; ".join([*told, *(f"{name}: not there" for name in row["missing"])])
 
 
 def _microseconds(seconds: float) -> str:

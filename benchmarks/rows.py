@@ -139,9 +139,8 @@ def expected_attention_row(place: Place) -> Work:
         return *place.cache(1, tokens, seed), mean, factor @ factor.mT
 
     def want(inputs: Inputs) -> np.ndarray:
-        return expected_attention.score(
-            *first_head(*inputs[:2]), *exact(*(states[:, : place.group] for states in inputs[2:]))
-        )[0, 0]
+        of_group = (states[:, : place.group] for states in inputs[2:])
+        return expected_attention.score(*first_head(*inputs[:2]), *exact(*of_group))[0, 0]
 
     def press(kvpress: Any) -> Arm:
         # the statistics are inputs, as they are for the other arms
@@ -331,9 +330,8 @@ def attention_work(
     def want(inputs: Inputs) -> np.ndarray:
         queries, stored = inputs[:2]
         count = int(stored.lengths[-1, -1])
-        one = cache.CompressedCache(
-            *exact(stored.keys[-count:], stored.values[-count:]), np.arange(count), np.array([[count]])
-        )
+        states = exact(stored.keys[-count:], stored.values[-count:])
+        one = cache.CompressedCache(*states, np.arange(count), np.array([[count]]))
         return attention.attend(exact(queries[-1:, -group:])[0], one)[0]
 
     decode = partial(flashinfer_decode, place=place, lengths=lengths, page=page)  # its plan is not timed
@@ -355,9 +353,8 @@ def flashinfer_decode(flashinfer: Any, place: Place, lengths: torch.Tensor, page
     """FlashInfer's paged decode, planned: every KV head is a request of its own, its tokens in pages of
     `page` tokens.
     """
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-        torch.empty(128 * 2**20, dtype=torch.uint8, device=place.device), "NHD", use_tensor_cores=True
-    )
+    workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=place.device)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
     pages = lengths.flatten().to(place.device, torch.int32) // page
     starts = torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)])
     indices = torch.arange(int(starts[-1]), dtype=torch.int32, device=place.device)
@@ -557,9 +554,8 @@ def step_row(place: Place, batch: int, length: int) -> Work:
     def want(inputs: Inputs) -> np.ndarray:
         query, new_keys, new_values, keys, values, _, moments, _ = inputs
         head = first_head(new_keys[0], new_values[0], keys, values)
-        return momentkv.decode_step(
-            exact(query[:1, : place.group])[0], *head, momentkv.Moments(*first_head(*moments)), tokens
-        ).output
+        group = exact(query[:1, : place.group])[0]
+        return momentkv.decode_step(group, *head, momentkv.Moments(*first_head(*moments)), tokens).output
 
     return Work(
         make=make,

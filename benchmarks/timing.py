@@ -5,8 +5,10 @@ claiming a ratio.
 import datetime
 import itertools
 import json
+import math
 import platform
 import re
+import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -93,7 +95,8 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
             f"sizes: got {len(set(sizes))} different ones for {len(seconds)} times, wanted at least two, one "
             "each"
         )
-    return float(np.polyfit(np.log(sizes), np.log(seconds), 1)[0])
+    across, up = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
+    return statistics.linear_regression(across, up).slope
 
 
 def versions(*packages: str) -> dict[str, str]:

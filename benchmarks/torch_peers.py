@@ -37,9 +37,8 @@ def lagkv_torch(
 
 def keydiff_torch(keys: torch.Tensor) -> torch.Tensor:
     """KD-8 in torch: unit keys, their mean, cosines."""
-    return -torch.cosine_similarity(
-        torch.nn.functional.normalize(keys.float(), dim=-1).mean(dim=-2, keepdim=True), keys.float(), dim=-1
-    )
+    unit = torch.nn.functional.normalize(keys.float(), dim=-1)
+    return -torch.cosine_similarity(unit.mean(dim=-2, keepdim=True), keys.float(), dim=-1)
 
 
 def expected_attention_torch(
@@ -97,9 +96,8 @@ def gvote_torch(query: torch.Tensor, keys: torch.Tensor, sampled: torch.Tensor) 
     falling = (current @ keys.float().mT).softmax(dim=-1).sort(dim=-1, descending=True).values
     tail = falling.flip(-1).cumsum(dim=-1, dtype=torch.float64).flip(-1)
     budgets = (tail > 0.05 * tail[..., :1]).sum(dim=-1)  # [B, H_kv, G]
-    order = (sampled.unflatten(1, (heads, -1)).flatten(2, 3).float() @ keys.float().mT).argsort(
-        dim=-1, descending=True
-    )
+    logits = sampled.unflatten(1, (heads, -1)).flatten(2, 3).float() @ keys.float().mT
+    order = logits.argsort(dim=-1, descending=True)
     votes = (
         torch.arange(length, device=keys.device)
         < budgets.repeat_interleave(sampled.shape[2], dim=2)[..., None]

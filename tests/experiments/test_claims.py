@@ -34,6 +34,7 @@ from evictionary.evaluation import pages, run as evaluation
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
+from evictionary.store import Line
 
 SCALE = Scale(
     prompt_tokens=96,
@@ -52,12 +53,11 @@ KINDS = ("varied", "code")
 
 def plan_for(model: Path, papers: list[str] | None = None, **changes: Any) -> run.Plan:
     """Two kinds of text and two seeds: twenty measurements of all papers."""
-    return run.Plan(
-        str(model), run.check_claims(papers), **({"texts": KINDS, "seeds": (0, 1), "scale": SCALE} | changes)
-    )
+    settings: dict[str, Any] = {"texts": KINDS, "seeds": (0, 1), "scale": SCALE}
+    return run.Plan(str(model), run.check_claims(papers), **(settings | changes))
 
 
-def without_seconds(lines: list[store.Line]) -> list[store.Line]:
+def without_seconds(lines: list[Line]) -> list[Line]:
     return [{name: value for name, value in line.items() if name != "cpu_seconds"} for line in lines]
 
 
@@ -72,14 +72,14 @@ def recording(lab: Lab) -> Recording:
 
 
 @pytest.fixture(scope="module")
-def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[store.Line]]:
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     """A folder with the measurements of the plan, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, store.run(plan_for(model_folder), folder)
 
 
 @pytest.fixture(scope="module")
-def result(finished: tuple[Path, list[store.Line]], model_folder: Path) -> dict[str, Any]:
+def result(finished: tuple[Path, list[Line]], model_folder: Path) -> dict[str, Any]:
     return run.report(plan_for(model_folder), finished[1])
 
 
@@ -200,10 +200,10 @@ def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
     assert pages.interval({"low": 0.1234, "high": 2}) == "0.123 to 2"
 
 
-@pytest.mark.parametrize("bad", [[], [1.0, float("nan")], [float("inf"), 0.0]], ids=str)
-def test_numbers_refuse_what_is_not_finite(bad: list[float]) -> None:
+def test_numbers_refuse_what_is_not_finite() -> None:
     numbers = Numbers({"it": ""}, ["a", "a"])
-    refused(lambda: numbers.medians(it=bad), r"values of it: .* wanted finite ones", ValueError)
+    for bad in ([], [1.0, float("nan")], [float("inf"), 0.0]):
+        refused(lambda bad=bad: numbers.medians(it=bad), r"values of it: .* wanted finite ones", ValueError)
 
 
 @pytest.mark.parametrize("name", run.PAPERS)
@@ -284,11 +284,10 @@ def test_expected_attention_compares_methods_of_one_size(lab: Lab, recording: Re
     assert adaptive.sum() == 2 * 48 and adaptive.min() >= 48 // 5 and len(adaptive.unique()) == 2
     assert {int(mask.sum(dim=-1).unique()) for name, mask in kept.items() if name != "lagkv"} == {48}
     assert 44 <= int(kept["lagkv"].sum(dim=-1).unique()) <= 48  # its partitions are whole
-    errors = expected_attention.reconstruction(
-        lab,
-        recording,
-        [{"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers],
-    )
+    everything = [
+        {"all": torch.ones(1, 2, 96, dtype=torch.bool), "one": kept["tova"]} for _ in recording.layers
+    ]
+    errors = expected_attention.reconstruction(lab, recording, everything)
     assert errors["all"] < 1e-4 < errors["one"]
 
 
@@ -331,9 +330,8 @@ def test_ranks_give_spearman() -> None:
 
 def test_keydiff_volume_by_hand() -> None:
     """Keys (1, 0), (0, 2) and (5, 5), of which the first two stay: det = 4."""
-    assert keydiff.log_volume(
-        np.array([[[1.0, 0.0], [0.0, 2.0], [5.0, 5.0]]]), np.array([[True, True, False]])
-    ) == pytest.approx(np.log(4))
+    keys = np.array([[[1.0, 0.0], [0.0, 2.0], [5.0, 5.0]]])
+    assert keydiff.log_volume(keys, np.array([[True, True, False]])) == pytest.approx(np.log(4))
 
 
 def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
@@ -481,23 +479,22 @@ def test_partial_match() -> None:
     assert {answer: lagkv.partial_match(answer, "123456") for answer in wanted} == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("kind", texts.KINDS)
-def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast, kind: str) -> None:
-    context_ids, question_ids, answer = lagkv.make_text(
-        tokenizer, replace(SCALE, passkey_tokens=500), kind, 3
-    )
-    assert context_ids.shape == (1, 500)
-    assert tokenizer.decode(context_ids[0]).count(answer) == 1
-    assert len(answer) == 16
-    assert answer not in tokenizer.decode(question_ids[0])
+def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    for kind in texts.KINDS:
+        context_ids, question_ids, answer = lagkv.make_text(
+            tokenizer, replace(SCALE, passkey_tokens=500), kind, 3
+        )
+        assert context_ids.shape == (1, 500)
+        assert tokenizer.decode(context_ids[0]).count(answer) == 1
+        assert len(answer) == 16
+        assert answer not in tokenizer.decode(question_ids[0])
 
 
 def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
     """Whole caches in one batch answer as `generate` does prompt by prompt."""
     prompts = lagkv.read(lab, KINDS)
-    one = lagkv.answers(
-        lab, prompts, [torch.ones(keys.shape[:3], dtype=torch.bool) for keys, _ in prompts.layers]
-    )
+    whole = [torch.ones(keys.shape[:3], dtype=torch.bool) for keys, _ in prompts.layers]
+    one = lagkv.answers(lab, prompts, whole)
     count = SCALE.passkey_digits + lagkv.SPARE
     for index, kind in enumerate(KINDS):
         context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, SCALE, kind, 0)
@@ -518,9 +515,8 @@ def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None
     with torch.no_grad():
         model(ids[:, :30], past_key_values=full)
         stored = [(layer.keys, layer.values) for layer in full.layers]
-        cache = compressed(
-            stored, [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
-        )
+        kept = [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
+        cache = compressed(stored, kept)
         got = [
             read_on(model, ids[:, place : place + 1], cache, place).logits[0, 0] for place in range(30, 40)
         ]
@@ -539,12 +535,28 @@ def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None
     torch.testing.assert_close(torch.stack(got), wanted, rtol=1e-4, atol=1e-4)
 
 
-def test_more_texts_join_the_results(
-    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
+def test_a_finished_run_measures_nothing_again(
+    finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert {(line["paper"], line["text"], line["seed"]) for line in finished[1]} == set(
+    folder, lines = finished
+    assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(
         plan_for(model_folder).lines()
     )
+    before = (folder / "results.jsonl").read_bytes()
+    monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
+    assert store.run(plan_for(model_folder), folder) == lines
+    one = plan_for(model_folder, ["gvote"], texts=("code",))
+    some = one.own(store.run(one, folder))
+    assert [(line["paper"], line["text"], line["seed"]) for line in some] == [
+        ("gvote", "code", 0),
+        ("gvote", "code", 1),
+    ]
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
+def test_more_texts_join_the_results(
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     told: list[str] = []
     more = plan_for(model_folder, ["keydiff", "lagkv"], texts=("varied", "chat"), seeds=(1, 2))
@@ -557,7 +569,7 @@ def test_more_texts_join_the_results(
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(
-    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     assert without_seconds(store.run(plan_for(model_folder), tmp_path, jobs=2)) == without_seconds(
         finished[1]
@@ -565,10 +577,7 @@ def test_two_processes_find_the_same(
 
 
 def test_measurements_of_two_kinds_are_not_mixed(
-    finished: tuple[Path, list[store.Line]],
-    model_folder: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     refused(
@@ -629,17 +638,24 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
     common = [
-        *("claims", "--model", model_folder, "--output", tmp_path / "claims"),
-        *("--only", "KD-7 (diversity),MK-36", "--seeds", 2, "--texts", "chat,sums"),
+        "--model",
+        model_folder,
+        "--only",
+        "KD-7 (diversity),MK-36",
+        "--seeds",
+        2,
+        "--texts",
+        "chat,sums",
     ]
-    got = as_json(*common)
+    common += ["--output", tmp_path / "claims"]
+    got = as_json("claims", *common)
     assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == [
         "KD-7 (diversity)",
         "MK-36 (never worse)",
     ]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
-    told = printed(*common)
+    told = printed("claims", *common)
     assert "gain_over_tova > 0: " in told and "MK-36" in told
 
 

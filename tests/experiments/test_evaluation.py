@@ -18,12 +18,14 @@ from tools.reading import refused, saved
 from evictionary import store
 from evictionary.cli import evaluate as cli_eval
 from evictionary.evaluation import pages, report as eval_report, run as evaluation, tasks
+from evictionary.evaluation.run import Plan
 from evictionary.models.load import load
+from evictionary.store import Line
 
 NAMES = ["passkey7", "copy"]
 
 
-def plan_for(model: Path, **changes: Any) -> evaluation.Plan:
+def plan_for(model: Path, **changes: Any) -> Plan:
     """Twelve measurements: two prompts, each with the full cache, a budget and a ratio of KeyDiff, and
     random eviction.
     """
@@ -35,21 +37,21 @@ def plan_for(model: Path, **changes: Any) -> evaluation.Plan:
         "ratios": [0.5],
         "budgets": [40],
     }
-    return evaluation.Plan(model=str(model), **{**settings, **changes})
+    return Plan(model=str(model), **{**settings, **changes})
 
 
-def without_seconds(lines: list[store.Line]) -> list[store.Line]:
+def without_seconds(lines: list[Line]) -> list[Line]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 @pytest.fixture(scope="module")
-def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[store.Line]]:
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
     """A folder with the results of the plan, in one go, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, store.run(plan_for(model_folder), folder)
 
 
-def test_every_measurement_has_a_line(finished: tuple[Path, list[store.Line]]) -> None:
+def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None:
     folder, lines = finished
     assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
     evicting = [
@@ -71,9 +73,19 @@ def test_every_measurement_has_a_line(finished: tuple[Path, list[store.Line]]) -
             assert line["versions"] == evaluation.versions()
 
 
+def test_a_finished_run_measures_nothing_again(
+    finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, lines = finished
+    before = (folder / "results.jsonl").read_bytes()
+    monkeypatch.setattr(evaluation, "measure", lambda *arguments: pytest.fail("measured again"))
+    assert store.run(plan_for(model_folder), folder) == lines
+    assert (folder / "results.jsonl").read_bytes() == before
+
+
 @pytest.mark.slow
 def test_a_dask_cluster_of_two_workers_finds_the_same(
-    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     distributed = pytest.importorskip("distributed")
     with (
@@ -91,10 +103,17 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
 def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp_path: Path) -> None:
     mine = saved(tmp_path / "mine.py", "def score(keys):\n    raise RuntimeError('not [yet]')\n")
     output = tmp_path / "out"
-    common = [
-        *("eval", "--model", model_folder, "--output", output, "--methods", f"{mine},keydiff"),
-        *("--ratios", "0.5", "--tasks", "passkey7", "--lengths", 600, "--samples", 1),
+    arguments = [
+        "--model",
+        model_folder,
+        "--methods",
+        f"{mine},keydiff",
+        "--ratios",
+        "0.5",
+        "--tasks",
+        "passkey7",
     ]
+    common = ["eval", *arguments, "--lengths", 600, "--samples", 1, "--output", output]
     done = invoke(*common, "--json")
     assert done.exit_code == 1, done.output
     found = json.loads(done.stdout)
@@ -115,7 +134,7 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
         again = invoke(*common, "--format", "markdown")
         assert again.exit_code == 0, again.output
         assert again.stdout.startswith("## 600 tokens")
-        lines = store.read(output / "results.jsonl", evaluation.Plan.identify).values()
+        lines = store.read(output / "results.jsonl", Plan.identify).values()
         scores += [line for line in lines if line["method"] == str(mine)]
     assert len(lines) == 5
     assert scores[0]["source"] != scores[1]["source"]
@@ -159,7 +178,7 @@ def test_what_a_partition_keeps_whole_is_no_failure(
 
 
 def test_more_methods_join_the_results(
-    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     told: list[store.Progress] = []
@@ -172,9 +191,8 @@ def test_more_methods_join_the_results(
 def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Path) -> None:
     # ragged, captured states, decoding
     names = ["gvote", "expected_attention", "snapkv+ada_kv", "keydiff+moments", "momentkv"]
-    lines = store.run(
-        plan_for(model_folder, methods=[(name, {}) for name in names], tasks=["copy"], budgets=[]), tmp_path
-    )
+    plan = plan_for(model_folder, methods=[(name, {}) for name in names], tasks=["copy"], budgets=[])
+    lines = store.run(plan, tmp_path)
     assert [line["error"] for line in lines] == [None] * 8
     assert all(0 < line["bytes_after"] < line["bytes_before"] for line in lines if line["method"] != "full")
 
@@ -207,18 +225,16 @@ def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path
     assert f"(ppl {row['perplexity']:.3g})" in eval_report.markdown(rows)
 
 
-def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[store.Line]]) -> None:
+def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Line]]) -> None:
     line = finished[1][1]
-    evaluation.Plan.identify(line)
+    Plan.identify(line)
     for name in evaluation.SCORED:
         without = {key: value for key, value in line.items() if key != name}
-        refused(lambda without=without: evaluation.Plan.identify(without), name, KeyError)
-        refused(
-            lambda name=name: evaluation.Plan.identify(line | {name: None}), "a score is missing", ValueError
-        )
+        refused(lambda without=without: Plan.identify(without), name, KeyError)
+        refused(lambda name=name: Plan.identify(line | {name: None}), "a score is missing", ValueError)
 
 
-def test_reports(finished: tuple[Path, list[store.Line]], tmp_path: Path) -> None:
+def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
     # two lengths, and one measurement that failed
     longer = [line | {"length": 900} for line in finished[1]]
     failed = {
@@ -227,7 +243,7 @@ def test_reports(finished: tuple[Path, list[store.Line]], tmp_path: Path) -> Non
         if name not in ("exact", "partial", "bytes_after", "answer")
     }
     found = eval_report.write([*finished[1], longer[0], failed | {"error": "<no>"}, *longer[2:]], tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {
+    names = {
         "heatmap.png",
         "heatmap.svg",
         "report.html",
@@ -236,6 +252,7 @@ def test_reports(finished: tuple[Path, list[store.Line]], tmp_path: Path) -> Non
         "summary.json",
         "table.md",
     }
+    assert {path.name for path in tmp_path.iterdir()} == names
     assert json.loads((tmp_path / "summary.json").read_text()) == found
     assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -263,11 +280,8 @@ def test_means_are_over_the_prompts() -> None:
         "ratio": 0.5,
         "budget": None,
         "error": None,
-        "tokens_kept": 4,
-        "bytes_before": 80,
-        "bytes_after": 40,
-        "seconds": 1.0,
     }
+    line |= {"tokens_kept": 4, "bytes_before": 80, "bytes_after": 40, "seconds": 1.0}
     rows = eval_report.summarise(
         [line | {"seed": 0, "exact": 1.0, "partial": 1.0}, line | {"seed": 1, "exact": 0.0, "partial": 0.5}]
     )
@@ -293,12 +307,22 @@ def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right:
     assert eval_report.wilson(0, 5)[0] == 0 and eval_report.wilson(5, 5)[1] == 1
 
 
-def test_the_command_prints_tables(finished: tuple[Path, list[store.Line]], model_folder: Path) -> None:
-    common = [
-        *("eval", "--model", model_folder, "--output", finished[0], "--methods", "keydiff"),
-        *("--ratios", "0.5", "--budgets", "40", "--tasks", ",".join(NAMES), "--lengths", 600),
-        *("--samples", 1, "--seed", 1),
+def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_folder: Path) -> None:
+    known = [
+        "--methods",
+        "keydiff",
+        "--ratios",
+        "0.5",
+        "--budgets",
+        "40",
+        "--lengths",
+        600,
+        "--samples",
+        1,
+        "--seed",
+        1,
     ]
+    common = ["eval", "--model", model_folder, *known, "--tasks", ",".join(NAMES), "--output", finished[0]]
     told = printed(*common)
     assert "600 tokens" in told and "keydiff" in told
     found = as_json(*common)
@@ -307,9 +331,10 @@ def test_the_command_prints_tables(finished: tuple[Path, list[store.Line]], mode
 
 
 def test_methods_with_options_are_read() -> None:
-    assert cli_eval.parse_methods(
+    read = cli_eval.parse_methods(
         ["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"]
-    ) == [
+    )
+    assert read == [
         ("keydiff", {}),
         ("lagkv", {"lag_size": "128", "sink_size": "4"}),
         ("dir/my.py:score", {"sign": "-1"}),
@@ -344,8 +369,7 @@ def test_the_course_project_measures_perplexity(
     ids = tokenizer(text.read_text(), return_tensors="pt")["input_ids"][:, :60]
     with torch.no_grad():
         logits = model(ids).logits[0, 39:-1]
-    assert float(full[1]) == pytest.approx(
-        float(torch.nn.functional.cross_entropy(logits, ids[0, 40:]).exp()), rel=1e-3
-    )
+    loss = torch.nn.functional.cross_entropy(logits, ids[0, 40:])
+    assert float(full[1]) == pytest.approx(float(loss.exp()), rel=1e-3)
     assert float(keydiff[4]) < float(full[4])
     assert float(keydiff[5]) < float(full[5])
