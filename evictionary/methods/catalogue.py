@@ -112,16 +112,20 @@ CAPTURED_FOR = {
 
 
 def allocators() -> list[str]:
-    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`), or
-    choose tokens of a head (`choose(scores, budget)`).
-    """
+    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`)."""
     return [
         stem
         for stem, module in modules().items()
         if hasattr(module, "budgets")
-        or hasattr(module, "choose")
         or (hasattr(module, "select") and next(iter(inspect.signature(module.select).parameters)) == "scores")
     ]
+
+
+def additions() -> list[str]:
+    """The allocators, and the modules that choose other tokens of a head than a top-k (`choose(scores,
+    budget)`).
+    """
+    return sorted([*allocators(), *(stem for stem, module in modules().items() if hasattr(module, "choose"))])
 
 
 def names() -> list[str]:

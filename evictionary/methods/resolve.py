@@ -44,7 +44,7 @@ def resolve(method: str) -> Method:
 
 
 def _compose(method: Method, addition: str) -> Method:
-    allocators = catalogue.allocators()
+    additions = catalogue.additions()
     if addition == MOMENTS:
         require(
             not any(getattr(policy, "WHOLE", False) for policy in method.policies),
@@ -52,8 +52,8 @@ def _compose(method: Method, addition: str) -> Method:
             f"{MOMENTS} would count again; wanted it alone",
         )
         return replace(method, corrected=True)
-    if addition not in allocators:
-        wanted = [*allocators, MOMENTS]
+    if addition not in additions:
+        wanted = [*additions, MOMENTS]
         close = did_you_mean(addition, wanted)
         raise UsageError(f"method: got {addition!r} after the +{close}, wanted one of {', '.join(wanted)}")
     module = importlib.import_module(f"evictionary.optimized.{addition}")
@@ -79,7 +79,7 @@ def _resolve_one(method: str) -> Method:
         return _from_module(_import_file(path), method, function_name)
     known = [*catalogue.names(), *BASELINES]
     require(
-        method not in [*catalogue.allocators(), MOMENTS],
+        method not in [*catalogue.additions(), MOMENTS],
         f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
     )
     if method not in known:

@@ -252,7 +252,7 @@ def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, messa
         ),
         *(
             (name, rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}")
-            for name in [*catalogue.allocators(), "moments"]
+            for name in [*catalogue.additions(), "moments"]
         ),
     ],
 )

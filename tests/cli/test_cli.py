@@ -56,7 +56,7 @@ def test_methods() -> None:
     assert by_name["lagkv"]["options"] == {"sink_size": 16, "lag_size": 1024}
     assert by_name["lagkv"]["seams"] == ["score", "select"]
     told = printed("methods")
-    assert set(ADDITIONS) == {*catalogue.allocators(), "moments"}
+    assert set(ADDITIONS) == {*catalogue.additions(), "moments"}
     assert "keydiff" in told and all(f"+{name} " in told for name in ADDITIONS)
     assert "Methods compose: a method, then allocators, then moments" in told
 
