@@ -112,7 +112,7 @@ pages: .venv/installed
 peers: .venv/installed
 	$(BIN)/python -m benchmarks.peers
 
-# Public implementations, brought from their public places and put to the laws, and the page of what they say; WILD="--only tova".
+# Public implementations, brought from their public places and judged, and the page of what was found; WILD="--only tova".
 wild: .venv/installed
 	$(BIN)/python -m conformance.wild $(WILD)
 

@@ -1,3 +1,3 @@
-"""Implementations by others, put to the laws by small adapters. Their code is brought from its public
+"""Implementations by others, judged through small adapters. Their code is brought from its public
 place and never kept here.
 """

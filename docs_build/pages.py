@@ -284,10 +284,13 @@ def linked(page: str, markdown: str) -> str:
     for line in markdown.splitlines():
         fence = re.match(r"\s*(`{3,}|~{3,})", line)
         if fence and (not fenced or line.strip() == fenced):
-            fenced = "" if fenced else fence.group(1)
-        elif not fenced and not line.startswith(("    ", "<", "#")):
-            if re.match(r"[^\[\]]*\]\(", line) and re.search(r"\[[^\[\]]*$", before):
-                lines.pop()  # the text of this link began on the line before
+            fenced, before = "" if fenced else fence.group(1), ""
+        elif fenced or line.startswith(("    ", "<", "#")):
+            before = ""
+        else:
+            in_link = re.match(r"[^\[\]]*\]\(", line) and re.search(r"\[[^\[\]]*$", before)
+            if in_link or before.count("`") % 2:
+                lines.pop()  # a link's text or a piece of code began on the line before
                 line = f"{before}\n{line}"
             before, line = line, _linked_line(page, line)
         lines.append(line)

@@ -389,7 +389,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    found = config.stash[verdict.FOUND]
+    found = config.stash.get(verdict.FOUND, None)
+    if found is None:
+        return
     if config.getoption("--brief"):
         found.write_summary(terminalreporter)
     else:
@@ -412,6 +414,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     last.
     """
     config = session.config
+    if config.option.collectonly:  # nothing was asked, so nothing has failed
+        return (yield)
     if hasattr(config, "workeroutput"):  # a worker of pytest-xdist tells the process that prints the verdict
         config.workeroutput["left_out"] = config.stash.get(verdict.LEFT_OUT, [])
         return (yield)

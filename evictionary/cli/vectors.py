@@ -67,7 +67,7 @@ def vectors(
                 f"--output: got {output}, which holds other things, wanted a new folder or one of vectors",
             )
             require_folder(output)
-            require(dtype in made.WRITTEN, f"--dtype: got {dtype!r}, wanted one of {', '.join(made.WRITTEN)}")
+            require_known("--dtype", dtype, made.WRITTEN)
             with usage("--domain", BadDomain):
                 accepted = Domain.parse(domain or [])
             names = given_names("--method", methods)

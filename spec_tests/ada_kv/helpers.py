@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from evictionary.spec_tests.judge.compare import equal, require_mask, selects
+
 
 def without(path: str, argument: str) -> Callable[[Any], str]:
     """A `not_for`: the law asks for an argument with a default that older implementations of the function
@@ -20,6 +22,18 @@ def without(path: str, argument: str) -> Callable[[Any], str]:
         return "" if takes else f"its {path} takes no {argument}"
 
     return reason
+
+
+def as_good(kept, expected, scores, protected, what):
+    """Raise Violation unless each layer keeps tokens of the expected scores, whichever of equal ones, and
+    each head its protected tokens and its own best.
+    """
+    require_mask(kept, scores.shape, what)
+    rows = (np.sort(np.where(mask, scores, -np.inf).reshape(len(scores), -1)) for mask in (kept, expected))
+    equal(*rows, what)
+    for head in np.ndindex(scores.shape[:2]):
+        count = int(kept[head].sum())
+        selects(kept[head], scores[head], count, protected=protected[head], what=f"head {head}")
 
 
 def shared_by_hand(scores, budget, ratio, protected):

@@ -117,7 +117,7 @@ def test_the_head_that_attends_to_the_free_tokens_gets_the_free_places(impl, kee
     # so the keen head gives 1/4 to each token between, the other 1/6 to every token
     keys[0, keen, [0, 5], 0] = -20
     values[0, keen, :, 0] = [1, 1, 2, 4, 3, 1]
-    values[0, 1 - keen] = 40
+    values[0, 1 - keen, :, 0] = [40, 60, 40, 40, 40, 40]
     query = np.zeros((1, 2, 1, 2))
     query[..., 0] = 1
     kept = impl.momentkv.select_prompt(query, keys, values, 3, chunk_size=1, floor_ratio=floor_ratio)

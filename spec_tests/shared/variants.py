@@ -6,6 +6,7 @@ code does, and rounds at each step, unless it is widened by `in_float32` or `thr
 """
 
 import functools
+import importlib
 import math
 from decimal import Decimal
 from fractions import Fraction
@@ -13,8 +14,9 @@ from fractions import Fraction
 import numpy as np
 import torch
 
+from evictionary.reference import selection
 from evictionary.reference.cache import CompressedCache
-from evictionary.spec_tests.proof.planted import control
+from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared import forms
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
@@ -416,6 +418,25 @@ def torch_layer_sort(scores, budget, *, floor_ratio=0.2, protected=None):
     rank = first.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     lifted = torch.where(rank < torch.from_numpy(own), torch.inf, scores).flatten(1)
     return torch_top(lifted, scores.shape[1] * budget).view(scores.shape)
+
+
+def last_of_equals(scores, budget, protected=None):
+    """A top-k that keeps the later of equal scores."""
+    held = None if protected is None else protected[..., ::-1]
+    return selection.top_k(scores[..., ::-1], budget, held)[..., ::-1]
+
+
+# Which of equal scores stay is our decision: whoever decides otherwise fails edges alone.
+for path in (
+    "ada_kv.select", "attention_matching.select", "criticalkv.score", "expected_attention.decode_step",
+    "gvote_theory.allocate", "h2o.select", "keydiff.process_block", "keydiff_theory.attention_policy",
+    "keydiff_variants.select_with_recent", "kvzip.top_r", "momentkv.decode_step", "momentkv.select_prompt",
+):  # fmt: skip
+    stem, function = path.split(".")
+    module = importlib.import_module(f"evictionary.reference.{stem}")
+    control(path, edges=False, name=f"{function}_last_of_equals")(
+        put_together(module, function, top_k=last_of_equals)
+    )
 
 
 def exact_line(budget, num_layers, beta) -> list[Fraction]:

@@ -37,6 +37,10 @@ SILENCED = [
     ("triattention.torch_tables", "float32", 1, False),
     ("duo_attention.torch_estimate", "float32", 1, False),
     ("attention.padded_storage", "float64", 118, False),
+    ("ada_kv.select_last_of_equals", "float64", 0, False),
+    ("keydiff_variants.select_with_recent_last_of_equals", "float64", 0, False),
+    ("momentkv.decode_step_last_of_equals", "float64", 0, False),
+    ("momentkv.select_prompt_last_of_equals", "float64", 0, False),
 ]
 
 

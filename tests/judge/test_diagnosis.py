@@ -10,8 +10,8 @@ from tools.reading import refused
 from evictionary.reference.attention import softmax
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.outcome import prepared
-from evictionary.spec_tests.proof.planted import Implementation, Mutant, load_mutants, replaced
-from evictionary.spec_tests.verdict.diagnosis import misconceptions
+from evictionary.spec_tests.proof.planted import Implementation, Mutant, load_controls, load_mutants, replaced
+from evictionary.spec_tests.verdict.diagnosis import misconceptions, sign
 
 LAGKV = sorted(
     name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal"
@@ -77,6 +77,14 @@ def test_a_mistake_that_is_planted_gets_its_name(monkeypatch: pytest.MonkeyPatch
 def test_a_mistake_that_few_inputs_of_the_law_show_gets_its_name(law: str, planted: str) -> None:
     mutant = load_mutants()[planted]
     assert named(law, mutant.implementation()) == [mutant.misconception]
+
+
+def test_few_kept_tokens_look_like_no_earlier_answer() -> None:
+    """Another choice among equal scores keeps, of two tokens, what was kept of two others."""
+    law = load_laws()["test_ada_kv::test_of_equal_scores_the_lower_head_then_position_stays"]
+    implementation = load_controls()["ada_kv.select_last_of_equals"].implementation("float64")
+    refused(lambda: prepared(law, max_examples=50, seed=None)(implementation), "a tie", AssertionError)
+    assert sign(implementation, law) == ""
 
 
 def test_a_nan_is_traced_to_the_division_that_made_it() -> None:

@@ -84,6 +84,10 @@ def test_a_wrong_anchor_is_told_so(folder: Path) -> None:
     assert [said for said in wanted if said not in output] == []
 
 
+def test_laws_that_are_only_collected_have_not_failed() -> None:
+    assert "FAIL" not in judge("spec_tests/knorm", "--impl", "reference", "--collect-only", code=0)
+
+
 @pytest.mark.slow
 def test_the_previous_partition_is_told_so(folder: Path) -> None:
     (folder / "lagkv.py").write_text(PREVIOUS_PARTITION)

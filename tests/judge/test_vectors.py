@@ -231,7 +231,10 @@ def test_the_command_writes_the_same_bytes_again_and_checks_them(tmp_path: Path)
             ["--output", "new", "--method", "keydif"],
             "--method: got 'keydif' (did you mean keydiff?), wanted one of",
         ),
-        (["--output", "new", "--dtype", "float8"], "--dtype: got 'float8', wanted one of float32"),
+        (
+            ["--output", "new", "--dtype", "float1"],
+            "--dtype: got 'float1' (did you mean float16?), wanted one of float32",
+        ),
         (["--output", "new", "--domain", "head=64"], "--domain: head: got a key that no domain has"),
         (["--check", "."], "wanted a folder with a vectors.json"),
         ([], "wanted one of the two"),

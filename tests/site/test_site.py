@@ -285,6 +285,12 @@ def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
     )
 
 
+def test_code_that_is_broken_over_two_lines_stays_code() -> None:
+    """The link after it was taken for a part of the code once, and led nowhere."""
+    text = "See `judge my\nkernels` and [it](../README.md).\n"
+    assert pages.linked("a.md", text) == text.replace("../", f"{pages.REPOSITORY}/blob/main/")
+
+
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
     style = (DOCS / "stylesheets" / "extra.css").read_text(encoding="utf-8")
     for uri, kind in hooks.WIDE.items():
