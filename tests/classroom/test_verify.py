@@ -1,10 +1,9 @@
-"""`evictionary verify`: right code passes, and each exploit of tests/exploits.toml is caught and named."""
+"""`evictionary verify`: right code passes, and each exploit of `conformance` is caught and named."""
 
 import json
 import re
 import subprocess
 import sys
-import tomllib
 from contextlib import ExitStack
 from fractions import Fraction
 from functools import cache
@@ -18,6 +17,7 @@ from sampling import sampled
 from tools.commands import as_json, failed, invoke
 from tools.grader import SOLUTION, bundled, text_of, written
 
+from conformance.verifiers import BASES, EXPLOITS, source_of
 from evictionary.classroom import grading, verifier
 from evictionary.classroom.child import Child
 from evictionary.reference import momentkv as moments
@@ -25,8 +25,6 @@ from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import oracle
 
 ROOT = Path(__file__).parents[2]
-EXPLOITS: dict[str, dict[str, Any]] = tomllib.loads(text_of(ROOT / "tests" / "exploits.toml"))
-BASES = EXPLOITS.pop("base") | {"numpy": SOLUTION}
 # Few and short inputs, for there are many exploits.
 SETTINGS: dict[str, Any] = {"seed": 1, "examples": 3, "seconds": 4, "domain": Domain(max_length=129)}
 
@@ -35,19 +33,11 @@ def verified(source: str, method: str = "keydiff.score", **settings: Any) -> dic
     return verifier.verify(source.encode(), method.split(".")[0], (method,), **SETTINGS | settings)
 
 
-def source_of(exploit: dict[str, Any]) -> str:
-    """The file of an exploit: what stands above the right file, that file, and what stands below it."""
-    stem, name = exploit.get("method", "keydiff.score").split(".")
-    base = BASES[exploit.get("base", "numpy")] if stem == "keydiff" else bundled(stem)
-    below = f"\n\nimport numpy as np\n\nright = {name}\n{exploit.get('after', '')}\n"
-    text = f"{exploit.get('before', '')}\n{base}{below}"
-    return text.replace("AT_FIRST", str(calls_at_first())) if "AT_FIRST" in text else text
-
-
 def judged(exploit: dict[str, Any]) -> dict[str, Any]:
     """What becomes of an exploit; one that is `long` is asked for long inputs too."""
     settings = {"domain": Domain()} if exploit.get("long") else {}
-    return verified(source_of(exploit), exploit.get("method", "keydiff.score"), **settings)
+    calls = calls_at_first() if "AT_FIRST" in str(exploit) else 0
+    return verified(source_of(exploit, calls), exploit.get("method", "keydiff.score"), **settings)
 
 
 @cache

@@ -1,0 +1,229 @@
+"""Wrong answers in front of two benchmarks of generated kernels: `python -m conformance.verifiers` writes
+verifiers.json, which docs/verify.md shows.
+
+The tasks are those that `evictionary tasks` writes. An answer is a planted mistake of a task's function, a
+right variant, or an exploit of exploits.toml. The benchmarks' own functions compare it with the reference at
+their own settings, on a CPU. KernelBench draws five inputs and allows 1e-4, absolute and relative together;
+its static checker reads the file of an exploit first. FlashInfer-Bench draws three inputs and allows an error
+of 1e-2, absolute or relative. What they say of time is not asked. What `evictionary verify` says is in the
+tests.
+"""
+
+import contextlib
+import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import tomllib
+import traceback
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import typer
+
+from conformance.borrowed import FETCHED, folder_of, take
+from conformance.wild import ROOT, Source, bring
+from evictionary.classroom import bundle
+from evictionary.classroom.tasks import SIZES, kernelbench, tasks
+from evictionary.spec_tests.judge.implementation import contract_functions
+from evictionary.spec_tests.proof.planted import load_controls, load_mutants
+from evictionary.store import put
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "verifiers.json"
+EXPLOITS: dict[str, dict[str, Any]] = tomllib.loads((HERE / "exploits.toml").read_text(encoding="utf-8"))
+# Right files; docs/classroom/transcript.md shows the steps to the first.
+RIGHT = ROOT / "docs" / "classroom" / "transcript" / "3_right.py"
+BASES = EXPLOITS.pop("base") | {"numpy": RIGHT.read_text(encoding="utf-8")}
+SECONDS, BYTES = 60, 16 * 2**30  # for an exploit that hangs, or takes all memory
+KERNELBENCH = Source(
+    name="kernelbench",
+    title="KernelBench",
+    url="https://github.com/ScalingIntelligence/KernelBench",
+    licence="MIT",
+    commit="423217d9fda91e0c2d67e4a43bf62f96f6d104f1",
+    files={
+        "src/kernelbench/eval.py": "b42ce1268ec64ee7274db307ab98945c1e868792b54689554014b28c41787ee6",
+        "src/kernelbench/kernel_static_checker.py": (
+            "2fcfd82082d36d49ce00e26d78d43847f090d699eb5ddc8db7afe1acb9646565"
+        ),
+    },
+    methods={},
+)
+PACKAGES = (
+    "flashinfer-bench==0.1.2", "docstring-parser", "pydantic", "pydantic-core", "annotated-types",
+    "typing-inspection", "apache-tvm-ffi",
+)  # fmt: skip
+INSTALLED = FETCHED / "flashinfer_bench"
+
+Answer = Callable[..., torch.Tensor]
+
+
+def fetch() -> None:
+    """Bring both benchmarks, once, below build/wild."""
+    given = os.environ.get("WILD_KERNELBENCH")
+    bring(KERNELBENCH, Path(given) if given else None)
+    if not INSTALLED.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(INSTALLED)]
+        subprocess.run([*pip, *PACKAGES], check=True)
+
+
+@cache
+def _kernelbench() -> SimpleNamespace:
+    """KernelBench's functions; as a package they import clients of services."""
+    from pydantic import BaseModel
+
+    names = (
+        "KernelExecResult", "_process_input_tensor", "get_error_name", "get_tolerance_for_precision",
+        "register_and_format_exception", "run_and_check_correctness", "set_seed",
+    )  # fmt: skip
+    given = {"BaseModel": BaseModel, "traceback": traceback}
+    return take("kernelbench", "src/kernelbench/eval.py", *names, **given)
+
+
+def by_kernelbench(task: dict[str, Any], problem: dict[str, Any], answer: Answer) -> bool:
+    """What KernelBench's `run_and_check_correctness` says, in float32."""
+    new = type("ModelNew", (torch.nn.Module,), {"forward": lambda self, *given: answer(*given)})()
+    check = _kernelbench().run_and_check_correctness
+    cpu = torch.device("cpu")
+    return bool(check(problem["Model"](), new, problem["get_inputs"], {}, 5, device=cpu).correctness)
+
+
+def by_flashinfer(task: dict[str, Any], problem: dict[str, Any], answer: Answer) -> bool:
+    """What FlashInfer-Bench's `DefaultEvaluator` says; numbers such as a budget are those of KernelBench's
+    file.
+    """
+    from flashinfer_bench.bench.config import BenchmarkConfig
+    from flashinfer_bench.bench.evaluators.default import DefaultEvaluator
+    from flashinfer_bench.compile.runnable import Runnable, RunnableMetadata
+    from flashinfer_bench.data import Definition, Workload
+
+    given = zip(task["inputs"], problem["get_inputs"](), strict=True)
+    inputs = {
+        name: {"type": "random"} if isinstance(value, torch.Tensor) else {"type": "scalar", "value": value}
+        for name, value in given
+    }
+    axes = {name: SIZES[name] for name, axis in task["axes"].items() if axis["type"] == "var"}
+    workload = Workload.model_validate({"uuid": "one", "axes": axes, "inputs": inputs})
+    definition, settings = Definition.model_validate(task), BenchmarkConfig(profile_baseline=False)
+    right = DefaultEvaluator.build_baseline(definition, workload, settings, "cpu")
+    about = RunnableMetadata(
+        build_type="python", definition_name="d", solution_name="s", destination_passing_style=False
+    )
+    runnable = Runnable(answer, about)
+    _, wrong = DefaultEvaluator.check_correctness(
+        definition, runnable, right.inputs, right.outputs, settings, "", "cpu"
+    )
+    return wrong is None
+
+
+BENCHMARKS = {"KernelBench": by_kernelbench, "FlashInfer-Bench": by_flashinfer}
+
+
+def accepted(task: dict[str, Any], answer: Answer) -> list[str]:
+    """The benchmarks that take an answer for correct."""
+    problem: dict[str, Any] = {}
+    exec(kernelbench(task), problem)
+    with (
+        patch("torch.cuda.synchronize"),
+        open(os.devnull, "w") as silent,
+        contextlib.redirect_stdout(silent),
+        contextlib.redirect_stderr(silent),
+    ):
+        return [name for name, says in BENCHMARKS.items() if says(task, problem, answer)]
+
+
+def answer_of(function: Callable[..., Any], library: str, task: dict[str, Any]) -> Answer:
+    """A function of NumPy arrays or torch tensors as one of tensors; numbers are given by name."""
+
+    def answer(*given: Any) -> torch.Tensor:
+        arrays = [each for each in given if isinstance(each, torch.Tensor)]
+        pairs = zip(task["inputs"], given, strict=True)
+        named = {name: each for name, each in pairs if not isinstance(each, torch.Tensor)}
+        if library == "torch":
+            found = function(*arrays, **named)
+        else:
+            numbers = function(*(each.double().numpy() for each in arrays), **named)
+            found = torch.from_numpy(np.ascontiguousarray(numbers))
+        return found.float() if found.is_floating_point() else found
+
+    return answer
+
+
+def source_of(exploit: dict[str, Any], calls: int = 5) -> str:
+    """The file of an exploit: what stands above the right file, that file, and what stands below it. One
+    that waits for so many calls counts `calls`.
+    """
+    stem, name = exploit.get("method", "keydiff.score").split(".")
+    base = BASES[exploit.get("base", "numpy")] if stem == "keydiff" else bundle.bundled(stem)
+    below = f"\n\nimport numpy as np\n\nright = {name}\n{exploit.get('after', '')}\n"
+    return f"{exploit.get('before', '')}\n{base}{below}".replace("AT_FIRST", str(calls))
+
+
+def _judge_exploit(exploit: dict[str, Any], task: dict[str, Any], file: Path) -> None:
+    """Write down who accepts an exploit; nothing is written where it ends the process."""
+    resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+    sys.path.append(str(INSTALLED))
+    text, scope, checker = source_of(exploit), dict[str, Any](__name__="answer"), dict[str, Any]()
+    exec(compile(text, "answer.py", "exec"), scope)
+    found = accepted(task, answer_of(scope["score"], exploit.get("base", "numpy"), task))
+    path = folder_of("kernelbench") / "src/kernelbench/kernel_static_checker.py"
+    exec(path.read_text(encoding="utf-8"), checker)
+    if not checker["validate_kernel_static"](text, backend="", precision="fp32")[0]:
+        found = [name for name in found if name != "KernelBench"]
+    put(file, json.dumps(found))
+
+
+def of_exploits(task: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Who accepts each exploit of keydiff.score, each in a process of its own."""
+    start = multiprocessing.get_context("forkserver")
+    start.set_forkserver_preload(["conformance.verifiers"])
+    with tempfile.TemporaryDirectory() as folder:
+        for number, (name, exploit) in enumerate(EXPLOITS.items()):
+            if "method" not in exploit:
+                file = Path(folder) / f"{number}.json"
+                process = start.Process(target=_judge_exploit, args=(exploit, task, file))
+                process.start()
+                process.join(SECONDS)
+                process.kill()
+                yield name, json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def of_functions(answers: dict[str, Any], of: dict[str, dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """Who accepts planted mistakes or right variants."""
+    for name, each in answers.items():
+        if each.of in of:
+            task = of[each.of]
+            yield name, accepted(task, answer_of(each.function, each.array_library, task))
+
+
+def main() -> None:
+    """Ask both benchmarks of every answer."""
+    fetch()
+    sys.path.append(str(INSTALLED))
+    of = {task["name"].removeprefix("evictionary_"): task for task in tasks()}
+    of = {path: of[path.replace(".", "_")] for path in contract_functions() if path.replace(".", "_") in of}
+    variants = {name: each for name, each in load_controls().items() if "float32" in each.dtypes}
+    found: dict[str, Any] = {"exploits": {}, "mistakes": {}, "right variants": {}}
+    for kind, rows in (
+        ("right variants", of_functions(variants, of)),
+        ("exploits", of_exploits(of["keydiff.score"])),
+        ("mistakes", of_functions(load_mutants(), of)),
+    ):
+        for name, names in rows:
+            found[kind][name] = names
+            print(f"{kind}: {name}: {', '.join(names) or 'refused by both'}", file=sys.stderr, flush=True)
+            put(RESULTS, json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
