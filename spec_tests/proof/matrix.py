@@ -8,6 +8,7 @@ a kill and is counted apart.
 import argparse
 import functools
 import json
+import math
 import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -73,10 +74,11 @@ def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
     implementation.domain |= Domain.read({"head_dim": (head_dim,)})
     laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
     own = [law for law in laws if law.requirement.id == mutant.killed_by]
-    crash = False
-    # A mistake that few inputs show gets a longer look before it counts as alive.
-    for law, more in [*((law, 1) for law in laws), *((law, 4) for law in own)]:
-        word, _ = outcome(law, implementation, max_examples=more * max_examples)
+    others, crash = [law for law in laws if law not in own], False
+    # Most mistakes show in few inputs. One that does not gets a longer look before it counts as alive.
+    looks = [(law, more) for some in (own, others) for more in (0.25, 1) for law in some]
+    for law, more in looks + [(law, 4) for law in own]:
+        word, _ = outcome(law, implementation, max_examples=math.ceil(more * max_examples))
         if word == "killed":
             return "own" if law in own else "another"
         crash |= word == "crashed"
