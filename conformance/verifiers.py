@@ -20,6 +20,7 @@ import tomllib
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +35,11 @@ from conformance.borrowed import FETCHED, folder_of, take
 from conformance.wild import ROOT, Source, bring
 from evictionary.classroom import bundle
 from evictionary.classroom.tasks import SIZES, kernelbench, tasks
+from evictionary.spec_tests.judge.degenerate import MATHEMATICS
 from evictionary.spec_tests.judge.implementation import contract_functions
-from evictionary.spec_tests.judge.outcome import TimedOut, time_limit
-from evictionary.spec_tests.proof.planted import load_controls, load_mutants
+from evictionary.spec_tests.judge.outcome import TimedOut, outcome, time_limit
+from evictionary.spec_tests.proof.matrix import laws_for
+from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
 from evictionary.store import put
 
 HERE = Path(__file__).parent
@@ -207,6 +210,12 @@ def of_functions(answers: dict[str, Any], of: dict[str, dict[str, Any]]) -> Iter
                 yield name, accepted(task, answer_of(each.function, each.array_library, task))
 
 
+def is_shown_by_mathematics(mutant: Mutant) -> bool:
+    """Whether a law of mathematics kills a mistake: of bad input and of degenerate input nobody asks here."""
+    own = (law for law in laws_for(mutant, mutant.killed_by) if law.kind == MATHEMATICS)
+    return any(outcome(law, mutant.implementation())[0] == "killed" for law in own)
+
+
 def main() -> None:
     """Ask both benchmarks of every answer."""
     fetch()
@@ -218,11 +227,20 @@ def main() -> None:
         for name, each in load_controls().items()
         if each.max_length is None and "float32" in each.dtypes
     }
-    found: dict[str, Any] = {"exploits": {}, "mistakes": {}, "right variants": {}}
+    mistakes = {
+        name: each for name, each in load_mutants().items() if each.of in of and is_shown_by_mathematics(each)
+    }
+    versions = {
+        "KernelBench": KERNELBENCH.commit,
+        "FlashInfer-Bench": PACKAGES[0].partition("==")[2],
+        "torch": torch.__version__,
+    }
+    found: dict[str, Any] = {"versions": versions, "date": datetime.now(UTC).date().isoformat()}
+    found |= {"exploits": {}, "mistakes": {}, "right variants": {}}
     for kind, rows in (
         ("right variants", of_functions(variants, of)),
         ("exploits", of_exploits(of["keydiff.score"])),
-        ("mistakes", of_functions(load_mutants(), of)),
+        ("mistakes", of_functions(mistakes, of)),
     ):
         for name, names in rows:
             found[kind][name] = names

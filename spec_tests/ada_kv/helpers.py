@@ -29,8 +29,10 @@ def as_good(kept, expected, scores, protected, what):
     each head its protected tokens and its own best.
     """
     require_mask(kept, scores.shape, what)
-    rows = (np.sort(np.where(mask, scores, -np.inf).reshape(len(scores), -1)) for mask in (kept, expected))
-    equal(*rows, what)
+    got, wanted = (
+        np.sort(np.where(mask, scores, -np.inf).reshape(len(scores), -1)) for mask in (kept, expected)
+    )
+    equal(got, wanted, what)
     for head in np.ndindex(scores.shape[:2]):
         count = int(kept[head].sum())
         selects(kept[head], scores[head], count, protected=protected[head], what=f"head {head}")

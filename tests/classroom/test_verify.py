@@ -17,12 +17,13 @@ from sampling import sampled
 from tools.commands import as_json, failed, invoke
 from tools.grader import SOLUTION, bundled, text_of, written
 
-from conformance.verifiers import BASES, EXPLOITS, source_of
+from conformance.verifiers import BASES, BENCHMARKS, EXPLOITS, RESULTS, source_of
 from evictionary.classroom import grading, verifier
 from evictionary.classroom.child import Child
 from evictionary.reference import momentkv as moments
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.proof.planted import load_mutants
 
 ROOT = Path(__file__).parents[2]
 # Few and short inputs, for there are many exploits.
@@ -143,15 +144,21 @@ def test_what_cannot_be_verified_is_a_usage_error(
     assert told in failed("verify", *words, code=2)
 
 
-def test_the_page_lists_every_exploit() -> None:
-    rows = [f"| {name} | {each['does']} | {each['named']} |" for name, each in EXPLOITS.items()]
-    page = text_of(ROOT / "docs" / "verify.md")
-    assert [
-        line
-        for line in page.splitlines()
-        if re.match(r"\| [^|]+ \| [^|]+ \| (laws|no answer|tried|remembered|time|later) \|", line)
-    ] == rows
+def test_the_page_lists_every_exploit_and_what_two_benchmarks_say() -> None:
+    page, said = text_of(ROOT / "docs" / "verify.md"), json.loads(text_of(RESULTS))
+    taken = {name: ", ".join(each[0] for each in found) or "-" for name, found in said["exploits"].items()}
+    rows = [
+        f"| {name} | {each['does']} | {each['named']} | {taken.get(name, 'not asked')} |"
+        for name, each in EXPLOITS.items()
+    ]
+    assert re.findall(r"(?m)^\| .* \| (?:laws|no answer|tried|remembered|time|later) \| .* \|$", page) == rows
     assert f"{len(rows)} exploits" in page
+    for kind in ("mistakes", "right variants"):
+        found = said[kind].values()
+        counts = [sum(name in each for each in found) for name in BENCHMARKS]
+        assert f" | {len(found)} | {counts[0]} | {counts[1]} | " in page
+    sized = sum(bool(load_mutants()[name].above) for name in said["mistakes"])
+    assert f"{sized} of them begin at a size" in page
 
 
 @pytest.mark.parametrize("form", ["flashinfer-bench", "kernelbench"])
