@@ -102,11 +102,11 @@ def test_redundancy_is_the_softmax_of_the_column_means(impl, case):
 @law("RK-3", of=REDUNDANCY)
 def test_the_latest_of_three_copies_is_the_least_redundant(impl):
     """Of three equal keys each row forgives the latest of the others: the column means are 2/3, 1/3 and 0,
-    the row means equal.
+    the row means equal. The first batch item has two copies alone.
     """
     powers = np.exp(np.array([2, 1, 0]) / 3)
-    keys = np.array([[[[2.0, 0], [2, 0], [2, 0]]]])
-    agrees(impl, REDUNDANCY, keys, expected=(powers / powers.sum())[None, None])
+    keys = np.array([[[[4.0, 0], [0, 1], [4, 0]]], [[[2, 0], [2, 0], [2, 0]]]])
+    agrees(impl, REDUNDANCY, keys, expected=np.array([[[1 / 3] * 3], [powers / powers.sum()]]))
 
 
 @law("RK-3", of=REDUNDANCY)
