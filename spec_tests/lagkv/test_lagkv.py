@@ -198,6 +198,18 @@ def test_the_score_where_a_range_is_missing(impl, case):
     check_loops(impl, case)
 
 
+@law("LK-9", of=SCORE, kind="edge")
+def test_a_channel_without_a_range_counts_as_zero(impl):
+    """The third channel is 5 in the whole next partition, and 7 here: the tokens are (0, 1, 0) and (0, 0, 0),
+    of deviations 1/sqrt(3) and 0.
+    """
+    keys = np.array([[[[0.0, 1, 7], [0, 0, 7]]]])
+    following = np.array([[[[0.0, 0, 5], [1, 1, 5]]]])
+    weight = math.exp(1 / math.sqrt(3))
+    expected = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
+    agrees(impl, SCORE, keys, np.zeros_like(keys), following, np.zeros_like(keys), expected=expected)
+
+
 @law("LK-10", of=SCORE)
 def test_the_deviation_is_that_of_a_sample(impl):
     """Two channels at 0 and 1 deviate by 1/sqrt(2) (ddof=1), not by 1/2; the softmax has no temperature."""

@@ -144,6 +144,15 @@ def test_the_mass_is_between_its_bounds(impl, case, scale):
 
 
 @law("MB-3", of=MASS)
+def test_no_token_has_no_mass(impl):
+    """Where nothing was evicted both bounds are -infinity: a mass of 0."""
+    keys = np.zeros((1, 1, 2, 1))
+    nothing = momentkv.no_moments(keys, keys), momentkv_bounded.no_bounds(keys, keys)
+    for bound in impl.momentkv_bounded.log_partition_bounds(np.ones((1, 1, 1)), *nothing):
+        equal(bound, np.full((1, 1), -np.inf), "a bound of the mass of no token")
+
+
+@law("MB-3", of=MASS)
 def test_two_ends_of_the_range_are_the_chord_itself(impl):
     """Keys 0, 0, 0, 2: the upper bound is log(3 + e^2) itself, the lower one log 4 + 1/2. No key: -inf.
     One key 2: both are 2.
@@ -208,6 +217,15 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
     truth = attention(query, keys, values, everything(keys))[0]
     what = "the bounded estimate is farther from f_E than MomentKV's"
     no_farther(impl, ESTIMATE, query, *bounds, other=paper, truth=truth, values=values, what=what)
+
+
+@law("MB-5", of=ESTIMATE)
+def test_no_estimate_lies_beyond_all_values(impl):
+    """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 5, and the largest value is 2."""
+    keys, values = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]])
+    gone, query = np.ones((1, 1, 2), dtype=bool), np.full((1, 1, 1), 4.0)
+    given = moments_of(keys, values, gone), bounds_of(keys, values, gone)
+    lies(impl, impl.momentkv_bounded.bounded_evicted(query, *given), between=(0, 2), what="the estimate")
 
 
 @law("MB-6", of=ATTEND, case=short_cases, seed=seeds(), shift=shifts, scale=scales)

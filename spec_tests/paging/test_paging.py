@@ -243,6 +243,13 @@ def test_a_layer_gives_alone_what_it_gives_beside_others(impl, case, seed):
     check_alone(impl, case, seed, 1)
 
 
+@law("PAGE-7", of=COMPACT, case=CASES, seed=seeds())
+def test_sequences_without_tokens_have_no_page_to_free(impl, case, seed):
+    """Where no head holds a token, nothing is freed and nothing moves."""
+    paged, kept = drawn(case, seed)
+    check_freed(impl, paged._replace(lengths=np.zeros_like(paged.lengths)), kept)
+
+
 @law("PAGE-9", of=COMPACT, case=CASES, seed=seeds())
 def test_twice_is_once(impl, case, seed):
     """Compacted again with every token kept, a cache has the same tokens and frees no page."""
