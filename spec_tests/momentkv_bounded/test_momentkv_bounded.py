@@ -221,7 +221,7 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
 
 @law("MB-5", of=ESTIMATE)
 def test_no_estimate_lies_beyond_all_values(impl):
-    """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 5, and the largest value is 2."""
+    """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 5; the largest value is 2."""
     keys, values = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]])
     gone, query = np.ones((1, 1, 2), dtype=bool), np.full((1, 1, 1), 4.0)
     given = moments_of(keys, values, gone), bounds_of(keys, values, gone)
