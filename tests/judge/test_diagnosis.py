@@ -14,7 +14,9 @@ from evictionary.spec_tests.proof.planted import Implementation, Mutant, load_co
 from evictionary.spec_tests.verdict.diagnosis import misconceptions, sign
 
 LAGKV = sorted(
-    name for name, law in load_laws().items() if law.functions == ("lagkv.score",) and law.kind != "refusal"
+    name
+    for name, law in load_laws().items()
+    if law.functions == ("lagkv.score",) and law.kind == "mathematics"
 )
 
 
