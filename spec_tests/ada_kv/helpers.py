@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.judge.compare import equal, require_mask, selects
+from evictionary.spec_tests.shared.helpers import sorted_choice
 
 
 def without(path: str, argument: str) -> Callable[[Any], str]:
@@ -36,6 +37,17 @@ def as_good(kept, expected, scores, protected, what):
     for head in np.ndindex(scores.shape[:2]):
         count = int(kept[head].sum())
         selects(kept[head], scores[head], count, protected=protected[head], what=f"head {head}")
+
+
+def shared_by_sorting(scores, budget, percent, protected):
+    """What stable sorts keep of scores [1, H, T] whose heads have as many protected tokens: each head's own,
+    then the layer's best.
+    """
+    taken = int(protected[0, 0].sum())
+    own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
+    layer = (1, scores[0].size)
+    kept = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer))
+    return kept.reshape(scores.shape)
 
 
 def shared_by_hand(scores, budget, ratio, protected):

@@ -5,9 +5,8 @@ import itertools
 import numpy as np
 from hypothesis import strategies as st
 
-from evictionary.spec_tests.ada_kv.helpers import as_good, shared_by_hand, without
+from evictionary.spec_tests.ada_kv.helpers import as_good, shared_by_hand, shared_by_sorting, without
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import sorted_choice
 
 SELECT = "ada_kv.select"
 LAYERS = st.builds(
@@ -146,13 +145,19 @@ def test_a_long_layer_is_shared_out_as_by_a_stable_sort(impl, case, percent):
     scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0] + 0.5], axis=1))
     budget = min(2048, case.length // 2)
     nothing = np.zeros(scores.shape, dtype=bool)
-    own = sorted_choice(scores, percent * budget // 100, nothing)
-    layer = (1, scores[0].size)
-    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(
-        scores.shape
-    )
+    expected = shared_by_sorting(scores, budget, percent, nothing)
     got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
     as_good(got, expected, scores, nothing, "a long layer keeps tokens of other scores than by a sort")
+
+
+@law("AD-1", of=SELECT, kind="edge", examples=2, case=long_rows(("ties", "one_bin")), percent=hundredths)
+def test_of_equal_scores_of_a_long_layer_the_lower_head_then_position_stays(impl, case, percent):
+    """Of a layer of up to 262,144 tokens, many of which tie, exactly those stay that a stable sort keeps."""
+    scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0]], axis=1))
+    budget = min(2048, case.length // 2)
+    expected = shared_by_sorting(scores, budget, percent, np.zeros(scores.shape, dtype=bool))
+    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
+    equal(kept, expected, "a tie of a long layer went elsewhere")
 
 
 @law(
@@ -241,10 +246,6 @@ def test_protected_tokens_of_a_long_layer_are_kept_first(impl, case, seed, perce
     np.put_along_axis(protected, places, True, axis=-1)
     taken = int(protected[0, 0].sum())
     budget = taken + min(2048, (case.length - taken) // 2)
-    own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
-    layer = (1, scores[0].size)
-    expected = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(
-        scores.shape
-    )
+    expected = shared_by_sorting(scores, budget, percent, protected)
     got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
     as_good(got, expected, scores, protected, "a long layer keeps tokens of other scores than by a sort")
