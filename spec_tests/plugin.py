@@ -389,9 +389,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    found = config.stash.get(verdict.FOUND, None)
-    if found is None:
+    if config.option.collectonly:
         return
+    found = config.stash[verdict.FOUND]
     if config.getoption("--brief"):
         found.write_summary(terminalreporter)
     else:
