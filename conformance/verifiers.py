@@ -204,10 +204,9 @@ def of_exploits(task: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 def of_functions(answers: dict[str, Any], of: dict[str, dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """Who accepts planted mistakes or right variants."""
     for name, each in answers.items():
-        if each.of in of:
-            task = of[each.of]
-            with suppress(TimedOut), time_limit(SECONDS):  # some are plain loops
-                yield name, accepted(task, answer_of(each.function, each.array_library, task))
+        task = of[each.of]
+        with suppress(TimedOut), time_limit(SECONDS):  # some are plain loops
+            yield name, accepted(task, answer_of(each.function, each.array_library, task))
 
 
 def is_shown_by_mathematics(mutant: Mutant) -> bool:
@@ -220,12 +219,13 @@ def main() -> None:
     """Ask both benchmarks of every answer."""
     fetch()
     sys.path.append(str(INSTALLED))
-    of = {task["name"].removeprefix("evictionary_"): task for task in tasks()}
-    of = {path: of[path.replace(".", "_")] for path in contract_functions() if path.replace(".", "_") in of}
+    named = {task["name"]: task for task in tasks()}
+    names = {path: f"evictionary_{path.replace('.', '_')}" for path in contract_functions()}
+    of = {path: named[name] for path, name in names.items() if name in named}
     variants = {
         name: each
         for name, each in load_controls().items()
-        if each.max_length is None and "float32" in each.dtypes
+        if each.of in of and each.max_length is None and "float32" in each.dtypes
     }
     mistakes = {
         name: each for name, each in load_mutants().items() if each.of in of and is_shown_by_mathematics(each)
@@ -242,9 +242,11 @@ def main() -> None:
         ("exploits", of_exploits(of["keydiff.score"])),
         ("mistakes", of_functions(mistakes, of)),
     ):
-        for name, names in rows:
-            found[kind][name] = names
-            print(f"{kind}: {name}: {', '.join(names) or 'refused by both'}", file=sys.stderr, flush=True)
+        for name, benchmarks in rows:
+            found[kind][name] = benchmarks
+            print(
+                f"{kind}: {name}: {', '.join(benchmarks) or 'refused by both'}", file=sys.stderr, flush=True
+            )
             put(RESULTS, json.dumps(found, indent=1) + "\n")
 
 
