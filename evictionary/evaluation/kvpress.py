@@ -28,13 +28,11 @@ from kvpress.utils import get_prerope_query_states
 from transformers.models.llama.modeling_llama import rotate_half
 
 from evictionary.errors import UsageError, require
+from evictionary.methods import catalogue
 from evictionary.methods.method import Request
 from evictionary.methods.resolve import resolve
 
-GIVEN = frozenset(
-    {"keys", "values", "queries", "query", "hidden_states", "w_o", "positions", "length", "layer_index"}
-    | {"num_layers", "budget", "compression_ratio", "keep_ratio", "generator"}
-)
+GIVEN = catalogue.SHARED.keys() - catalogue.REPLAYED - {"moments"}
 """The inputs that a press has; calibrations and a second reading of the prompt are none of them."""
 
 
@@ -83,9 +81,33 @@ class MethodPress(BasePress):
         kept = self.chosen.kept(states, request)
         counts = kept.sum(dim=-1)
         if counts.min() != counts.max():
+            require(
+                module.config._attn_implementation != "eager",
+                f"method: got {self.method!r}, whose heads keep different numbers of tokens, with eager "
+                "attention, which kvpress does not mask; wanted another attention of the model",
+            )
             module.masked_key_indices = (~kept).nonzero(as_tuple=True)
             return keys, values
         return tuple(each[kept].view(*kept.shape[:2], -1, each.shape[-1]) for each in (keys, values))
+
+
+def layer(num_heads: int, num_kv_heads: int, head_dim: int, **config: Any) -> SimpleNamespace:
+    """What a press reads of an attention layer, whose query projection is the identity."""
+    sizes = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads, "head_dim": head_dim}
+    return SimpleNamespace(
+        config=SimpleNamespace(**sizes, _attn_implementation="sdpa", **config),
+        layer_idx=0,
+        head_dim=head_dim,
+        num_key_value_groups=num_heads // num_kv_heads,
+        q_proj=torch.nn.Identity(),
+    )
+
+
+def unturned(queries: torch.Tensor) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
+    """Queries [B, H_q, M, D] after RoPE as the hidden states of a `layer`, and cos and sin of no turn."""
+    batch, _, count, channels = queries.shape
+    still = queries.new_ones(batch, count, channels), queries.new_zeros(batch, count, channels)
+    return queries.transpose(1, 2).flatten(2), still
 
 
 def score_of(press: Any, queries: Any, keys: Any, values: Any) -> torch.Tensor:
@@ -97,18 +119,10 @@ def score_of(press: Any, queries: Any, keys: Any, values: Any) -> torch.Tensor:
     of a layer.
     """
     queries, keys, values = (torch.as_tensor(each) for each in (queries, keys, values))
-    batch, heads, length, channels = queries.shape
-    config = SimpleNamespace(
-        num_attention_heads=heads, num_key_value_heads=keys.shape[1], head_dim=channels
-    )  # fmt: skip
-    layer = SimpleNamespace(
-        config=config, layer_idx=0, head_dim=channels, num_key_value_groups=heads // keys.shape[1],
-        q_proj=torch.nn.Identity(),
-    )  # fmt: skip
-    still = queries.new_ones(batch, length, channels), queries.new_zeros(batch, length, channels)
-    hidden = queries.transpose(1, 2).flatten(2)
+    module = layer(queries.shape[1], keys.shape[1], queries.shape[3])
+    hidden, turns = unturned(queries)
     try:
-        return press.score(layer, hidden, keys, values, None, {"position_embeddings": still})
+        return press.score(module, hidden, keys, values, None, {"position_embeddings": turns})
     except (AttributeError, NotImplementedError) as error:
         told = f"press: got {type(press).__name__}, wanted one that reads queries, keys and values alone"
         raise UsageError(f"{told}: {error}") from error

@@ -43,10 +43,8 @@ def bridge(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("evictionary.evaluation.kvpress")
 
 
-def layer() -> Any:
-    return SimpleNamespace(
-        layer_idx=0, config=SimpleNamespace(num_hidden_layers=2), q_proj=torch.nn.Identity()
-    )
+def layer(bridge: Any) -> Any:
+    return bridge.layer(H_Q, H_KV, D, num_hidden_layers=2)
 
 
 def compressed(bridge: Any, module: Any, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,17 +61,19 @@ def compressed(bridge: Any, module: Any, *arguments: Any) -> tuple[torch.Tensor,
 )
 def test_a_press_keeps_what_the_method_keeps(bridge: Any, arguments: Any, scores: Any) -> None:
     kept = selection.top_k(scores(), T // 2)
-    for got, whole in zip(compressed(bridge, layer(), *arguments), (KEYS, VALUES), strict=True):
+    for got, whole in zip(compressed(bridge, layer(bridge), *arguments), (KEYS, VALUES), strict=True):
         assert torch.equal(got, whole[kept].view(B, H_KV, T // 2, D))
 
 
 def test_heads_of_different_budgets_are_masked(bridge: Any) -> None:
-    module = layer()
+    module = layer(bridge)
     keys, _ = compressed(bridge, module, "keydiff+ada_kv", 0.5)
     kept = ada_kv.select(keydiff.score(KEYS), T // 2)
     assert keys is KEYS and kept.sum(-1).unique().numel() > 1
     kept[module.masked_key_indices] = True
     assert kept.all() and len(module.masked_key_indices[0]) == B * H_KV * T // 2
+    module.config._attn_implementation = "eager"
+    refused(lambda: compressed(bridge, module, "keydiff+ada_kv", 0.5), "eager attention", UsageError)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,9 @@ not see.
 import torch
 from kvpress import AdaKVPress
 
-from conformance.adapters.kvpress.given import Given, layer
+from conformance.adapters.kvpress.given import Given
 from conformance.borrowed import leave_out
+from evictionary.evaluation.kvpress import layer
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

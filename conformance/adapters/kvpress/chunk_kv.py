@@ -5,8 +5,9 @@ chunks.
 import torch
 from kvpress import ChunkKVPress
 
-from conformance.adapters.kvpress.given import Given, layer
+from conformance.adapters.kvpress.given import Given
 from conformance.borrowed import leave_out, mask, positions_as_values
+from evictionary.evaluation.kvpress import layer
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}

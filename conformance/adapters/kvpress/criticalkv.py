@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import torch
 from kvpress import CriticalKVPress
 
-from conformance.adapters.kvpress.given import Given, layer
+from conformance.adapters.kvpress.given import Given
 from conformance.borrowed import leave_out, leave_out_window
+from evictionary.evaluation.kvpress import layer
 from evictionary.reference import criticalkv as definition
 
 ARRAY_LIBRARY = "torch"

@@ -3,7 +3,7 @@
 import torch
 from kvpress import KVzipPress
 
-from conformance.adapters.kvpress.given import layer
+from evictionary.evaluation.kvpress import layer, unturned
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
@@ -11,14 +11,10 @@ DOMAIN = {"dtype": ("float32",)}
 
 def score(keys, replay_queries, replay_keys):
     batch, heads, length, head_dim = keys.shape
-    num_heads, replayed = replay_queries.shape[1:3]
     press = KVzipPress()
     press.context_length = press.end_idx = length
     press.score_val = torch.zeros(1, batch, heads, length)
-    hidden = replay_queries.transpose(1, 2).reshape(batch, replayed, -1)
-    no_turn = torch.ones(batch, replayed, head_dim), torch.zeros(batch, replayed, head_dim)
-    both = torch.cat([keys, replay_keys], dim=2)
-    press.score_kvzip(
-        layer(num_heads, heads, head_dim), hidden, both, both, None, {"position_embeddings": no_turn}
-    )
+    hidden, turns = unturned(replay_queries)
+    both, module = torch.cat([keys, replay_keys], dim=2), layer(replay_queries.shape[1], heads, head_dim)
+    press.score_kvzip(module, hidden, both, both, None, {"position_embeddings": turns})
     return press.score_val[0]

@@ -3,7 +3,7 @@
 import torch
 from kvpress import QFilterPress
 
-from conformance.adapters.kvpress.given import layer
+from evictionary.evaluation.kvpress import layer
 
 ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
