@@ -25,8 +25,9 @@ is each of its functions:
 
 `BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all
 keys of a prompt, `IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True`
-that its formula holds for logits without a cap alone, `WHOLE = True` that what it keeps stands for the
-evicted tokens too, so that no moments of these may be added.
+that its formula holds for logits without a cap alone, `SLOW = True` that one prompt takes a minute, so that
+the demo runs it only when asked, `WHOLE = True` that what it keeps stands for the evicted tokens too, so that
+no moments of these may be added.
 
 A state is a dict. An entry is a tensor whose first axis is the batch, or a list with an item for each row.
 The cache saves, copies and reorders the entries without reading them. Entries that are named after a field of

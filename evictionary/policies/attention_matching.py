@@ -9,6 +9,7 @@ from evictionary.optimized.cache import compress
 from evictionary.policies import Compression
 
 UNCAPPED = True  # AM-3 counts exponentials of logits without a cap
+SLOW = True  # it solves for as many numbers as are kept, in each head
 WHOLE = True  # AM-3 gives the mass of the evicted tokens to the kept ones
 
 
