@@ -96,3 +96,11 @@ def torch_sorted(queries, keys, *, budget):
     scores = torch_all_at_once(queries, keys)
     scores[..., max(0, keys.shape[2] - (budget + 1) // 2) :] = torch.inf
     return torch_top(scores, budget)
+
+
+@control(SELECT, array_library="torch", dtypes=ALL, edges=False)
+def torch_odd_token_to_the_heavy_hitters(queries, keys, *, budget):
+    """The recent half of an odd budget rounded down: the paper leaves it open."""
+    scores = torch_all_at_once(queries, keys)
+    scores[..., max(0, keys.shape[2] - budget // 2) :] = torch.inf
+    return torch_top(scores, budget)
