@@ -37,6 +37,7 @@ SOURCES = HERE / "sources.toml"
 RESULTS = HERE / "results.json"
 PAGE = ROOT / "docs" / "wild.md"
 FETCHED = ROOT / "build" / "wild"
+MLX = ROOT / "build" / "arrays" / "site-packages"
 # Of a failing law's report, what a reader of the page needs.
 SHOWN = ("the law", "smallest input", "an input", "what is wrong", "expected", "got", "misconception")
 JUDGES = ("hypothesis", "jsonschema", "platformdirs", "pytest", "pytest-xdist", "rich", "typer")
@@ -51,13 +52,14 @@ class Method:
     """One method of a source: what is called, what a reader should know, and why requirements do not hold.
 
     `chooses` has those that do not hold because the authors state another choice or another method; `fails`
-    has all others.
+    has all others, and `issues` a text for each that can be sent to the authors.
     """
 
     called: str
     note: str = ""
     fails: dict[str, str] = field(default_factory=dict)
     chooses: dict[str, str] = field(default_factory=dict)
+    issues: dict[str, str] = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -69,7 +71,8 @@ class Source:
     """Public code at one commit, or one version of a package; files maps the files that are used to their
     SHA-256.
 
-    An empty SHA-256 leaves it to git, whose commit names the contents.
+    An empty SHA-256 leaves it to git, whose commit names the contents. mlx: it runs with the MLX that
+    `make arrays` installs.
     """
 
     name: str
@@ -80,6 +83,7 @@ class Source:
     methods: dict[str, Method]
     commit: str = ""
     package: str = ""
+    mlx: bool = False
 
     def check(self, folder: Path) -> None:
         """Raise NotReached unless the files in this folder are those that are pinned."""
@@ -109,6 +113,7 @@ def bring(source: Source, given: Path | None = None) -> tuple[Path, Path]:
         folder = FETCHED / source.name
         if not all((folder / name).is_file() for name in source.files):
             _fetch(source, folder)
+    require(not source.mlx or MLX.exists(), "there is no MLX: `make arrays` installs it", NotReached)
     source.check(folder)
     return folder, python
 
@@ -169,7 +174,8 @@ def judge(
     """
     with tempfile.TemporaryDirectory() as report:
         command = [str(python), "-m", "evictionary", "judge", str(adapters / source.name), "--method", method]
-        environment = os.environ | {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": str(ROOT)}
+        paths = f"{ROOT}{os.pathsep}{MLX}" if source.mlx else str(ROOT)
+        environment = os.environ | {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": paths}
         try:
             done = subprocess.run(
                 [*command, "--profile", profile, "--report", report],
@@ -207,10 +213,13 @@ def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
     mathematics = [law for law in failing if law["kind"] == "mathematics"]
     kinds = {kind: verdict for kind, verdict in entry["kinds"].items() if kind != "refusal"}
     verdict = kinds.get("mathematics") or (entry["verdict"] if not laws else "edges alone")
+    reason = entry["reason"]
+    if not laws and entry["laws"]:  # refusals alone: all other laws draw inputs that the code does not take
+        verdict, reason = "not judged", "the code does not take the inputs of its laws"
     first = min(mathematics, key=lambda law: len(law["message"]), default=None)
     return {
         "verdict": verdict,
-        "reason": entry["reason"] if verdict not in ("pass", "fail") else "",
+        "reason": reason if verdict not in ("pass", "fail") else "",
         "laws": sum(law["kind"] == "mathematics" for law in laws),
         "failing": sorted(law["law"].partition("::")[2] for law in mathematics),
         "edges": sorted(law["law"].partition("::")[2] for law in failing if law["kind"] == "edge"),

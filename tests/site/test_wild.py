@@ -2,6 +2,7 @@
 itself alone. No network.
 """
 
+import ast
 import hashlib
 import json
 import re
@@ -66,9 +67,19 @@ def test_every_method_is_judged_and_every_fail_is_explained() -> None:
                 name for name, entry in found.get("requirements", {}).items() if entry["verdict"] == "fail"
             }, f"{source.name}/{method}"
             for why in said.reasons.values():
-                assert re.search(r"section \d|their settings", why) and re.search(r"\w+\.(py|cpp)", why), (
-                    "it names neither the paper nor the source"
-                )
+                assert re.search(r"section \d|their settings|released code", why) and re.search(
+                    r"\w+\.(py|cpp)", why
+                ), "it names neither the paper nor the source"
+
+
+def test_every_fail_has_an_issue_of_two_lines_of_code() -> None:
+    for source in SOURCES:
+        for method in source.methods.values():
+            assert set(method.issues) == set(method.fails)
+            for text in method.issues.values():
+                (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+                assert len(ast.parse(code).body) == 2
+                assert (source.commit[:7] or source.package.replace("==", " ")) in text
 
 
 def test_the_page_is_what_is_stored() -> None:
