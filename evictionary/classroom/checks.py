@@ -256,6 +256,15 @@ def _kernel(impl: Any, seed: int) -> None:
             )
 
 
+def _compiled(impl: Implementation, seed: int) -> None:
+    """The scores of compiled code, at sizes that fill no tile. A launch that is stopped raises, and
+    memory that nobody wrote is NaN.
+    """
+    for length, channels in ((37, 24), (5, 64)):
+        keys = np.random.default_rng(seed).standard_normal((2, 3, length, channels), dtype=np.float32)
+        agrees(impl, "keydiff.score", keys)
+
+
 MOST_SCORES = 2**18  # in the rows of a judge
 Row = tuple[np.ndarray, int, np.ndarray | None]
 
@@ -377,6 +386,14 @@ CHECKS: dict[str, Check | Callable[..., Check]] = {
         {"case": seeded_cases(groups=(1,)), "seed": seeds()},
     ),
     "sizes": _sizes,
+    "compiled": Check(
+        ("keydiff.score",),
+        "The kernel, as Triton compiles it for an H100, stays inside its tensors. No two programs race, and "
+        "the scores are right.",
+        _compiled,
+        {"seed": seeds()},
+        examples=1,
+    ),
     "scales": Check(
         ("keydiff.score",),
         "Keys of about 1e-20 and of about 1e20 score as their directions do.",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.classroom import sandbox, seccomp, worker
-from evictionary.spec_tests.judge import wire
+from evictionary.spec_tests.judge import compiled, wire
 from evictionary.spec_tests.judge.remote import Gone, Remote
 
 START_SECONDS = 120.0
@@ -121,6 +121,8 @@ class Child:
         self.site = str(Path(np.__file__).parents[1])
         self.setup = {"path": str(self.path), "stem": stem, "library": library, "device": device} | {
             "interpret": interpret,
+            "executor": compiled.__file__,
+            "triton": compiled.folder() if device == compiled.DEVICE else "",
             "confine": confine,
             "strict": strict,
             "site": self.site,

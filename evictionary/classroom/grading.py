@@ -29,6 +29,7 @@ from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
 from evictionary.errors import InstallError
+from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.degenerate import REFUSAL
 from evictionary.spec_tests.judge.implementation import Call, Implementation, oracle
 from evictionary.spec_tests.judge.law import Law, load_laws
@@ -238,7 +239,9 @@ class ByLaws(Run):
         self.explained, verdicts = explained, dict[str, str]()
         for step, line in zip(self.assignment.steps, result.lines, strict=True):
             missing = [name for name in step.needs if verdicts.get(name) != "passed"]
-            if missing:
+            if step.check == compiled.DEVICE and not compiled.folder():
+                line.verdict, line.reason = "blocked", NO_EXECUTOR
+            elif missing:
                 line.reason = f"needs {', '.join(missing)} first"
             elif not self.unloadable:
                 self.judge(step, line, result)
@@ -268,7 +271,7 @@ class ByLaws(Run):
             self.explained = True
             # In another child, because this takes more calls than judging; the verdict does not depend on
             # this child.
-            with contextlib.suppress(Exception, TimedOut), self.child(patience=3) as child:
+            with contextlib.suppress(Exception, TimedOut), self.child(3, **on_device(step)) as child:
                 self.explain(failing, self.implementation(child, step), line, step)
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
@@ -277,7 +280,7 @@ class ByLaws(Run):
         """
         line.verdict, failing, loaded = "failed", None, False
         try:
-            with self.child(patience=patience) as child:
+            with self.child(patience, **on_device(step)) as child:
                 loaded = True
                 result.walls = child.walls
                 implementation = self.implementation(child, step)
@@ -318,7 +321,8 @@ class ByLaws(Run):
         constants = {} if step.check == "constants" else self.constants
         for name in child.functions:
             setattr(module, name, _proxy(child, name, getattr(by_paper, name, None), constants))
-        judged = _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", "cpu", one.dtype)
+        device = on_device(step).get("device", "cpu")
+        judged = _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", device, one.dtype)
         judged.child, judged.calm = child, step.calm
         return judged
 
@@ -352,7 +356,7 @@ class ByLaws(Run):
         if law.kind == REFUSAL and isinstance(told, StudentError) and not matches:
             line.message += WANTED
         line.repro = report.repro(law, implementation) if implementation.calls else ""
-        if line.repro and self.assignment.interpret:
+        if line.repro and self.assignment.interpret and not on_device(step):
             line.repro = f'import os\nos.environ.setdefault("TRITON_INTERPRET", "1")\n{line.repro}'
         line.misconceptions = [match.misconception for match in matches]
 
@@ -366,6 +370,19 @@ class ByLaws(Run):
         except BaseException as error:
             return _told(error)
         return None
+
+
+NO_EXECUTOR = (
+    "this machine does not execute compiled kernels: `make build/compiled` in a clone, or the commands of "
+    "docs/compiled.md and EVICTIONARY_COMPILED=FOLDER"
+)
+
+
+def on_device(step: Step) -> dict[str, Any]:
+    """The settings of the process that a step is asked in: that of compiled code has no interpreter."""
+    # What Triton's compiler tries is not the student's doing.
+    is_compiled = step.check == compiled.DEVICE
+    return {"device": compiled.DEVICE, "interpret": False, "tried": set()} if is_compiled else {}
 
 
 def plain(message: str) -> str:

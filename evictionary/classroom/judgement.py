@@ -97,9 +97,10 @@ class Run:
             "library": one.library,
             "interpret": one.interpret,
             "limits": limits,
+            "tried": self.tried,
             **changes,
         }
-        return Child(self.path, one.stem, named=named(one.stem), tried=self.tried, **settings)
+        return Child(self.path, one.stem, named=named(one.stem), **settings)
 
     def seed(self, name: str) -> int:
         """The seed for one law or one purpose."""

@@ -21,8 +21,9 @@ _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 def confined(setup: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Put up all walls: which stand, and the list of what the code tries from now on."""
     site, folder = setup["site"], os.path.dirname(setup["path"])
-    needed = [sys.base_prefix, site, folder]
-    roots = [sys.base_prefix, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom", folder, site]
+    executor = [setup["triton"]] if setup["triton"] else []
+    needed = [sys.base_prefix, site, folder, *executor]
+    roots = [*needed, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"]
     readable = [
         kept
         for root in roots

@@ -292,6 +292,12 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
         return message, values
 
     setup, _ = request()
+    compiled = load(setup["executor"], "compiled") if setup["device"] == "compiled" else None
+    if compiled:
+        sys.path.insert(0, setup["triton"])
+        compiled.begin()
+        compiled.within_walls()
+        setup["device"] = "cuda"
     if setup["library"] == "torch":
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)
@@ -326,7 +332,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 alone = setup["interpret"] and not setup["strict"]
                 asked = kernels_alone(arguments[0])(function) if alone else function
                 owes_memory = message["call"] in setup["strict"] if setup["strict"] else None
+                if compiled:
+                    compiled.STOPPED.clear()
                 result = ask(asked, arguments, keywords, owes_memory)
+                if compiled and compiled.STOPPED:  # a fault that the file has caught
+                    raise compiled.STOPPED[0]
             reply({}, result)
         except wire.BadMessage as error:
             reply(
@@ -338,7 +348,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 }
             )
         except (Exception, SystemExit, KeyboardInterrupt) as error:
-            reply(describe(error, path))
+            told = describe(error, path)
+            if fault := compiled and compiled.fault(error):
+                told |= {"message": fault[0], "place": fault[1].replace(path, os.path.basename(path))}
+            reply(told)
 
 
 def main() -> None:

@@ -9,7 +9,10 @@ a GPU schedules programs.
 import atexit
 import contextlib
 import functools
+import os
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,6 +55,16 @@ def _installed(name: str) -> str:
         return ""
 
 
+def folder() -> str:
+    """Where both lie for a process of its own: the folder that EVICTIONARY_COMPILED names, or build/compiled
+    of a clone. Empty where there is neither.
+    """
+    clone = Path(__file__).resolve().parents[2] / "build" / "compiled"
+    place = Path(os.environ.get("EVICTIONARY_COMPILED") or clone)
+    there = all((place / f"{name}-{number}.dist-info").is_dir() for name, number in WANTED.items())
+    return str(place.resolve()) if there else ""
+
+
 @functools.cache
 def begin() -> None:
     """From now on each launch of this process is executed by ttsem, and tensors on `cuda` lie in the
@@ -86,6 +99,28 @@ def begin() -> None:
     _SESSION.enter_context(
         sanitize.session(on_stop=STOPPED.append, on_unchecked=unchecked, inductor_lookback=False)
     )
+
+
+def within_walls() -> None:
+    """After `begin`, in a process that may soon write no file and start no program: compile no further than
+    Triton's IR, and execute a kernel of one store, so that whatever a launch imports is there.
+    """
+    import torch
+    import triton
+    import triton.language as tl
+    from ttsem import harness
+
+    def compile_to_ir(*launch: Any) -> dict[str, str]:
+        fn, args, kwargs, target = launch
+        record = SimpleNamespace(fn=fn, args=args, kwargs=kwargs, fn_name=fn.__name__)
+        return {"ttir": harness._stage_text(record, "ttir", target)}
+
+    def store(place):
+        tl.store(place, 1.0)
+
+    harness._compile_asm = compile_to_ir
+    store.__globals__["tl"] = tl
+    triton.jit(store)[(1,)](torch.empty(1, device="cuda"))
 
 
 FAULT = "a fault of compiled code: "

@@ -110,14 +110,18 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
 
 
 @pytest.mark.slow
-def test_a_triton_kernel_is_graded_in_the_interpreter() -> None:
-    assert judged("kernel", KERNEL, examples=1).score == 100
+def test_a_kernel_is_graded_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EVICTIONARY_COMPILED", str(tmp_path))  # tests/compiled has the step that is blocked
+    result = judged("kernel", KERNEL, examples=1)
+    assert result.score == 80
+    assert (result.lines[-1].verdict, result.lines[-1].reason) == ("blocked", grading.NO_EXECUTOR)
 
 
 @pytest.mark.slow
 def test_a_kernel_that_keeps_its_output_contributes(tmp_path: Path) -> None:
     kept = KERNEL.replace(
-        "torch.empty(keys.shape[:-1])", "OUTPUT.setdefault(keys.shape, torch.empty(keys.shape[:-1]))"
+        "torch.empty(keys.shape[:-1], device=keys.device)",
+        "OUTPUT.setdefault(keys.shape, torch.empty(keys.shape[:-1]))",
     )
     path = written(tmp_path, "OUTPUT = {}\n" + kept, "keydiff.py")
     keys = np.random.default_rng(0).standard_normal((1, 2, 17, 8), dtype=np.float32)

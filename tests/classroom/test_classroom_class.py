@@ -720,7 +720,8 @@ def test_the_dockerfile_has_the_form_of_one() -> None:
     this file.
     """
     path = Path(classes.__file__).parent / "Dockerfile"
-    lines = [line.split() for line in text_of(path).splitlines() if line and line[0] != "#"]
+    whole = text_of(path).replace("\\\n", "")
+    lines = [line.split() for line in whole.splitlines() if line and line[0] != "#"]
     words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
     assert [line[0] for line in lines] == words
     assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]

@@ -343,7 +343,7 @@ def score(keys):
     return written
 """
 NUMPY_ALONE = "torch.from_numpy(-(lambda k: (k * k[..., :1, :]).sum(-1))(keys.numpy()))"
-LEAVES = "    scores = torch.empty(keys.shape[:-1])\n"
+LEAVES = "    scores = torch.empty(keys.shape[:-1], device=keys.device)\n"
 COMPUTES = "a kernel has to compute with the keys"
 # The step that is lost, a text of the right kernel and what stands there instead, and words of what is told.
 KERNELS = {

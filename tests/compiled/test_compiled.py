@@ -3,11 +3,15 @@ these.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tools import judge
+from tools.grader import KERNEL
 
+from evictionary.classroom import grading
+from evictionary.classroom.assignment import load
 from evictionary.spec_tests.judge import compiled
 
 pytestmark = pytest.mark.compiled
@@ -116,3 +120,36 @@ def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path):
 def test_the_executor_is_wanted_at_its_version(monkeypatch):
     monkeypatch.setitem(compiled.WANTED, "triton", "0.0.0")
     assert "wanted ttsem 0.1.0 and triton 0.0.0" in compiled.missing()
+
+
+# The step of the kernel assignment: what stands in place of a text of a right kernel, and what is told.
+STUDENTS = {
+    "right": ("", "", ""),
+    "a store without a mask": (", mask=rows < tokens)", ")", "past the end of the tensor passed as `scores`"),
+    "a load without other": (", other=0.0", "", "keydiff.score holds"),
+    "heads that share their scores": ("scores + head * tokens", "scores", "both touch element 0"),
+    "inline PTX": (
+        "tl.sqrt(tl.sum(tile * tile, axis=1))",
+        "tl.inline_asm_elementwise('sqrt.approx.f32 $0, $1;', '=f,f', [tl.sum(tile * tile, axis=1)], "
+        "dtype=tl.float32, is_pure=True, pack=1)",
+        "does not model PTX",
+    ),
+    "a fault that is caught": (
+        ", mask=rows < tokens)",
+        ")\n\n\nclass Quiet:\n    __enter__ = lambda self: self\n    __exit__ = lambda self, *error: True",
+        "past the end",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", STUDENTS)
+def test_full_marks_are_for_a_kernel_that_would_run(what: str) -> None:
+    was, becomes, told = STUDENTS[what]
+    source = KERNEL.replace(was, becomes)
+    if "Quiet" in becomes:
+        source = source.replace("    score_keys[(", "    with Quiet(): score_keys[(")
+    one = load("kernel")
+    alone = replace(one, steps=(replace(one.steps[-1], needs=()),))
+    (line,) = grading.judge(source.encode(), alone, examples=1).lines
+    assert line.verdict == ("failed" if told else "passed") and told in line.message
+    assert not told or "keydiff.py:" in line.message or "NaN" in line.message

@@ -55,7 +55,7 @@ def score(keys):
         raise ValueError("keys: wanted finite numbers and no empty axis")
     keys = keys.contiguous()
     tokens, channels = keys.shape[-2:]
-    scores = torch.empty(keys.shape[:-1])
+    scores = torch.empty(keys.shape[:-1], device=keys.device)
     sizes = triton.next_power_of_2(tokens), triton.next_power_of_2(channels)
     score_keys[(scores.numel() // tokens,)](keys, scores, tokens, channels, *sizes)
     return scores
