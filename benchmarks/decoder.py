@@ -14,6 +14,7 @@ from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, 
 
 from benchmarks.row import Place, Row, Work, sized
 from benchmarks.rows import XL, random_moments, whole_cache
+from evictionary.optimized.keydiff import update_anchor
 
 LAYERS, VOCABULARY = 32, 128_256
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -241,8 +242,8 @@ def block_row(place: Place) -> Work:
     """KeyDiff in blocks of 128 tokens, budget 8,192: evicted slots are written again, against score,
     select and compact.
     """
-    names = ("score_with_anchor", "update_anchor", "anchor_sum", "score")
-    with_anchor, update, anchor_sum, score = (place.ours("keydiff", name) for name in names)
+    names = ("score_with_anchor", "anchor_sum", "score")
+    with_anchor, anchor_sum, score = (place.ours("keydiff", name) for name in names)
     top_k, gather = place.ours("selection", "top_k"), place.ours("cache", "compress")
     budget, block, layer = place.tokens(8192), max(8, 128 // place.shrink), Decoder(place, 1)
 
@@ -255,7 +256,7 @@ def block_row(place: Place) -> Work:
         slots = with_anchor(keys, anchor).topk(block, dim=-1, largest=False, sorted=False).indices
         slots = slots[..., None].expand(-1, -1, -1, place.head_dim)
         new_keys, new_values = keys[:, :, :block].clone(), values[:, :, :block].clone()
-        anchor = update(anchor, new_keys, keys.gather(2, slots))
+        anchor = update_anchor(anchor, new_keys, keys.gather(2, slots))
         keys.scatter_(2, slots, new_keys)
         values.scatter_(2, slots, new_values)
         return anchor

@@ -20,6 +20,9 @@ larger of two times: the least bytes over the best measured bandwidth, and the l
 measured rate of a matrix product; the reached share of the floor is `floor / median`. The goals in time are
 for an H200: on another GPU, rows that move much data keep the share of the floor that the goal is there.
 Results are written after every row, so a run that is killed keeps what it had.
+
+`--rehearse` needs no GPU: the kernels run as compiled code (docs/compiled.md) on rows a thousandth as long,
+so that nothing fails at its first try on a GPU. No time is taken.
 """
 
 import contextlib
@@ -62,6 +65,7 @@ from benchmarks.timing import (
 )
 from evictionary import store
 from evictionary.errors import require
+from evictionary.spec_tests.judge import compiled
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 LINES, RESULT = "gpu.jsonl", "gpu.json"
@@ -77,6 +81,8 @@ DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
 REPLAY = 5  # milliseconds of a graph: shorter replays would measure the launch of the graph
 ROUNDS = (3, 10)
+SHRINK = 1024  # of a rehearsal
+NO_CUDA = "Torch not compiled with CUDA enabled"  # a CUDA graph, torch.compile
 GOOD = ("right", "not compared")
 PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
 NEEDED = ("pytest", "hypothesis", "filelock")  # for the laws and the store
@@ -171,7 +177,8 @@ def check_arm(work: Work, name: str, want: Any, place: Place) -> dict[str, Any]:
     read = work.reads.get(name, work.read)
     try:
         pristine, inputs = work.make(0), work.make(0)  # an arm may change its inputs
-        for size in (2**29, 2**24, 2**20) if place.is_gpu else ():  # an output that is not written shows
+        # an output that is not written shows
+        for size in (2**29, 2**24, 2**20) if place.is_gpu and place.shrink == 1 else ():
             torch.full((size,), math.nan, device=place.device)
         output = work.arms[name](*inputs)
         if want is None or read is None:
@@ -257,6 +264,24 @@ def at_most(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def rehearse(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
+    """Call every arm of the rows once, small, with the kernels as compiled code: row, arm, and what became of
+    it.
+    """
+    compiled.begin()
+    place = Place(shrink=SHRINK)
+    for row in rows:
+        try:
+            work = row.build(place)
+            want = work.want and work.want(work.make(0))
+            for name in work.arms:
+                status = check_arm(work, name, want, place)["status"]
+                yield row.id, name, "needs a GPU" if NO_CUDA in status else status
+        except Exception as error:
+            status = failed(error)
+            yield row.id, "ours", "needs a GPU" if NO_CUDA in status else status
 
 
 # Laws and ceilings
@@ -501,6 +526,9 @@ def main(
         bool, Option("--again", help="Measure again what an earlier call has measured.")
     ] = False,
     only_list: Annotated[bool, Option("--list", help="Print the rows and their goals, and stop.")] = False,
+    rehearsal: Annotated[
+        bool, Option("--rehearse", help="Run the rows once and small, as compiled code without a GPU.")
+    ] = False,
 ) -> None:
     """Time the kernels on a GPU. There is no --skip-laws: a method that breaks a law is not timed.
 
@@ -513,7 +541,9 @@ def main(
         <= set(ROWS),
         f"--minutes: got {minutes:g}, wanted more than 1": not minutes > 1,
     }
-    if not only_list:
+    if rehearsal:
+        refusals |= {f"--rehearse: {compiled.missing()}": bool(compiled.missing())}
+    elif not only_list:
         refusals |= {
             "torch sees no GPU here; run it on a machine with one. --list shows what it would "
             "do": not torch.cuda.is_available(),
@@ -522,6 +552,13 @@ def main(
         }
     for why, refused in refusals.items():
         require(not refused, why, typer.BadParameter)
+    torch.set_grad_enabled(False)
+    if rehearsal:
+        right = True
+        for found in rehearse([ROWS[name] for name in wanted]):
+            right &= found[2] in (*GOOD, "needs a GPU")
+            print("{:>7}  {:24} {}".format(*found), flush=True)
+        raise typer.Exit(int(not right))
     if only_list or out is None:
         for row in (ROWS[name] for name in wanted):
             ratios = f", {row.goal_ratio:g} x {row.peer}" if row.goal_ratio else ""
@@ -532,7 +569,6 @@ def main(
         return
     # a compiler or a driver that hangs reacts to nothing else
     faulthandler.dump_traceback_later(60 * minutes - 5, exit=True)
-    torch.set_grad_enabled(False)
     result = run([ROWS[name] for name in wanted], Place(), out, seconds=60 * minutes - RESERVE, again=again)
     faulthandler.cancel_dump_traceback_later()
     show(f"{result['gpu'] or 'no GPU'}, {result['date']}, commit {result['commit']}", list(lines(result)))

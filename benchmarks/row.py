@@ -47,9 +47,13 @@ class Place:
         return count if self.shrink == 1 else min(count, 2)
 
     def states(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers, the same for the same seed."""
-        generator = torch.Generator(self.device).manual_seed(seed)
-        return torch.randn(shape, generator=generator, device=self.device, dtype=dtype or self.dtype)
+        """Normal numbers, the same for the same seed; where they are few, from the processor, which is always
+        there.
+        """
+        where = self.device if self.shrink == 1 else "cpu"
+        generator = torch.Generator(where).manual_seed(seed)
+        drawn = torch.randn(shape, generator=generator, device=where, dtype=dtype or self.dtype)
+        return drawn.to(self.device)
 
     def cache(self, batch: int, tokens: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         shape = (batch, self.heads, tokens, self.head_dim)

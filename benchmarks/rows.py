@@ -518,7 +518,7 @@ def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
     """`step` with another one of the new tokens [N, B, H_kv, D] at every call.
 
     MomentKV writes them into its cache, and a cache into which the same ones are written again and again is
-    unrealistic. So all are drawn anew after N calls: two launches in N steps.
+    unrealistic. So all are drawn anew after N calls: two launches more in N steps.
     """
     calls = itertools.count()
 

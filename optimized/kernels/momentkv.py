@@ -1,4 +1,4 @@
-r"""MomentKV (arXiv 2606.01563): a decoding step in two launches (MK-A1). The moments of a prompt are in
+r"""MomentKV (arXiv 2606.01563): a decoding step in three launches (MK-A1). The moments of a prompt are in
 `momentkv_prompt`.
 
 A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k,
@@ -20,8 +20,8 @@ s_v, S:
 and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted:
 its slots are in any order, and `positions` says which token each holds. K and V are read once, the moments
 read and written once. The score is the mean over the group of probabilities, so it needs the sum of every
-query head: between the launches, a step stores the logits of the group and the norm of the residual of every
-token.
+query head: between the first two launches, a step stores the logits of the group and the norm of the residual
+of every token.
 
 First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and
 multiplied twice: with the queries for the logits, and with the covariance for the residuals; only the norms
@@ -30,8 +30,8 @@ new token is a tile of its own behind the last tile, so its score comes from the
 other scores, and an equal token does not win or lose by different rounding. Second launch, `replace_lowest`:
 one program takes some value channels of one head. Each finds the lowest score itself, adds that token to its
 part of the moments, and mixes its part of the output from the other tokens. All programs of a head read the
-evicted token, the count and the sum of keys; so the program that finishes last, and no other, writes them and
-the new token.
+evicted token, the count and the sum of keys, and programs of one launch cannot wait for each other. So the
+third launch, `write_new`, writes these and the new token.
 
 Removing the evicted token. The first launch attended over L + 1 tokens, the output needs L. Subtracting the
 evicted token's part is accurate as long as its weight is small, as it usually is; but a token with a value
@@ -102,7 +102,7 @@ def step(
     moments: Moments,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, as `optimized.momentkv.step`: two launches without waiting, which may be captured
+    r"""MK-A1 in place, as `optimized.momentkv.step`: three launches without waiting, which may be captured
     in a graph.
 
     The moments are float32 and contiguous; position is int64 [B, H_kv].
@@ -110,17 +110,22 @@ def step(
     batch, num_kv_heads, length, head_dim = keys.shape
     walked, sizes = _walk(query, keys, values, moments, (new_key, new_value))
     output = outputs(query, *query.shape[:2], values.shape[3])
-    block_v = _block_v(keys, values)
-    launch(replace_lowest, (batch * num_kv_heads * triton.cdiv(values.shape[3], block_v),))(
-        strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
-        strided(positions), position.contiguous(), moments, walked, output,
-        num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, values.shape[3],
+    block_v, heads, value_dim = _block_v(keys, values), batch * num_kv_heads, values.shape[3]
+    position = position.contiguous()
+    states = [strided(each) for each in (new_key, new_value, keys, values, positions)]
+    launch(replace_lowest, (heads * triton.cdiv(value_dim, block_v),))(
+        strided(query), *states, position, moments, walked, output,
+        num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, value_dim,
         1 / math.sqrt(head_dim),
         GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
         BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
         num_warps=8 if keys.dtype == torch.float32 else 4,
-        # left alone, the compiler for sm_100 spills one to fit a third program
-        **register_limit(keys, 192, 100),
+        # left alone, the compiler spills to fit a fourth program on sm_80, and a third on sm_100
+        **register_limit(keys, 168, 80), **register_limit(keys, 192, 100),
+    )  # fmt: skip
+    launch(write_new, (heads,))(
+        *states, position, moments, walked.slots, num_kv_heads, length, head_dim, value_dim,
+        BLOCK_D=padded(head_dim), BLOCK_V=padded(value_dim), num_warps=1,
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -133,7 +138,7 @@ class _Walked(NamedTuple):
     highest: torch.Tensor  # [heads, splits, G]: the largest logit
     mass: torch.Tensor  # [heads, splits, G]: sum of 2^(logit - highest)
     partial: torch.Tensor | None  # [heads, splits, G, D_v]: sum of 2^(logit - highest) v
-    finished: torch.Tensor | None  # [heads] int32: the programs of the second launch that have finished
+    slots: torch.Tensor | None  # [heads] int32: written by the second launch, the slot of the evicted token
 
 
 class _Sizes(NamedTuple):
@@ -252,8 +257,6 @@ def walk_cache(
         at_head(new_keys, head, num_kv_heads),
         at_head(new_values, head, num_kv_heads),
     )
-    if NEW:
-        tl.store(walked.finished + head, 0)
     count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
     key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
     value_sum = tl.load(
@@ -490,19 +493,41 @@ def replace_lowest(
         group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
 
-    # What all programs of the head have read is written by the last of them, after the reads of all threads.
+    if tl.program_id(0) % blocks == 0:
+        tl.store(walked.slots + head, slot)
+
+
+@triton.jit(do_not_specialize=["positions", "num_kv_heads", "length"])
+def write_new(
+    new_keys, new_values, keys, values, positions, position_ptr, moments, slots, num_kv_heads, length,
+    head_dim, value_dim, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """Count the evicted token, add its key to the sum of keys, and put the new token into its slot. Grid:
+    heads.
+    """
+    head = tl.program_id(0).to(tl.int64)
+    channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    slot = tl.load(slots + head).to(tl.int64)
+    new_key = at_head(new_keys, head, num_kv_heads)
+    key_slot = at_head(keys, head, num_kv_heads) + slot * keys.stride_t
+    evicted_key = load_row(
+        tl.where(slot == length, new_key, key_slot), channels, head_dim,
+        tl.where(slot == length, new_keys.stride_d, keys.stride_d),
+    )  # fmt: skip
+    count, sums = moments.count + head, moments.key_sum + head * head_dim + channels
+    key_sum = tl.load(sums, mask=channels < head_dim, other=0.0) + evicted_key
+    before = tl.load(count)
+    # Threads of one program read the same numbers at their own pace: none may write before all have read.
     tl.debug_barrier()
-    if tl.atomic_add(walked.finished + head, 1) == blocks - 1:
-        tl.store(moments.count + head, before + 1)
-        tl.store(moments.key_sum + head * head_dim + channels, key_sum, mask=channels < head_dim)
-        if slot < length:
-            tl.store(position_base + slot.to(tl.int64) * positions.stride_d, position)
-            key_slot = key_base + slot.to(tl.int64) * keys.stride_t
-            copy_row(new_key, key_slot, channels, head_dim, new_keys.stride_d, keys.stride_d, True)
-            value_slot = value_base + slot.to(tl.int64) * values.stride_t
-            for start in range(0, value_dim, BLOCK_V):
-                block = start + tl.arange(0, BLOCK_V)
-                copy_row(new_value, value_slot, block, value_dim, new_values.stride_d, values.stride_d, True)
+    tl.store(count, before + 1)
+    tl.store(sums, key_sum, mask=channels < head_dim)
+    if slot < length:
+        position = tl.load(position_ptr + head)
+        tl.store(at_head(positions, head, num_kv_heads) + slot * positions.stride_d, position)
+        copy_row(new_key, key_slot, channels, head_dim, new_keys.stride_d, keys.stride_d, True)
+        new_value = at_head(new_values, head, num_kv_heads)
+        value_slot = at_head(values, head, num_kv_heads) + slot * values.stride_t
+        copy_row(new_value, value_slot, value_channels, value_dim, new_values.stride_d, values.stride_d, True)
 
 
 @triton.jit

@@ -10,6 +10,7 @@ import pytest
 from tools import judge
 from tools.grader import KERNEL
 
+from benchmarks.gpu import GOOD, ROWS, rehearse
 from evictionary.classroom import grading
 from evictionary.classroom.assignment import load
 from evictionary.spec_tests.judge import compiled
@@ -153,3 +154,17 @@ def test_full_marks_are_for_a_kernel_that_would_run(what: str) -> None:
     (line,) = grading.judge(source.encode(), alone, examples=1).lines
     assert line.verdict == ("failed" if told else "passed") and told in line.message
     assert not told or "keydiff.py:" in line.message or "NaN" in line.message
+
+
+LONG = "4-256,10"  # rows that take half of the time
+
+
+@pytest.mark.parametrize(
+    "rows", [",".join(set(ROWS) - set(LONG.split(","))), pytest.param(LONG, marks=pytest.mark.slow)]
+)
+def test_the_benchmark_of_a_gpu_is_rehearsed(rows: str) -> None:
+    """Ours is right in every row, and only what captures a graph or calls torch.compile waits for a GPU."""
+    found = {(row, arm): status for row, arm, status in rehearse([ROWS[name] for name in rows.split(",")])}
+    needs = {row for (row, arm), status in found.items() if arm == "ours" and status == "needs a GPU"}
+    assert {row: status for (row, _), status in found.items() if status not in (*GOOD, "needs a GPU")} == {}
+    assert needs == {"8c", "8c-32", "12", "13"} & set(rows.split(","))
