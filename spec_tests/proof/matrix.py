@@ -177,22 +177,24 @@ def _controls() -> list[str]:
     """What the last run of the correct variants found; nothing where there was none."""
     if not CONTROLS.exists():
         return []
-    content = json.loads(CONTROLS.read_text(encoding="utf-8"))
-    alarms, fixed = content["alarms"], content.get("mended", [])
-    changed = content["suite"] != suite_version()
+    sets = json.loads(CONTROLS.read_text(encoding="utf-8"))["sets"]
+    alarms, fixed = ([each for one in sets for each in one[name]] for name in ("alarms", "mended"))
     return [
         "",
         "## False alarms",
         "",
-        f"{content['controls']} right variants were judged with {content['seeds']} seeds each, at "
-        f"{content['max_examples']} inputs a law.",
+        *(
+            f"{len(one['controls'])} right variants were judged with {one['seeds']} seeds each, at "
+            f"{one['max_examples']} inputs a law"
+            f"{'' if one['suite'] == suite_version() else ', by the laws of that day'}."
+            for one in sets
+        ),
         "A seed takes one of the dtypes that the variant claims, in turn. Each variant runs twice: as it is, "
         "and bare.",
         "A bare variant checks no argument. It declares a domain, as kernel authors do.",
-        f"Laws of long inputs run at one of {content['long_every']} seeds.",
-        f"There were {len(alarms)} alarms in {content['runs']} runs. The command is",
-        f"`python -m evictionary.spec_tests.proof.matrix --controls {content['seeds']}`.",
-        *["Laws or variants have changed since that run."] * changed,
+        f"Laws of long inputs run at one of {LONG_EVERY} seeds.",
+        f"There were {len(alarms)} alarms in {sum(one['runs'] for one in sets)} runs. The command is",
+        "`python -m evictionary.spec_tests.proof.matrix --controls 200`. `--new` takes new variants alone.",
         "",
         *(f"- {alarm}" for alarm in alarms),
         *[f"{len(fixed)} other alarms were fixed. Each is silent when its seed runs again.", ""]
@@ -290,30 +292,32 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
     return found
 
 
-def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
+def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = False) -> int:
     """Run every correct variant over the seeds, as it is and bare; print each alarm at once, write
     docs/controls.json.
 
     Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A
     run that was stopped goes on with the next seed, unless laws, variants or their number of inputs have
-    changed since.
+    changed since. only_new takes the variants that no earlier run had, and adds them to what is stored.
     """
     from joblib import Parallel, delayed
     from rich.console import Console
     from rich.progress import track
 
-    controls = sorted(load_controls().items())
+    stored = json.loads(CONTROLS.read_text(encoding="utf-8")) if CONTROLS.exists() else {"sets": []}
+    known = {name for one in stored["sets"] for name in one["controls"] if one["seeds"] >= seeds}
+    controls = [each for each in sorted(load_controls().items()) if not (only_new and each[0] in known)]
     of = {
-        "schema": "evictionary/controls/2",
         "suite": suite_version(),
-        "controls": len(controls),
+        "controls": [name for name, _ in controls],
         "max_examples": max_examples,
         "long_every": LONG_EVERY,
     }
-    stored = json.loads(CONTROLS.read_text(encoding="utf-8")) if CONTROLS.exists() else {}
-    goes_on = {name: stored.get(name) for name in of} == of
-    first, found = (stored["seeds"], stored["alarms"]) if goes_on else (0, [])
-    of["mended"] = stored.get("mended", []) if goes_on else []  # written by hand
+    last = stored["sets"][-1] if stored["sets"] else {}
+    goes_on = {name: last.get(name) for name in of} == of
+    first, found = (last["seeds"], last["alarms"]) if goes_on else (0, [])
+    others = stored["sets"][:-1] if goes_on else stored["sets"] if only_new else []
+    of["mended"] = last.get("mended", []) if goes_on else []  # written by hand
     console = Console()
     with Parallel(n_jobs=jobs, batch_size=4) as parallel:
         for seed in track(range(first, seeds), description=f"seeds from {first}", console=console):
@@ -325,8 +329,9 @@ def run_controls(seeds: int, max_examples: int, jobs: int) -> int:
             for line in [line for lines in parallel(both) for line in lines]:
                 found.append(line)
                 console.print(line, markup=False, soft_wrap=True)
-            content = of | {"seeds": seed + 1, "runs": 2 * (seed + 1) * len(controls), "alarms": found}
+            this = of | {"seeds": seed + 1, "runs": 2 * (seed + 1) * len(controls), "alarms": found}
             # After each seed, and whole: a run that is stopped keeps what it had.
+            content = {"schema": "evictionary/controls/3", "sets": [*others, this]}
             put(CONTROLS, json.dumps(content, indent=1) + "\n")
     console.print(
         f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a "
@@ -361,10 +366,14 @@ def main() -> None:
         metavar="FOLDER",
         help="with --dtype: mistakes of these folders alone",
     )
+    parser.add_argument(
+        "--new", action="store_true", help="with --controls: the variants that no earlier run had"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
     arguments = parser.parse_args()
     if arguments.controls:
-        raise SystemExit(run_controls(arguments.controls, arguments.max_examples or 4, arguments.jobs))
+        max_examples = arguments.max_examples or 4
+        raise SystemExit(run_controls(arguments.controls, max_examples, arguments.jobs, arguments.new))
     if arguments.dtype:
         raise SystemExit(
             bool(
