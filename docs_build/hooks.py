@@ -26,7 +26,7 @@ WIDE = {
 }
 # Records for maintainers, and what another page says again: a reader's search should not find them.
 NOT_SEARCHED = re.compile(
-    r"(coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
+    r"(changelog|coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
 )
 
 log = logging.getLogger("mkdocs.hooks.lessons")
