@@ -81,6 +81,12 @@ def started(command: Callable[..., str]) -> Iterator[Callable[..., Program]]:
         yield start
 
 
+COMPILERS = {
+    "c++": ("c++", "keydiff.cpp", "-std=c++17", "-Wall", "-Wextra", "-Werror"),
+    "rust": ("rustc", "keydiff.rs", "--edition", "2021", "-D", "warnings"),
+}
+
+
 def clients() -> dict[str, str]:
     """How to start each client; those whose language is not here are left out, and the first needs
     nothing.
@@ -88,17 +94,16 @@ def clients() -> dict[str, str]:
     found = {"python": f"{sys.executable} {CLIENTS / 'keydiff.py'}"}
     if shutil.which("node"):
         found["javascript"] = f"node {CLIENTS / 'keydiff.js'}"
-    if shutil.which("c++"):
-        found["c++"] = "keydiff"
-    return found
+    return found | {language: "keydiff" for language in COMPILERS if shutil.which(COMPILERS[language][0])}
 
 
 @pytest.mark.parametrize("language", clients())
 def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: Path) -> None:
     start = clients()[language]
-    if language == "c++":
+    if language in COMPILERS:
         start = str(tmp_path / "keydiff")
-        run("c++", "-std=c++17", "-Wall", "-Wextra", "-Werror", CLIENTS / "keydiff.cpp", "-o", start)
+        compiler, source, *flags = COMPILERS[language]
+        run(compiler, *flags, CLIENTS / source, "-o", start)
     for dtype in ("float64", "float32"):
         impl = load(f"exec:{start}", dtype=dtype)
         agrees(impl, "keydiff.score", np.random.default_rng(0).normal(size=(2, 3, 17, 5)))
