@@ -1,5 +1,6 @@
 // Scores and selection as a program for `evictionary judge --exec ./keydiff`, in plain C++17 without a library:
 //   c++ -std=c++17 -O2 keydiff.cpp -o keydiff
+// `./keydiff KD-7.json KD-8.json` checks these vectors instead.
 // docs/any_language.md is the protocol. Arrays are little-endian files without a header, as is every machine that this runs on.
 #include <algorithm>
 #include <cctype>
@@ -7,13 +8,15 @@
 #include <cstring>
 #include <cstdint>
 #include <fstream>
+#include <iterator>
+#include <limits>
 #include <iostream>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
-// As much of JSON as requests hold: objects, lists, numbers, texts, true, false, null.
+// As much of JSON as requests and vectors hold: objects, lists, numbers, texts, true, false, null.
 struct Json {
     char kind = 'n';  // o, l, d, s, b, n
     std::map<std::string, Json> fields;
@@ -35,10 +38,11 @@ struct Reader {
         return at < line.size() ? line[at] : '\0';
     }
     bool take(char wanted) { return next() == wanted ? (++at, true) : false; }
-    std::string quoted() {  // names and paths hold no escapes
-        size_t start = at + 1, stop = line.find('"', start);
-        at = stop + 1;
-        return line.substr(start, stop - start);
+    std::string quoted() {  // an escape stands for its letter: no name that is looked for has one
+        std::string found;
+        for (++at; line.at(at) != '"'; ++at) found += line[at] == '\\' ? line.at(++at) : line[at];
+        ++at;
+        return found;
     }
     Json value() {
         Json found;
@@ -56,14 +60,21 @@ struct Reader {
             found.text = quoted();
         } else {
             size_t start = at;
-            while (at < line.size() && !std::strchr(",]} \t", line[at])) ++at;
+            while (at < line.size() && !std::strchr(",]} \t\r\n", line[at])) ++at;
             std::string word = line.substr(start, at - start);
             found.kind = word == "null" ? 'n' : word == "true" || word == "false" ? 'b' : 'd';
-            if (found.kind == 'd') found.number = std::stod(word);
+            found.number = found.kind == 'd' ? std::stod(word) : word == "true";
         }
         return found;
     }
 };
+
+// A number; those that are not finite are texts.
+double number(const Json& given) {
+    if (given.kind == 'd' || given.kind == 'b') return given.number;
+    const double infinity = std::numeric_limits<double>::infinity();
+    return given.text == "inf" ? infinity : given.text == "-inf" ? -infinity : std::nan("");
+}
 
 // A refusal: the harness takes it for the ValueError that bad input must raise.
 using Refusal = std::invalid_argument;
@@ -83,7 +94,7 @@ std::vector<double> stored(std::ifstream& file, size_t count) {
 
 Array read(const Json& given, const std::string& name, size_t axes) {
     Array found;
-    if (given["file"].kind != 's') throw Refusal(name + ": wanted an array");
+    if (given["file"].kind != 's' && given["data"].kind != 'l') throw Refusal(name + ": wanted an array");
     size_t count = 1;
     for (const Json& size : given["shape"].entries) {
         found.shape.push_back(static_cast<size_t>(size.number));
@@ -92,7 +103,9 @@ Array read(const Json& given, const std::string& name, size_t axes) {
     found.dtype = given["dtype"].text;
     if (found.shape.size() < axes || count == 0) throw Refusal(name + ": wanted more axes, none of them empty");
     std::ifstream file(given["file"].text, std::ios::binary);
-    if (found.dtype == "float64") found.numbers = stored<double>(file, count);
+    if (given["data"].kind == 'l')
+        for (const Json& each : given["data"].entries) found.numbers.push_back(number(each));
+    else if (found.dtype == "float64") found.numbers = stored<double>(file, count);
     else if (found.dtype == "float32") found.numbers = stored<float>(file, count);
     else if (found.dtype == "int64") found.numbers = stored<int64_t>(file, count);
     else if (found.dtype == "bool") found.numbers = stored<uint8_t>(file, count);
@@ -100,16 +113,18 @@ Array read(const Json& given, const std::string& name, size_t axes) {
     return found;
 }
 
+using Row = std::vector<double>;
+Row answered;  // the numbers of the latest answer, for the vectors
+
 template <typename Stored>
 std::string written(const std::vector<double>& numbers, const std::vector<size_t>& shape, const char* dtype, const std::string& path) {
     std::vector<Stored> raw(numbers.begin(), numbers.end());
-    std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(raw.data()), raw.size() * sizeof(Stored));
+    answered = numbers;
+    if (!path.empty()) std::ofstream(path, std::ios::binary).write(reinterpret_cast<const char*>(raw.data()), raw.size() * sizeof(Stored));
     std::string sizes;
     for (size_t size : shape) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
     return "{\"file\": \"" + path + "\", \"shape\": [" + sizes + "], \"dtype\": \"" + dtype + "\"}";
 }
-
-using Row = std::vector<double>;
 
 double norm(const double* from, size_t size) {
     double largest = 0, sum = 0;
@@ -148,7 +163,7 @@ std::string score(const Json& request, void (*head)(double*, size_t, size_t, dou
     Row scores(keys.numbers.size() / channels);
     for (size_t start = 0; start < scores.size(); start += keys.shape.back())
         head(&keys.numbers[start * channels], keys.shape.back(), channels, &scores[start]);
-    const std::string output = request["output"].text + "scores";
+    const std::string output = request["output"].kind == 's' ? request["output"].text + "scores" : "";
     return keys.dtype == "float64" ? written<double>(scores, keys.shape, "float64", output)
                                    : written<float>(scores, keys.shape, "float32", output);
 }
@@ -180,7 +195,7 @@ std::string top_k(const Json& request) {
         });
         for (size_t place = 0; place < count; ++place) kept[order[place]] = 1;
     }
-    return written<uint8_t>(kept, scores.shape, "bool", request["output"].text + "kept");
+    return written<uint8_t>(kept, scores.shape, "bool", request["output"].kind == 's' ? request["output"].text + "kept" : "");
 }
 
 std::string answer(const Json& request) {
@@ -194,7 +209,41 @@ std::string answer(const Json& request) {
     throw Refusal("no function " + function);
 }
 
-int main() {
+// Whether the answer to a case of the vectors is the expected one; a case has the fields of a request.
+bool holds(const Json& one) {
+    const Json &expected = one["expected"], &allowed = expected["tolerance"]["float64"];
+    try {
+        answer(one);
+    } catch (const Refusal&) {
+        return expected["error"].kind == 's';
+    }
+    const std::vector<Json>& wanted = expected["data"].entries;
+    if (expected["error"].kind == 's' || wanted.size() != answered.size()) return false;
+    double largest = 0, sum = 0;
+    for (size_t i = 0; i < wanted.size(); ++i) {
+        double error = number(wanted[i]) == answered[i] ? 0 : std::abs(number(wanted[i]) - answered[i]);
+        if (std::isnan(error)) return false;
+        largest = std::max(largest, error), sum += error;
+    }
+    return largest <= allowed["largest"].number && sum <= allowed["mean"].number * wanted.size();
+}
+
+int check(int count, char** files) {
+    int held = 0, asked = 0;
+    for (int place = 0; place < count; ++place) {
+        std::ifstream file(files[place]);
+        const std::string text{std::istreambuf_iterator<char>(file), {}};
+        const Json content = Reader{text}.value();
+        for (const Json& one : content["cases"].entries)
+            for (const char* own : {"keydiff.score", "knorm.score", "selection.top_k"})
+                if (one["function"].text == own) ++asked, held += holds(one);
+    }
+    std::cout << held << " of " << asked << " cases hold" << std::endl;
+    return held == asked && asked ? 0 : 1;
+}
+
+int main(int count, char** files) {
+    if (count > 1) return check(count - 1, files + 1);
     for (std::string line; std::getline(std::cin, line);) {
         Json request = Reader{line}.value();
         std::string said;

@@ -1,12 +1,12 @@
 // KeyDiff's score as a program for `evictionary judge --exec ./keydiff`, in Rust's standard library alone.
-// docs/any_language.md is the protocol. rustc -O keydiff.rs
+// docs/any_language.md is the protocol. rustc -O keydiff.rs; `./keydiff FOLDER` checks the vectors of a folder instead.
 use std::collections::HashMap;
 use std::io::{BufRead, Write};
-use std::{fs, io};
+use std::{env, fs, io, process};
 
 const HELLO: &str = r#"{"protocol": 1, "name": "keydiff_rs", "functions": ["keydiff.score"], "domain": {"dtype": ["float64", "float32"]}}"#;
 
-// The JSON of the protocol: a request has no number but whole ones where this program looks.
+// The JSON of the protocol and of the vectors.
 enum Json {
     Object(HashMap<String, Json>),
     List(Vec<Json>),
@@ -72,7 +72,7 @@ impl Reader<'_> {
             return Json::Text(self.text());
         }
         let end = self.rest.find([',', '}', ']']).unwrap_or(self.rest.len());
-        let (word, rest) = self.rest.split_at(end);
+        let (word, rest) = self.rest.split_at(end); // a number, true, false or null
         self.rest = rest;
         word.trim().parse().map_or(Json::Other, Json::Number)
     }
@@ -93,15 +93,23 @@ impl Json {
         }
     }
 
-    fn sizes(&self) -> Vec<usize> {
-        let size = |item: &Json| match item {
-            Json::Number(number) => *number as usize,
-            _ => 0,
-        };
+    fn list(&self) -> &[Json] {
         match self {
-            Json::List(items) => items.iter().map(size).collect(),
-            _ => Vec::new(),
+            Json::List(items) => items,
+            _ => &[],
         }
+    }
+
+    // A number; those that are not finite are texts: "nan", "inf", "-inf".
+    fn number(&self) -> f64 {
+        match self {
+            Json::Number(number) => *number,
+            other => other.text().parse().unwrap_or(f64::NAN),
+        }
+    }
+
+    fn numbers(&self) -> Vec<f64> {
+        self.list().iter().map(Json::number).collect()
     }
 }
 
@@ -123,38 +131,86 @@ fn score(head: &[f64], channels: usize) -> Vec<f64> {
     directions.iter().map(|each| -each.iter().zip(&anchor).map(|(x, y)| x * y).sum::<f64>()).collect()
 }
 
+// The scores of all heads, with their shape, or why the keys are refused.
+fn scores(keys: &Json) -> Result<(Vec<usize>, Vec<f64>), String> {
+    let shape: Vec<usize> = keys.field("shape").numbers().iter().map(|size| *size as usize).collect();
+    let dtype = keys.field("dtype").text();
+    if shape.len() < 2 || shape.contains(&0) || !dtype.starts_with("float") {
+        return Err(format!("keys: got shape {shape:?} and dtype {dtype}, wanted numbers [..., T, D]"));
+    }
+    let bytes = fs::read(keys.field("file").text()).unwrap_or_default();
+    let numbers: Vec<f64> = match (keys.field("data"), dtype) {
+        (Json::List(_), _) => keys.field("data").numbers(),
+        (_, "float32") => bytes.chunks(4).map(|each| f32::from_le_bytes(each.try_into().unwrap()) as f64).collect(),
+        _ => bytes.chunks(8).map(|each| f64::from_le_bytes(each.try_into().unwrap())).collect(),
+    };
+    if !numbers.iter().all(|x| x.is_finite()) {
+        return Err("keys: got numbers that are not finite".to_string());
+    }
+    let (channels, rows) = (shape[shape.len() - 1], &shape[..shape.len() - 1]);
+    let heads = numbers.chunks(rows[rows.len() - 1] * channels);
+    Ok((rows.to_vec(), heads.flat_map(|head| score(head, channels)).collect()))
+}
+
 // The result of a call, or why it is refused: the judge takes that for the ValueError that bad input must raise.
 fn answer(request: &Json) -> io::Result<Result<String, String>> {
     if request.field("function").text() == "hello" {
         return Ok(Ok(HELLO.to_string()));
     }
     let keys = request.field("arguments").field("keys");
-    let (shape, dtype) = (keys.field("shape").sizes(), keys.field("dtype").text());
-    if shape.len() < 2 || shape.contains(&0) || !["float64", "float32"].contains(&dtype) {
-        return Ok(Err(format!("keys: got shape {shape:?} and dtype {dtype}, wanted numbers [..., T, D]")));
-    }
-    let bytes = fs::read(keys.field("file").text())?;
-    let numbers: Vec<f64> = if dtype == "float64" {
-        bytes.chunks(8).map(|each| f64::from_le_bytes(each.try_into().unwrap())).collect()
-    } else {
-        bytes.chunks(4).map(|each| f32::from_le_bytes(each.try_into().unwrap()) as f64).collect()
+    let (dtype, file) = (keys.field("dtype").text(), format!("{}scores", request.field("output").text()));
+    let (shape, found) = match scores(keys) {
+        Ok(found) => found,
+        Err(told) => return Ok(Err(told)),
     };
-    if !numbers.iter().all(|x| x.is_finite()) {
-        return Ok(Err("keys: got numbers that are not finite".to_string()));
-    }
-    let (channels, rows) = (shape[shape.len() - 1], &shape[..shape.len() - 1]);
-    let scores = numbers.chunks(rows[rows.len() - 1] * channels).flat_map(|head| score(head, channels));
     let written: Vec<u8> = if dtype == "float64" {
-        scores.flat_map(f64::to_le_bytes).collect()
+        found.into_iter().flat_map(f64::to_le_bytes).collect()
     } else {
-        scores.flat_map(|x| (x as f32).to_le_bytes()).collect()
+        found.into_iter().flat_map(|x| (x as f32).to_le_bytes()).collect()
     };
-    let file = format!("{}scores", request.field("output").text());
     fs::write(&file, written)?;
-    Ok(Ok(format!(r#"{{"file": "{file}", "shape": {rows:?}, "dtype": "{dtype}"}}"#)))
+    Ok(Ok(format!(r#"{{"file": "{file}", "shape": {shape:?}, "dtype": "{dtype}"}}"#)))
+}
+
+// Whether the answer to a case of the vectors is the expected one.
+fn holds(case: &Json) -> bool {
+    let expected = case.field("expected");
+    match scores(case.field("arguments").field("keys")) {
+        Err(_) => !expected.field("error").text().is_empty(),
+        Ok((_, found)) => {
+            let wanted = expected.field("data").numbers();
+            let errors = || wanted.iter().zip(&found).map(|(one, other)| (one - other).abs());
+            let allowed = expected.field("tolerance").field("float64");
+            wanted.len() == found.len()
+                && errors().all(|error| error <= allowed.field("largest").number())
+                && errors().sum::<f64>() <= allowed.field("mean").number() * wanted.len() as f64
+        }
+    }
+}
+
+fn check(folder: &str) -> io::Result<bool> {
+    let (mut held, mut count) = (0, 0);
+    for entry in fs::read_dir(folder)? {
+        let file = entry?.path();
+        if !file.to_string_lossy().ends_with(".json") {
+            continue;
+        }
+        let content = Reader { rest: &fs::read_to_string(&file)? }.value();
+        for case in content.field("cases").list() {
+            if case.field("function").text() == "keydiff.score" {
+                count += 1;
+                held += holds(case) as usize;
+            }
+        }
+    }
+    println!("{held} of {count} cases hold");
+    Ok(held == count && count > 0)
 }
 
 fn main() -> io::Result<()> {
+    if let Some(folder) = env::args().nth(1) {
+        process::exit(if check(&folder)? { 0 } else { 1 });
+    }
     for line in io::stdin().lock().lines() {
         let request = Reader { rest: &line? }.value();
         let id = match request.field("id") {

@@ -97,13 +97,15 @@ def clients() -> dict[str, str]:
     return found | {language: "keydiff" for language in COMPILERS if shutil.which(COMPILERS[language][0])}
 
 
+def compiled(language: str, folder: Path) -> str:
+    compiler, source, *flags = COMPILERS[language]
+    run(compiler, *flags, CLIENTS / source, "-o", folder / "keydiff")
+    return str(folder / "keydiff")
+
+
 @pytest.mark.parametrize("language", clients())
 def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: Path) -> None:
-    start = clients()[language]
-    if language in COMPILERS:
-        start = str(tmp_path / "keydiff")
-        compiler, source, *flags = COMPILERS[language]
-        run(compiler, *flags, CLIENTS / source, "-o", start)
+    start = compiled(language, tmp_path) if language in COMPILERS else clients()[language]
     for dtype in ("float64", "float32"):
         impl = load(f"exec:{start}", dtype=dtype)
         agrees(impl, "keydiff.score", np.random.default_rng(0).normal(size=(2, 3, 17, 5)))
@@ -113,6 +115,47 @@ def test_the_clients_give_the_numbers_of_the_reference(language: str, tmp_path: 
             assert impl.selection.top_k(
                 np.array([[1.0, -np.inf, 2.0, 2.0]]), 2, np.array([[False, True, False, False]])
             ).tolist() == [[False, True, True, False]]
+
+
+@pytest.fixture(scope="module")
+def vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("vectors") / "keydiff"
+    assert not invoke("vectors", "--output", folder, "--method", "keydiff").exit_code
+    return folder
+
+
+@pytest.mark.parametrize("language", clients())
+def test_the_clients_hold_the_vectors(language: str, vectors: Path, tmp_path: Path) -> None:
+    """Each reads the files of `evictionary vectors` in its own language, and finds a wrong number."""
+    start, folder = clients()[language], Path(shutil.copytree(vectors, tmp_path / "vectors"))
+    command = [*(compiled(language, tmp_path) if language in COMPILERS else start).split(), folder]
+    if language == "python":  # the checker is a program of its own
+        source = (CLIENTS / "keydiff.py").read_text().split("def answer")[0]
+        scorer = saved(tmp_path / "mine.py", source + NESTED)
+        command = [sys.executable, CLIENTS / "check_vectors.py", folder, "keydiff.score", scorer, "float64"]
+    elif language == "c++":
+        command[1:] = sorted(folder.glob("*-*.json"))
+    assert " cases hold" in run(*command).stdout
+    wrong = folder / "KD-8.json"
+    saved(wrong, wrong.read_text().replace('"data": [0.', '"data": [7.'))
+    assert " cases hold" in run(*command, code=1).stdout
+
+
+# What the checker asks of a file: nested lists, any leading axes, ValueError for bad input.
+NESTED = """
+
+one_head = score
+
+
+def score(keys):
+    if not keys or not isinstance(keys, list) or not isinstance(keys[0], list) or not keys[0]:
+        raise ValueError("keys: wanted numbers [..., T, D]")
+    if isinstance(keys[0][0], list):
+        return [score(each) for each in keys]
+    if not all(math.isfinite(x) for key in keys for x in key):
+        raise ValueError("keys: got numbers that are not finite")
+    return one_head(keys)
+"""
 
 
 def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
