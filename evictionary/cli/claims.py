@@ -81,8 +81,8 @@ def claims(
     what would change it.
 
     A claim holds here, or does not, where whole intervals say so; otherwise it is undecided. A run that was
-    stopped goes on where it stopped if you repeat the command. One text of all papers takes about five minutes
-    of one core.
+    stopped goes on where it stopped if you repeat the command. One text of all papers takes about five
+    minutes of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
         asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
