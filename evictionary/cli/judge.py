@@ -84,7 +84,8 @@ def judge(
         str | None,
         typer.Option(
             rich_help_panel=HOW,
-            help="Comma-separated: float64, float32, float16, bfloat16. By default float64, torch float32.",
+            help="Comma-separated: float64, float32, float16, bfloat16. By default DOMAIN's, else float64, "
+            "torch float32.",
         ),
     ] = None,
     profile: Annotated[
