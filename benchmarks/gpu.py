@@ -81,7 +81,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 ROTATED_BYTES = 300 * 10**6  # five times the L2 cache of an H200
 REPLAY = 5  # milliseconds of a graph: shorter replays would measure the launch of the graph
 ROUNDS = (3, 10)
-SHRINK = 1024  # of a rehearsal
 NO_CUDA = "Torch not compiled with CUDA enabled"  # a CUDA graph, torch.compile
 GOOD = ("right", "not compared")
 PACKAGES = ("torch", "triton", "kvpress", "flashinfer-python", "flash-attn")
@@ -271,17 +270,20 @@ def rehearse(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
     it.
     """
     compiled.begin()
-    place = Place(shrink=SHRINK)
     for row in rows:
-        try:
-            work = row.build(place)
-            want = work.want and work.want(work.make(0))
-            for name in work.arms:
-                status = check_arm(work, name, want, place)["status"]
-                yield row.id, name, "needs a GPU" if NO_CUDA in status else status
-        except Exception as error:
-            status = failed(error)
-            yield row.id, "ours", "needs a GPU" if NO_CUDA in status else status
+        for arm, status in _tried(row, Place(shrink=1024)):
+            yield row.id, arm, "needs a GPU" if NO_CUDA in status else status
+
+
+def _tried(row: Row, place: Place) -> Iterator[tuple[str, str]]:
+    """Every arm of a row with its status; a row that cannot be built is ours that failed."""
+    try:
+        work = row.build(place)
+        want = work.want and work.want(work.make(0))
+        for arm in work.arms:
+            yield arm, check_arm(work, arm, want, place)["status"]
+    except Exception as error:
+        yield "ours", failed(error)
 
 
 # Laws and ceilings

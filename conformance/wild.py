@@ -106,6 +106,7 @@ def sources(path: Path = SOURCES) -> list[Source]:
 
 def bring(source: Source, given: Path | None = None) -> tuple[Path, Path]:
     """The folder of a source, checked, and the Python that can run it. Raises NotReached."""
+    require(not source.mlx or MLX.exists(), "there is no MLX: `make arrays` installs it", NotReached)
     python, folder = Path(sys.executable), given
     if source.package and folder is None:
         python, folder = _with_package()
@@ -113,7 +114,6 @@ def bring(source: Source, given: Path | None = None) -> tuple[Path, Path]:
         folder = FETCHED / source.name
         if not all((folder / name).is_file() for name in source.files):
             _fetch(source, folder)
-    require(not source.mlx or MLX.exists(), "there is no MLX: `make arrays` installs it", NotReached)
     source.check(folder)
     return folder, python
 

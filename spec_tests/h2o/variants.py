@@ -91,16 +91,19 @@ def torch_padded_blocks(queries, keys):
     return over_the_group(total, keys)
 
 
+def torch_top_beside(recent, queries, keys, budget):
+    """The last `recent` tokens, and of the others the highest scores."""
+    scores = torch_all_at_once(queries, keys)
+    scores[..., max(0, keys.shape[2] - recent) :] = torch.inf
+    return torch_top(scores, budget)
+
+
 @control(SELECT, array_library="torch", dtypes=ALL)
 def torch_sorted(queries, keys, *, budget):
-    scores = torch_all_at_once(queries, keys)
-    scores[..., max(0, keys.shape[2] - (budget + 1) // 2) :] = torch.inf
-    return torch_top(scores, budget)
+    return torch_top_beside((budget + 1) // 2, queries, keys, budget)
 
 
 @control(SELECT, array_library="torch", dtypes=ALL, edges=False)
 def torch_odd_token_to_the_heavy_hitters(queries, keys, *, budget):
     """The recent half of an odd budget rounded down: the paper leaves it open."""
-    scores = torch_all_at_once(queries, keys)
-    scores[..., max(0, keys.shape[2] - budget // 2) :] = torch.inf
-    return torch_top(scores, budget)
+    return torch_top_beside(budget // 2, queries, keys, budget)

@@ -192,7 +192,7 @@ def _controls() -> list[str]:
         "A seed takes one of the dtypes that the variant claims, in turn. Each variant runs twice: as it is, "
         "and bare.",
         "A bare variant checks no argument. It declares a domain, as kernel authors do.",
-        f"Laws of long inputs run at one of {LONG_EVERY} seeds.",
+        f"Laws of long inputs run at one of {sets[-1]['long_every']} seeds.",
         f"There were {len(alarms)} alarms in {sum(one['runs'] for one in sets)} runs. The command is",
         "`python -m evictionary.spec_tests.proof.matrix --controls 200`. `--new` takes new variants alone.",
         "",
