@@ -91,10 +91,21 @@ def clients() -> dict[str, str]:
     """How to start each client; those whose language is not here are left out, and the first needs
     nothing.
     """
-    found = {"python": f"{sys.executable} {CLIENTS / 'keydiff.py'}"}
-    if shutil.which("node"):
-        found["javascript"] = f"node {CLIENTS / 'keydiff.js'}"
-    return found | {language: "keydiff" for language in COMPILERS if shutil.which(COMPILERS[language][0])}
+    starts = {
+        "python": f"{sys.executable} {CLIENTS / 'keydiff.py'}",
+        "javascript": f"node {CLIENTS / 'keydiff.js'}",
+        **dict.fromkeys(COMPILERS, "keydiff"),
+    }
+    return {
+        language: start
+        for language, start in starts.items()
+        if works(COMPILERS.get(language, start.split())[0])
+    }
+
+
+def works(program: str) -> bool:
+    """Whether it is here and says its version: rustup's `rustc` stands there without a toolchain too."""
+    return bool(shutil.which(program)) and not run(program, "--version", code=None).returncode
 
 
 def compiled(language: str, folder: Path) -> str:
