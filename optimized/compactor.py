@@ -27,7 +27,7 @@ def score(
     recent_size: int = 4,
     chunk_size: int = 256,
 ) -> torch.Tensor:
-    r"""CO-4, CO-6: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity: l the
+    r"""CO-5: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity: l the
     leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the attention a of
     CO-3, mean over the group.
 
@@ -100,7 +100,7 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
 
 
 def z_scores(scores: torch.Tensor) -> torch.Tensor:
-    r"""CO-5: `z = (x - mean x) / std x` over all heads and tokens of an item: [B, H_kv, T] to the same."""
+    r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item: [B, H_kv, T] to the same."""
     centred = scores - scores.mean(dim=(-2, -1), keepdim=True)
     variance = centred.square().sum(dim=(-2, -1), keepdim=True) / max(1, scores[0].numel() - 1)
     return centred / variance.sqrt().clamp(min=1e-6)

@@ -33,7 +33,7 @@ def score(
     recent_size: int = 4,
     chunk_size: int = 256,
 ) -> np.ndarray:
-    r"""CO-4, CO-6: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity:
+    r"""CO-5: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity:
     l the leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the
     attention a of CO-3, mean over the group.
 
@@ -106,7 +106,7 @@ def chunk_attention(queries: np.ndarray, keys: np.ndarray, *, chunk_size: int = 
 
 
 def z_scores(scores: np.ndarray) -> np.ndarray:
-    r"""CO-5: `z = (x - mean x) / std x` over all heads and tokens of an item.
+    r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item.
 
     Args: scores [..., H_kv, T]. Returns [..., H_kv, T].
     Decision: the sample standard deviation, of at least 1e-6, as in the public code, which takes the

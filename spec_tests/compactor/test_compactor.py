@@ -1,4 +1,4 @@
-"""Laws of Compactor: CO-1 to CO-6."""
+"""Laws of Compactor: CO-1 to CO-5."""
 
 import math
 
@@ -42,7 +42,7 @@ def received(queries, keys, chunk_size=256):
 
 
 def standard(scores):
-    """CO-5, from the deviation of the population."""
+    """CO-4, from the deviation of the population."""
     rows = scores.reshape(len(scores), -1)
     deviation = rows.std(axis=1, keepdims=True) * math.sqrt(rows.shape[1] / max(1, rows.shape[1] - 1))
     return ((rows - rows.mean(axis=1, keepdims=True)) / np.maximum(deviation, 1e-6)).reshape(scores.shape)
@@ -138,7 +138,7 @@ def test_long_texts_have_chunks_of_256_tokens_and_one_hat_matrix(impl, case):
 
 
 @law(
-    "CO-6",
+    "CO-5",
     of=SCORE,
     case=seeded_cases(max_length=33, kinds=MODEST),
     seed=seeds(),
@@ -162,7 +162,7 @@ def test_the_score_blends_leverage_and_attention(impl, case, seed, ratio, ends):
     agrees(impl, SCORE, *states, **settings, by_hand=by_hand, size=1e8)
 
 
-@law("CO-6", of=SCORE, kind="edge", length=st.integers(1, 20))
+@law("CO-5", of=SCORE, kind="edge", length=st.integers(1, 20))
 def test_the_first_8_tokens_and_the_last_4_stay_unless_told(impl, length):
     """They score infinity. Where all others are alike, these score 0: nothing is divided by zero."""
     got = impl.compactor.score(*np.zeros((4, 1, 1, length, 2)), np.ones((1, 1, 2, 3)), compression_ratio=0.5)
@@ -170,7 +170,7 @@ def test_the_first_8_tokens_and_the_last_4_stay_unless_told(impl, length):
     equal(got, np.where(is_middle, 0, np.inf)[None, None], "the first 8 and the last 4 score something else")
 
 
-@law("CO-5", of=SCORE, case=seeded_cases(min_length=3, max_length=33, kinds=MODEST), seed=seeds())
+@law("CO-4", of=SCORE, case=seeded_cases(min_length=3, max_length=33, kinds=MODEST), seed=seeds())
 def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case, seed):
     """Values four times as long give the same scores, and each item scores alone as among others."""
     queries, keys, values, *rest = states = states_of(case, seed)
@@ -188,7 +188,7 @@ def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case,
     agrees(impl, SCORE, *states, **settings, got=np.concatenate(alone))
 
 
-@law("CO-6", of=(SCORE, LEVERAGE), kind="refusal", bad=st.sampled_from(BAD))
+@law("CO-5", of=(SCORE, LEVERAGE), kind="refusal", bad=st.sampled_from(BAD))
 def test_bad_settings_are_refused(impl, bad):
     """A ratio above 1, a negative number of tokens, an empty chunk and a negative ridge raise ValueError
     naming them.
