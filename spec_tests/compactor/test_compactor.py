@@ -33,7 +33,7 @@ def hat(keys, ridge=0.0):
     return np.diagonal(found, axis1=1, axis2=2)[:, : keys.shape[-2]].reshape(keys.shape[:-1])
 
 
-def received(queries, keys, chunk_size=256):
+def received(queries, keys, chunk_size):
     """CO-3 from one matrix of all queries and tokens, [B, H_q, T, D] to [B, H_q, T]."""
     chunk = np.arange(keys.shape[2]) // chunk_size
     logits = np.where(chunk[:, None] == chunk, np.einsum("bhmd,bhtd->bhmt", queries, keys), -np.inf)
@@ -107,6 +107,15 @@ def test_an_orthogonal_sketch_is_exact(impl, case):
     agrees(impl, LEVERAGE, keys, got=got, what="the leverage through an orthogonal sketch")
 
 
+@law("CO-2", of=SKETCHED)
+def test_two_opposite_keys_share_what_the_ridge_leaves(impl):
+    """Of length 1/8 in the one channel that the sketch has: 1/64 of 2/64 and 0.01."""
+    keys, sketch = np.zeros((1, 1, 2, width(impl))), np.zeros((1, 1, width(impl), 3))
+    keys[..., 0], sketch[..., 0, 0] = (1 / 8, -1 / 8), 1
+    got, expected = impl.compactor.sketched_leverage(keys, sketch), np.full((1, 1, 2), 1 / (2 + 0.64))
+    near(got, expected, rounding(impl), "the leverage")
+
+
 @law("CO-3", of=CHUNKS, case=cases(max_length=33), seed=seeds(), chunk_size=sizes)
 def test_a_token_receives_attention_from_its_whole_chunk(impl, case, seed, chunk_size):
     """From queries before and after it, without a scale; also from one matrix. A chunk receives 1 for
@@ -122,18 +131,17 @@ def test_a_token_receives_attention_from_its_whole_chunk(impl, case, seed, chunk
     )
 
 
-@law(
-    "CO-3",
-    of=(LEVERAGE, CHUNKS),
-    examples=2,
-    case=long_cases(("normal",), lengths=(2049, 1023), head_dims=(64, 80)),
-)
-def test_long_texts_have_chunks_of_256_tokens_and_one_hat_matrix(impl, case):
-    """The attention of chunks as texts of their own; the squares of the orthonormal factor of the keys."""
+@law("CO-3", of=CHUNKS, examples=2, case=long_cases(("normal",), lengths=(2049, 1023), head_dims=(64, 80)))
+def test_a_long_text_has_chunks_of_256_tokens(impl, case):
+    """Each receives attention as a text of its own."""
     queries, keys = prompt_queries(case, case.seed), impl.round(case.keys)
-    chunks = [slice(start, start + 256) for start in range(0, case.length, 256)]
-    parts = [oracle(CHUNKS)(queries[:, :, own], keys[:, :, own]) for own in chunks]
-    agrees(impl, CHUNKS, queries, keys, expected=np.concatenate(parts, axis=-1), more=1e-9)
+    agrees(impl, CHUNKS, queries, keys, expected=received(queries, keys, 256), more=1e-9)
+
+
+@law("CO-1", of=LEVERAGE, examples=2, case=long_cases(("normal",), lengths=(4097, 2049), head_dims=(64, 80)))
+def test_a_long_text_has_the_leverage_of_its_orthonormal_factor(impl, case):
+    """The squares of Q in K = Q R, one row for each of thousands of keys."""
+    keys = impl.round(case.keys)
     agrees(impl, LEVERAGE, keys, expected=(np.linalg.qr(keys)[0] ** 2).sum(axis=-1), more=1e-9)
 
 
