@@ -71,8 +71,7 @@ def leverage(keys: np.ndarray, *, ridge: float = 0.0) -> np.ndarray:
     keys = array("compactor.leverage", keys)
     require_between("ridge", ridge, 0)
     _, sizes, right = np.linalg.svd(keys, full_matrices=False)
-    there = (sizes > CUTOFF * sizes[..., :1]) | (ridge > 0)
-    total = np.where(there, sizes**2 + ridge, np.inf)
+    total = np.where((sizes > CUTOFF * sizes[..., :1]) | (ridge > 0), sizes**2 + ridge, np.inf)
     return ((keys @ np.swapaxes(right, -1, -2)) ** 2 / total[..., None, :]).sum(axis=-1)
 
 

@@ -18,9 +18,10 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     queries, keys = (each.contiguous() for each in torch.broadcast_tensors(queries, keys))
     length, head_dim = keys.shape[-2:]
     received = keys.new_empty(keys.shape[:-1])
-    grid = (received.numel() // length, triton.cdiv(length, chunk_size))
     sizes = (length, chunk_size, head_dim, max(16, triton.next_power_of_2(chunk_size)), BLOCK)
-    attend_to_chunk[grid](queries, keys, received, *sizes, num_warps=8)
+    attend_to_chunk[received.numel() // length, triton.cdiv(length, chunk_size)](
+        queries, keys, received, *sizes, num_warps=8
+    )
     return received
 
 

@@ -12,7 +12,6 @@ LEVERAGE, SKETCHED, CHUNKS, SCORE = (
 )
 MODEST = ("normal", "ties", "duplicate_keys", "drift", "sinks", "constant_channel")
 channels, sizes = st.sampled_from([1, 3, 8, 48]), st.sampled_from([1, 2, 5, 16, 40])
-BAD = (("compression_ratio", 1.5), ("sink_size", -1), ("recent_size", -1), ("chunk_size", 0))
 
 
 def states_of(case, seed, count=3):
@@ -76,14 +75,10 @@ def test_another_token_never_raises_the_leverage_of_the_others(impl, case, seed)
 
 @law("CO-1", of=LEVERAGE)
 def test_copies_share_and_what_no_other_key_has_counts_whole(impl):
-    """Two copies have 1/2 each, a key in a channel of its own has 1, a zero key 0; with the ridge 1 a key
-    of length a has a^2 / (a^2 + 1), which copies share.
-    """
+    """Two copies have 1/2 each, a key in a channel of its own has 1, and a zero key 0."""
     keys, expected = np.zeros((1, 1, 4, width(impl))), np.array([[[1, 1, 2, 0]]]) / 2
     keys[..., :2, 0], keys[..., 2, 1] = 2, 4
     near(impl.compactor.leverage(keys), expected, 4 * rounding(impl), "the leverage")
-    expected = np.array([[[4 / 9, 4 / 9, 16 / 17, 0]]])
-    near(impl.compactor.leverage(keys, ridge=1.0), expected, 4 * rounding(impl), "the leverage with a ridge")
 
 
 @law("CO-2", of=SKETCHED, case=cases(max_length=33, kinds=MODEST), seed=seeds(), count=channels)
@@ -178,29 +173,25 @@ def test_the_first_8_tokens_and_the_last_4_stay_unless_told(impl, length):
     equal(got, np.where(is_middle, 0, np.inf)[None, None], "the first 8 and the last 4 score something else")
 
 
-@law("CO-4", of=SCORE, case=seeded_cases(min_length=3, max_length=33, kinds=MODEST), seed=seeds())
+@law("CO-4", of=SCORE, case=seeded_cases(min_length=15, max_length=33, kinds=MODEST), seed=seeds())
 def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case, seed):
     """Values four times as long give the same scores, and each item scores alone as among others."""
     queries, keys, values, *rest = states = states_of(case, seed)
-    settings = {"compression_ratio": 0.5, "sink_size": 0, "recent_size": 0}
-    agrees(
-        impl,
-        SCORE,
-        *states,
-        **settings,
-        got=impl.compactor.score(queries, keys, 4 * values, *rest, **settings),
-    )
-    alone = [
-        impl.compactor.score(*(each[[item]] for each in states), **settings) for item in range(case.batch)
-    ]
-    agrees(impl, SCORE, *states, **settings, got=np.concatenate(alone))
+    longer = impl.compactor.score(queries, keys, 4 * values, *rest, compression_ratio=0.5)
+    agrees(impl, SCORE, *states, got=longer, compression_ratio=0.5)
+    items = [[each[[item]] for each in states] for item in range(case.batch)]
+    alone = [impl.compactor.score(*item, compression_ratio=0.5) for item in items]
+    agrees(impl, SCORE, *states, got=np.concatenate(alone), compression_ratio=0.5)
 
 
-@law("CO-5", of=(SCORE, LEVERAGE), kind="refusal", bad=st.sampled_from(BAD))
-def test_bad_settings_are_refused(impl, bad):
-    """A ratio above 1, a negative number of tokens, an empty chunk and a negative ridge raise ValueError
-    naming them.
-    """
-    settings = {"compression_ratio": 0.5} | dict([bad])
-    refused(impl, bad[0], SCORE, *np.ones((4, 1, 1, 16, 2)), np.ones((1, 1, 2, 3)), **settings)
+@law(
+    "CO-5",
+    of=(SCORE, LEVERAGE),
+    kind="refusal",
+    name=st.sampled_from(["compression_ratio", "sink_size", "recent_size", "chunk_size"]),
+)
+def test_bad_settings_are_refused(impl, name):
+    """A ratio, a number of tokens, a size of a chunk and a ridge below 0 raise ValueError naming them."""
+    settings = {"compression_ratio": 0.5} | {name: -1}
+    refused(impl, name, SCORE, *np.ones((4, 1, 1, 16, 2)), np.ones((1, 1, 2, 3)), **settings)
     refused(impl, "ridge", LEVERAGE, np.ones((1, 1, 3, 2)), ridge=-1.0)
