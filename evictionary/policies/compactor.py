@@ -18,6 +18,6 @@ def supply(source: Source, states: Mapping[str, Any], position: int) -> dict[str
     Each head has its own sketch. The rows share theirs: a row keeps in a batch what it keeps alone.
     """
     keys, turns = states["keys"], rotation(source.model, source.layer_index, states["positions"])
-    sizes = (keys.shape[1], keys.shape[3], CHANNELS)
-    drawn = torch.randn(sizes, generator=states["generator"]).to(keys.device) / CHANNELS**0.5
-    return {"unrotated_keys": unrotated(keys, *turns), "sketch": drawn.expand(len(keys), *sizes)}
+    drawn = torch.randn(1, keys.shape[1], keys.shape[3], CHANNELS, generator=states["generator"])
+    sketch = drawn.to(keys.device).expand(len(keys), -1, -1, -1) / CHANNELS**0.5
+    return {"unrotated_keys": unrotated(keys, *turns), "sketch": sketch}

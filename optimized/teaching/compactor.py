@@ -10,15 +10,19 @@ import triton.language as tl
 
 from .h2o import load_channels
 
-BLOCK = 32  # queries of a tile
-
 
 def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: int = 256) -> torch.Tensor:
     r"""CO-3: queries and keys [..., T, D] give the attention that each token receives, [..., T]."""
     queries, keys = (each.contiguous() for each in torch.broadcast_tensors(queries, keys))
     length, head_dim = keys.shape[-2:]
     received = keys.new_empty(keys.shape[:-1])
-    sizes = (length, chunk_size, head_dim, max(16, triton.next_power_of_2(chunk_size)), BLOCK)
+    sizes = (
+        length,
+        chunk_size,
+        head_dim,
+        max(16, triton.next_power_of_2(chunk_size)),
+        32,
+    )  # 32 queries of a tile
     attend_to_chunk[received.numel() // length, triton.cdiv(length, chunk_size)](
         queries, keys, received, *sizes, num_warps=8
     )

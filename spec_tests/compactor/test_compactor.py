@@ -153,7 +153,6 @@ def test_the_score_blends_leverage_and_attention(impl, case, seed, ratio, ends):
     take no part; also by other loops.
     """
     states = impl.rounded(states_of(case, seed))
-    settings = {"compression_ratio": ratio, "sink_size": ends, "recent_size": 2, "chunk_size": 5}
     middle, by_hand = slice(ends, max(ends, case.length - 2)), np.full(case.keys.shape[:3], np.inf)
     queries, keys, values, plain = (each[:, :, middle] for each in states[:4])
     if keys.size:
@@ -162,6 +161,7 @@ def test_the_score_blends_leverage_and_attention(impl, case, seed, ratio, ends):
         pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
         outliers = standard(hat((plain - plain.mean(axis=2, keepdims=True)) @ states[4], 0.01))
         by_hand[:, :, middle] = ratio * outliers + standard(pooled)
+    settings = {"compression_ratio": ratio, "sink_size": ends, "recent_size": 2, "chunk_size": 5}
     agrees(impl, SCORE, *states, **settings, by_hand=by_hand, size=1e8)
 
 
