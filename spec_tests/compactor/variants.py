@@ -6,10 +6,10 @@ from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.variants import ALL, in_float32
 
 
-@control("compactor.leverage", array_library="torch", dtypes=ALL, max_length=4096)
+@control("compactor.leverage", array_library="torch", dtypes=ALL[1:], max_length=4096)
 @in_float32
 def by_the_products_of_tokens(keys, *, ridge=0.0):
-    """The same shares from the T x T products of the keys, in float64."""
+    """The same shares from the T x T products of the keys, in float64: they square what keys round."""
     powers, basis = torch.linalg.eigh(keys.double() @ keys.double().mT)
     shares = torch.where(powers > 1e-12 * powers[..., -1:], powers / (powers + ridge), 0)
     return (basis.square() * shares[..., None, :]).sum(dim=-1).to(keys.dtype)
