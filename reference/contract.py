@@ -46,6 +46,13 @@ CONTRACT = {
     "cache.compress": f"{TOKENS}, kept: bool B H_kv T",
     "chunk_kv.choose": "scores: open ... T",
     "chunk_kv.chunk_means": "scores: open ... T",
+    "compactor.chunk_attention": "queries: * T D, keys: * T D",
+    "compactor.leverage": "keys: ... T D",
+    "compactor.score": (
+        "queries: B H_q T D, keys: B H_kv T D, values: B H_kv T D_v, unrotated_keys: B H_kv T D, "
+        "sketch: B H_kv D k"
+    ),
+    "compactor.sketched_leverage": "keys: * T D, sketch: * D k",
     "criticalkv.importance": LAST_QUERIES,
     "criticalkv.projected_norms": "values: B H_kv T D_v, w_o: H_q D_v hidden",
     "criticalkv.score": f"{LAST_QUERIES}, values: B H_kv T D_v, w_o: H_q D_v hidden",

@@ -20,6 +20,7 @@ SETTINGS: dict[str, Any] = {
     "attend": lambda states: states,
     "block_size": 2,
     "budget": 4,
+    "compression_ratio": 0.5,
     "count": 2,
     "feed_forward": lambda states: states,
     "keep_ratio": 0.5,

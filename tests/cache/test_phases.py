@@ -450,6 +450,17 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
 # ragged heads
 
 
+def test_compactor_keeps_what_the_mathematics_keeps(model: LlamaForCausalLM) -> None:
+    """Its keys are brought to before RoPE, and the seed draws its sketch, that of each layer anew."""
+    full = cached(model, IDS, None, record=("queries",))
+    keys, values = (each.numpy() for each in full.layers[1].slots())
+    sketch = torch.randn(1, 2, 8, 48, generator=torch.Generator().manual_seed(1)).numpy() / 48**0.5
+    plain = reference.rope.rotate(keys, -np.arange(60))
+    states = (full.recorded[1]["queries"].numpy(), keys, values, plain, sketch)
+    kept = reference.selection.top_k(reference.compactor.score(*states, compression_ratio=2 / 3), 20)
+    assert positions_of(cached(model, IDS, "compactor", budget=20).layers[1]) == places(kept)
+
+
 def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaForCausalLM) -> None:
     cache = cached(model, IDS, "knorm+ada_kv", 0.5)
     assert cache.layers[0].ragged is not None

@@ -80,8 +80,8 @@ import torch
 from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
-    attention_matching, criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzip,
-    lagkv, momentkv, paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
+    attention_matching, compactor, criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff,
+    knorm, kvzip, lagkv, momentkv, paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
 )
 
 
@@ -96,6 +96,7 @@ moments = Moments(made(2, 8, dtype=torch.int64), sums, sums, made(2, 8, 128, 128
 
 def launch():
     attention_matching.attend(queries, keys, keys, keys[..., 0])
+    compactor.chunk_attention(queries.unflatten(1, (8, -1)), keys[:, :, None])
     criticalkv.score(queries, keys, keys, made(32, 128, 4096), budget=1024)
     dropkv.score(queries, keys, keys)
     duo_attention.select(keys, made(2, 8))

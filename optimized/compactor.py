@@ -1,0 +1,106 @@
+r"""Compactor (arXiv 2507.08143): keep the outliers among the keys, by their leverage scores, and the tokens
+that their neighbours attend to.
+
+The definition follows the presses that the paper's author gave to NVIDIA/kvpress, at 8bb29b9 and 15a267d.
+"""
+
+import math
+
+import torch
+
+from evictionary.reference.checks import as_count, require_between
+from evictionary.reference.compactor import CUTOFF
+
+from .checks import require_fit, working_dtype
+from .snapkv import average_pool
+
+
+def score(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    unrotated_keys: torch.Tensor,
+    sketch: torch.Tensor,
+    *,
+    compression_ratio: float,
+    sink_size: int = 8,
+    recent_size: int = 4,
+    chunk_size: int = 256,
+) -> torch.Tensor:
+    r"""CO-5: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity: l the
+    leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the attention a of
+    CO-3, mean over the group.
+
+    Args: queries [B, H_q, T, D] of all tokens and keys [B, H_kv, T, D], after RoPE, any strides; values [B,
+    H_kv, T, D_v]; unrotated_keys [B, H_kv, T, D] and sketch [B, H_kv, D, k], in any floating dtype;
+    compression_ratio r, the fraction to remove, 0 to 1; sink_size and recent_size, the first and last tokens,
+    at least 0. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError
+    naming the argument, and on a CPU for NaN or infinite numbers. Source: compactor_press.py.
+    """
+    require_fit(
+        "compactor.score", queries, keys, values, unrotated_keys, sketch, free=("unrotated_keys", "sketch")
+    )
+    require_between("compression_ratio", compression_ratio, 0, 1)
+    first = as_count("sink_size", sink_size, low=0)
+    last = keys.shape[2] - as_count("recent_size", recent_size, low=0)
+    scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
+    if first < last:
+        given = (queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], values, unrotated_keys)
+        readers, own, values, plain = (each[..., first:last, :] for each in given)
+        received = chunk_attention(readers, own, chunk_size=chunk_size).mean(dim=2)
+        attended = average_pool(received * values.to(received.dtype).norm(dim=-1), 3)
+        outliers = sketched_leverage(plain, sketch)
+        scores[:, :, first:last] = compression_ratio * z_scores(outliers) + z_scores(attended)
+    return scores
+
+
+def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
+    r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys can
+    replace key t.
+
+    Args: keys [..., T, D]; ridge r, at least 0. Returns [..., T], from 0 to 1, float32 (float64 for float64);
+    without a ridge they sum to the rank of K. Raises ValueError naming the argument, and on a CPU for NaN or
+    infinite numbers. Source: compute_leverage_scores.
+    """
+    require_fit("compactor.leverage", keys)
+    require_between("ridge", ridge, 0)
+    # In float64, where the singular values of float32 keys keep all their digits.
+    left, sizes, _ = torch.linalg.svd(keys.double(), full_matrices=False)
+    shares = sizes.square() / (sizes.square() + ridge) if ridge else sizes > CUTOFF * sizes[..., :1]
+    return (left.square() * shares[..., None, :]).sum(dim=-1).to(working_dtype(keys))
+
+
+def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
+    r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
+
+    Args: keys [..., T, D], before RoPE; sketch Phi [..., D, k], each head its own; ridge, at least 0. Returns
+    [..., T], from 0 to 1, of sum at most k, float32 (float64 for float64). Raises ValueError naming the
+    argument, and on a CPU for NaN or infinite numbers. Source: compute_leverage_scores.
+    """
+    require_fit("compactor.sketched_leverage", keys, sketch, free=("sketch",))
+    wide = keys.to(working_dtype(keys))
+    return leverage((wide - wide.mean(dim=-2, keepdim=True)) @ sketch.to(wide.dtype), ridge=ridge)
+
+
+def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: int = 256) -> torch.Tensor:
+    r"""CO-3: `a_t = sum_m softmax_t(q_m . k_t)` over the m and t of one chunk: the attention that a token
+    receives from its chunk, before and after it.
+
+    The logits are not divided by `sqrt(D)`, nor capped. One chunk is computed at a time.
+
+    Args: queries and keys [..., T, D], after RoPE; chunk_size, at least 1, the last chunk may be shorter.
+    Returns [..., T], float32 (float64 for float64); each chunk sums to its length. Raises ValueError naming
+    the argument, and on a CPU for NaN or infinite numbers. Source: non_causal_chunked_attn.
+    """
+    require_fit("compactor.chunk_attention", queries, keys)
+    size, dtype = as_count("chunk_size", chunk_size, low=1), working_dtype(keys)
+    chunks = zip(queries.split(size, dim=-2), keys.split(size, dim=-2), strict=True)
+    received = [(rows.to(dtype) @ own.to(dtype).mT).softmax(dim=-1).sum(dim=-2) for rows, own in chunks]
+    return torch.cat(received, dim=-1)
+
+
+def z_scores(scores: torch.Tensor) -> torch.Tensor:
+    r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item: [B, H_kv, T] to the same."""
+    centred = scores - scores.mean(dim=(-2, -1), keepdim=True)
+    variance = centred.square().sum(dim=(-2, -1), keepdim=True) / max(1, scores[0].numel() - 1)
+    return centred / variance.sqrt().clamp(min=1e-6)
