@@ -6,9 +6,10 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn.functional import pad
 
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
@@ -16,6 +17,7 @@ from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.policies import Compression, hooks, moments_of
 
 if TYPE_CHECKING:
+    from evictionary.cache.layers import EvictingLayer
     from evictionary.cache.watched_cache import WatchedCache
 
 
@@ -24,7 +26,7 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
 
     1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the
     states of the layer. 4. Let the method choose, or a policy that does more in the same pass. 5. Let the
-    policies sum up what goes. 6. Evict.
+    policies sum up what goes. 6. Evict. A method that compares the layers evicts from all layers so far.
     """
     layer, method = cache.layers[layer_index], cache.method
     assert method is not None
@@ -34,13 +36,58 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         layer.state, layer.evicted_at = step.state, layer.seen
         return
     states, request = described(cache, layer_index, step, captured)
+    if method.preference is not None:
+        cascade(cache, layer_index, step, states, request)
+        return
     kept = one_pass(method, step, request).kept(states, request)
     warn_of_what_is_wasted(cache, layer_index, kept)
-    for evicted in hooks(method.policies, "evicted"):
+    evict(layer, step, kept)
+
+
+def evict(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> None:
+    """Let the policies sum up what goes, and evict it."""
+    for evicted in hooks(step.method.policies, "evicted"):
         evicted(step, kept)
     if step.compressed is not None or not layer.is_full or not kept.all():
         layer.evict(kept, step.compressed)
     layer.state, layer.evicted_at = step.state, layer.seen
+
+
+class Stage(NamedTuple):
+    """A layer that has read the prompt: its scores [B, H_kv, T] and its preference for a large budget [B]."""
+
+    layer_index: int
+    scores: torch.Tensor
+    preferences: torch.Tensor
+
+
+def cascade(
+    cache: WatchedCache, layer_index: int, step: Compression, states: Mapping[str, Any], request: Request
+) -> None:
+    """Share the total among the layers that have read the prompt: the new one, and those before, which shrink.
+
+    The scores of a layer stay as they are until the last layer has read the prompt. So what a layer keeps in
+    the end are the tokens that it would have kept at once.
+    """
+    method, stages = step.method, cache.stages
+    _skip(step)
+    assert request.seen is not None
+    starts = [states["keys"].shape[2] - seen for seen in request.seen]
+    own_preferences = [method.preferred(states, request, row, start) for row, start in enumerate(starts)]
+    stages.append(Stage(layer_index, method.scores(states, request), torch.tensor(own_preferences).double()))
+    preferences = torch.stack([stage.preferences for stage in stages], dim=1)
+    for place, stage in enumerate(stages):
+        rows = []
+        for row, (start, seen) in enumerate(zip(starts, request.seen, strict=True)):
+            amount = method.amount(seen, replace(request, preferences=preferences[row], layer_index=place))
+            rows.append(pad(method.chosen(stage.scores[row : row + 1, :, start:], amount), (start, 0)))
+        layer = cache.layers[stage.layer_index]
+        own = step if stage.layer_index == layer_index else opened(cache, stage.layer_index, None)
+        own.keys, own.values, positions, filled = layer.contents()
+        own.filled = None if layer.is_full else filled
+        evict(layer, own, torch.cat(rows).gather(2, positions.long()) & filled)
+    if len(stages) == len(cache.evicting):
+        stages.clear()
 
 
 def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:
