@@ -1,5 +1,5 @@
-r"""CAKE (arXiv 2503.12491), an allocator over layers: a layer gets more tokens, the more its attention spreads
-over the text and the more it moves.
+r"""CAKE (arXiv 2503.12491), an allocator over layers: a layer gets more tokens, the more its attention
+spreads over the text and the more it moves.
 """
 
 import torch
@@ -8,29 +8,7 @@ from evictionary.reference import cake
 from evictionary.reference.checks import as_window, require_between
 
 from .attention import grouped_attention
-from .checks import require_fit, working_dtype
-
-
-def dispersion(attention: torch.Tensor) -> torch.Tensor:
-    r"""CAKE-1: `H = -sum_m sum_t A_mt ln A_mt`, how far the attention of M queries spreads over N tokens; 0
-    ln 0 = 0.
-
-    Args: attention [..., M, N], shares of each query's attention; a row may sum to less than 1. Returns [...],
-    in nats, in float32, or float64 for float64.
-    """
-    require_fit("cake.dispersion", attention)
-    return torch.special.entr(attention.to(working_dtype(attention))).sum(dim=(-2, -1))
-
-
-def shift(attention: torch.Tensor) -> torch.Tensor:
-    r"""CAKE-2: `V = sum_t Var_m A_mt`, how much the attention on each of N tokens moves from query to query.
-
-    Args: attention [..., M, N]. Returns [...], in float32, or float64 for float64. Decision: the variance is
-    the sample variance, with M - 1; one query alone moves nothing, V = 0.
-    """
-    require_fit("cake.shift", attention)
-    wide = attention.to(working_dtype(attention))
-    return wide.var(dim=-2, correction=min(1, wide.shape[-2] - 1)).sum(dim=-1)
+from .checks import require_fit
 
 
 def preference(
@@ -41,26 +19,27 @@ def preference(
     tau1: float = 1.0,
     tau2: float = 1.0,
 ) -> torch.Tensor:
-    r"""CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
+    r"""CAKE-1 to CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
 
     The attention of one KV head at a time is in memory.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B, H_kv,
-    T, D]; window_size, the last queries, which weigh the tokens before them; tau1 and tau2, at least 0.1: the
-    higher, the less H or V counts. Returns [B], at least 0, float64; 0 where no token comes before the window.
-    Raises ValueError naming the argument.
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
+    H_kv, T, D]; window_size, the last queries, which weigh the tokens before them; tau1 and tau2, at least
+    0.1: the higher, the less H or V counts. Returns [B], at least 0, float64; 0 where no token comes before
+    the window. Raises ValueError naming the argument.
     """
     require_between("tau1", tau1, 0.1)
     require_between("tau2", tau2, 0.1)
     require_fit("cake.preference", queries, keys)
     length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
     window = as_window(window_size, queries.shape[2], length)
-    sums = keys.new_zeros(2, len(keys), dtype=torch.float64)
+    spread, moved = keys.new_zeros(2, len(keys), dtype=torch.float64)
     for head in range(keys.shape[1] if window < length else 0):
         readers = queries[:, head * group : (head + 1) * group, -window:]
-        before = grouped_attention(readers, keys[:, head : head + 1], head)[..., : length - window]
-        sums += torch.stack([measure(before).sum(dim=(1, 2)) for measure in (dispersion, shift)])
-    return sums[0] ** (1 / tau1) * sums[1] ** (1 / tau2)
+        before = grouped_attention(readers, keys[:, head : head + 1], head)[..., :-window]
+        spread += torch.special.entr(before).sum(dim=(1, 2, 3, 4))
+        moved += before.var(dim=3, correction=min(1, window - 1)).sum(dim=(1, 2, 3))
+    return spread ** (1 / tau1) * moved ** (1 / tau2)
 
 
 def budgets(
@@ -74,8 +53,8 @@ def budgets(
     r"""CAKE-4: `b_l = w + P_l / (P_0 + .. + P_m) * L (b - w)`: the layers that have read the prompt share the
     total.
 
-    The budgets are exact whole numbers, and the reference's function computes them. Args: preferences [m + 1];
-    the others as there.
+    The budgets are exact whole numbers, and the reference's function computes them. Args: preferences [m +
+    1]; the others as there.
     """
     require_fit("cake.budgets", preferences)
     given = preferences.double().cpu().numpy()

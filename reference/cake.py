@@ -11,7 +11,7 @@ from fractions import Fraction
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import arrays, as_count, as_window, require_between
+from .checks import array, as_count, as_window, require_between
 
 
 def dispersion(attention: np.ndarray) -> np.ndarray:
@@ -21,9 +21,8 @@ def dispersion(attention: np.ndarray) -> np.ndarray:
     Args: attention [..., M, N], shares of each query's attention; a row may sum to less than 1.
     Returns [...], in nats.
     """
-    (attention,) = arrays("cake.dispersion", attention)
-    logarithms = np.log(np.where(attention > 0, attention, 1))
-    return -(attention * logarithms).sum(axis=(-2, -1))
+    attention = array("cake.dispersion", attention)
+    return -(attention * np.log(np.where(attention > 0, attention, 1))).sum(axis=(-2, -1))
 
 
 def shift(attention: np.ndarray) -> np.ndarray:
@@ -33,7 +32,7 @@ def shift(attention: np.ndarray) -> np.ndarray:
     Args: attention [..., M, N]. Returns [...]. Decision: the variance is the sample variance, with
     M - 1, as in the public code; one query alone moves nothing, V = 0, where the code has NaN.
     """
-    (attention,) = arrays("cake.shift", attention)
+    attention = array("cake.shift", attention)
     deviations = attention - attention.mean(axis=-2, keepdims=True)
     return (deviations**2).sum(axis=(-2, -1)) / max(1, attention.shape[-2] - 1)
 
@@ -58,11 +57,10 @@ def preference(
     queries, keys = by_group(queries, keys)
     require_between("tau1", tau1, 0.1)
     require_between("tau2", tau2, 0.1)
-    length = keys.shape[-2]
-    window = as_window(window_size, queries.shape[-2], length)
-    if window == length:
+    window = as_window(window_size, queries.shape[-2], keys.shape[-2])
+    if window == keys.shape[-2]:
         return np.zeros(len(keys))
-    before = causal_attention(queries[..., -window:, :], keys)[..., : length - window]
+    before = causal_attention(queries[..., -window:, :], keys)[..., :-window]
     spread, moved = (measure(before).sum(axis=(1, 2)) for measure in (dispersion, shift))
     return spread ** (1 / tau1) * moved ** (1 / tau2)
 
@@ -86,12 +84,10 @@ def budgets(
     they are `(m + 1) w + L (b - w)`, or all tokens where that is more. Raises ValueError naming the
     argument.
     """
-    (preferences,) = arrays("cake.budgets", preferences)
-    given = [Fraction(float(each)) for each in preferences]
+    given = [Fraction(float(each)) for each in array("cake.budgets", preferences)]
     budget = as_count("budget", budget, low=1)
     layers = as_count("num_layers", len(given) if num_layers is None else num_layers, low=len(given))
-    if length is not None:
-        budget = min(budget, as_count("length", length, low=1))
+    budget = min(budget, budget if length is None else as_count("length", length, low=1))
     # Decision: without a window a layer keeps one token beside its share; a budget below the window
     # is the same in every layer.
     least = min(budget, max(1, as_count("window_size", window_size, low=0)))
@@ -103,13 +99,12 @@ def budgets(
     # hands it on in equal parts, by which a layer's budget can grow when one more has read the
     # prompt (CAKE-5). Without any preference the layers are alike.
     for place, layer in enumerate(sorted(range(len(given)), key=lambda layer: -given[layer])):
-        exact = rest * given[layer] / weight if weight else rest / (len(given) - place)
-        shares[layer] = math.floor(min(exact, room))
-        rest, weight = rest - min(exact, room), weight - given[layer]
+        exact = min(room, rest * given[layer] / weight if weight else rest / (len(given) - place))
+        shares[layer] = math.floor(exact)
+        rest, weight = rest - exact, weight - given[layer]
     # Decision: a token left over by the floors goes where preference / (share + 1) is largest, lower
     # layers first. The largest fractions would break CAKE-5.
     for _ in range(total - sum(shares)):
         free = [layer for layer, share in enumerate(shares) if share < room]
-        best = max(free, key=lambda layer: (given[layer] / (shares[layer] + 1), -shares[layer], -layer))
-        shares[best] += 1
+        shares[max(free, key=lambda layer: (given[layer] / (shares[layer] + 1), -shares[layer], -layer))] += 1
     return [least + share for share in shares]

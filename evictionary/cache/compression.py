@@ -6,10 +6,9 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn.functional import pad
 
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
@@ -37,15 +36,14 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         return
     states, request = described(cache, layer_index, step, captured)
     if method.preference is not None:
-        cascade(cache, layer_index, step, states, request)
-        return
+        return cascade(cache, layer_index, step, states, request)
     kept = one_pass(method, step, request).kept(states, request)
     warn_of_what_is_wasted(cache, layer_index, kept)
     evict(layer, step, kept)
 
 
 def evict(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> None:
-    """Let the policies sum up what goes, and evict it."""
+    """Let the policies sum up what goes, and remove it."""
     for evicted in hooks(step.method.policies, "evicted"):
         evicted(step, kept)
     if step.compressed is not None or not layer.is_full or not kept.all():
@@ -53,41 +51,32 @@ def evict(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> None:
     layer.state, layer.evicted_at = step.state, layer.seen
 
 
-class Stage(NamedTuple):
-    """A layer that has read the prompt: its scores [B, H_kv, T] and its preference for a large budget [B]."""
-
-    layer_index: int
-    scores: torch.Tensor
-    preferences: torch.Tensor
-
-
 def cascade(
     cache: WatchedCache, layer_index: int, step: Compression, states: Mapping[str, Any], request: Request
 ) -> None:
-    """Share the total among the layers that have read the prompt: the new one, and those before, which shrink.
+    """Share the total among the layers that have read the prompt: a new one, and those before, which shrink.
 
-    The scores of a layer stay as they are until the last layer has read the prompt. So what a layer keeps in
-    the end are the tokens that it would have kept at once.
+    The scores of each layer stay until the last layer has read the prompt. So a layer keeps in the end the
+    tokens that it would have kept at once.
     """
-    method, stages = step.method, cache.stages
-    _skip(step)
-    assert request.seen is not None
-    starts = [states["keys"].shape[2] - seen for seen in request.seen]
-    own_preferences = [method.preferred(states, request, row, start) for row, start in enumerate(starts)]
-    stages.append(Stage(layer_index, method.scores(states, request), torch.tensor(own_preferences).double()))
-    preferences = torch.stack([stage.preferences for stage in stages], dim=1)
-    for place, stage in enumerate(stages):
-        rows = []
-        for row, (start, seen) in enumerate(zip(starts, request.seen, strict=True)):
-            amount = method.amount(seen, replace(request, preferences=preferences[row], layer_index=place))
-            rows.append(pad(method.chosen(stage.scores[row : row + 1, :, start:], amount), (start, 0)))
-        layer = cache.layers[stage.layer_index]
-        own = step if stage.layer_index == layer_index else opened(cache, stage.layer_index, None)
-        own.keys, own.values, positions, filled = layer.contents()
-        own.filled = None if layer.is_full else filled
-        evict(layer, own, torch.cat(rows).gather(2, positions.long()) & filled)
-    if len(stages) == len(cache.evicting):
-        stages.clear()
+    method, settings, seen = step.method, {**step.options, **request.options}, request.seen or ()
+    choose = method.head_budgets or method.choose
+    own = {name: settings[name] for name in method.preference.options if name in settings}
+    preferred = method.preference.scores(states, replace(request, options=own)).amax(dim=(1, 2)).cpu()
+    cache.stages.append((layer_index, method.scores(states, request), preferred))
+    preferences = torch.stack([each for *_, each in cache.stages], dim=1)
+    for place, (index, scores, _) in enumerate(cache.stages):
+        layer, kept = cache.layers[index], torch.zeros_like(scores, dtype=torch.bool)
+        for row, count in enumerate(seen):
+            asked = replace(request, preferences=preferences[row], layer_index=place)
+            kept[row, :, -count:] = choose(scores[row : row + 1, :, -count:], method.amount(count, asked))
+        now = step if index == layer_index else opened(cache, index, None)
+        _skip(now)
+        now.keys, now.values, positions, filled = layer.contents()
+        now.filled = None if layer.is_full else filled
+        evict(layer, now, kept.gather(2, positions.long()) & filled)
+    if len(cache.stages) == len(cache.evicting):
+        cache.stages.clear()
 
 
 def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:

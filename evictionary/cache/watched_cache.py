@@ -36,7 +36,8 @@ class WatchedCache(Cache):
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
     softmax: dict[int, Softmax]  # of the layers
-    stages: list[compression.Stage]  # of a prompt that a method reads whose layers are compared
+    # of each layer that has read the prompt, for a method that compares them: its scores and preferences
+    stages: list[tuple[int, torch.Tensor, torch.Tensor]]
     _finalizer: Any
     _names: frozenset[str]
     _replaying: bool

@@ -112,8 +112,8 @@ CAPTURED_FOR = {
 
 
 def allocators() -> list[str]:
-    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`), one layer
-    after another.
+    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`), each
+    layer by itself.
     """
     return [
         stem

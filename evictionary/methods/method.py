@@ -41,8 +41,8 @@ class Request:
     num_layers; seed, for methods that draw; filled [B, H_kv, T], False where there is no token, None for a
     token everywhere; seen, the tokens that each row has read without padding, None for T each; is_prompt,
     whether the states cover all tokens of a prompt (later, queries and hidden_states cover only the last
-    tokens); cap, that of the attention logits; state, that of the layer, for its policies; preferences, those of
-    the layers up to a stage, for a method that compares them; supply, see Supply.
+    tokens); cap, that of the attention logits; state, that of the layer, for its policies; preferences, those
+    of the layers that have read the prompt, for a method that compares them; supply, see Supply.
     """
 
     compression_ratio: float = 0.0
@@ -67,10 +67,10 @@ class Method:
 
     `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words
     of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
-    `layer_budgets` divides a budget among layers, `preference` is what it compares them by, read from the
-    attention of each, `head_budgets` divides a budget among the heads of a layer by their scores, `choose`
-    keeps other tokens of a head than those with its highest scores, and `corrected` says that the moments of
-    the evicted tokens correct the attention.
+    `layer_budgets` divides a budget among layers, `preference` computes how much of it a layer should have,
+    where it compares them, `head_budgets` divides a budget among the heads of a layer by their scores,
+    `choose` keeps other tokens of a head than those with its highest scores, and `corrected` says that the
+    moments of the evicted tokens correct the attention.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Method:
     as_torch: bool = True
     prompt_function: Callable[..., Any] | None = None
     layer_budgets: Callable[..., list[int]] | None = None
-    preference: Callable[..., torch.Tensor] | None = None
+    preference: "Method | None" = None
     head_budgets: Callable[..., Any] | None = None
     choose: Callable[..., torch.Tensor] = selection.top_k
     corrected: bool = False
@@ -100,8 +100,8 @@ class Method:
     @property
     def reads(self) -> frozenset[str]:
         """Every input that the method names, for the prompt and while decoding."""
-        others = [each for each in (self.prompt_function, self.preference) if each]
-        return frozenset([*self.inputs, *(name for each in others for name in catalogue.split_signature(each)[0])])
+        prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
+        return frozenset([*self.inputs, *prompt, *(self.preference.inputs if self.preference else ())])
 
     @functools.cached_property
     def policies(self) -> tuple[ModuleType, ...]:
@@ -149,35 +149,19 @@ class Method:
         """
         require(
             self.preference is None or request.preferences is not None,
-            f"method: {self.name} compares the layers of a model with one another, wanted an EvictingCache for it",
+            f"method: {self.name} compares the layers of a model, wanted an EvictingCache for it",
         )
-        found, request = self._found(states, request)
+        found = self._found(states, request)
         return found if found.dtype == torch.bool else self._shared_out(found, request)
 
     def scores(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
-        """Return the scores [B, H_kv, T] of one layer, -infinity where there is no token; `chosen` keeps tokens
-        by them. The arguments are those of `kept`.
+        """Return the scores [B, H_kv, T] of one layer, -infinity where there is no token; arguments and
+        errors are those of `kept`.
         """
-        return replace(self, head_budgets=self.head_budgets or self.choose)._found(states, request)[0]
+        return replace(self, head_budgets=self.head_budgets or self.choose)._found(states, request)
 
-    def chosen(self, scores: torch.Tensor, amount: int) -> torch.Tensor:
-        """The kept mask of scores [1, H_kv, n], with `amount` tokens in each head, on average over its heads."""
-        fits = amount >= scores.shape[2]
-        return scores == scores if fits else (self.head_budgets or self.choose)(scores, amount)
-
-    def preferred(self, states: Mapping[str, Any], request: Request, row: int, start: int) -> float:
-        """How much a layer prefers a large budget, for one row, whose tokens begin at `start`."""
-        assert self.preference is not None
-        inputs, options, _ = catalogue.split_signature(self.preference)
-        self._require(inputs, states)
-        own = {name: states[name][row : row + 1, :, start:] for name in inputs}
-        settings = {**self.options, **request.options}
-        sinks = states.get("sinks")
-        with of_model(Softmax(request.cap, None if sinks is None else sinks[row : row + 1])), torch.no_grad():
-            return float(self.preference(**own, **{name: settings[name] for name in options if name in settings}))
-
-    def _found(self, states: Mapping[str, Any], request: Request) -> tuple[torch.Tensor, Request]:
-        """The kept mask, or the scores where the heads share a budget, and the request with what was left out."""
+    def _found(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
+        """The kept mask [B, H_kv, T], or the scores where the heads share a budget."""
         keys = states["keys"]
         shape = tuple(keys.shape[:3])
         seen = request.seen or [shape[2]] * shape[0]
@@ -196,35 +180,30 @@ class Method:
             found = self._of_piece(own, piece, shape, request, seen[row])
             is_shared = found.dtype != torch.bool
             put(scores if is_shared else kept, piece, found.to(scores.dtype) if is_shared else found)
-        return scores if is_shared else kept, request
+        return scores if is_shared else kept
 
     def _shared_out(self, scores: torch.Tensor, request: Request) -> torch.Tensor:
         """The kept mask of scores [B, H_kv, T]: in each row the heads share the budget of the layer."""
-        assert self.head_budgets is not None and request.seen is not None
+        assert self.head_budgets is not None
+        seen = request.seen or [scores.shape[2]] * len(scores)
         filled = torch.ones_like(scores, dtype=torch.bool) if request.filled is None else request.filled
         rows = []
-        for here, own_scores, own_seen in zip(filled.split(1), scores.split(1), request.seen, strict=True):
+        for here, own_scores, own_seen in zip(filled.split(1), scores.split(1), seen, strict=True):
             amount = self.amount(own_seen, request)
             fits = int(here.sum()) <= amount * scores.shape[1]
             rows.append(here if fits else self.head_budgets(own_scores, amount) & here)
         return torch.cat(rows)
 
     def amount(self, seen: int, request: Request) -> int:
-        """The tokens to keep in each head of this layer, on average over its heads.
-
-        Before a method has compared the layers, this is the mean over them.
+        """The tokens to keep in each head of this layer, on average over its heads; over the layers too,
+        until these are compared.
         """
         amount = tokens_to_keep(seen, request.compression_ratio, request.budget)
-        is_alike = self.preference is not None and request.preferences is None
-        if self.layer_budgets is None or is_alike or amount == seen:
+        known = {name: getattr(request, name) for name in ("num_layers", "preferences")}
+        if self.layer_budgets is None or amount == seen or (self.preference and known["preferences"] is None):
             return amount
-        known = {
-            "budget": amount,
-            "num_layers": request.num_layers,
-            "preferences": request.preferences,
-            "length": seen,
-            "window_size": request.options.get("window_size", self.options.get("window_size", 0)),
-        }
+        window = request.options.get("window_size", self.options.get("window_size", 0))
+        known |= {"budget": amount, "length": seen, "window_size": window}
         return self.layer_budgets(**_accepted(self.layer_budgets, known))[request.layer_index]
 
     def _of_piece(
@@ -294,6 +273,8 @@ class Method:
             result = call(function, label, arguments, as_torch=self.as_torch and _knows_torch(function))
         if function.__name__.startswith("select"):
             return checked_kept(label, result, own_shape, keys.device)
+        if function.__name__ == "preference":  # one number for a row
+            result = result[:, None, None].expand(own_shape)
         scores = checked_scores(label, result, own_shape, keys.device)
         return scores if self.head_budgets else self.choose(scores, amount)
 
