@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention import grouped_attention
+
 BLOCK = 64  # tokens of a tile
 
 
@@ -18,11 +20,8 @@ def preference(
     before = keys.shape[2] - window_size
     if before <= 0:
         return keys.new_zeros(len(keys))
-    keys = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
-    logits = queries[:, :, -window_size:] @ keys.mT / keys.shape[3] ** 0.5
-    later = torch.ones_like(logits, dtype=torch.bool).triu(before + 1)
-    weights = logits.masked_fill(later, -torch.inf).softmax(dim=-1)
-    sums = keys.new_empty(2, keys.shape[0] * keys.shape[1], triton.cdiv(before, BLOCK))
+    weights = grouped_attention(queries[:, :, -window_size:], keys)
+    sums = keys.new_empty(2, queries.shape[:2].numel(), triton.cdiv(before, BLOCK))
     sizes = (window_size, keys.shape[2], triton.next_power_of_2(window_size), BLOCK)
     measure[sums.shape[1:]](weights, sums, sums[1:], *sizes)
     spread, moved = sums.double().view(2, len(keys), -1).sum(dim=-1)

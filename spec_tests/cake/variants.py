@@ -11,8 +11,7 @@ from evictionary.spec_tests.shared.variants import NUMPY
 @control("cake.dispersion", dtypes=NUMPY)
 def in_bits(attention):
     """Base 2, of the shares that are there."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        bits = np.nan_to_num(attention * np.log2(attention), nan=0.0)
+    bits = attention * np.log2(np.maximum(attention, np.finfo(attention.dtype).tiny))
     return -bits.sum(axis=-1).sum(axis=-1) * attention.dtype.type(np.log(2))
 
 
