@@ -36,7 +36,8 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         return
     states, request = described(cache, layer_index, step, captured)
     if method.preference is not None:
-        return cascade(cache, layer_index, step, states, request)
+        cascade(cache, layer_index, step, states, request)
+        return
     kept = one_pass(method, step, request).kept(states, request)
     warn_of_what_is_wasted(cache, layer_index, kept)
     evict(layer, step, kept)

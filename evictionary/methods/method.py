@@ -151,21 +151,22 @@ class Method:
             self.preference is None or request.preferences is not None,
             f"method: {self.name} compares the layers of a model, wanted an EvictingCache for it",
         )
+        seen = request.seen or [states["keys"].shape[2]] * len(states["keys"])
+        request = replace(request, seen=seen, options=self.typed_options(request.options))
         found = self._found(states, request)
-        return found if found.dtype == torch.bool else self._shared_out(found, request)
+        return found if found.dtype == torch.bool else self._shared_out(found, request, seen)
 
     def scores(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
-        """Return the scores [B, H_kv, T] of one layer, -infinity where there is no token; arguments and
-        errors are those of `kept`.
+        """Return the scores [B, H_kv, T] of one layer, -infinity where there is no token.
+
+        Arguments and errors are those of `kept`; the request has `seen`, and options in their types.
         """
         return replace(self, head_budgets=self.head_budgets or self.choose)._found(states, request)
 
     def _found(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """The kept mask [B, H_kv, T], or the scores where the heads share a budget."""
-        keys = states["keys"]
+        keys, seen = states["keys"], request.seen or ()
         shape = tuple(keys.shape[:3])
-        seen = request.seen or [shape[2]] * shape[0]
-        request = replace(request, seen=seen, options=self.typed_options(request.options))
         kept = torch.zeros(shape, dtype=torch.bool, device=keys.device)
         scores = (
             torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device)
@@ -182,10 +183,9 @@ class Method:
             put(scores if is_shared else kept, piece, found.to(scores.dtype) if is_shared else found)
         return scores if is_shared else kept
 
-    def _shared_out(self, scores: torch.Tensor, request: Request) -> torch.Tensor:
+    def _shared_out(self, scores: torch.Tensor, request: Request, seen: Sequence[int]) -> torch.Tensor:
         """The kept mask of scores [B, H_kv, T]: in each row the heads share the budget of the layer."""
         assert self.head_budgets is not None
-        seen = request.seen or [scores.shape[2]] * len(scores)
         filled = torch.ones_like(scores, dtype=torch.bool) if request.filled is None else request.filled
         rows = []
         for here, own_scores, own_seen in zip(filled.split(1), scores.split(1), seen, strict=True):
