@@ -99,7 +99,8 @@ def budgets(
     # hands it on in equal parts, by which a layer's budget can grow when one more has read the
     # prompt (CAKE-5). Without any preference the layers are alike.
     for place, layer in enumerate(sorted(range(len(given)), key=lambda layer: -given[layer])):
-        exact = min(room, rest * given[layer] / weight if weight else rest / (len(given) - place))
+        exact = rest * given[layer] / weight if weight else rest / (len(given) - place)
+        exact = min(exact, Fraction(room))
         shares[layer] = math.floor(exact)
         rest, weight = rest - exact, weight - given[layer]
     # Decision: a token left over by the floors goes where preference / (share + 1) is largest, lower

@@ -2,7 +2,7 @@ r"""CAKE (arXiv 2503.12491): the cascade, in which earlier layers shrink while l
 
 import numpy as np
 
-from .cake import budgets
+from . import cake
 from .checks import arrays
 from .selection import top_k
 
@@ -22,7 +22,7 @@ def cascade(
     for layer in range(num_layers):
         stored.append(np.arange(length))
         most = max(most, sum(map(len, stored)))
-        shares = budgets(budget, preferences[: layer + 1], **settings)
+        shares = cake.budgets(budget, preferences[: layer + 1], **settings)
         stored = [
             own[top_k(row[own], share)] for own, row, share in zip(stored, scores, shares, strict=False)
         ]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -9,10 +10,14 @@ from hypothesis import strategies as st
 from evictionary.spec_tests.judge.prelude import *
 
 DISPERSION, SHIFT, PREFERENCE = "cake.dispersion", "cake.shift", "cake.preference"
-BUDGETS, CASCADE = "cake.budgets", "cake_theory.cascade"
+SHARED, CASCADE = "cake.budgets", "cake_theory.cascade"
 whole = st.lists(st.integers(0, 40), min_size=1, max_size=9)
 preferences = st.one_of(whole, st.lists(st.floats(0, 4096, width=16), min_size=1, max_size=9))
-counts = {"budget": st.integers(1, 60), "length": st.integers(1, 70), "window": st.integers(0, 12)}
+counts: dict[str, Any] = {
+    "budget": st.integers(1, 60),
+    "length": st.integers(1, 70),
+    "window": st.integers(0, 12),
+}
 # a token that is left over, and tokens that a layer cannot hold, may come back to an earlier layer
 returning = st.sampled_from([([4, 7, 1, 1], 2, 70, 0), ([50, 50, 0, 4096], 26, 50, 0)])
 
@@ -103,7 +108,7 @@ def shared(impl, budget, given, **settings):
     return np.array(got)
 
 
-@law("CAKE-4", of=BUDGETS, given=preferences, **counts)
+@law("CAKE-4", of=SHARED, given=preferences, **counts)
 def test_the_total_is_exact_and_each_layer_has_its_share(impl, given, budget, length, window):
     """All layers have min(budget, length) on average, each its window and at most all tokens, in the order of
     the preferences. Beside the window they are the shares, up to a token for each layer, where these fit.
@@ -122,7 +127,7 @@ def test_the_total_is_exact_and_each_layer_has_its_share(impl, given, budget, le
     equal(shared(impl, budget, 8 * given, **settings), got, "the scale of the preferences counts")
 
 
-@law("CAKE-4", of=BUDGETS)
+@law("CAKE-4", of=SHARED)
 def test_budgets_by_hand(impl):
     """Whole shares, beside a window, of the first layers of a model, with full layers, without preference."""
     for budget, given, settings, wanted in (
@@ -141,7 +146,7 @@ def test_budgets_by_hand(impl):
         equal(shared(impl, budget, given, **settings), np.array(wanted), f"other budgets of {given}")
 
 
-@law("CAKE-5", of=BUDGETS, asked=st.one_of(returning, st.tuples(preferences, *counts.values())))
+@law("CAKE-5", of=SHARED, asked=st.one_of(returning, st.tuples(preferences, *counts.values())))
 def test_no_budget_grows_with_one_more_layer(impl, asked):
     """Each layer that has read the prompt takes from those before, or leaves them as they are."""
     given, budget, length, window = asked
@@ -160,7 +165,7 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
     """
     scores = np.random.default_rng(seed).integers(-9, 9, size=(len(given), length)).astype(float)
     kept, most = impl.cake_theory.cascade(scores, np.array(given, dtype=float), budget, window_size=window)
-    last = oracle(BUDGETS)(budget, given, length=length, window_size=window)
+    last = oracle(SHARED)(budget, given, length=length, window_size=window)
     order = np.argsort(-scores, axis=-1, kind="stable")
     best = [np.isin(np.arange(length), row[:count]) for row, count in zip(order, last, strict=True)]
     equal(kept, np.array(best), "the cascade keeps other tokens")
@@ -170,7 +175,7 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
 
 @law(
     "CAKE-4",
-    of=(BUDGETS, PREFERENCE),
+    of=(SHARED, PREFERENCE),
     kind="refusal",
     bad=st.sampled_from(
         [
@@ -189,4 +194,4 @@ def test_bad_settings_are_refused(impl, bad):
     if name.startswith("tau"):
         refused(impl, name, PREFERENCE, states, states, window_size=2, **bad)
     else:
-        refused(impl, name, BUDGETS, **{"budget": 4, "preferences": np.ones(2)} | bad)
+        refused(impl, name, SHARED, **{"budget": 4, "preferences": np.ones(2)} | bad)
