@@ -2,8 +2,8 @@
 of its paper.
 
 A file with the attribute `METHOD` is an eviction method. The others are the derivation and the
-variants of one method (`*_theory`, `*_variants`), the allocators (`ada_kv`, `pyramid_kv`), and what
-all methods share (`checks`, `attention`, `rope`, `selection`, `cache`). Files here import only
+variants of one method (`*_theory`, `*_variants`), the allocators (`ada_kv`, `cake`, `pyramid_kv`), and
+what all methods share (`checks`, `attention`, `rope`, `selection`, `cache`). Files here import only
 NumPy and `reference` itself.
 
 `TRAITS = {"recursive"}` beside `METHOD` names the properties that most methods do not have:

@@ -51,7 +51,8 @@ def _try_out(method: Method, options: Mapping[str, Any]) -> None:
 
     try:
         method.kept(
-            {**states, "moments": moments}, Request(budget=TRIED // 2, options=options, supply=supply)
+            {**states, "moments": moments},
+            Request(budget=TRIED // 2, options=options, preferences=torch.ones(1), supply=supply),
         )
     except UsageError as error:
         if any(f"{name}: got" in str(error) for name in options):

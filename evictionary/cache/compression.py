@@ -16,6 +16,7 @@ from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.policies import Compression, hooks, moments_of
 
 if TYPE_CHECKING:
+    from evictionary.cache.layers import EvictingLayer
     from evictionary.cache.watched_cache import WatchedCache
 
 
@@ -24,7 +25,7 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
 
     1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the
     states of the layer. 4. Let the method choose, or a policy that does more in the same pass. 5. Let the
-    policies sum up what goes. 6. Evict.
+    policies sum up what goes. 6. Evict. A method that compares the layers evicts from all layers so far.
     """
     layer, method = cache.layers[layer_index], cache.method
     assert method is not None
@@ -34,13 +35,49 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         layer.state, layer.evicted_at = step.state, layer.seen
         return
     states, request = described(cache, layer_index, step, captured)
+    if method.preference is not None:
+        cascade(cache, layer_index, step, states, request)
+        return
     kept = one_pass(method, step, request).kept(states, request)
     warn_of_what_is_wasted(cache, layer_index, kept)
-    for evicted in hooks(method.policies, "evicted"):
+    evict(layer, step, kept)
+
+
+def evict(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> None:
+    """Let the policies sum up what goes, and remove it."""
+    for evicted in hooks(step.method.policies, "evicted"):
         evicted(step, kept)
     if step.compressed is not None or not layer.is_full or not kept.all():
         layer.evict(kept, step.compressed)
     layer.state, layer.evicted_at = step.state, layer.seen
+
+
+def cascade(
+    cache: WatchedCache, layer_index: int, step: Compression, states: Mapping[str, Any], request: Request
+) -> None:
+    """Share the total among the layers that have read the prompt: a new one, and those before, which shrink.
+
+    The scores of each layer stay until the last layer has read the prompt. So a layer keeps in the end the
+    tokens that it would have kept at once.
+    """
+    method, settings, seen = step.method, {**step.options, **request.options}, request.seen or ()
+    choose = method.head_budgets or method.choose
+    own = {name: settings[name] for name in method.preference.options if name in settings}
+    preferred = method.preference.scores(states, replace(request, options=own)).amax(dim=(1, 2)).cpu()
+    cache.stages.append((layer_index, method.scores(states, request), preferred))
+    preferences = torch.stack([each for *_, each in cache.stages], dim=1)
+    for place, (index, scores, _) in enumerate(cache.stages):
+        layer, kept = cache.layers[index], torch.zeros_like(scores, dtype=torch.bool)
+        for row, count in enumerate(seen):
+            asked = replace(request, preferences=preferences[row], layer_index=place)
+            kept[row, :, -count:] = choose(scores[row : row + 1, :, -count:], method.amount(count, asked))
+        now = step if index == layer_index else opened(cache, index, None)
+        _skip(now)
+        now.keys, now.values, positions, filled = layer.contents()
+        now.filled = None if layer.is_full else filled
+        evict(layer, now, kept.gather(2, positions.long()) & filled)
+    if len(cache.stages) == len(cache.evicting):
+        cache.stages.clear()
 
 
 def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:

@@ -36,6 +36,8 @@ class WatchedCache(Cache):
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
     softmax: dict[int, Softmax]  # of the layers
+    # of each layer that has read the prompt, for a method that compares them: its scores and preferences
+    stages: list[tuple[int, torch.Tensor, torch.Tensor]]
     _finalizer: Any
     _names: frozenset[str]
     _replaying: bool
@@ -405,6 +407,7 @@ class WatchedCache(Cache):
     def _wait(self) -> None:
         """Wait for a prompt: watch the model until the cache no longer needs it, is closed, or is deleted."""
         self._handed, self._captured, self.recorded = {}, {}, {}
+        self.stages = []
         self.padding, self.counts_padding = None, False
         self._replaying = False
         self._is_announced = False

@@ -9,6 +9,7 @@ app = typer.Typer()
 
 ADDITIONS = {
     "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
+    "cake": "an allocator for any method with scores: layers whose attention spreads and moves get more",
     "chunk_kv": "for any method with scores: whole chunks of ten neighbouring tokens stay, the best first",
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
     "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
@@ -22,9 +23,9 @@ def methods(as_json: AsJson = False) -> None:
     attend) and its options.
 
     Methods compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads
-    of a layer share its budget, chunk_kv keeps whole chunks, pyramid_kv gives more to lower layers, and
-    moments adds MomentKV's correction for the evicted tokens: snapkv+pyramid_kv+ada_kv, keydiff+moments. A
-    file of your own, path/to/file.py, composes in the same way.
+    of a layer share its budget, chunk_kv keeps whole chunks, cake compares the layers, pyramid_kv gives more
+    to lower layers, and moments adds MomentKV's correction for the evicted tokens: snapkv+pyramid_kv+ada_kv,
+    keydiff+moments. A file of your own, path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 

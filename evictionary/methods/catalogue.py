@@ -112,20 +112,23 @@ CAPTURED_FOR = {
 
 
 def allocators() -> list[str]:
-    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`)."""
+    """The modules that divide a budget among layers (`budgets`) or heads (`select(scores, budget)`), each
+    layer by itself.
+    """
     return [
         stem
         for stem, module in modules().items()
-        if hasattr(module, "budgets")
+        if (hasattr(module, "budgets") and not hasattr(module, "preference"))
         or (hasattr(module, "select") and next(iter(inspect.signature(module.select).parameters)) == "scores")
     ]
 
 
 def additions() -> list[str]:
-    """The allocators, and the modules that choose other tokens of a head than a top-k (`choose(scores,
-    budget)`).
+    """The allocators, the modules that choose other tokens of a head than a top-k (`choose(scores, budget)`),
+    and those whose budgets compare the layers with one another (`preference`).
     """
-    return sorted([*allocators(), *(stem for stem, module in modules().items() if hasattr(module, "choose"))])
+    others = (stem for stem, module in modules().items() if {"choose", "preference"} & vars(module).keys())
+    return sorted([*allocators(), *others])
 
 
 def names() -> list[str]:

@@ -41,8 +41,8 @@ class Request:
     num_layers; seed, for methods that draw; filled [B, H_kv, T], False where there is no token, None for a
     token everywhere; seen, the tokens that each row has read without padding, None for T each; is_prompt,
     whether the states cover all tokens of a prompt (later, queries and hidden_states cover only the last
-    tokens); cap, that of the attention logits; state, that of the layer, for its policies; supply, see
-    Supply.
+    tokens); cap, that of the attention logits; state, that of the layer, for its policies; preferences, those
+    of the layers that have read the prompt, for a method that compares them; supply, see Supply.
     """
 
     compression_ratio: float = 0.0
@@ -56,6 +56,7 @@ class Request:
     is_prompt: bool = True
     cap: float | None = None
     state: policies.State = field(default_factory=dict)
+    preferences: torch.Tensor | None = None
     supply: Supply | None = None
 
 
@@ -66,9 +67,10 @@ class Method:
 
     `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words
     of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
-    `layer_budgets` divides a budget among layers, `head_budgets` divides a budget among the heads of a layer
-    by their scores, `choose` keeps other tokens of a head than those with its highest scores, and `corrected`
-    says that the moments of the evicted tokens correct the attention.
+    `layer_budgets` divides a budget among layers, `preference` computes how much of it a layer should have,
+    where it compares them, `head_budgets` divides a budget among the heads of a layer by their scores,
+    `choose` keeps other tokens of a head than those with its highest scores, and `corrected` says that the
+    moments of the evicted tokens correct the attention.
     """
 
     name: str
@@ -80,6 +82,7 @@ class Method:
     as_torch: bool = True
     prompt_function: Callable[..., Any] | None = None
     layer_budgets: Callable[..., list[int]] | None = None
+    preference: "Method | None" = None
     head_budgets: Callable[..., Any] | None = None
     choose: Callable[..., torch.Tensor] = selection.top_k
     corrected: bool = False
@@ -98,7 +101,7 @@ class Method:
     def reads(self) -> frozenset[str]:
         """Every input that the method names, for the prompt and while decoding."""
         prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
-        return frozenset([*self.inputs, *prompt])
+        return frozenset([*self.inputs, *prompt, *(self.preference.inputs if self.preference else ())])
 
     @functools.cached_property
     def policies(self) -> tuple[ModuleType, ...]:
@@ -144,10 +147,26 @@ class Method:
         a request out of range or for states that the method names but that were not recorded, MethodError for
         errors inside the method.
         """
-        keys = states["keys"]
-        shape = tuple(keys.shape[:3])
-        seen = request.seen or [shape[2]] * shape[0]
+        require(
+            self.preference is None or request.preferences is not None,
+            f"method: {self.name} compares the layers of a model, wanted an EvictingCache for it",
+        )
+        seen = request.seen or [states["keys"].shape[2]] * len(states["keys"])
         request = replace(request, seen=seen, options=self.typed_options(request.options))
+        found = self._found(states, request)
+        return found if found.dtype == torch.bool else self._shared_out(found, request, seen)
+
+    def scores(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
+        """Return the scores [B, H_kv, T] of one layer, -infinity where there is no token.
+
+        Arguments and errors are those of `kept`; the request has `seen`, and options in their types.
+        """
+        return replace(self, head_budgets=self.head_budgets or self.choose)._found(states, request)
+
+    def _found(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
+        """The kept mask [B, H_kv, T], or the scores where the heads share a budget."""
+        keys, seen = states["keys"], request.seen or ()
+        shape = tuple(keys.shape[:3])
         kept = torch.zeros(shape, dtype=torch.bool, device=keys.device)
         scores = (
             torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device)
@@ -162,7 +181,7 @@ class Method:
             found = self._of_piece(own, piece, shape, request, seen[row])
             is_shared = found.dtype != torch.bool
             put(scores if is_shared else kept, piece, found.to(scores.dtype) if is_shared else found)
-        return self._shared_out(scores, request, seen) if is_shared else kept
+        return scores if is_shared else kept
 
     def _shared_out(self, scores: torch.Tensor, request: Request, seen: Sequence[int]) -> torch.Tensor:
         """The kept mask of scores [B, H_kv, T]: in each row the heads share the budget of the layer."""
@@ -176,13 +195,16 @@ class Method:
         return torch.cat(rows)
 
     def amount(self, seen: int, request: Request) -> int:
-        """The tokens to keep in each head of this layer, on average over its heads."""
+        """The tokens to keep in each head of this layer, on average over its heads; over the layers too,
+        until these are compared.
+        """
         amount = tokens_to_keep(seen, request.compression_ratio, request.budget)
-        if self.layer_budgets is None or amount == seen:
+        known = {name: getattr(request, name) for name in ("num_layers", "preferences")}
+        if self.layer_budgets is None or amount == seen or (self.preference and known["preferences"] is None):
             return amount
         window = request.options.get("window_size", self.options.get("window_size", 0))
-        known = _accepted(self.layer_budgets, {"length": seen, "window_size": window})
-        return self.layer_budgets(amount, request.num_layers, **known)[request.layer_index]
+        known |= {"budget": amount, "length": seen, "window_size": window}
+        return self.layer_budgets(**_accepted(self.layer_budgets, known))[request.layer_index]
 
     def _of_piece(
         self, states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], request: Request, seen: int
@@ -251,6 +273,8 @@ class Method:
             result = call(function, label, arguments, as_torch=self.as_torch and _knows_torch(function))
         if function.__name__.startswith("select"):
             return checked_kept(label, result, own_shape, keys.device)
+        if function.__name__ == "preference":  # one number for a row
+            result = result[:, None, None].expand(own_shape)
         scores = checked_scores(label, result, own_shape, keys.device)
         return scores if self.head_budgets else self.choose(scores, amount)
 

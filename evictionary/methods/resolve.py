@@ -26,7 +26,7 @@ def resolve(method: str) -> Method:
     `path/to/file.py:function`.
 
     A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them
-    compose: allocators (`ada_kv`, `pyramid_kv`) and `moments`, the correction by moments, follow the method.
+    compose: additions (`catalogue.additions`) and `moments`, the correction by moments, follow the method.
     Raises UsageError for an unknown name, a file that cannot be imported, or a function with an argument that
     cannot be supplied.
     """
@@ -57,13 +57,21 @@ def _compose(method: Method, addition: str) -> Method:
         close = did_you_mean(addition, wanted)
         raise UsageError(f"method: got {addition!r} after the +{close}, wanted one of {', '.join(wanted)}")
     module = importlib.import_module(f"evictionary.optimized.{addition}")
-    if hasattr(module, "budgets"):
+    compares = hasattr(module, "preference")
+    require(
+        not hasattr(module, "budgets") or method.layer_budgets is None,
+        f"method: got {addition!r} after another division among layers, wanted one of them",
+    )
+    if hasattr(module, "budgets") and not compares:
         return replace(method, layer_budgets=module.budgets)
     require(
-        not method.is_select,
+        not method.is_select and not (compares and method.prompt_function),
         f"method: {method.name} chooses its tokens itself, but {addition} chooses them by scores; wanted a "
         "scorer first",
     )
+    if compares:
+        preference, traits = _from_module(module, addition, "preference"), method.traits | {"prompt_only"}
+        return replace(method, layer_budgets=module.budgets, preference=preference, traits=traits)
     require(
         method.is_top_k,
         f"method: got {addition!r} after another addition that chooses tokens by scores, wanted one of them",

@@ -4,6 +4,7 @@ import inspect
 
 from evictionary.reference import (
     ada_kv,
+    cake,
     chunk_kv,
     expected_attention,
     expected_attention_theory,
@@ -117,5 +118,9 @@ def test_the_settings_of_the_baselines():
     assert defaults(snapkv) == {"score": {"window_size": 32, "kernel_size": 7}}
     assert defaults(streaming_llm) == {"score": {"sink_size": 4}}
     assert defaults(ada_kv) == {"select": {"floor_ratio": 0.2}}
+    assert defaults(cake) == {
+        "preference": {"window_size": 32, "tau1": 1.0, "tau2": 1.0},
+        "budgets": {"window_size": 0},
+    }
     assert defaults(chunk_kv) == {name: {"chunk_size": 10} for name in ("choose", "chunk_means")}
     assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0, "window_size": 0}}

@@ -1,0 +1,61 @@
+r"""CAKE (arXiv 2503.12491), an allocator over layers: a layer gets more tokens, the more its attention
+spreads over the text and the more it moves.
+"""
+
+import torch
+
+from evictionary.reference import cake
+from evictionary.reference.checks import as_window, require_between
+
+from .attention import grouped_attention
+from .checks import require_fit
+
+
+def preference(
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    *,
+    window_size: int = 32,
+    tau1: float = 1.0,
+    tau2: float = 1.0,
+) -> torch.Tensor:
+    r"""CAKE-1 to CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
+
+    The attention of one KV head at a time is in memory.
+
+    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
+    H_kv, T, D]; window_size, the last queries, which weigh the tokens before them; tau1 and tau2, at least
+    0.1: the higher, the less H or V counts. Returns [B], at least 0, float64; 0 where no token comes before
+    the window. Raises ValueError naming the argument.
+    """
+    require_between("tau1", tau1, 0.1)
+    require_between("tau2", tau2, 0.1)
+    require_fit("cake.preference", queries, keys)
+    length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
+    window = as_window(window_size, queries.shape[2], length)
+    spread, moved = keys.new_zeros(2, len(keys), dtype=torch.float64)
+    for head in range(keys.shape[1] if window < length else 0):
+        readers = queries[:, head * group : (head + 1) * group, -window:]
+        before = grouped_attention(readers, keys[:, head : head + 1], head)[..., :-window]
+        spread += torch.special.entr(before).sum(dim=(1, 2, 3, 4))
+        moved += before.var(dim=3, correction=min(1, window - 1)).sum(dim=(1, 2, 3))
+    return spread ** (1 / tau1) * moved ** (1 / tau2)
+
+
+def budgets(
+    budget: int,
+    preferences: torch.Tensor,
+    *,
+    num_layers: int | None = None,
+    length: int | None = None,
+    window_size: int = 0,
+) -> list[int]:
+    r"""CAKE-4: `b_l = w + P_l / (P_0 + .. + P_m) * L (b - w)`: the layers that have read the prompt share the
+    total.
+
+    The budgets are exact whole numbers, and the reference's function computes them. Args: preferences [m +
+    1]; the others as there.
+    """
+    require_fit("cake.budgets", preferences)
+    given = preferences.double().cpu().numpy()
+    return cake.budgets(budget, given, num_layers=num_layers, length=length, window_size=window_size)

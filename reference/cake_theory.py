@@ -1,0 +1,29 @@
+r"""CAKE (arXiv 2503.12491): the cascade, in which earlier layers shrink while later ones read the prompt."""
+
+import numpy as np
+
+from . import cake
+from .checks import arrays
+from .selection import top_k
+
+
+def cascade(
+    scores: np.ndarray, preferences: np.ndarray, budget: int, *, window_size: int = 0
+) -> tuple[np.ndarray, int]:
+    r"""CAKE-6: after each layer has read the prompt, the layers so far shrink to their new budgets.
+
+    Args: scores [L, T], infinities allowed; preferences [L]; budget, the mean per layer. Returns
+    kept [L, T], boolean, and the most tokens that were stored at once. Raises ValueError naming the
+    argument.
+    """
+    scores, preferences = arrays("cake_theory.cascade", scores, preferences)
+    (num_layers, length), stored, most = scores.shape, [], 0
+    settings = {"num_layers": num_layers, "length": length, "window_size": window_size}
+    for layer in range(num_layers):
+        stored.append(np.arange(length))
+        most = max(most, sum(map(len, stored)))
+        shares = cake.budgets(budget, preferences[: layer + 1], **settings)
+        stored = [
+            own[top_k(row[own], share)] for own, row, share in zip(stored, scores, shares, strict=False)
+        ]
+    return np.array([np.isin(np.arange(length), own) for own in stored]), most
