@@ -120,7 +120,7 @@ class WatchedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer, EvictingLayer):
             if layer.seen == key_states.shape[-2]:
-                layer.padding = None if self.padding is None else self.padding.to(keys.device)
+                layer.padding = None if self.padding is None else self.padding.to(keys.device, copy=True)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
             if not self.is_warned and key_states.shape[-2] > 1:
                 compression.warn_of_what_stays(self, layer)

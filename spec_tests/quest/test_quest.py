@@ -111,8 +111,7 @@ def test_two_queries_of_a_group_attend_to_their_own_pages(impl):
     keys[0, 0, :6, 0], keys[0, 0, :6, -1] = [8, 8, -8, -8, 1, 1], [-8, -8, 8, 8, 1, 1]
     query[0, 0, 0], query[0, 1, -1] = 1, 1
     got = impl.quest.select(query, keys, 2, budget=5, page_size=2)
-    expected = [[[1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0, 1]]]
-    equal(got, np.array(expected, dtype=bool), "other pages")
+    equal(got, np.array([[[1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0, 1]]]) > 0, "other pages")
 
 
 @law("QU-3", of=SELECT, examples=2, case=paper_cases(groups=(1, 3)))
