@@ -69,7 +69,7 @@ def test_a_last_page_of_no_token_or_of_too_many_is_refused(impl, count):
 @law("QU-2", of=BOUNDS, case=cases(), page_size=sizes)
 def test_the_score_adds_the_larger_product_of_each_channel(impl, case, page_size):
     """Query head h reads the pages of KV head h // G; also sum by sum."""
-    query, low, high = impl.round(case.queries[:, :, 0]), *box(impl.round(case.keys), page_size)
+    query, (low, high) = impl.round(case.queries[:, :, 0]), box(impl.round(case.keys), page_size)
     largest = max(1, np.abs(query).max()) * np.abs([low, high]).max() * case.keys.shape[-1]
     agrees(impl, BOUNDS, query, low, high, by_hand=bounds_by_hand, size=largest)
 
