@@ -56,7 +56,7 @@ def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any
     rows: list[dict[str, Any]] = [
         {"method": "h2o, while it reads", "seconds": added, "share_of_prefill": added / min(prefill)}
     ]
-    names = [*catalogue.names(), "knorm+ada_kv", "keydiff+moments"]
+    names = [*catalogue.evicting(), "knorm+ada_kv", "keydiff+moments"]
     for name in track(names, description="compressing"):
 
         def compress(name: str = name) -> None:

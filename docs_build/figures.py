@@ -134,7 +134,7 @@ def main() -> None:
     prompt = passkey.make(tokenizer, depth=DEPTH, seed=SEED, tokens=TOKENS)
     pieces = [tokenizer.decode([token]) for token in prompt.context_ids[0].tolist()]
     budgets = range(SMALLEST, len(pieces), STEP)
-    data = survivors(model, prompt, pieces, [*catalogue.names(), catalogue.RANDOM], budgets)
+    data = survivors(model, prompt, pieces, [*catalogue.evicting(), catalogue.RANDOM], budgets)
     OUTPUT.write_text(f"{PREFIX}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
 
 

@@ -144,6 +144,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "method": catalogue.definition,
         "planted": load_mutants(),
         "methods": METHODS,
+        "evicting": catalogue.evicting(),
         "page_of": page_of,
         "question": question,
         "requirements": _of,

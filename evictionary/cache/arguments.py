@@ -75,6 +75,10 @@ def _tokens_between(method: Method | None, every: int | None, budget: int | None
         "each new partition, so the number of kept tokens grows with the text",
     )
     require(
+        not every or "per_query" not in traits,
+        f"every: got {every}, wanted 0: {name} evicts nothing, and chooses for each token",
+    )
+    require(
         not every or "prompt_only" not in traits,
         f"every: got {every}, wanted 0: {name} reads the queries of all tokens, and these are gone when the "
         "cache compresses again",

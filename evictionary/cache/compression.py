@@ -29,6 +29,8 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
     """
     layer, method = cache.layers[layer_index], cache.method
     assert method is not None
+    if method.is_per_query:
+        return
     step = opened(cache, layer_index, note)
     if layer.is_full and keeps_all(cache, layer_index, step):
         _skip(step)
@@ -140,6 +142,16 @@ def one_pass(method: Method, step: Compression, request: Request) -> Method:
         return method
     found = next(filter(None, (fused(step) for fused in hooks(method.policies, "fused"))), None)
     return replace(method, function=functools.wraps(method.function)(found)) if found else method
+
+
+def chosen(cache: WatchedCache, layer_index: int) -> torch.Tensor:
+    """The tokens [B, H_q, N] that each query head of the last token attends to, in a layer that has evicted
+    none.
+    """
+    assert cache.method is not None
+    captured = cache._captured[layer_index]
+    states, request = described(cache, layer_index, opened(cache, layer_index, None), captured)
+    return cache.method.kept(states, replace(request, is_prompt=False))
 
 
 def _skip(step: Compression) -> None:

@@ -94,7 +94,7 @@ class EvictingCache(WatchedCache):
         Raises UsageError for a method that reads recent queries, or compresses each token once, in a cache
         without `every`.
         """
-        if self.method is None:
+        if self.method is None or self.method.is_per_query:
             return
         require(
             self.every

@@ -122,7 +122,7 @@ class WatchedCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if isinstance(layer, EvictingLayer):
             if layer.seen == key_states.shape[-2]:
-                layer.padding = None if self.padding is None else self.padding.to(keys.device)
+                layer.padding = None if self.padding is None else self.padding.to(keys.device, copy=True)
             self.peak_tokens = max(self.peak_tokens, layer.longest)
             if not self.is_warned and key_states.shape[-2] > 1:
                 compression.warn_of_what_stays(self, layer)
@@ -286,7 +286,10 @@ class WatchedCache(Cache):
         elif is_prompt:
             output = attention(mask)
         elif layer.is_plain:
-            output = attention(_mask(layer, queries))
+            chooses = self.method is not None and self.method.is_per_query and queries.shape[2] == 1
+            output = attention(
+                _mask(layer, queries, compression.chosen(self, layer_index) if chooses else None)
+            )
         else:
             own = self.softmax.get(layer_index, PLAIN)
             output = (
@@ -398,7 +401,7 @@ class WatchedCache(Cache):
         """Compress a layer, or raise and change nothing."""
         layer, captured = self.layers[layer_index], dict(self._captured.get(layer_index, {}))
         if self.record and layer.evicted_at == 0:
-            self.recorded[layer_index] = {name: captured[name] for name in self.record}
+            self.recorded.setdefault(layer_index, {name: captured[name] for name in self.record})
         if self.method is None:
             layer.evicted_at = layer.seen
         else:
@@ -438,7 +441,7 @@ class WatchedCache(Cache):
         )
 
     def _close_if_settled(self) -> None:
-        """Stop watching the model once its own attention can do the rest."""
+        """Stop watching the model once its own attention can do the rest: never, where nothing is evicted."""
         # The mask of a model does not know that padding was removed.
         if self.method is not None and (self.every or self.padding is not None):
             return
@@ -457,14 +460,19 @@ class WatchedCache(Cache):
         self._handed.clear()
 
 
-def _mask(layer: EvictingLayer, queries: torch.Tensor) -> torch.Tensor | None:
+def _mask(
+    layer: EvictingLayer, queries: torch.Tensor, chosen: torch.Tensor | None = None
+) -> torch.Tensor | None:
     """The additive mask [B, 1, M, stored] of the last M tokens over a layer's stored tokens; None if
     nothing is masked.
+
+    chosen [B, H_q, stored] says what one token attends to; the mask is [B, H_q, 1, stored] then.
     """
     num_queries, stored = queries.shape[2], layer.stored
-    if num_queries == 1 and layer.padding is None:
+    if num_queries == 1 and layer.padding is None and chosen is None:
         return None
-    visible = partial_attention.causal(num_queries, stored, queries.device)[None, None]
+    causal = partial_attention.causal(num_queries, stored, queries.device)[None, None]
+    visible = causal if chosen is None else chosen[:, :, None]
     if layer.padding is not None:  # nothing has been evicted yet
         visible = visible & (
             torch.arange(stored, device=queries.device) >= layer.padding[:, None, None, None]

@@ -174,6 +174,8 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
     asked = tokens_to_keep(length, cache.compression_ratio, cache.budget)
     if cache.tokens_kept <= asked or asked == length:
         return None
+    if chosen.is_per_query:
+        return f"{chosen.name} evicts nothing: later tokens attend to about {asked} of {length} tokens each"
     if cache.tokens_kept < length:
         own = "own_budget" in chosen.traits
         why = (

@@ -157,6 +157,8 @@ def default_methods() -> tuple[list[str], dict[str, str]]:
         missing = catalogue.split_signature(function)[2] if function else ["more"]
         if missing:
             left_out[name] = f"reads {', '.join(missing)}, which a prompt alone does not give"
+        elif resolve(name).is_per_query:
+            left_out[name] = f"evicts nothing, so no picture tells what it keeps: --methods {name} runs it"
         elif not resolve(name).as_torch:  # H2O in NumPy takes half a minute for one prompt
             left_out[name] = f"has only its NumPy reference, which may be slow: --methods {name} runs it"
         elif any(getattr(policy, "SLOW", False) for policy in resolve(name).policies):

@@ -132,8 +132,8 @@ class Plan(store.Plan):
 
 
 def selectors() -> list[str]:
-    """Every method of the dictionary and random eviction, with and without protected tokens."""
-    return [*catalogue.names(), *catalogue.BASELINES]
+    """Every method of the dictionary that evicts, and random eviction, with and without protected tokens."""
+    return [*catalogue.evicting(), *catalogue.BASELINES]
 
 
 def compositions(selector: str) -> dict[str, Method]:

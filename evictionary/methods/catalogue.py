@@ -64,6 +64,7 @@ TRAITS = {
     "evicts_first": "evicts before the new token attends, so the new token attends to the kept tokens",
     "own_budget": "decides by itself how many tokens stay: a compression ratio or a budget changes nothing",
     "moving_window": "evicts what leaves its window, even from a head with fewer tokens than the budget",
+    "per_query": "evicts nothing: for each later token a select says which tokens each query head attends to",
     "prompt_only": "needs the queries of all tokens, so it compresses the prompt and nothing after it",
     "recursive": "compresses each token once and leaves it alone afterwards: a select with keep_ratio, "
     "sink_size (the tokens left "
@@ -157,6 +158,11 @@ def protected(name: str, options: Mapping[str, Any]) -> str:
     } | dict(options)
     parts = [f"{place} {known[key]}" for place, keys in PROTECTING.items() for key in keys if known.get(key)]
     return ", ".join([*parts, *([said] if said else [])]) or "-"
+
+
+def evicting() -> list[str]:
+    """The methods of the dictionary that evict tokens."""
+    return [name for name in names() if "per_query" not in traits(definition(name))]
 
 
 def describe(name: str) -> dict[str, Any]:

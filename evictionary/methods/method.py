@@ -98,6 +98,11 @@ class Method:
         return self.head_budgets is None and self.choose is selection.top_k
 
     @property
+    def is_per_query(self) -> bool:
+        """Whether nothing is evicted, and the function chooses what each query head of a token attends to."""
+        return "per_query" in self.traits
+
+    @property
     def reads(self) -> frozenset[str]:
         """Every input that the method names, for the prompt and while decoding."""
         prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
@@ -140,7 +145,7 @@ class Method:
         return {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
 
     def kept(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
-        """Return the kept mask [B, H_kv, T] of one layer.
+        """Return the kept mask [B, H_kv, T] of one layer; of a method that is per query, [B, H_q, T].
 
         `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries,
         hidden_states and moments. The method gets rows and heads without empty places. Raises UsageError for
@@ -165,8 +170,7 @@ class Method:
 
     def _found(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """The kept mask [B, H_kv, T], or the scores where the heads share a budget."""
-        keys, seen = states["keys"], request.seen or ()
-        shape = tuple(keys.shape[:3])
+        keys, seen, shape = states["keys"], request.seen or (), self._shape(states)
         kept = torch.zeros(shape, dtype=torch.bool, device=keys.device)
         scores = (
             torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device)
@@ -213,7 +217,7 @@ class Method:
         budget.
         """
         keys, options, function = states["keys"], dict(request.options), self.function
-        own_shape, length = tuple(keys.shape[:3]), keys.shape[2]
+        own_shape, length = self._shape(states), keys.shape[2]
         amount = min(self.amount(seen, request), length)
         if (
             amount == length
@@ -278,6 +282,11 @@ class Method:
         scores = checked_scores(label, result, own_shape, keys.device)
         return scores if self.head_budgets else self.choose(scores, amount)
 
+    def _shape(self, states: Mapping[str, Any]) -> tuple[int, ...]:
+        """The shape of the mask: each KV head chooses, or each query head."""
+        chooser = states["queries" if self.is_per_query else "keys"]
+        return (*chooser.shape[:2], states["keys"].shape[2])
+
     def _require(self, inputs: Sequence[str], available: Mapping[str, Any]) -> None:
         absent = [name for name in inputs if available.get(name) is None]
         if absent:
@@ -294,7 +303,7 @@ class Method:
         This is what the request asks for, or more where the method says so: one that sets its own budget may
         keep all.
         """
-        if "own_budget" in self.traits:
+        if self.traits & {"own_budget", "per_query"}:
             return length
         amount = self.amount(length, request)
         options = {**self.options, **request.options}

@@ -51,6 +51,10 @@ def _compose(method: Method, addition: str) -> Method:
             f"method: {method.name} gives the attention of the evicted tokens to the kept ones, which "
             f"{MOMENTS} would count again; wanted it alone",
         )
+        require(
+            not method.is_per_query,
+            f"method: {method.name} evicts nothing that {MOMENTS} could sum up; wanted it alone",
+        )
         return replace(method, corrected=True)
     if addition not in additions:
         wanted = [*additions, MOMENTS]
@@ -143,6 +147,11 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
     require(
         "recursive" not in traits or not lacking,
         f"TRAITS of {name}: got 'recursive', wanted {function.__name__} to take {', '.join(lacking)} then",
+    )
+    require(
+        "per_query" not in traits
+        or (function.__name__.startswith("select") and {"query", "queries"} & set(inputs)),
+        f"TRAITS of {name}: got 'per_query', wanted a select that takes query or queries then",
     )
     imports_torch = re.search(
         r"^\s*(import|from)\s+(torch|triton)\b", inspect.getsource(module), re.MULTILINE

@@ -25,6 +25,7 @@ SETTINGS: dict[str, Any] = {
     "feed_forward": lambda states: states,
     "keep_ratio": 0.5,
     "layer": 0,
+    "layer_index": 2,
     "num_kv_heads": 2,
     "p": 0.5,
     "penalty": 1.0,

@@ -81,7 +81,8 @@ from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
     attention_matching, cake, compactor, criticalkv, dropkv, duo_attention, expected_attention, gvote,
-    keydiff, knorm, kvzip, lagkv, momentkv, paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
+    keydiff, knorm, kvzip, lagkv, momentkv, paging, q_filters, quest, rkv, snapkv, streaming_llm, tova,
+    triattention,
 )
 
 
@@ -113,6 +114,7 @@ def launch():
     pool = made(512, 16, 8, 128)
     paging.compact_pages(PagedCache(pool, pool, pool[..., 0].long(), table, lengths, lengths[:, 0]), kept)
     q_filters.score(keys, query[:, :8])
+    quest.bounds(query, keys, keys)
     rkv.score(queries, keys)
     snapkv.score(queries, keys)
     streaming_llm.score(keys)

@@ -66,7 +66,7 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
     prompt = passkey.make(tokenizer, depth=0.4, tokens=120)
     length = prompt.context_ids.shape[1]
     budgets = [64, 100, 150]
-    names = [*catalogue.names(), catalogue.RANDOM]
+    names = [*catalogue.evicting(), catalogue.RANDOM]
     data = figures.survivors(model, prompt, ["x"] * length, names, budgets)
     assert json.loads(json.dumps(data)) == data
     assert [each["name"] for each in data["methods"]] == names
@@ -118,7 +118,7 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     data = figures.stored()
     masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
     # `make pages` adds a method that came later: without it the figure is right, and less complete.
-    assert list(masks) == [name for name in [*catalogue.names(), catalogue.RANDOM] if name in masks]
+    assert list(masks) == [name for name in [*catalogue.evicting(), catalogue.RANDOM] if name in masks]
     assert len(masks) >= 18
     length, budgets = len(data["tokens"]), np.array(data["budgets"])
     assert data["needle"][1] <= length > budgets[-1]

@@ -1,0 +1,105 @@
+r"""Quest (arXiv 2406.10774): all tokens stay in the cache, and each query attends to the pages whose keys may
+score highest for it.
+"""
+
+import torch
+
+from evictionary.reference.checks import as_count
+
+from .attention import grouped_logits
+from .checks import require_fit, working_dtype
+from .selection import top_k
+from .softmax import weights
+
+
+def select(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    layer_index: int,
+    *,
+    budget: int,
+    page_size: int = 16,
+    skipped_layers: int = 2,
+) -> torch.Tensor:
+    r"""QU-3: the tokens that each query head attends to: those of the `budget // page_size` pages with the
+    highest bounds, the last page among them.
+
+    Args: query [B, H_q, D], of the last token; keys [B, H_kv, T, D], its own included, any strides;
+    layer_index, counted from 0: the first `skipped_layers` attend to all; budget, tokens for a head, at least
+    1; page_size, tokens of a page, at least 1. Returns [B, H_q, T], boolean. Raises ValueError naming the
+    argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_fit("quest.select", query, keys)
+    length = keys.shape[2]
+    low, high = page_bounds(keys, page_size=page_size)
+    # Decision: at least the last page, whatever the budget; a budget of all tokens is no choice.
+    pages = max(1, as_count("budget", budget, low=1) // page_size)
+    if budget >= length or as_count("layer_index", layer_index, low=0) < skipped_layers:
+        pages = low.shape[2]
+    scores = bounds(query, low, high)
+    last = torch.arange(low.shape[2], device=keys.device) == low.shape[2] - 1
+    return top_k(scores, pages, last.expand(scores.shape)).repeat_interleave(page_size, dim=-1)[..., :length]
+
+
+def page_bounds(keys: torch.Tensor, *, page_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
+
+    Args: keys [B, H_kv, T, D], any strides; token t is in page `t // page_size`, so the last may be shorter.
+    Returns m and M, [B, H_kv, P, D] with P = ceil(T / page_size), in the dtype of keys. Raises ValueError
+    naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_fit("quest.page_bounds", keys)
+    size, length = as_count("page_size", page_size, low=1), keys.shape[2]
+    parts = [part for part in keys.tensor_split([length // size * size], dim=2) if part.shape[2]]
+    found = [part.unflatten(2, (-1, min(size, part.shape[2]))).aminmax(dim=3) for part in parts]
+    return torch.cat([each.min for each in found], dim=2), torch.cat([each.max for each in found], dim=2)
+
+
+def append(
+    low: torch.Tensor, high: torch.Tensor, key: torch.Tensor, count: int, *, page_size: int = 16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""QU-1: the bounds after one more token: the last page is widened, or a new page begins.
+
+    Args: low and high [B, H_kv, P, D], those so far; key [B, H_kv, D]; count, the tokens of the last page, 1
+    to page_size: a page of page_size tokens is full. Returns both, in new tensors. Raises ValueError naming
+    the argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_fit("quest.append", low, high, key)
+    new, pages = key[:, :, None], torch.arange(low.shape[2], device=low.device)[:, None]
+    if as_count("count", count, low=1, high=page_size) == page_size:
+        return torch.cat([low, new], dim=2), torch.cat([high, new], dim=2)
+    is_last = pages == low.shape[2] - 1
+    return torch.where(is_last, low.minimum(new), low), torch.where(is_last, high.maximum(new), high)
+
+
+def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
+
+    A positive channel of the query takes the maximum and a negative one the minimum, so U is the sum of two
+    products of matrices.
+
+    Args: query [B, H_q, D]; low and high [B, H_kv, P, D], low at most high. Returns [B, H_q, P], without the
+    factor 1 / sqrt(D), in float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU
+    for NaN or infinite numbers.
+    """
+    require_fit("quest.bounds", query, low, high)
+    rows = query.to(working_dtype(query)).unflatten(1, (low.shape[1], -1))
+    # Decision: each query head for itself, also where a group reads one KV head.
+    return (rows.clamp(min=0) @ high.to(rows).mT + rows.clamp(max=0) @ low.to(rows).mT).flatten(1, 2)
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
+) -> torch.Tensor:
+    r"""QU-4: `softmax(q . k_t / sqrt(D)) V` over the tokens t that the query head attends to, and no others.
+
+    It computes all logits and masks, so it shows what Quest answers and saves no time.
+
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v], any strides; attended
+    [B, H_q, T], from `select`, a token or more of each head. Returns [B, H_q, D_v] in the dtype of query.
+    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_fit("quest.attend", query, keys, values, attended)
+    logits = grouped_logits(query[:, :, None], keys)
+    shares = weights(logits.masked_fill(~attended.view(logits.shape), -torch.inf))
+    return (shares @ values.to(shares)[:, :, None]).flatten(1, 2)[:, :, 0].to(query.dtype)
