@@ -80,8 +80,8 @@ import torch
 from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
-    attention_matching, criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzip,
-    lagkv, momentkv, paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
+    attention_matching, criticalkv, dropkv, duo_attention, expected_attention, gvote, keydiff, knorm, kvzap,
+    kvzip, lagkv, momentkv, paging, q_filters, rkv, snapkv, streaming_llm, tova, triattention,
 )
 
 
@@ -103,6 +103,7 @@ def launch():
     gvote.select(query, keys, queries[:, :, :8])
     keydiff.score(keys)
     knorm.score(keys)
+    kvzap.select(keys, keys[:, 0], made(2, 8, 128), made(2, 8))
     kvzip.score(keys, queries, keys)
     lagkv.select(keys, keys, keep_ratio=0.25)
     momentkv.score(query, keys, keys, momentkv.update(moments, keys, keys, kept))
