@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import tiny_llama
 from tools.reading import (
     IDS,
     after,
@@ -27,13 +26,8 @@ from evictionary.evaluation.calibration import of_text
 from evictionary.methods.catalogue import REPLAYED
 from evictionary.reference import kvzap
 
-TEXT = torch.randint(3, 259, (1, 300), generator=torch.Generator().manual_seed(8))
+TEXT = torch.randint(3, 259, (1, 256), generator=torch.Generator().manual_seed(8))
 RULE = {"window_size": 6, "threshold": 0.0}
-
-
-@pytest.fixture(scope="module")
-def model() -> Any:
-    return tiny_llama(max_position_embeddings=512).double()
 
 
 @pytest.fixture
@@ -65,13 +59,13 @@ def test_a_prompt_calibrates_itself(model: Any) -> None:
 def test_a_text_calibrates_in_parts_and_a_file_without_a_surrogate_is_refused(
     model: Any, options: dict[str, Any]
 ) -> None:
-    """Of 512 places each part may have 256 tokens: a text of 300 has two."""
+    """Of 256 places a part may have 128 tokens, so that it is read twice: there are two."""
     found = calibration.read(model, options["calibration"])
     parts = [by_hand(model, 1, part) for part in TEXT.tensor_split(2, dim=1)]
     wanted = kvzap.fit(
         *(np.concatenate(each, axis) for each, axis in zip(zip(*parts, strict=True), (1, 2), strict=True))
     )
-    near([found[1][f"surrogate_{name}"] for name in ("weights", "bias")], wanted, atol=1e-9)
+    near([found[1][f"surrogate_{name}"] for name in ("weights", "bias")], wanted, rtol=1e-3, atol=1e-3)
     calibration.write(model, {0: {"gates": torch.ones(1, 2)}}, options["calibration"])
     refused(lambda: cached(model, IDS, "kvzap", options=options), "got a file without surrogate_weights")
 
