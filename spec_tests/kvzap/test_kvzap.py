@@ -117,8 +117,8 @@ def test_one_token_by_hand(impl):
     to add or to read it is that of 1e-30, not -infinity or NaN.
     """
     zero, w_o = np.zeros((1, 1, 1, 2)), np.array([[[4.0, 0, 0], [0, 1, 0]]])
-    for value, size, share in ((3, 5, 1.2), (0, 5, 1e-30), (3, 0, 1e-30)):
-        value, state = np.array([[[[value, 0.0]]]]), np.array([[[0.6, 0.8, 0]]]) * size
+    for length, size, share in ((3, 5, 1.2), (0, 5, 1e-30), (3, 0, 1e-30)):
+        value, state = np.array([[[[length, 0.0]]]]), np.array([[[0.6, 0.8, 0]]]) * size
         got = impl.kvzap.target(zero, value, w_o, zero, zero, state)
         near(got, np.full((1, 1, 1), np.log(share)), 70 * rounding(impl), "the target")
 
