@@ -42,7 +42,7 @@ def select(
     return kept
 
 
-def dms(scores: torch.Tensor, *, threshold: float, window_size: int = 128) -> torch.Tensor:
+def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Tensor:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
     Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at least 1.

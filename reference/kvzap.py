@@ -50,7 +50,7 @@ def select(
     return kept
 
 
-def dms(scores: np.ndarray, *, threshold: float, window_size: int = 128) -> np.ndarray:
+def dms(scores: np.ndarray, *, threshold: float, window_size: int) -> np.ndarray:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
     Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at
