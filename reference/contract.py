@@ -114,6 +114,16 @@ CONTRACT = {
     "keydiff_variants.raw_mean_score": "keys: ... T D",
     "keydiff_variants.select_with_recent": "keys: ... T D",
     "knorm.score": "keys: ... T D",
+    "kvzap.dms": "scores: open ... T",
+    "kvzap.fit": "hidden_states: B T C, target_scores: B H_kv T",
+    "kvzap.score": "hidden_states: B T C, surrogate_weights: B H_kv C, surrogate_bias: B H_kv",
+    "kvzap.select": (
+        "keys: B H_kv T D, hidden_states: B M<=T C, surrogate_weights: B H_kv C, surrogate_bias: B H_kv"
+    ),
+    "kvzap.target": (
+        f"{TOKENS}, w_o: H_q D_v hidden, replay_queries: B H_q M D, replay_keys: B H_kv M D, "
+        "replay_hidden_states: B M hidden"
+    ),
     "kvzip.score": "keys: B H_kv T D, replay_queries: B H_q M D, replay_keys: B H_kv M D",
     "kvzip.top_r": "scores: L B H_kv T",
     "lagkv.append": "cached: ... N>=0 D, new: ... n D",

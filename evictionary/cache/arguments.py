@@ -40,7 +40,7 @@ def _try_out(method: Method, options: Mapping[str, Any]) -> None:
     read.
     """
     shapes = {"query_covariance": (1, 1, 2, 2), "query_slack": (1, 1, 1), "gates": (1, 1), "w_o": (1, 2, 2)}
-    shapes |= {"unrotated_keys": (1, 1, TRIED, 2), "sketch": (1, 1, 2, 1)}
+    shapes |= {"unrotated_keys": (1, 1, TRIED, 2), "sketch": (1, 1, 2, 1), "surrogate_bias": (1, 1)}
     states = dict.fromkeys(
         ("keys", "values", "queries", "replay_queries", "replay_keys"), torch.ones(1, 1, TRIED, 2)
     )

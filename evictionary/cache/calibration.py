@@ -2,7 +2,7 @@
 than their own.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import file
-from evictionary.cache.model_hooks import attention_module
+from evictionary.cache.model_hooks import attention_module, output_projection
 from evictionary.errors import require
 from evictionary.models.queries import rotation, unrotated
 
@@ -41,6 +41,16 @@ def of_states(
     )
     given = policies.Calibration(queries, unrotated(queries, cos, sin), cos, sin, keys, key_positions)
     return _joined(model, layer_index, "calibrated", given)
+
+
+def of_readings(
+    model: PreTrainedModel, layer_index: int, readings: Sequence[Mapping[str, torch.Tensor]]
+) -> State:
+    """The state of a layer from texts that a model has read twice: of each the keys, the values, the hidden
+    states, and the three states of the replay.
+    """
+    w_o = output_projection(model, attention_module(model, layer_index)).to(readings[0]["values"])
+    return _joined(model, layer_index, "refitted", [{**states, "w_o": w_o} for states in readings])
 
 
 def at_position(

@@ -81,7 +81,7 @@ class EvictingCache(WatchedCache):
                 cache._captured[index] = dict(recorded.get(index, {}))
                 cache._compress(index)
                 for name in cache._remembered & KEPT_AS.keys():
-                    layer.remember(name, recorded[index][name])
+                    cache._remember(layer, name, recorded[index][name])
         except Exception:
             cache.close()
             raise

@@ -14,7 +14,7 @@ from evictionary import policies
 from evictionary.cache import calibration
 from evictionary.cache.model_hooks import attention_module, attention_modules, output_projection
 from evictionary.errors import UsageError, require
-from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED
+from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED, REFITTED
 from evictionary.methods.method import Method, Supply
 from evictionary.models.queries import (
     IN_HALVES,
@@ -51,6 +51,11 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
         if model is not None and name in CALIBRATED and cache.calibrated:
             own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
             inputs = calibration.at_position(model, layer_index, own, position)
+            require(
+                name in inputs,
+                f"option calibration: got a file without {name}, wanted one of `evictionary calibrate` for a "
+                "model that can read a text twice",
+            )
             return {
                 entry: each.expand(len(states["keys"]), *each.shape[1:]) for entry, each in inputs.items()
             }
@@ -61,6 +66,8 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on "
             "them",
         )
+        if name in REFITTED:
+            return calibration.of_readings(model, layer_index, [states])
         if name in CALIBRATED:
             queries = states["queries"]
             places = torch.arange(position - queries.shape[2], position, device=queries.device)
@@ -97,9 +104,8 @@ def require_suitable(
         not every
         or is_calibrated
         or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
-        f"every: got {every} without the option calibration, wanted 0: the gates are estimated from all keys "
-        "of the "
-        "prompt, and these are gone when the cache compresses again",
+        f"every: got {every} without the option calibration, wanted 0: {method.name} calibrates on all keys "
+        "of the prompt, and these are gone when the cache compresses again",
     )
 
 

@@ -296,12 +296,12 @@ class EvictingLayer(DynamicLayer):
         """
         return self.stored + query_length, self.seen - self.stored
 
-    def remember(self, name: str, new: torch.Tensor) -> torch.Tensor:
+    def remember(self, name: str, new: torch.Tensor, count: int = RECENT) -> torch.Tensor:
         """Add queries or hidden states [..., M, channels] to the recent ones; return these, of which the
-        last RECENT stay.
+        last `count` stay.
         """
         before = getattr(self, KEPT_AS[name])
-        recent = (new if before is None else torch.cat([before, new], dim=-2))[..., -RECENT:, :].clone()
+        recent = (new if before is None else torch.cat([before, new], dim=-2))[..., -count:, :].clone()
         setattr(self, KEPT_AS[name], recent)
         return recent
 

@@ -13,10 +13,10 @@ from transformers import Cache, PreTrainedModel
 from evictionary.cache import calibration, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, EvictingLayer, layers_of
+from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, layers_of
 from evictionary.cache.model_hooks import Attention, attention_modules, watch
 from evictionary.errors import require
-from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED
+from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED, captured
 from evictionary.methods.method import Method, Request
 from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
@@ -39,6 +39,7 @@ class WatchedCache(Cache):
     # of each layer that has read the prompt, for a method that compares them: its scores and preferences
     stages: list[tuple[int, torch.Tensor, torch.Tensor]]
     _finalizer: Any
+    _reads: frozenset[str]  # the inputs of the method that it has to find
     _names: frozenset[str]
     _replaying: bool
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
@@ -76,8 +77,12 @@ class WatchedCache(Cache):
         )
         config = model.config.get_text_config()
         layers = layers_of(model.config)
+        # a calibration file holds the others
+        self._reads = (self.method.reads if self.method else frozenset()) - (
+            CALIBRATED if self.calibrated else frozenset()
+        )
         require(
-            not ((self.record | (self.method.captured if self.method else frozenset())) & REPLAYED)
+            not (self.record | captured(self._reads)) & REPLAYED
             or all(type(layer) is EvictingLayer for layer in layers),
             "model: got layers with a sliding window or a recurrent state, wanted full attention alone in "
             "all to read the prompt "
@@ -187,9 +192,8 @@ class WatchedCache(Cache):
 
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
         """Take the hidden states [B, M, hidden] that a layer reads; model_hooks.py calls this."""
-        if self._replaying:
-            return
-        self._captured.setdefault(layer_index, {})["hidden_states"] = hidden_states
+        name = "replay_hidden_states" if self._replaying else "hidden_states"
+        self._captured.setdefault(layer_index, {})[name] = hidden_states
 
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None:
         """The layer whose attention was handed these keys by this cache; layers may share a module, which
@@ -377,9 +381,18 @@ class WatchedCache(Cache):
         if "queries" in self._names:
             captured["queries"] = queries
         for name in self._remembered & KEPT_AS.keys():
-            recent = layer.remember(name, captured[name].detach())
+            recent = self._remember(layer, name, captured[name].detach())
             if not is_prompt:
                 captured[name] = recent
+
+    def _remember(self, layer: EvictingLayer, name: str, states: torch.Tensor) -> torch.Tensor:
+        """Let a layer keep the last states that the method reads, and return them."""
+        assert self.method is not None
+        new = layer.seen - layer.evicted_at if layer.evicted_at else 0
+        windows = [
+            recent({**self.method.options, **self.options}) for recent in hooks(self._policies, "recent")
+        ]
+        return layer.remember(name, states, windows[0] + new if windows else RECENT)
 
     def _compress_if_memory_allows(self, layer_index: int) -> None:
         """Compress a layer, or leave it whole until it is due again where the memory of a GPU is too small
@@ -417,9 +430,9 @@ class WatchedCache(Cache):
         self.peak_tokens = 0
         # that later tokens stay; that a method keeps less than half of what it may
         self.is_warned = self.is_told = False
-        self._names = self.record | (self.method.captured if self.method else frozenset())
+        self._names = self.record | captured(self._reads)
         # while decoding, `query` is the last one, and no history of it is needed
-        later = set(self.method.inputs) - {"query"} if self.method and self.every else set()
+        later = self._reads & set(self.method.inputs) - {"query"} if self.method and self.every else set()
         self._remembered = frozenset(CAPTURED_FOR[name] for name in later if name in CAPTURED_FOR)
         self._watch()
 
@@ -437,7 +450,8 @@ class WatchedCache(Cache):
         model = self.model
         require(model is not None, "the model of this cache is gone", RuntimeError)
         self._finalizer = weakref.finalize(
-            self, watch(self, model, hidden_states="hidden_states" in self._names)
+            self,
+            watch(self, model, hidden_states=any(name.endswith("hidden_states") for name in self._names)),
         )
 
     def _close_if_settled(self) -> None:

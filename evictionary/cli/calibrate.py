@@ -60,8 +60,8 @@ def calibrate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Calibrate TriAttention, Q-Filters and DuoAttention on a text, for any number of later prompts of the
-    same model.
+    """Calibrate TriAttention, Q-Filters, DuoAttention and KVzap on a text, for any number of later prompts of
+    the same model.
 
     A training that was stopped goes on where it stopped if you repeat the command.
     """

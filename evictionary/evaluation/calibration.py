@@ -2,6 +2,7 @@
 queries.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -9,12 +10,13 @@ from transformers import PreTrainedModel
 
 from evictionary.cache import calibration
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import require
+from evictionary.errors import UsageError, require
 from evictionary.evaluation.questions import prefill
+from evictionary.methods.catalogue import REPLAYED
 
-LEAST, MOST = 256, 4096
+LEAST, MOST, PART = 256, 4096, 1024
 """Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
-read.
+read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 tokens.
 """
 
 
@@ -35,4 +37,20 @@ def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.
         found[layer] = calibration.of_states(
             model, layer, recorded["queries"], positions, cache.layers[layer].keys, positions
         )
+    # a model that cannot read a text twice, or whose output projection is not known, has no surrogate
+    with contextlib.suppress(UsageError):
+        parts = ids.tensor_split(-(-ids.shape[1] // min(PART, longest // 2)), dim=1)
+        readings = [read_twice(model, part) for part in parts]
+        for layer in found:
+            found[layer] |= calibration.of_readings(model, layer, [reading[layer] for reading in readings])
     return found
+
+
+def read_twice(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
+    """The states of each layer after a model has read ids [1, N] twice."""
+    with EvictingCache(model, None, record=(*REPLAYED, "hidden_states")) as cache:
+        prefill(model, ids, cache)
+    return {
+        index: recorded | {"keys": cache.layers[index].keys, "values": cache.layers[index].values}
+        for index, recorded in cache.recorded.items()
+    }

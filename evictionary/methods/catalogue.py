@@ -10,7 +10,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -41,6 +41,10 @@ SHARED = {
         "[B, H_q, T, D], after RoPE, of the same prompt read a second time, after itself",
     ),
     "replay_keys": ("replay_keys", "[B, H_kv, T, D], after RoPE, of the same tokens"),
+    "replay_hidden_states": (
+        "replay_hidden_states",
+        "[B, T, hidden], what the attention layer reads of the same tokens",
+    ),
     "w_o": ("", "[H_q, D_v, hidden], the output projection of each query head"),
     "positions": ("", "[T], of the tokens in the text"),
     "length": ("", "T, the tokens in the cache"),
@@ -56,7 +60,8 @@ meaning.
 """
 
 CALIBRATION = "calibration"
-REPLAYED = frozenset({"replay_queries", "replay_keys"})
+SECOND_READING = "second reading"
+REPLAYED = frozenset({"replay_queries", "replay_keys", "replay_hidden_states"})
 """The inputs for which the cache lets the model read the prompt again."""
 
 TRAITS = {
@@ -98,18 +103,27 @@ INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {
 
 DRAWN = frozenset({"generator", *DECLARED})
 """The inputs that may be random."""
-CALIBRATED = frozenset(name for name, (_, source, _) in DECLARED.items() if source == CALIBRATION)
+REFITTED = frozenset(name for name, (_, source, _) in DECLARED.items() if source == SECOND_READING)
+CALIBRATED = REFITTED | {name for name, (_, source, _) in DECLARED.items() if source == CALIBRATION}
 """The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt
-itself.
+itself. Those in REFITTED need a text that the model reads twice.
 """
 
 _SOURCES = {name: source for name, (source, _) in SHARED.items()} | {
     name: source for name, (_, source, _) in DECLARED.items()
 }
 CAPTURED_FOR = {
-    name: "queries" if source == CALIBRATION else source for name, source in _SOURCES.items() if source
+    name: {CALIBRATION: "queries", SECOND_READING: "replay_queries"}.get(source, source)
+    for name, source in _SOURCES.items()
+    if source
 }
 """The inputs that only the running model has, and the model state from which each input is computed."""
+
+
+def captured(names: Iterable[str]) -> frozenset[str]:
+    """The states of the running model that some inputs are computed from."""
+    found = {CAPTURED_FOR[name] for name in names if name in CAPTURED_FOR}
+    return frozenset(found | (REPLAYED | {"hidden_states"} if REFITTED & set(names) else set()))
 
 
 def allocators() -> list[str]:

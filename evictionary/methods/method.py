@@ -126,9 +126,7 @@ class Method:
     @property
     def captured(self) -> frozenset[str]:
         """The method's inputs that come only from the running model: some of "queries", "hidden_states"."""
-        return frozenset(
-            catalogue.CAPTURED_FOR[name] for name in self.reads if name in catalogue.CAPTURED_FOR
-        )
+        return catalogue.captured(self.reads)
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the given options in the types of their defaults. Raises UsageError for one that cannot
@@ -290,7 +288,8 @@ class Method:
     def _require(self, inputs: Sequence[str], available: Mapping[str, Any]) -> None:
         absent = [name for name in inputs if available.get(name) is None]
         if absent:
-            record = sorted({catalogue.CAPTURED_FOR.get(name, name) for name in absent})
+            known = {name for name in absent if name not in catalogue.CAPTURED_FOR}
+            record = sorted(catalogue.captured(absent) | known)
             raise UsageError(
                 f"method {self.name}: reads {', '.join(absent)}, which this prefilled cache did not record; "
                 f"prefill with record=({', '.join(map(repr, record))},) or run the prompt through the "

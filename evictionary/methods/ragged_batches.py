@@ -65,13 +65,13 @@ def cut(
             own[name] = value
         elif isinstance(value, tuple):
             own[name] = type(value)(*(entry[piece.rows, piece.heads] for entry in value))
-        elif name == "hidden_states":
+        elif name.endswith("hidden_states"):
             own[name] = value[piece.rows]
         else:
             heads = query_heads(piece, value, shape) if name in OF_QUERIES else piece.heads
             own[name] = value[piece.rows, heads]
         if piece.places is not None and value is not None:
-            axis = 1 if name == "hidden_states" else 2
+            axis = 1 if name.endswith("hidden_states") else 2
             if name in ("keys", "values", "positions") or (name in OF_TOKENS and is_prompt):
                 own[name] = own[name].index_select(axis, piece.places)
             elif name in OF_TOKENS and seen < value.shape[axis]:  # the others were read from padding

@@ -21,7 +21,9 @@ is each of its functions:
 | `stepping(method)` | a function or None: attention of a token that takes another's slot in a full layer |
 | `supply(source, states, position)` | the `INPUTS` of the reference module, from the states of a layer |
 | `calibrated(source, calibration)` | the same from a text, without a position; a file holds them |
+| `refitted(source, readings)` | the same from texts that the model read twice |
 | `at(source, state, position)` | what becomes of calibrated inputs at the position of the next token |
+| `recent(options)` | of how many tokens before the new ones it reads hidden states while decoding |
 
 `BEFORE_ROPE = True` says that it reads queries before RoPE, `ALL_KEYS = True` that it calibrates with all
 keys of a prompt, `IN_HALVES = True` that it counts RoPE's pairs as channels of two halves, `UNCAPPED = True`

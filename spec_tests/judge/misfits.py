@@ -33,6 +33,7 @@ SETTINGS: dict[str, Any] = {
     "positions": np.arange(4),
     "recent_ratio": 0.5,
     "target": 2,
+    "threshold": 0.0,
     "window_size": 1,
 }
 """What a function takes beside its arrays, where it has no default or where its default is longer than the
@@ -87,7 +88,7 @@ def misfits(path: str) -> Iterator[Misfit]:
                     yield Misfit(
                         argument.name, f"{field.name}: {what}", given | {argument.name: value}, numbers, shows
                     )
-    if "window_size" in given and any("M<=T" in argument.axes for argument in line):
+    if "window_size" in given and any(each.name == "queries" and "M<=T" in each.axes for each in line):
         longer = given | {"window_size": SIZES["M"] + 1}
         yield Misfit("queries", "window_size: longer than the queries reach", longer)
 

@@ -224,11 +224,11 @@ def test_each_stored_key_is_the_key_of_the_position_it_claims(
     found = resolve(method)
     once = (
         found.traits & {"prompt_only", "per_query"}
-        or found.reads & {"gates", "replay_keys"}
+        or found.reads & {"gates", "replay_keys", "surrogate_bias"}
         or ("recursive" in found.traits and "budget" in amount)
     )
     for every in [0] if once else [0, 1, 4]:
-        alike = every == 1 or not catalogue.REPLAYED.isdisjoint(found.reads)
+        alike = every == 1 or not catalogue.REPLAYED.isdisjoint(found.captured)
         ids, given = padded(*((16,) if alike else (16, 11)), width=16)
         cache = EvictingCache(model, method, options=small(method), every=every, **amount)
         handed.clear()

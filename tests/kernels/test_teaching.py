@@ -81,8 +81,8 @@ from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
     attention_matching, cake, compactor, criticalkv, dropkv, duo_attention, expected_attention, gvote,
-    keydiff, knorm, kvzip, lagkv, momentkv, paging, q_filters, quest, rkv, snapkv, streaming_llm, tova,
-    triattention,
+    keydiff, knorm, kvzap, kvzip, lagkv, momentkv, paging, q_filters, quest, rkv, snapkv, streaming_llm,
+    tova, triattention,
 )
 
 
@@ -106,6 +106,7 @@ def launch():
     gvote.select(query, keys, queries[:, :, :8])
     keydiff.score(keys)
     knorm.score(keys)
+    kvzap.select(keys, keys[:, 0], made(2, 8, 128), made(2, 8))
     kvzip.score(keys, queries, keys)
     lagkv.select(keys, keys, keep_ratio=0.25)
     momentkv.score(query, keys, keys, momentkv.update(moments, keys, keys, kept))

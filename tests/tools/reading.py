@@ -153,6 +153,7 @@ def small(method: str) -> dict[str, Any]:
         "criticalkv": {"window_size": 4},
         "lagkv": {"sink_size": 2, "lag_size": 4},
         "duo_attention": {"sink_size": 2, "recent_size": 8, "threshold": 2.0},
+        "kvzap": {"window_size": 8, "threshold": 0.0},
     }.get(method.partition("+")[0], {})
 
 

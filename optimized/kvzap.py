@@ -1,0 +1,124 @@
+r"""KVzap (arXiv 2601.07891): a linear surrogate predicts KVzip's score of a token from its hidden state, and
+a threshold decides, once the token leaves a window.
+
+Of the paper only the abstract was read. The definition follows public code, NVIDIA/kvpress at 8bb29b9:
+kvpress/presses/kvzap_press.py, kvzap/data.py and kvzap/train.py, and for the rule
+kvpress/presses/dms_press.py, which takes it from DMS (arXiv 2506.05345).
+"""
+
+import torch
+
+from evictionary.reference.checks import as_count, as_open, require_between
+from evictionary.reference.kvzap import FLOOR
+
+from .attention import grouped_attention
+from .checks import require_fit, working_dtype
+
+# Entries of the attention matrix at a time.
+TILE = 2**22
+
+
+def select(
+    keys: torch.Tensor,
+    hidden_states: torch.Tensor,
+    surrogate_weights: torch.Tensor,
+    surrogate_bias: torch.Tensor,
+    *,
+    threshold: float = -4.0,
+    window_size: int = 128,
+) -> torch.Tensor:
+    r"""ZA-5: the last M tokens are judged by `dms` on their `score`; the tokens before them stay.
+
+    Args: keys [B, H_kv, T, D], of which only the shape is read; hidden_states [B, M, hidden], of the last
+    M <= T tokens; surrogate_weights [B, H_kv, hidden] and surrogate_bias [B, H_kv], in any floating dtype;
+    threshold and window_size, those of `dms`. Returns kept [B, H_kv, T], boolean, ragged. Raises ValueError
+    naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    given, free = (hidden_states, surrogate_weights, surrogate_bias), ("surrogate_weights", "surrogate_bias")
+    require_fit("kvzap.select", keys, *given, free=("hidden_states", *free))
+    kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
+    judged = dms(score(*given), threshold=threshold, window_size=window_size)
+    kept[..., -hidden_states.shape[1] :] = judged
+    return kept
+
+
+def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Tensor:
+    r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
+
+    Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at least 1.
+    Returns kept [..., T], boolean. Raises ValueError naming the argument, and on a CPU for NaN.
+    """
+    require_fit("kvzap.dms", scores)
+    window, length = as_count("window_size", window_size, low=1), scores.shape[-1]
+    places = torch.arange(length, device=scores.device)
+    # In float64, for a score may lie nearer to the threshold than its dtype can say of the threshold.
+    return (scores.double() >= float(as_open("threshold", threshold))) | (places >= length - window)
+
+
+def score(
+    hidden_states: torch.Tensor, surrogate_weights: torch.Tensor, surrogate_bias: torch.Tensor
+) -> torch.Tensor:
+    r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
+
+    Args: hidden_states [B, T, hidden]; surrogate_weights [B, H_kv, hidden] and surrogate_bias [B, H_kv], in
+    any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises
+    ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    given = hidden_states, surrogate_weights, surrogate_bias
+    require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"))
+    states, weights, bias = (each.to(working_dtype(hidden_states)) for each in given)
+    return weights @ states.mT + bias[..., None]
+
+
+def target(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    w_o: torch.Tensor,
+    replay_queries: torch.Tensor,
+    replay_keys: torch.Tensor,
+    replay_hidden_states: torch.Tensor,
+) -> torch.Tensor:
+    r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a token
+    adds and of the state that it is added to (KVzip+). Blocks of queries are computed at a time.
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; w_o [H_q, D_v, hidden]; the queries [B, H_q, M, D],
+    keys [B, H_kv, M, D] and hidden states [B, M, hidden] of the replay. Returns [B, H_kv, T], float32
+    (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    given = keys, values, w_o, replay_queries, replay_keys, replay_hidden_states
+    require_fit("kvzap.target", *given, free=("replay_hidden_states",))
+    keys, values, w_o, queries, replay, states = (each.to(working_dtype(keys)) for each in given)
+    (batch, heads, length, _), group, count = keys.shape, len(w_o) // keys.shape[1], replay.shape[2]
+    whole, sizes = torch.cat([keys, replay], dim=2), states.norm(dim=-1)[:, None, None, :, None]
+    # one query head at a time: its product has hidden numbers for each token
+    added = [(values[:, head // group] @ weight).norm(dim=-1) for head, weight in enumerate(w_o)]
+    found, block = keys.new_full(keys.shape[:3], FLOOR), max(1, TILE // (batch * len(w_o) * (length + count)))
+    for start in range(0, count, block):
+        stop = start + block
+        seen = grouped_attention(queries[:, :, start:stop], whole[:, :, : length + stop])[..., :length]
+        size = sizes[..., start:stop, :]
+        shares = (seen / size).masked_fill(size == 0, 0).amax(dim=3)
+        found = found.maximum((shares * torch.stack(added, dim=1).unflatten(1, (heads, group))).amax(dim=2))
+    return found.log()
+
+
+def fit(
+    hidden_states: torch.Tensor, target_scores: torch.Tensor, *, ridge: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head. In
+    float64, for squares lose half of the digits.
+
+    Args: hidden_states [B, T, hidden]; target_scores [B, H_kv, T], in any floating dtype; ridge above 0,
+    which leaves b alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv], float32 (float64 for float64).
+    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    """
+    require_fit("kvzap.fit", hidden_states, target_scores, free=("target_scores",))
+    require_between("ridge", ridge, torch.finfo(torch.float64).tiny)
+    states, targets = hidden_states.double(), target_scores.double()
+    middle, mean = states.mean(dim=1, keepdim=True), targets.mean(dim=2, keepdim=True)
+    centred = states - middle
+    gram = centred.mT @ centred
+    gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
+    weights = torch.linalg.solve(gram, ((targets - mean) @ centred).mT).mT
+    dtype = working_dtype(hidden_states)
+    return weights.to(dtype), (mean - weights @ middle.mT)[..., 0].to(dtype)

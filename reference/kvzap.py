@@ -1,0 +1,125 @@
+r"""KVzap (arXiv 2601.07891): a linear surrogate predicts KVzip's score of a token from its hidden state,
+and a threshold decides, once the token leaves a window.
+
+Of the paper only the abstract was read. The definition follows public code, NVIDIA/kvpress at 8bb29b9:
+kvpress/presses/kvzap_press.py, kvzap/data.py and kvzap/train.py, and for the rule
+kvpress/presses/dms_press.py, which takes it from DMS (arXiv 2506.05345).
+"""
+
+import numpy as np
+
+from .attention import by_group, grouped
+from .checks import arrays, as_count, as_open, require_between
+from .kvzip import replay_attention
+
+METHOD = "keeps the tokens for which a linear model predicts a KVzip score above a threshold, and the last"
+TRAITS = {"moving_window", "own_budget"}
+INPUTS = {
+    "surrogate_weights": ("second reading", "[B, H_kv, hidden], fitted to KVzip's scores of a text (ZA-4)"),
+    "surrogate_bias": ("second reading", "[B, H_kv], fitted with the weights"),
+}
+FLOOR = 1e-30
+
+
+def select(
+    keys: np.ndarray,
+    hidden_states: np.ndarray,
+    surrogate_weights: np.ndarray,
+    surrogate_bias: np.ndarray,
+    *,
+    threshold: float = -4.0,
+    window_size: int = 128,
+) -> np.ndarray:
+    r"""ZA-5: the last M tokens are judged by `dms` on their `score`; the tokens before them stay.
+
+    A token is judged as it leaves the window. Later calls get the hidden states of the window and of the
+    new tokens alone, and leave alone what was judged before.
+
+    Args: keys [B, H_kv, T, D], of which only the shape is read; hidden_states [B, M, hidden], of the last
+    M <= T tokens, as the attention layer reads them; surrogate_weights [B, H_kv, hidden] and
+    surrogate_bias [B, H_kv]; threshold and window_size, those of `dms`. Returns kept [B, H_kv, T],
+    boolean, ragged. Raises ValueError naming the argument. Source: the public code; -4 is the
+    threshold of its example.
+    """
+    keys, states, weights, bias = arrays(
+        "kvzap.select", keys, hidden_states, surrogate_weights, surrogate_bias
+    )
+    kept = np.ones(keys.shape[:3], dtype=bool)
+    judged = dms(score(states, weights, bias), threshold=threshold, window_size=window_size)
+    kept[..., -states.shape[1] :] = judged
+    return kept
+
+
+def dms(scores: np.ndarray, *, threshold: float, window_size: int) -> np.ndarray:
+    r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
+
+    Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at
+    least 1. Returns kept [..., T], boolean: each row keeps its own number. Raises ValueError naming
+    the argument, and for NaN.
+    """
+    (scores,) = arrays("kvzap.dms", scores)
+    # Decision: the window is never empty, so a head keeps a token. The public code allows 0.
+    window = as_count("window_size", window_size, low=1)
+    length = scores.shape[-1]
+    return (scores >= as_open("threshold", threshold)) | (np.arange(length) >= length - window)
+
+
+def score(hidden_states: np.ndarray, surrogate_weights: np.ndarray, surrogate_bias: np.ndarray) -> np.ndarray:
+    r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
+
+    Args: hidden_states [B, T, hidden]; surrogate_weights [B, H_kv, hidden]; surrogate_bias
+    [B, H_kv]. Returns scores [B, H_kv, T], higher = keep, logarithms of KVzip's scores. Raises
+    ValueError naming the argument.
+    """
+    states, weights, bias = arrays("kvzap.score", hidden_states, surrogate_weights, surrogate_bias)
+    return weights @ np.swapaxes(states, 1, 2) + bias[..., None]
+
+
+def target(
+    keys: np.ndarray,
+    values: np.ndarray,
+    w_o: np.ndarray,
+    replay_queries: np.ndarray,
+    replay_keys: np.ndarray,
+    replay_hidden_states: np.ndarray,
+) -> np.ndarray:
+    r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a
+    token adds and of the state that it is added to (KVzip+).
+
+    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; w_o [H_q, D_v, hidden]; the queries
+    [B, H_q, M, D], keys [B, H_kv, M, D] and hidden states [B, M, hidden] of the replay. Returns
+    [B, H_kv, T]. Raises ValueError naming the argument.
+    """
+    keys, values, w_o, queries, replay, states = arrays(
+        "kvzap.target", keys, values, w_o, replay_queries, replay_keys, replay_hidden_states
+    )
+    queries, replay = by_group(queries, replay)
+    attention = replay_attention(keys[:, :, None], queries, replay)
+    added = _lengths(values[:, :, None] @ grouped(w_o[None], keys.shape[1]))
+    reading = _lengths(states)[:, None, None, :, None]
+    # Decision: a zero state counts nothing, and scores below 1e-30 are 1e-30, for the fit needs
+    # finite numbers. The public code divides by 0, and takes its logarithm.
+    shares = np.where(reading == 0, 0, attention / np.where(reading == 0, 1, reading))
+    return np.log(np.maximum((shares * added[..., None, :]).max(axis=(2, 3)), FLOOR))
+
+
+def _lengths(vectors: np.ndarray) -> np.ndarray:
+    return np.sqrt((vectors * vectors).sum(axis=-1))
+
+
+def fit(
+    hidden_states: np.ndarray, target_scores: np.ndarray, *, ridge: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
+    r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head.
+
+    Args: hidden_states [B, T, hidden]; target_scores [B, H_kv, T]; ridge above 0, which leaves b
+    alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv]. Raises ValueError naming the
+    argument. Source: kvzap/train.py, whose ridge is 1, the default of scikit-learn.
+    """
+    states, targets = arrays("kvzap.fit", hidden_states, target_scores)
+    require_between("ridge", ridge, np.finfo(float).tiny)
+    middle, mean = states.mean(axis=1, keepdims=True), targets.mean(axis=2, keepdims=True)
+    centred = states - middle
+    gram = np.swapaxes(centred, 1, 2) @ centred + ridge * np.eye(states.shape[2])
+    weights = np.swapaxes(np.linalg.solve(gram, np.swapaxes((targets - mean) @ centred, 1, 2)), 1, 2)
+    return weights, (mean - weights @ np.swapaxes(middle, 1, 2))[..., 0]
