@@ -101,10 +101,11 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
 
 def on_post_page(output: str, **_: Any) -> str:
     """Keep the link to the repository from asking its host for stars and forks, and leave out the blanks
-    of the navigation.
+    around the article.
     """
-    before, article, after = output.partition("<article")
-    return re.sub(r"\s*\n\s*", "\n", before).replace('data-md-component="source"', "") + article + after
+    before, article, after = re.split(r"(<article.*</article>)", output, maxsplit=1, flags=re.DOTALL)
+    before, after = (re.sub(r"\s*\n\s*", "\n", part) for part in (before, after))
+    return before.replace('data-md-component="source"', "") + article + after
 
 
 def on_post_build(config: MkDocsConfig) -> None:

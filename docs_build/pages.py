@@ -319,11 +319,17 @@ def _linked_line(page: str, line: str) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """A page for each module of the three layers, for mkdocstrings to fill."""
+    """A page for each module of the three layers, for mkdocstrings to fill, and the list of them. They stay
+    out of the navigation, which every page repeats.
+    """
     files = [
         path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"
     ]
     paths = [path.relative_to(ROOT).with_suffix("").as_posix() for path in files]
     page = "# {0}.py\n\n[Source]({1})\n\n::: evictionary.{2}\n"
     shown = {path: page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}
+    shown["index"] = (
+        "# API\n\nA page has the functions of one module: arguments, shapes and errors.\n\n"
+        + "".join(f"- [`{path}.py`]({path}.md)\n" for path in paths)
+    )
     return {f"reference/api/{path}.md": text for path, text in shown.items()}
