@@ -12,6 +12,7 @@ from evictionary.cli.console import (
     exit_codes,
     measuring,
     options_in,
+    progress,
     require_writable,
     show,
     text_of,
@@ -81,7 +82,8 @@ def calibrate(
         chosen = None if train_gates is None else gate_training.recipe_of(train_gates, settings)
         loaded, tokenizer = load(model)
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        layers = of_text(loaded, ids)
+        with progress() as (plan, advance):
+            layers = of_text(loaded, ids, plan, advance)
         found: dict[str, Any] = {
             "output": str(output),
             "layers": len(layers),

@@ -3,6 +3,7 @@ queries.
 """
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,15 +21,24 @@ read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 toke
 """
 
 
-def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.State]:
+def of_text(
+    model: PreTrainedModel,
+    ids: torch.Tensor,
+    plan: Callable[[int], None] = lambda steps: None,
+    advance: Callable[[str], None] = lambda text: None,
+) -> dict[int, calibration.State]:
     """The calibrated state of each layer from the first MOST tokens of ids [1, N], as far as the model's
     context goes.
 
-    Raises UsageError for fewer than LEAST tokens.
+    plan and advance are told the number of steps, and each step. Raises UsageError for fewer than LEAST
+    tokens.
     """
     longest = min(MOST, getattr(model.config.get_text_config(), "max_position_embeddings", MOST))
     require(ids.shape[1] >= LEAST, f"text: got {ids.shape[1]} tokens, wanted at least {LEAST} to calibrate")
     ids = ids[:, :longest]
+    parts = ids.tensor_split(-(-ids.shape[1] // min(PART, longest // 2)), dim=1)
+    plan(1 + len(parts))
+    advance("reading the text")
     with EvictingCache(model, None, record=("queries",)) as cache:
         prefill(model, ids, cache)
     positions = torch.arange(ids.shape[1], device=model.device)
@@ -39,8 +49,10 @@ def of_text(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, calibration.
         )
     # a model that cannot read a text twice, or whose output projection is not known, has no surrogate
     with contextlib.suppress(UsageError):
-        parts = ids.tensor_split(-(-ids.shape[1] // min(PART, longest // 2)), dim=1)
-        readings = [read_twice(model, part) for part in parts]
+        readings = []
+        for part in parts:
+            advance("reading a part twice")
+            readings.append(read_twice(model, part))
         for layer in found:
             found[layer] |= calibration.of_readings(model, layer, [reading[layer] for reading in readings])
     return found
