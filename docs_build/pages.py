@@ -328,7 +328,7 @@ def api_pages() -> dict[str, str]:
     paths = [path.relative_to(ROOT).with_suffix("").as_posix() for path in files]
     page = "# {0}.py\n\n[Source]({1})\n\n::: evictionary.{2}\n"
     shown = {path: page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}
-    shown["index"] = (
+    shown["modules"] = (
         "# API\n\nA page has the functions of one module: arguments, shapes and errors.\n\n"
         + "".join(f"- [`{path}.py`]({path}.md)\n" for path in paths)
     )
