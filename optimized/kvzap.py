@@ -11,11 +11,8 @@ import torch
 from evictionary.reference.checks import as_count, as_open, require_between
 from evictionary.reference.kvzap import FLOOR
 
-from .attention import grouped_attention
 from .checks import require_fit, working_dtype
-
-# Entries of the attention matrix at a time.
-TILE = 2**22
+from .kvzip import replay_attention_in_blocks
 
 
 def select(
@@ -88,17 +85,16 @@ def target(
     given = keys, values, w_o, replay_queries, replay_keys, replay_hidden_states
     require_fit("kvzap.target", *given, free=("replay_hidden_states",))
     keys, values, w_o, queries, replay, states = (each.to(working_dtype(keys)) for each in given)
-    (batch, heads, length, _), group, count = keys.shape, len(w_o) // keys.shape[1], replay.shape[2]
-    whole, sizes = torch.cat([keys, replay], dim=2), states.norm(dim=-1)[:, None, None, :, None]
+    heads, group = keys.shape[1], len(w_o) // keys.shape[1]
     # one query head at a time: its product has hidden numbers for each token
-    added = [(values[:, head // group] @ weight).norm(dim=-1) for head, weight in enumerate(w_o)]
-    found, block = keys.new_full(keys.shape[:3], FLOOR), max(1, TILE // (batch * len(w_o) * (length + count)))
-    for start in range(0, count, block):
-        stop = start + block
-        seen = grouped_attention(queries[:, :, start:stop], whole[:, :, : length + stop])[..., :length]
-        size = sizes[..., start:stop, :]
-        shares = (seen / size).masked_fill(size == 0, 0).amax(dim=3)
-        found = found.maximum((shares * torch.stack(added, dim=1).unflatten(1, (heads, group))).amax(dim=2))
+    added = torch.stack(
+        [(values[:, head // group] @ weight).norm(dim=-1) for head, weight in enumerate(w_o)], dim=1
+    ).unflatten(1, (heads, group))
+    found, sizes = keys.new_full(keys.shape[:3], FLOOR), states.norm(dim=-1)[:, None, :, None]
+    for head, places, weights in replay_attention_in_blocks(keys, queries, replay):
+        size = sizes[:, :, places]
+        shares = (weights / size).masked_fill(size == 0, 0).amax(dim=2)
+        found[:, head] = found[:, head].maximum((shares * added[:, head]).amax(dim=1))
     return found.log()
 
 

@@ -5,6 +5,8 @@ The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kv
 names snu-mllab/KVzip.
 """
 
+from collections.abc import Iterator
+
 import torch
 
 from .attention import grouped_attention
@@ -27,10 +29,21 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     and on a CPU for NaN or infinite numbers.
     """
     require_fit("kvzip.score", keys, replay_queries, replay_keys)
+    scores = keys.new_zeros(keys.shape[:3], dtype=working_dtype(keys))
+    for head, _, weights in replay_attention_in_blocks(keys, replay_queries, replay_keys):
+        scores[:, head] = scores[:, head].maximum(weights.amax(dim=(1, 2)))
+    return scores
+
+
+def replay_attention_in_blocks(
+    keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor
+) -> Iterator[tuple[int, slice, torch.Tensor]]:
+    r"""KZ-1: the attention [B, G, m, T] of m queries of the replay on the text, with their KV head and their
+    places.
+    """
     batch, heads, length, _ = keys.shape
     num_queries, group = replay_queries.shape[2], replay_queries.shape[1] // heads
     dtype = working_dtype(keys)
-    scores = keys.new_zeros(keys.shape[:3], dtype=dtype)
     block = max(1, TILE // (batch * group * (length + num_queries)))
     for head in range(heads):
         whole = torch.cat([keys[:, head : head + 1], replay_keys[:, head : head + 1]], dim=2).to(dtype)
@@ -38,6 +51,4 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
         for start in range(0, num_queries, block):
             stop = min(start + block, num_queries)
             weights = grouped_attention(queries[:, :, start:stop], whole[:, :, : length + stop], head)
-            largest = weights[..., :length].amax(dim=(2, 3))
-            scores[:, head : head + 1] = scores[:, head : head + 1].maximum(largest)
-    return scores
+            yield head, slice(start, stop), weights[:, 0, ..., :length]

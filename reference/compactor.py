@@ -10,6 +10,7 @@ import numpy as np
 
 from .attention import grouped, softmax
 from .checks import array, arrays, as_count, require_between
+from .expected_attention import norm
 from .snapkv import average_pool
 
 METHOD = "keeps keys that others cannot replace (their leverage), and those that neighbours attend to"
@@ -52,7 +53,7 @@ def score(
         queries, keys, values, unrotated_keys = (each[:, :, first:last] for each in given[:4])
         readers = grouped(queries, keys.shape[1])
         received = chunk_attention(readers, keys[:, :, None], chunk_size=chunk_size).mean(axis=2)
-        attended = average_pool(received * np.sqrt((values * values).sum(axis=-1)), 3)
+        attended = average_pool(received * norm(values), 3)
         outliers = sketched_leverage(unrotated_keys, given[4])
         scores[:, :, first:last] = compression_ratio * z_scores(outliers) + z_scores(attended)
     return scores

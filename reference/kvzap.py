@@ -10,6 +10,7 @@ import numpy as np
 
 from .attention import by_group, grouped
 from .checks import arrays, as_count, as_open, require_between
+from .expected_attention import norm
 from .kvzip import replay_attention
 
 METHOD = "keeps the tokens for which a linear model predicts a KVzip score above a threshold, and the last"
@@ -95,16 +96,12 @@ def target(
     )
     queries, replay = by_group(queries, replay)
     attention = replay_attention(keys[:, :, None], queries, replay)
-    added = _lengths(values[:, :, None] @ grouped(w_o[None], keys.shape[1]))
-    reading = _lengths(states)[:, None, None, :, None]
+    added = norm(values[:, :, None] @ grouped(w_o[None], keys.shape[1]))
+    reading = norm(states)[:, None, None, :, None]
     # Decision: a zero state counts nothing, and scores below 1e-30 are 1e-30, for the fit needs
     # finite numbers. The public code divides by 0, and takes its logarithm.
     shares = np.where(reading == 0, 0, attention / np.where(reading == 0, 1, reading))
     return np.log(np.maximum((shares * added[..., None, :]).max(axis=(2, 3)), FLOOR))
-
-
-def _lengths(vectors: np.ndarray) -> np.ndarray:
-    return np.sqrt((vectors * vectors).sum(axis=-1))
 
 
 def fit(
