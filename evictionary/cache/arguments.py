@@ -6,12 +6,14 @@ from typing import Any
 import torch
 
 from evictionary.errors import UsageError, require
+from evictionary.methods.catalogue import CAPTURED_FOR, INPUTS
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.optimized.states import zero_moments
 
-TRIED = 1024
-"""The tokens on which options are tried out."""
+TRIED = 1024  # tokens on which options are tried out
+# of the axes that have another size than 2 there
+SIZES = {"B": 1, "H_q": 1, "H_kv": 1, "M": TRIED, "T": TRIED, "D/2": 1, "8": 8}
 
 
 def checked(
@@ -39,16 +41,13 @@ def _try_out(method: Method, options: Mapping[str, Any]) -> None:
     """Call a method of the dictionary with some numbers, so that it refuses an option before a prompt is
     read.
     """
-    shapes = {"query_covariance": (1, 1, 2, 2), "query_slack": (1, 1, 1), "gates": (1, 1), "w_o": (1, 2, 2)}
-    shapes |= {"unrotated_keys": (1, 1, TRIED, 2), "sketch": (1, 1, 2, 1), "surrogate_bias": (1, 1)}
-    states = dict.fromkeys(
-        ("keys", "values", "queries", "replay_queries", "replay_keys"), torch.ones(1, 1, TRIED, 2)
-    )
-    moments = zero_moments(states["keys"], states["values"])
 
     def supply(name: str, *_: Any) -> dict[str, Any]:
-        return {name: torch.ones(shapes.get(name, (1, 1, 8, 2) if name == "sampled_queries" else (1, 1, 2)))}
+        shape = INPUTS[name].partition("[")[2].partition("]")[0]  # its meaning begins with it
+        return {name: torch.ones([SIZES.get(axis, 2) for axis in shape.split(", ")])}
 
+    states = {name: supply(name)[name] for name in ("keys", "values", *CAPTURED_FOR.values())}
+    moments = zero_moments(states["keys"], states["values"])
     try:
         method.kept(
             {**states, "moments": moments},
