@@ -449,9 +449,6 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     near([got], [reference.gvote.rotate_by_average(sampled, position=60)])
 
 
-# ragged heads
-
-
 def test_compactor_keeps_what_the_mathematics_keeps(model: LlamaForCausalLM) -> None:
     """Its keys are brought to before RoPE, and the seed draws its sketch, that of each layer anew."""
     full = cached(model, IDS, None, record=("queries",))
@@ -461,6 +458,9 @@ def test_compactor_keeps_what_the_mathematics_keeps(model: LlamaForCausalLM) -> 
     states = (full.recorded[1]["queries"].numpy(), keys, values, plain, sketch)
     kept = reference.selection.top_k(reference.compactor.score(*states, compression_ratio=2 / 3), 20)
     assert positions_of(cached(model, IDS, "compactor", budget=20).layers[1]) == places(kept)
+
+
+# ragged heads
 
 
 def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaForCausalLM) -> None:
