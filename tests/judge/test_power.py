@@ -43,6 +43,9 @@ PARTS = (
 SIMILAR = "a cosine near the threshold may be on either side of it, and then a row counts another key"
 WIDE = {
     "test_attention::test_two_disjoint_caches_merge_exactly": PARTS,
+    "test_cake::test_the_total_is_exact_and_each_layer_has_its_share": (
+        "a budget is whole, and may lie a token for each layer from its share"
+    ),
     "test_criticalkv::test_every_token_of_a_long_prompt_has_its_score": SINK,
     "test_expected_attention_sizes::test_queries_of_far_positions_turn_by_them": ANGLE,
     "test_expected_attention_statistics::test_mean_and_covariance_are_turned_alike": ANGLE,
