@@ -2,16 +2,16 @@
 SmolLM2-135M or another.
 
 It measures three ratios within one run: the time to compress a prompt over the time to read it; the time of a
-token with three quarters of the cache removed (the same number of tokens in every head, and ragged heads)
-over the time with the full cache; and the peak memory of the cache when a prompt is read in blocks over the
-memory of the full cache.
+token with half of the cache removed (the same number of tokens in every head, and ragged heads) over the time
+with the full cache, and the same with kvpress; and the peak memory of the cache when a prompt is read in
+blocks over the memory of the full cache.
 """
 
 import datetime
 import json
 import platform
-import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,14 +22,19 @@ from rich.progress import track
 from transformers import DynamicCache, PreTrainedModel
 from typer import Option
 
-from benchmarks.timing import RESULTS, seconds, show, write_json
+from benchmarks.cpu import in_kvpress
+from benchmarks.timing import RESULTS, bytes_of, seconds, show, taking_turns, write_json
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
+from evictionary.evaluation.study import compositions
 from evictionary.methods import catalogue
+from evictionary.methods.catalogue import REPLAYED
+from evictionary.methods.resolve import resolve
+from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED, load as load_model
 
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
-ROUNDS, DECODED, PROMPTS = 5, 8, 3
+ROUNDS, DECODED, PROMPTS = 5, 4, 3
 BUDGET, BLOCK = 1024, 512
 
 
@@ -68,50 +73,46 @@ def compression(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any
 
 
 def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """Seconds for each token after a prompt with three quarters removed, against the full cache, taking
-    turns.
+    """Every method with half of the cache, in heads of one size and, where AdaKV can divide its budget, of
+    several: a token after a quarter of the prompt, and after all of it.
+
+    A method is left out where it reads the prompt twice and the model has no positions for that.
     """
-    full = DynamicCache()
-    read(model, ids, full)
-    whole = EvictingCache(model, None)
-    read(model, ids, whole)
-    caches = {
-        "full cache": full,
-        "keydiff (uniform)": EvictingCache.from_prefilled(model, whole, "keydiff", 0.75),
-        "keydiff+ada_kv (ragged)": EvictingCache.from_prefilled(model, whole, "keydiff+ada_kv", 0.75),
-        "keydiff+moments": EvictingCache.from_prefilled(model, whole, "keydiff+moments", 0.75),
-    }
-    del whole
-    token = ids[:, -1:]
-    times: dict[str, list[float]] = {name: [] for name in caches}
-    for _ in track(range(ROUNDS), description="decoding"):
-        for name, cache in caches.items():
-            # one call before the clock starts, since other caches have just used the processor
-            read(model, token, cache)
-            times[name].append(
-                seconds(lambda cache=cache: [read(model, token, cache) for _ in range(DECODED)]) / DECODED
-            )
     rows = []
-    for name, cache in caches.items():
-        ratios = [own / base for own, base in zip(times[name], times["full cache"], strict=True)]
-        row = {
-            "cache": name,
-            "seconds_per_token": statistics.median(times[name]),
-            "ratio_to_full": statistics.median(ratios),
-            "ratio_lowest": min(ratios),
-            "ratio_highest": max(ratios),
-        }
-        if isinstance(cache, EvictingCache):
-            tokens = sum(int(layer.lengths.sum()) for layer in cache.layers)
-            state = cache.layers[0]
-            per_token = state.keys.element_size() * (state.keys.shape[-1] + state.values.shape[-1])
-            row |= {"bytes": cache.nbytes, "bytes_over_tokens_kept": cache.nbytes / (tokens * per_token)}
-            row["bytes_beside"] = cache.nbytes_beside
-            cache.close()
-        else:
-            row["bytes"] = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-        rows.append(row)
+    for prompt in (ids[:, : ids.shape[1] // 4], ids):
+        twice = 2 * prompt.shape[1] <= model.config.max_position_embeddings
+        names = [
+            composed
+            for name in catalogue.evicting()
+            for composed in compositions(name, ["ada_kv"])
+            if not composed.endswith("+moments") or composed == "keydiff+moments"
+            if twice or not REPLAYED & resolve(name).captured
+        ]
+        full = DynamicCache()
+        read(model, prompt, full)
+        whole = EvictingCache(model, None, record=CAPTURED if twice else CAPTURED - REPLAYED)
+        read(model, prompt, whole)
+        rows.append(a_token(model, prompt, full, full) | {"cache": "full cache"})
+        for name in track(names, description=f"decoding after {prompt.shape[1]:,} tokens"):
+            with EvictingCache.from_prefilled(model, whole, name, 0.5, options=OPTIONS.get(name)) as cache:
+                rows.append(a_token(model, prompt, cache, full) | {"cache": name})
     return rows
+
+
+def a_token(model: PreTrainedModel, prompt: torch.Tensor, cache: Any, full: DynamicCache) -> dict[str, Any]:
+    """The time of some tokens after a prompt, with a cache and with the full one, which take turns."""
+
+    def some(own: Any) -> Callable[[], None]:
+        return lambda: [read(model, prompt[:, -1:], own) for _ in range(DECODED)] and None
+
+    own_bytes = getattr(cache, "nbytes", 0) or bytes_of(cache)
+    return {"tokens": prompt.shape[1], **taking_turns(some(cache), some(full), ROUNDS), "bytes": own_bytes}
+
+
+def decoding_kvpress(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
+    """The same prompts with the presses of kvpress, in its own environment, against the full cache there."""
+    given = str(embedded.install()), ids.tolist(), [ids.shape[1] // 4, ids.shape[1]], ROUNDS, DECODED
+    return in_kvpress("benchmarks.peers", "their_decoding", *given, threads=torch.get_num_threads())
 
 
 def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
@@ -148,15 +149,18 @@ def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
     return rows
 
 
-PARTS = {"compression": compression, "decoding": decoding, "blocks": blocks}
+PARTS = {
+    "compression": compression,
+    "decoding": decoding,
+    "decoding_kvpress": decoding_kvpress,
+    "blocks": blocks,
+}
 
 
 def main(
     name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
-    tokens: Annotated[int, Option(help="Tokens of the prompt; the blocks read twice that.")] = 4096,
-    only: Annotated[
-        list[str] | None, Option(help="One of compression, decoding and blocks; may be repeated.")
-    ] = None,
+    tokens: Annotated[int, Option(help="Tokens of the prompt; decoding and blocks read twice that.")] = 4096,
+    only: Annotated[list[str] | None, Option(help=f"One of {', '.join(PARTS)}; may be repeated.")] = None,
     out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
 ) -> None:
     """Measure compression, decoding and reading in blocks in a real model."""
@@ -171,14 +175,15 @@ def main(
         "tokens": tokens,
         "budget": BUDGET,
         "block": BLOCK,
+        "decoded": DECODED,
         "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     for part in only or PARTS:
-        read_tokens = min(2 * tokens, model.config.max_position_embeddings) if part == "blocks" else tokens
-        found[part] = PARTS[part](model, ids[:, :read_tokens])
+        longer = min(2 * tokens, model.config.max_position_embeddings)
+        found[part] = PARTS[part](model, ids[:, : tokens if part == "compression" else longer])
         show(part, found[part])
         write_json(result, found)  # a killed run keeps what it had
 

@@ -11,6 +11,7 @@ import sys
 import tempfile
 import tomllib
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +20,7 @@ import typer
 from typer import Option
 
 from benchmarks.cpu import KVPRESS, in_kvpress
-from benchmarks.timing import RESULTS, ROOT, provenance, show, write_json
+from benchmarks.timing import RESULTS, ROOT, bytes_of, provenance, show, taking_turns, write_json
 
 RATIO = 0.5
 PAGE = ROOT / "docs" / "peers.md"
@@ -42,17 +43,25 @@ PEERS = [
 ]
 
 
+def model_in_kvpress(folder: str) -> Any:
+    """The model of a folder, in the environment of kvpress."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
 def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
     """Run in the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers,
     H_kv, T].
     """
     import kvpress
     import torch
-    from transformers import AutoModelForCausalLM, DynamicCache
-    from transformers.utils import logging
+    from transformers import DynamicCache
 
-    logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = model_in_kvpress(folder)
     ids = torch.tensor(prompt)
     found: dict[str, np.ndarray] = {}
     with torch.no_grad():
@@ -75,6 +84,49 @@ def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
                 model(ids, past_key_values=DynamicCache())
             found[peer.ours] = torch.cat(scores).numpy()
     np.savez(output, **found)
+
+
+def their_decoding(
+    folder: str, prompt: list[list[int]], lengths: list[int], rounds: int, decoded: int
+) -> list[dict[str, Any]]:
+    """Run in the environment of kvpress: a token after each prompt with half of the cache, against the full
+    cache, for every press and for KeyDiff's with AdaKV's, which masks what it removes.
+    """
+    import kvpress
+    import torch
+    from transformers import DynamicCache
+
+    model = model_in_kvpress(folder)
+    attention = [layer.self_attn for layer in model.model.layers]
+
+    def read(tokens: torch.Tensor, cache: DynamicCache, masked: list[Any]) -> None:
+        for module, indices in zip(attention, masked, strict=True):
+            module.masked_key_indices = indices
+        model(tokens, past_key_values=cache, logits_to_keep=1)
+
+    presses = {
+        peer.ours: getattr(kvpress, peer.theirs)(compression_ratio=RATIO, **peer.arguments) for peer in PEERS
+    }
+    presses["keydiff+ada_kv"] = kvpress.AdaKVPress(kvpress.KeyDiffPress(compression_ratio=RATIO))
+    rows = []
+    with torch.no_grad():
+        for length in lengths:
+            ids, full, none = torch.tensor(prompt)[:, :length], DynamicCache(), [None] * len(attention)
+            read(ids, full, none)
+            for name, press in presses.items():
+                cache = DynamicCache()
+                with press(model):
+                    read(ids, cache, none)
+                masked = [module.masked_key_indices for module in attention]
+
+                def some(own: Any, masked: list[Any], ids: torch.Tensor = ids) -> None:
+                    for _ in range(decoded):
+                        read(ids[:, -1:], own, masked)
+
+                calls = partial(some, cache, masked), partial(some, full, none)
+                row = {"cache": f"kvpress: {name}", "tokens": length, "bytes": bytes_of(cache)}
+                rows.append(row | taking_turns(*calls, rounds))
+    return rows
 
 
 def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cpu import KVPRESS
 from benchmarks.timing import RESULTS, ROOT
 from evictionary.evaluation.pages import markdown
 
@@ -23,7 +24,7 @@ def page(folder: Path = RESULTS) -> str:
         name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         for name, path in stored.items()
     }
-    return rendered("benchmarks.md.j2", **found, clocks=CLOCKS, model_goals=MODEL_GOALS)
+    return rendered("benchmarks.md.j2", **found, clocks=CLOCKS, model_goals=MODEL_GOALS, kvpress=KVPRESS)
 
 
 def rendered(template: str, **content: Any) -> str:

@@ -86,6 +86,21 @@ def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
     return clock() - start
 
 
+def taking_turns(call: Callable[[], Any], base: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """The median seconds of a call, and its ratios to another one in rounds in which the two take turns.
+
+    Each is called once before its clock starts, since the other has just used the processor.
+    """
+    times = [[(one(), seconds(one))[1] for one in (call, base)] for _ in range(rounds)]
+    ratios = [own / other for own, other in times]
+    return {
+        "seconds": statistics.median(own for own, _ in times),
+        "ratio": statistics.median(ratios),
+        "ratio_lowest": min(ratios),
+        "ratio_highest": max(ratios),
+    }
+
+
 def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
     """The slope of log seconds over log size, by least squares: 1 for linear growth. Raises ValueError for
     fewer than two sizes.
@@ -97,6 +112,11 @@ def exponent(sizes: Sequence[float], seconds: Sequence[float]) -> float:
         )
     across, up = [math.log(size) for size in sizes], [math.log(second) for second in seconds]
     return statistics.linear_regression(across, up).slope
+
+
+def bytes_of(cache: Any) -> int:
+    """Bytes of the keys and values of a cache of transformers."""
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def versions(*packages: str) -> dict[str, str]:

@@ -201,6 +201,13 @@ def numbers_in(argument: str, texts: list[str]) -> list[float]:
         return [float(part) for part in text.split(",")]
 
 
+def tokens_in(argument: str, texts: list[str]) -> list[int]:
+    numbers = numbers_in(argument, texts)
+    for number in numbers:
+        require(number.is_integer(), f"{argument}: got {number}, wanted a whole number of tokens")
+    return [int(number) for number in numbers]
+
+
 def require_writable(output: Path) -> None:
     require(
         not output.is_dir() and can_write_into(output.resolve().parent),

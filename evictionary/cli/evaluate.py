@@ -23,6 +23,7 @@ from evictionary.cli.console import (
     require_folder,
     require_seed,
     show,
+    tokens_in,
     whole_number,
 )
 from evictionary.errors import require
@@ -114,9 +115,8 @@ def evaluate(
     with exit_codes("the same command goes on where it stopped", extra="model"):
         require(samples >= 1, f"--samples: got {samples}, wanted at least 1")
         require_seed(seed)
-        kept = [_whole("--budgets", number) for number in numbers_in("--budgets", budgets)] if budgets else []
+        kept = tokens_in("--budgets", budgets) if budgets else []
         removed = numbers_in("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
-        sizes = [_whole("--lengths", number) for number in numbers_in("--lengths", lengths)]
         asked = parse_methods(methods) if methods else None
         require_folder(output)
         from evictionary.evaluation import demo, report as eval_report, run as evaluation
@@ -125,7 +125,7 @@ def evaluate(
             model=model,
             methods=asked or [(name, demo.options_of(name)) for name in demo.default_methods()[0]],
             tasks=names_in(tasks) or [],
-            lengths=sizes,
+            lengths=tokens_in("--lengths", lengths),
             seeds=range(seed, seed + samples),
             ratios=removed,
             budgets=kept,
@@ -165,11 +165,6 @@ def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
             found[-1][1][option.strip()] = value.strip()
     require(found, f"--methods: got {','.join(texts)!r}, wanted at least one name")
     return found
-
-
-def _whole(argument: str, number: float) -> int:
-    require(number.is_integer(), f"{argument}: got {number}, wanted a whole number of tokens")
-    return int(number)
 
 
 def _tables(rows: list[dict[str, Any]]) -> Iterator[Table | str]:

@@ -16,6 +16,7 @@ from evictionary.cli.console import (
     require_folder,
     require_seed,
     show,
+    tokens_in,
     whole_number,
 )
 from evictionary.errors import require
@@ -50,7 +51,13 @@ def study(
         "0.5,0.75,0.9"
     ],
     tasks: Annotated[list[str], typer.Option(help="Some of the tasks of `evictionary eval`.")] = [TASKS],  # noqa: B006
-    length: Annotated[int, whole_number("Length of text and question together, in tokens.")] = 512,
+    lengths: Annotated[
+        list[str], typer.Option(help="Tokens of text and question together, comma-separated or repeated.")
+    ] = ["512"],  # noqa: B006
+    allocators: Annotated[
+        list[str] | None,
+        typer.Option(help="Divisions of the budget to add to each method; all that can be, by default."),
+    ] = None,
     samples: Annotated[int, whole_number("Prompts for each task.")] = 40,
     seed: Annotated[
         int, whole_number("The seed of the first prompt; each later prompt has the next seed.")
@@ -83,7 +90,8 @@ def study(
             tasks=given_names("--tasks", tasks) or [],
             seeds=range(seed, seed + samples),
             ratios=removed,
-            length=length,
+            lengths=tokens_in("--lengths", lengths),
+            allocators=given_names("--allocators", allocators),
         )
         found = experiment.write(carry_out(plan, output, jobs, dask), output)
     best = [

@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 
 from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.errors import MethodError, UsageError, require
+from evictionary.errors import MethodError, UsageError, require, require_known
 from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.questions import likelihood, prefill
@@ -50,7 +50,7 @@ LEAST = 12
 """Prompts of each task, at least: a bootstrap of fewer says nothing of others."""
 
 Summary = dict[str, Any]
-"""model, length, versions, rows (one for each composition and ratio), effects, and what is recommended at
+"""model, lengths, versions, rows (one for each composition and ratio), effects, and what is recommended at
 each ratio, on how many prompts; `finals`, the summary of the final, if one was held. A row's `own` says
 that the composition keeps more than was asked for: it is in no comparison at that ratio.
 """
@@ -58,8 +58,8 @@ that the composition keeps more than was asked for: it is in no comparison at th
 
 @dataclass(frozen=True)
 class Plan(store.Plan):
-    """Every composition of each selector at each ratio, on each prompt: a task and a seed, of `length`
-    tokens.
+    """Every composition of each selector at each ratio, on each prompt: a task, a length in tokens and a
+    seed. Without `allocators` each is tried that can divide the selector's budget.
 
     Raises UsageError for an unknown name, a value out of range or an empty list.
     """
@@ -69,23 +69,27 @@ class Plan(store.Plan):
     tasks: Sequence[str] = TASKS
     seeds: Sequence[int] = range(40)
     ratios: Sequence[float] = RATIOS
-    length: int = 512
+    lengths: Sequence[int] = (512,)
+    allocators: Sequence[str] | None = None
 
     IDENTITY = ("model", "seed", "task", "length", "selector", "ratio")
 
     def __post_init__(self) -> None:
-        require_some(self, "selectors", "tasks", "seeds", "ratios")
+        require_some(self, "selectors", "tasks", "seeds", "ratios", "lengths")
         for name in self.tasks:
             tasks.get(name)
+        for name in self.allocators or ():
+            require_known("allocators", name, catalogue.allocators())
         for name in self.selectors:
-            compositions(name)
+            compositions(name, self.allocators)
         for ratio in self.ratios:
             tokens_to_keep(1, ratio)
 
     def work(self) -> list[tuple[Unit, list[tuple[str, float]]]]:
         """Every prompt once, the tasks in turn: a run that is stopped has prompts of all of them."""
         parts = list(itertools.product(self.selectors, self.ratios))
-        return [(Unit(task, self.length, seed), parts) for seed in self.seeds for task in self.tasks]
+        units = itertools.product(self.lengths, self.seeds, self.tasks)
+        return [(Unit(task, length, seed), parts) for length, seed, task in units]
 
     def named(self, unit: Unit, part: tuple[str, float]) -> dict[str, Any]:
         return {**unit._asdict(), "selector": part[0], "ratio": part[1]}
@@ -99,7 +103,7 @@ class Plan(store.Plan):
             if prompt.continuation is None
             else prompt.continuation
         )
-        composed = {selector: compositions(selector) for selector, _ in parts}
+        composed = {selector: compositions(selector, self.allocators) for selector, _ in parts}
         record = frozenset().union(
             *(method.captured for methods in composed.values() for method in methods.values())
         )
@@ -136,12 +140,13 @@ def selectors() -> list[str]:
     return [*catalogue.evicting(), *catalogue.BASELINES]
 
 
-def compositions(selector: str) -> dict[str, Method]:
-    """The selector alone, with each allocator, and each of these with MomentKV's correction, as far as
-    they can be composed.
+def compositions(selector: str, allocators: Sequence[str] | None = None) -> dict[str, Method]:
+    """The selector alone, with each allocator (all, if none are named), and each of these with MomentKV's
+    correction, as far as they can be composed.
     """
     found: dict[str, Method] = {}
-    for allocator, correction in itertools.product(("", *catalogue.allocators()), ("", MOMENTS)):
+    tried = catalogue.allocators() if allocators is None else allocators
+    for allocator, correction in itertools.product(("", *tried), ("", MOMENTS)):
         name = "+".join(part for part in (selector, allocator, correction) if part)
         alone = resolve(selector)
         if (correction and alone.corrected) or (allocator and "own_budget" in alone.traits):
@@ -185,28 +190,26 @@ def summarise(lines: Sequence[Line]) -> Summary:
     """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with
     intervals.
 
-    A cost is the mean over the tasks of the means over their prompts; the share of exact answers is that over
-    the tasks with a question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all
-    compositions share the draws, so differences are of the same prompts. A ratio with fewer than LEAST
-    prompts of a task is left out; UsageError where all are.
+    A cost is the mean over the tasks of the means over their prompts, and a task of another length is another
+    task; the share of exact answers is that over the tasks with a question. The intervals hold 95 % of the
+    bootstrap draws of prompts within each task; all compositions share the draws, so differences are of the
+    same prompts. A ratio with fewer than LEAST prompts of a task is left out; UsageError where all are.
     """
     names = {line["selector"] for line in lines}
-    by_prompt: dict[tuple[float, str, int], dict[str, Line]] = {}
+    by_prompt: dict[tuple[float, int, str, int], dict[str, Line]] = {}
     for line in lines:
         if line["error"] is None:
-            by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})[line["selector"]] = line
+            prompt = line["ratio"], line["length"], line["task"], line["seed"]
+            by_prompt.setdefault(prompt, {})[line["selector"]] = line
     whole = {key: found for key, found in by_prompt.items() if set(found) == names}
-    found: Summary = {
-        "model": lines[0]["model"],
-        "length": lines[0]["length"],
-        "versions": lines[0]["versions"],
-    }
+    lengths = sorted({line["length"] for line in lines})
+    found: Summary = {"model": lines[0]["model"], "lengths": lengths, "versions": lines[0]["versions"]}
     found |= {"rows": [], "effects": [], "recommended": []}
     for ratio in sorted({key[0] for key in whole}):
         by_task = {
-            task: [each for key, each in sorted(whole.items()) if key[:2] == (ratio, task)]
-            for task in tasks.TASKS
-            if any(key[:2] == (ratio, task) for key in whole)
+            (length, task): prompts
+            for length, task in itertools.product(lengths, tasks.TASKS)
+            if (prompts := [each for key, each in sorted(whole.items()) if key[:3] == (ratio, length, task)])
         }
         if any(len(prompts) < LEAST for prompts in by_task.values()):
             continue
@@ -214,7 +217,9 @@ def summarise(lines: Sequence[Line]) -> Summary:
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
         if not all(row["own"] for row in rows):
-            prompts = {task: len(each) for task, each in by_task.items()}
+            prompts: dict[str, int] = {}
+            for (_, task), each in by_task.items():
+                prompts[task] = prompts.get(task, 0) + len(each)
             found["recommended"].append(_recommended(rows, draws, of_prompts) | {"prompts": prompts})
     require(
         found["rows"],
@@ -225,16 +230,16 @@ def summarise(lines: Sequence[Line]) -> Summary:
 
 
 def _rows(
-    ratio: float, by_task: Mapping[str, Sequence[Mapping[str, Line]]]
+    ratio: float, by_task: Mapping[tuple[int, str], Sequence[Mapping[str, Line]]]
 ) -> tuple[list[dict[str, Any]], np.ndarray, np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS], and of the
     prompts, [compositions, prompts].
     """
     first = next(iter(by_task.values()))[0]
     keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
-    asked = [task for task in by_task if task not in tasks.GOES_ON]
+    asked = [key for key in by_task if key[1] not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
-    costs, of_prompts, draws, exact, kept, length = (
+    costs, of_prompts, draws, exact, kept, size = (
         {},
         np.zeros((len(keys), 0)),
         np.zeros((len(keys), DRAWS)),
@@ -242,30 +247,35 @@ def _rows(
         np.zeros(len(keys)),
         0.0,
     )
-    for task, prompts in by_task.items():
+    for key, prompts in by_task.items():
         # [keys, prompts, 3]
         cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])
         full = np.array([next(iter(each.values()))["full"] for each in prompts])
         cost = cells[:, :, 0] - full[:, 0]
         counts = generator.multinomial(len(prompts), [1 / len(prompts)] * len(prompts), size=DRAWS)
-        costs[task] = cost.mean(axis=1)
+        costs[key] = cost.mean(axis=1)
         of_prompts = np.append(of_prompts, cost, axis=1)
         draws += cost @ counts.T / len(prompts) / len(by_task)
-        exact += 0 if task in tasks.GOES_ON else cells[:, :, 1].mean(axis=1) / len(asked)
+        exact += 0 if key not in asked else cells[:, :, 1].mean(axis=1) / len(asked)
         kept += cells[:, :, 2].mean(axis=1) / len(by_task)
-        length += full[:, 2].mean() / len(by_task)
+        size += full[:, 2].mean() / len(by_task)
     mean = np.mean(list(costs.values()), axis=0)
     low, high = np.percentile(draws, [2.5, 97.5], axis=1)
+
+    def mean_of(index: int, part: int | str) -> float:
+        return float(np.mean([cost[index] for key, cost in costs.items() if part in key]))
+
     rows = [
         {
             "method": name,
             "ratio": ratio,
-            "own": bool(kept[index] > 1.1 * (1 - ratio) * length),
+            "own": bool(kept[index] > 1.1 * (1 - ratio) * size),
             "cost": float(mean[index]),
             "interval": [float(low[index]), float(high[index])],
             "exact": float(exact[index]),
             "tokens_kept": float(kept[index]),
-            "tasks": {task: float(costs[task][index]) for task in by_task},
+            "tasks": {task: mean_of(index, task) for _, task in by_task},
+            "lengths": {str(length): mean_of(index, length) for length, _ in by_task},
         }
         for index, (_, name) in enumerate(keys)
     ]
@@ -346,11 +356,11 @@ def recommended(ratio: float) -> tuple[str, str]:
     entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
     prompts = sum(entry["prompts"].values())
     most = entry["nine_of_ten"]
+    lengths = " and ".join(f"{length:,}" for length in stored["lengths"])
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
-        "prompts of "
-        f"{stored['length']} tokens with one small model, {stored['model']}{others}. 9 of 10 prompts like "
+        f"prompts of {lengths} tokens with one small model, {stored['model']}{others}. 9 of 10 prompts like "
         f"these lose at most {most:.2g} nats for each token of the answer (90% confidence); your model and "
         "text may want another one"
     )
@@ -369,7 +379,9 @@ def markdown(found: Summary) -> str:
     """A table for each ratio: the cost of each composition, its interval and the share of exact answers,
     from the least cost on.
     """
-    head = ["composition", "protected", "cost", "low", "high", "exact", "tokens kept"]
+    lengths = found["lengths"] if len(found["lengths"]) > 1 else []
+    of_lengths = [f"{length:,} tokens" for length in lengths]
+    head = ["composition", "protected", "cost", "low", "high", *of_lengths, "exact", "tokens kept"]
     parts = []
     for ratio in sorted({row["ratio"] for row in found["rows"]}):
         rows = sorted(
@@ -380,6 +392,7 @@ def markdown(found: Summary) -> str:
                 f"`{row['method']}`",
                 catalogue.protected(row["method"], OPTIONS.get(row["method"].partition("+")[0], {})),
                 *(f"{number:.3f}" for number in (row["cost"], *row["interval"])),
+                *(f"{row['lengths'][str(length)]:.3f}" for length in lengths),
                 f"{row['exact']:.0%}",
                 f"{row['tokens_kept']:.0f}",
             ]

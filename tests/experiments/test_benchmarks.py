@@ -405,12 +405,14 @@ def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
             {"method": "reading the prompt", "seconds": 8.0, "share_of_prefill": 1.0},
             {"method": "keydiff", "seconds": 0.1, "share_of_prefill": 0.0125},
         ],
+        "decoded": 8,
         "decoding": [
-            {"cache": "full", "seconds_per_token": 0.05, "ratio_to_full": 1, "ratio_lowest": 1,
+            {"cache": "ragged", "tokens": 2048, "seconds": 0.4, "ratio": 0.8, "ratio_lowest": 0.7,
+            "ratio_highest": 0.9, "bytes": 2e6},
+        ],
+        "decoding_kvpress": [
+            {"cache": "kvpress: tova", "tokens": 8192, "seconds": 0.8, "ratio": 1, "ratio_lowest": 1,
             "ratio_highest": 1, "bytes": 8e6},
-            {"cache": "ragged", "seconds_per_token": 0.04, "ratio_to_full": 0.8, "ratio_lowest": 0.7,
-            "ratio_highest": 0.9,
-             "bytes": 2e6, "bytes_over_tokens_kept": 1.0},
         ],
         "blocks": [{"method": "tova", "prompt_tokens": 8192, "peak_bytes": 1e6, "full_bytes": 8e6,
         "share_of_full": 0.125}],
@@ -419,7 +421,8 @@ def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
     text = report.page(tmp_path)
     wanted = (
         "| keydiff | 0.100 | 1.2% |",
-        "| ragged | 40.0 | 0.80 | 0.70 | 0.90 | 2.0 | 1.000 |",
+        "| ragged | 2,048 | 20.0 | 0.80 | 0.70 | 0.90 | 2.0 |",
+        "| kvpress: tova | 8,192 | 10.0 | 1.00 | 1.00 | 1.00 | 8.0 |",
         "| tova | 1.0 | 8.0 | 12.5% |",
         "8,192 tokens in blocks of 512, with a budget of 1,024",
     )

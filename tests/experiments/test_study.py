@@ -30,7 +30,7 @@ def plan_for(model: Path, **changes: Any) -> study.Plan:
         "tasks": ["passkey7"],
         "seeds": [1, 2, 3],
         "ratios": [0.5, 0.75],
-        "length": 400,
+        "lengths": [400],
     }
     return study.Plan(str(model), **{**settings, **changes})
 
@@ -180,7 +180,7 @@ def test_the_command_writes_a_table_and_a_picture_and_recommends(
     asked = [
         *("study", "--output", str(tmp_path), "--model", str(model_folder)),
         *("--methods", ",".join(SELECTORS), "--tasks", "passkey7", "--seed", "1", "--samples", "3"),
-        *("--ratios", "0.5,0.75", "--length", "400"),
+        *("--ratios", "0.5,0.75", "--lengths", "400"),
     ]
     found = as_json(*asked)
     assert json.loads((tmp_path / "summary.json").read_text()) == {
