@@ -176,13 +176,13 @@ def main(
         "budget": BUDGET,
         "block": BLOCK,
         "decoded": DECODED,
-        "date": datetime.date.today().isoformat(),
         "machine": f"{platform.machine()}, {torch.get_num_threads()} threads, {model.device}",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
     }
     for part in only or PARTS:
         longer = min(2 * tokens, model.config.max_position_embeddings)
+        found.setdefault("dates", {})[part] = datetime.date.today().isoformat()
         found[part] = PARTS[part](model, ids[:, : tokens if part == "compression" else longer])
         show(part, found[part])
         write_json(result, found)  # a killed run keeps what it had

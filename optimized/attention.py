@@ -32,6 +32,13 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     require_fit("attention.attend", queries, cache, finite=False)
     require_finite("queries", queries)
     require_same_kind("cache.keys", cache.keys, "queries", queries)
+    return attend_trusted(queries, cache)
+
+
+def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """`attend` for a caller whose arguments fit: a cache that decodes, where a check costs as much as the
+    products.
+    """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
     group = num_query_heads // num_kv_heads

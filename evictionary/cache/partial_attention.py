@@ -47,7 +47,7 @@ def attend(
         if layer.stored:
             parts.append(attend_dense(queries, keys, values, cap=softmax.cap, bias=layer.bias))
         if layer.ragged is not None:
-            parts.append(attention.attend(queries, layer.ragged))
+            parts.append(attention.attend_trusted(queries, layer.ragged))
     if moments is not None:
         parts += [part(queries, moments) for part in hooks(policies, "part")]
     if softmax.sinks is not None:

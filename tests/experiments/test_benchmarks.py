@@ -399,7 +399,8 @@ def test_the_page_without_a_gpu_result_gives_the_command(tmp_path: Path) -> None
 
 def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
     result = {
-        "model": "embedded", "machine": "a machine", "torch": "2", "transformers": "5", "date": "2026-01-02",
+        "model": "embedded", "machine": "a machine", "torch": "2", "transformers": "5",
+        "dates": {"compression": "2026-01-02", "decoding": "2026-01-03", "blocks": "2026-01-04"},
         "tokens": 4096, "budget": 1024, "block": 512,
         "compression": [
             {"method": "reading the prompt", "seconds": 8.0, "share_of_prefill": 1.0},
