@@ -65,7 +65,7 @@ class OldDynamicCache:
 
 class Watching(TorchFunctionMode):
     """Sees what the code inside does: `scores` is what the latest topk or argsort got, `index` that of the
-    latest gather.
+    latest gather or scatter_.
     """
 
     scores: torch.Tensor
@@ -74,7 +74,7 @@ class Watching(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function in (torch.topk, torch.Tensor.topk, torch.argsort, torch.Tensor.argsort):
             self.scores = args[0]
-        elif function is torch.gather:
+        elif function in (torch.gather, torch.Tensor.scatter_):
             self.index = kwargs["index"] if kwargs and "index" in kwargs else args[2]
         return function(*args, **(kwargs or {}))
 
