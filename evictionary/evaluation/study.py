@@ -213,14 +213,14 @@ def summarise(lines: Sequence[Line]) -> Summary:
         }
         if any(len(prompts) < LEAST for prompts in by_task.values()):
             continue
-        rows, draws, of_prompts = _rows(ratio, by_task)
+        rows, draws = _rows(ratio, by_task)
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
         if not all(row["own"] for row in rows):
             prompts: dict[str, int] = {}
             for (_, task), each in by_task.items():
                 prompts[task] = prompts.get(task, 0) + len(each)
-            found["recommended"].append(_recommended(rows, draws, of_prompts) | {"prompts": prompts})
+            found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
     require(
         found["rows"],
         f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command "
@@ -231,10 +231,8 @@ def summarise(lines: Sequence[Line]) -> Summary:
 
 def _rows(
     ratio: float, by_task: Mapping[tuple[int, str], Sequence[Mapping[str, Line]]]
-) -> tuple[list[dict[str, Any]], np.ndarray, np.ndarray]:
-    """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS], and of the
-    prompts, [compositions, prompts].
-    """
+) -> tuple[list[dict[str, Any]], np.ndarray]:
+    """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
     keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
     asked = [key for key in by_task if key[1] not in tasks.GOES_ON]
@@ -273,13 +271,14 @@ def _rows(
             "cost": float(mean[index]),
             "interval": [float(low[index]), float(high[index])],
             "exact": float(exact[index]),
+            "nine_of_ten": bound(of_prompts[index]),
             "tokens_kept": float(kept[index]),
             "tasks": {task: mean_of(index, task) for _, task in by_task},
             "lengths": {str(length): mean_of(index, length) for length, _ in by_task},
         }
         for index, (_, name) in enumerate(keys)
     ]
-    return rows, draws, of_prompts
+    return rows, draws
 
 
 def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[str, Any]]:
@@ -330,9 +329,7 @@ def bound(costs: Sequence[float], share: float = 0.9, confidence: float = 0.9) -
     return None
 
 
-def _recommended(
-    rows: Sequence[Mapping[str, Any]], draws: np.ndarray, of_prompts: np.ndarray
-) -> dict[str, Any]:
+def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[str, Any]:
     """The composition of the least cost at a ratio, what 9 of 10 prompts cost with it at most, and those
     whose difference to it has an interval that holds 0.
     """
@@ -342,10 +339,8 @@ def _recommended(
     equals = [
         rows[index]["method"] for index, low in zip(indices, lows, strict=True) if low <= 0 and index != best
     ]
-    return {name: rows[best][name] for name in ("ratio", "method", "cost", "interval", "exact")} | {
-        "as_good": equals,
-        "nine_of_ten": bound(of_prompts[best]),
-    }
+    told = ("ratio", "method", "cost", "interval", "exact", "nine_of_ten")
+    return {name: rows[best][name] for name in told} | {"as_good": equals}
 
 
 def recommended(ratio: float) -> tuple[str, str]:
