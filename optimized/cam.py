@@ -29,8 +29,8 @@ def merge_values(
     variable.
     """
     require_fit("cam.merge_values", values, attention, kept, draws, free=("attention", "draws"))
-    merged = draws < probabilities(attention, kept, merge_size=merge_size)
-    return spread(values, kept, merged.to(values.dtype), merge_size=merge_size)
+    merged = (draws < probabilities(attention, kept, merge_size=merge_size)).to(values.dtype)
+    return spread(values, kept, merged, merge_size=merge_size)
 
 
 def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: int = 32) -> torch.Tensor:
@@ -42,13 +42,11 @@ def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: in
     ValueError naming the argument. Source: the paper's clamp to [0, 1].
     """
     require_fit("cam.probabilities", attention, kept)
-    before, count = receivers(kept, merge_size)
-    attention = attention.to(working_dtype(attention))
+    attention, size = attention.to(working_dtype(attention)), min(merge_size, kept.shape[-1])
+    before, count, order = receivers(kept, merge_size)
     # The attention of the kept tokens in their order, zeros behind it, and its sum from each of them on.
-    row = attention.masked_fill(~kept, 0).gather(-1, in_order(kept))
-    size = min(merge_size, kept.shape[-1])
-    sums = pad(row, (0, size)).unfold(-1, size, 1).sum(dim=-1)
-    mean = sums.gather(-1, before) / count.clamp(min=1)
+    row = pad(attention.masked_fill(~kept, 0).gather(-1, order), (0, size))
+    mean = row.unfold(-1, size, 1).sum(dim=-1).gather(-1, before) / count.clamp(min=1)
     # Decision: beside a mean of 0 any attention is enough, and none is not.
     probability = torch.where(mean > 0, (attention / mean).clamp(max=1), (attention > 0).to(mean))
     return probability.masked_fill(count == 0, 0)
@@ -66,26 +64,32 @@ def spread(
     argument.
     """
     require_fit("cam.spread", values, kept, weights, free=("weights",))
-    before, count = receivers(kept, merge_size)
-    parts = weights.double() / count.clamp(min=1) * (count > 0)
-    # A kept token receives from the tokens that lie after the m-th kept token before it. Sums in float64 hide
-    # no small value behind a large one of long ago.
-    sums = (values.double() * parts[..., None]).cumsum(dim=-2)
+    parts, first = stretches(kept, weights.double(), merge_size)
+    # Sums in float64 hide no small value behind a large one of long ago.
+    sums = pad((values.double() * parts[..., None]).cumsum(dim=-2), (0, 0, 1, 0))
+    before = sums.gather(-2, first[..., None].expand(values.shape))
+    return (values + (sums[..., :-1, :] - before)).to(values.dtype)
+
+
+def stretches(
+    kept: torch.Tensor, weights: torch.Tensor, merge_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """CAM-3 as a sum over neighbours: a token t receives from first_t to t - 1, of each its part `w_i / m_i`.
+
+    A kept token receives from the tokens after the m-th kept token before it, and an evicted one from none.
+    Returns parts and first, [..., T].
+    """
+    before, count, order = receivers(kept, merge_size)
     rank = before - 1 - merge_size
-    first = in_order(kept).gather(-1, rank.clamp(min=0))[..., None].expand(values.shape)
-    received = sums - sums.gather(-2, first).masked_fill((rank < 0)[..., None], 0)
-    return (values + received.masked_fill(~kept[..., None], 0)).to(values.dtype)
+    start = (order.gather(-1, rank.clamp(min=0)) + 1).masked_fill(rank < 0, 0)
+    first = torch.where(kept, start, torch.arange(kept.shape[-1], device=kept.device))
+    return weights / count.clamp(min=1) * (count > 0), first
 
 
-def receivers(kept: torch.Tensor, merge_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """CAM-1: the kept tokens up to each token, [..., T], and m_i, of how many tokens after an evicted one
-    share its value; 0 for a kept token.
+def receivers(kept: torch.Tensor, merge_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """CAM-1: the kept tokens up to each token, [..., T]; m_i, of how many tokens after an evicted one share
+    its value, 0 for a kept token; and the places of the kept tokens in their order, before the others.
     """
     before = kept.cumsum(dim=-1)
     later = (before[..., -1:] - before).clamp(max=as_count("merge_size", merge_size, low=1))
-    return before, later.masked_fill(kept, 0)
-
-
-def in_order(kept: torch.Tensor) -> torch.Tensor:
-    """The places of the kept tokens in their order, [..., T], and of the others behind them."""
-    return kept.byte().argsort(dim=-1, descending=True, stable=True)
+    return before, later.masked_fill(kept, 0), kept.byte().argsort(dim=-1, descending=True, stable=True)

@@ -44,8 +44,8 @@ def shares(kept: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
     (kept,) = arrays("cam.shares", kept)
     before = np.cumsum(kept, axis=-1)
     place = before[..., None, :] - before[..., :, None]  # of a later kept token j: 1 for the next one
-    inside = (place > 0) & (place <= as_count("merge_size", merge_size, low=1))
-    receives = inside & kept[..., None, :] & ~kept[..., :, None]
+    is_near = (place > 0) & (place <= as_count("merge_size", merge_size, low=1))
+    receives = is_near & kept[..., None, :] & ~kept[..., :, None]
     # Decision: near the end of a text fewer than m tokens share a value; the authors' code divides
     # by m there too.
     return receives / np.maximum(receives.sum(axis=-1, keepdims=True), 1)

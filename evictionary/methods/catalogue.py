@@ -143,8 +143,11 @@ def additions() -> list[str]:
     those whose budgets compare the layers with one another (`preference`), and those that merge evicted
     values into kept ones (`merge_values`).
     """
-    seams = {"choose", "preference", "merge_values"}
-    others = (stem for stem, module in modules().items() if seams & vars(module).keys())
+    others = (
+        stem
+        for stem, module in modules().items()
+        if {"choose", "preference", "merge_values"} & vars(module).keys()
+    )
     return sorted([*allocators(), *others])
 
 

@@ -182,9 +182,8 @@ class Method:
         """
         assert self.merge is not None
         values, seen = states["values"].clone(), request.seen or ()
-        given = {**states, "kept": kept}
-        if "queries" in states:
-            given["queries"] = states["queries"][:, :, -new:]
+        recent = {name: states[name][:, :, -new:] for name in ("queries",) if name in states}
+        given = {**states, **recent, "kept": kept}
         # a method that draws tokens must not find the same numbers
         asked = replace(request, options={}, seed=~request.seed)
         for piece in pieces(kept.shape, request.filled, one_row=len(set(seen)) > 1, one_head=False):
@@ -250,23 +249,24 @@ class Method:
             and "moving_window" not in self.traits
         ):
             return torch.ones(own_shape, dtype=torch.bool, device=device)
-        function, result = self._answer(states, piece, request, seen, amount)
-        if function.__name__.startswith("select"):
-            return checked_kept(_label(function), result, own_shape, device)
-        if function.__name__ == "preference":  # one number for a row
+        label, result = self._answer(states, piece, request, seen, amount)
+        if label.startswith("select"):
+            return checked_kept(label, result, own_shape, device)
+        if label.startswith("preference "):  # one number for a row
             result = result[:, None, None].expand(own_shape)
-        scores = checked_scores(_label(function), result, own_shape, device)
+        scores = checked_scores(label, result, own_shape, device)
         return scores if self.head_budgets else self.choose(scores, amount)
 
     def _answer(
         self, states: Mapping[str, Any], piece: Piece, request: Request, seen: int, amount: int
-    ) -> tuple[Callable[..., Any], Any]:
-        """The function for a piece, of which `amount` tokens stay in a head, and what it returns."""
-        keys, options, function = states["keys"], dict(request.options), self.function
-        length = keys.shape[2]
+    ) -> tuple[str, Any]:
+        """The name and the file of the function for a piece, of which `amount` tokens stay in a head, and
+        what it returns.
+        """
+        options, function, length = dict(request.options), self.function, states["keys"].shape[2]
         removed = request.compression_ratio if request.budget is None else 1 - amount / length
         available: dict[str, Any] = {
-            "positions": torch.arange(length, device=keys.device),
+            "positions": torch.arange(length, device=states["keys"].device),
             **states,
             "length": length,
             "kv_heads": piece.heads,
@@ -311,8 +311,9 @@ class Method:
                 available["queries"] = available["queries"][:, :, -length:]
             self._require(inputs, available)
             arguments = {name: available[name] for name in inputs} | _accepted(function, options)
+            label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
             as_torch = self.as_torch and _knows_torch(function)
-            return function, call(function, _label(function), arguments, as_torch=as_torch)
+            return label, call(function, label, arguments, as_torch=as_torch)
 
     def _shape(self, states: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of the mask: each KV head chooses, or each query head."""
@@ -350,10 +351,6 @@ class Method:
         """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""
         explain = getattr(self.module, "why_nothing_removed", None)
         return explain and explain(length, **_accepted(explain, self.options | self.typed_options(options)))
-
-
-def _label(function: Callable[..., Any]) -> str:
-    return f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
 
 
 def _knows_torch(function: Callable[..., Any]) -> bool:

@@ -48,20 +48,19 @@ def _compose(method: Method, addition: str) -> Method:
     if addition not in wanted:
         close = did_you_mean(addition, wanted)
         raise UsageError(f"method: got {addition!r} after the +{close}, wanted one of {', '.join(wanted)}")
-    stem = "momentkv" if addition == MOMENTS else addition
-    module = importlib.import_module(f"evictionary.optimized.{stem}")
+    module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
-    if merges or addition == MOMENTS:
-        is_whole = any(getattr(policy, "WHOLE", False) for policy in method.policies)
-        require(
-            not is_whole and not (merges and method.corrected),
-            f"method: {method.name} makes up for the evicted tokens, which {addition} would count again; "
-            "wanted it alone",
-        )
-        require(
-            not method.is_per_query,
-            f"method: {method.name} evicts nothing that {addition} could sum up; wanted it alone",
-        )
+    makes_up = merges or addition == MOMENTS
+    require(
+        not (makes_up and any(getattr(policy, "WHOLE", False) for policy in method.policies))
+        and not (merges and method.corrected),
+        f"method: {method.name} makes up for the evicted tokens, which {addition} would count again; "
+        "wanted it alone",
+    )
+    require(
+        not (makes_up and method.is_per_query),
+        f"method: {method.name} evicts nothing that {addition} could sum up; wanted it alone",
+    )
     require(
         not (merges and method.preference) and not (compares and method.merge),
         f"method: got {addition!r} after {method.name}, but one shrinks a layer when its queries are gone, "

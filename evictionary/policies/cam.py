@@ -22,7 +22,6 @@ def supply(source: Source, states: Mapping[str, Any], position: int) -> dict[str
     those stored. Each head has its own draws. The rows share theirs: a row is in a batch what it is alone.
     """
     keys, heads = states["keys"], states["kv_heads"]
-    shape = (heads.stop or keys.shape[1], position)
-    drawn = torch.rand(shape, generator=states["generator"])[heads, : keys.shape[2]]
-    draws = drawn.to(keys.device).expand(len(keys), -1, -1)
-    return {"attention": h2o.score(states["queries"], keys), "draws": draws}
+    drawn = torch.rand(heads.stop or keys.shape[1], position, generator=states["generator"])
+    draws = drawn[heads, : keys.shape[2]].to(keys.device)
+    return {"attention": h2o.score(states["queries"], keys), "draws": draws.expand(len(keys), -1, -1)}
