@@ -49,6 +49,12 @@ CONTRACT = {
     "cake.preference": LAST_QUERIES,
     "cake.shift": "attention: weight ... M N",
     "cake_theory.cascade": "scores: open L T, preferences: weight L",
+    "cam.merge_values": (
+        "values: B H_kv T D_v, attention: weight B H_kv T, kept: bool B H_kv T, draws: share B H_kv T"
+    ),
+    "cam.probabilities": "attention: weight ... T, kept: bool ... T",
+    "cam.shares": "kept: bool ... T",
+    "cam.spread": "values: ... T D_v, kept: bool ... T, weights: share ... T",
     "chunk_kv.choose": "scores: open ... T",
     "chunk_kv.chunk_means": "scores: open ... T",
     "compactor.chunk_attention": "queries: * T D, keys: * T D",

@@ -13,6 +13,7 @@ import torch
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
 from evictionary.methods.method import Method, Request, tokens_to_keep
+from evictionary.optimized.cache import compress as copied
 from evictionary.policies import Compression, hooks, moments_of
 
 if TYPE_CHECKING:
@@ -24,8 +25,9 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
     """Compress a layer of a cache that has a method, or raise and change nothing.
 
     1. Open the state of the policies. 2. Stop where the numbers say that every token stays. 3. Gather the
-    states of the layer. 4. Let the method choose, or a policy that does more in the same pass. 5. Let the
-    policies sum up what goes. 6. Evict. A method that compares the layers evicts from all layers so far.
+    states of the layer. 4. Let the method choose, or a policy that does more in the same pass. 5. Let an
+    addition merge values, and the policies sum up what goes. 6. Evict. A method that compares the layers
+    evicts from all layers so far.
     """
     layer, method = cache.layers[layer_index], cache.method
     assert method is not None
@@ -42,6 +44,8 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         return
     kept = one_pass(method, step, request).kept(states, request)
     warn_of_what_is_wasted(cache, layer_index, kept)
+    if method.merge is not None and not (layer.is_full and kept.all()):
+        step.compressed = copied(step.keys, method.merged(states, request, kept, step.new), kept)
     evict(layer, step, kept)
 
 

@@ -432,7 +432,7 @@ class WatchedCache(Cache):
         self.is_warned = self.is_told = False
         self._names = self.record | captured(self._reads)
         # while decoding, `query` is the last one, and no history of it is needed
-        later = self._reads & set(self.method.inputs) - {"query"} if self.method and self.every else set()
+        later = self._reads & self.method.reads_later - {"query"} if self.method and self.every else set()
         self._remembered = frozenset(CAPTURED_FOR[name] for name in later if name in CAPTURED_FOR)
         self._watch()
 

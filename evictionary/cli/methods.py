@@ -10,6 +10,7 @@ app = typer.Typer()
 ADDITIONS = {
     "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
     "cake": "an allocator for any method with scores: layers whose attention spreads and moves get more",
+    "cam": "for any method: the values of some evicted tokens are merged into those of later kept ones",
     "chunk_kv": "for any method with scores: whole chunks of ten neighbouring tokens stay, the best first",
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
     "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
@@ -22,10 +23,11 @@ def methods(as_json: AsJson = False) -> None:
     """List the methods: which tokens each keeps, its paper, its functions (score, select, compress,
     attend) and its options.
 
-    Methods compose, with + between the names: a method, then allocators, then moments. ada_kv lets the heads
-    of a layer share its budget, chunk_kv keeps whole chunks, cake compares the layers, pyramid_kv gives more
-    to lower layers, and moments adds MomentKV's correction for the evicted tokens: snapkv+pyramid_kv+ada_kv,
-    keydiff+moments. A file of your own, path/to/file.py, composes in the same way.
+    Methods compose, with + between the names: a method, then allocators, then moments or cam. ada_kv lets the
+    heads of a layer share its budget, chunk_kv keeps whole chunks, cake compares the layers, pyramid_kv gives
+    more to lower layers, moments adds MomentKV's correction for the evicted tokens, and cam merges some of
+    their values into later ones: snapkv+pyramid_kv+ada_kv, keydiff+moments, h2o+cam. A file of your own,
+    path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 
@@ -39,7 +41,7 @@ def methods(as_json: AsJson = False) -> None:
     for name, meaning in ADDITIONS.items():
         table.add_row(f"[bold]+{name}[/]", meaning)
     composing = (
-        "\nMethods compose: a method, then allocators, then moments: snapkv+pyramid_kv+ada_kv or "
-        "keydiff+moments."
+        "\nMethods compose: a method, then allocators, then moments or cam: snapkv+pyramid_kv+ada_kv, "
+        "keydiff+moments or h2o+cam."
     )
     show(as_json, found, [table, composing])

@@ -140,9 +140,14 @@ def allocators() -> list[str]:
 
 def additions() -> list[str]:
     """The allocators, the modules that choose other tokens of a head than a top-k (`choose(scores, budget)`),
-    and those whose budgets compare the layers with one another (`preference`).
+    those whose budgets compare the layers with one another (`preference`), and those that merge evicted
+    values into kept ones (`merge_values`).
     """
-    others = (stem for stem, module in modules().items() if {"choose", "preference"} & vars(module).keys())
+    others = (
+        stem
+        for stem, module in modules().items()
+        if {"choose", "preference", "merge_values"} & vars(module).keys()
+    )
     return sorted([*allocators(), *others])
 
 

@@ -69,8 +69,8 @@ class Method:
     of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
     `layer_budgets` divides a budget among layers, `preference` computes how much of it a layer should have,
     where it compares them, `head_budgets` divides a budget among the heads of a layer by their scores,
-    `choose` keeps other tokens of a head than those with its highest scores, and `corrected` says that the
-    moments of the evicted tokens correct the attention.
+    `choose` keeps other tokens of a head than those with its highest scores, `corrected` says that the
+    moments of the evicted tokens correct the attention, and `merge` gives their values to kept tokens.
     """
 
     name: str
@@ -86,6 +86,7 @@ class Method:
     head_budgets: Callable[..., Any] | None = None
     choose: Callable[..., torch.Tensor] = selection.top_k
     corrected: bool = False
+    merge: "Method | None" = None
 
     @property
     def is_select(self) -> bool:
@@ -103,10 +104,15 @@ class Method:
         return "per_query" in self.traits
 
     @property
+    def reads_later(self) -> frozenset[str]:
+        """Every input that the method names while decoding."""
+        return frozenset([*self.inputs, *(self.merge.inputs if self.merge else ())])
+
+    @property
     def reads(self) -> frozenset[str]:
         """Every input that the method names, for the prompt and while decoding."""
         prompt = catalogue.split_signature(self.prompt_function)[0] if self.prompt_function else []
-        return frozenset([*self.inputs, *prompt, *(self.preference.inputs if self.preference else ())])
+        return self.reads_later.union(prompt, self.preference.inputs if self.preference else ())
 
     @functools.cached_property
     def policies(self) -> tuple[ModuleType, ...]:
@@ -166,6 +172,26 @@ class Method:
         """
         return replace(self, head_budgets=self.head_budgets or self.choose)._found(states, request)
 
+    def merged(
+        self, states: Mapping[str, Any], request: Request, kept: torch.Tensor, new: int
+    ) -> torch.Tensor:
+        """Return the values [B, H_kv, T, D_v] after those of evicted tokens were merged into kept ones.
+
+        `states` are those of `kept`, the mask [B, H_kv, T]; `new`, the tokens since the last compression,
+        whose queries count.
+        """
+        assert self.merge is not None
+        values, seen = states["values"].clone(), request.seen or ()
+        recent = {name: states[name][:, :, -new:] for name in ("queries",) if name in states}
+        given = {**states, **recent, "kept": kept}
+        # a method that draws tokens must not find the same numbers
+        asked = replace(request, options={}, seed=~request.seed)
+        for piece in pieces(kept.shape, request.filled, one_row=len(set(seen)) > 1, one_head=False):
+            row = piece.rows.start or 0
+            own = cut(given, piece, kept.shape, is_prompt=request.is_prompt, seen=seen[row])
+            put(values, piece, self.merge._answer(own, piece, asked, seen[row], own["keys"].shape[2])[1])
+        return values
+
     def _found(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """The kept mask [B, H_kv, T], or the scores where the heads share a budget."""
         keys, seen, shape = states["keys"], request.seen or (), self._shape(states)
@@ -214,19 +240,33 @@ class Method:
         """The kept mask [b, h, n] of a piece of a cache of `shape`, or its scores where the heads share a
         budget.
         """
-        keys, options, function = states["keys"], dict(request.options), self.function
-        own_shape, length = self._shape(states), keys.shape[2]
+        own_shape, device, length = self._shape(states), states["keys"].device, states["keys"].shape[2]
         amount = min(self.amount(seen, request), length)
         if (
             amount == length
-            and "keep_ratio" not in options
+            and "keep_ratio" not in request.options
             and not self.head_budgets
             and "moving_window" not in self.traits
         ):
-            return torch.ones(own_shape, dtype=torch.bool, device=keys.device)
+            return torch.ones(own_shape, dtype=torch.bool, device=device)
+        label, result = self._answer(states, piece, request, seen, amount)
+        if label.startswith("select"):
+            return checked_kept(label, result, own_shape, device)
+        if label.startswith("preference "):  # one number for a row
+            result = result[:, None, None].expand(own_shape)
+        scores = checked_scores(label, result, own_shape, device)
+        return scores if self.head_budgets else self.choose(scores, amount)
+
+    def _answer(
+        self, states: Mapping[str, Any], piece: Piece, request: Request, seen: int, amount: int
+    ) -> tuple[str, Any]:
+        """The name and the file of the function for a piece, of which `amount` tokens stay in a head, and
+        what it returns.
+        """
+        options, function, length = dict(request.options), self.function, states["keys"].shape[2]
         removed = request.compression_ratio if request.budget is None else 1 - amount / length
         available: dict[str, Any] = {
-            "positions": torch.arange(length, device=keys.device),
+            "positions": torch.arange(length, device=states["keys"].device),
             **states,
             "length": length,
             "kv_heads": piece.heads,
@@ -262,23 +302,18 @@ class Method:
             head = piece.heads.start or 0 if "generator" in inputs else 0
             mixed = request.seed * 1_000_003 + request.layer_index + place * 2_654_435_761 + head * 40_503
             available["generator"] = torch.Generator().manual_seed(mixed % 2**64)
-        for name in inputs:
-            if name not in available and request.supply is not None:
-                available |= request.supply(name, available, seen)
-        # a longer history serves only query_mean and query_covariance
-        if available.get("queries") is not None:
-            available["queries"] = available["queries"][:, :, -length:]
-        self._require(inputs, available)
-        arguments = {name: available[name] for name in inputs} | _accepted(function, options)
-        label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
         with of_model(Softmax(request.cap, states.get("sinks"))):
-            result = call(function, label, arguments, as_torch=self.as_torch and _knows_torch(function))
-        if function.__name__.startswith("select"):
-            return checked_kept(label, result, own_shape, keys.device)
-        if function.__name__ == "preference":  # one number for a row
-            result = result[:, None, None].expand(own_shape)
-        scores = checked_scores(label, result, own_shape, keys.device)
-        return scores if self.head_budgets else self.choose(scores, amount)
+            for name in inputs:
+                if name not in available and request.supply is not None:
+                    available |= request.supply(name, available, seen)
+            # a longer history serves only query_mean and query_covariance
+            if available.get("queries") is not None:
+                available["queries"] = available["queries"][:, :, -length:]
+            self._require(inputs, available)
+            arguments = {name: available[name] for name in inputs} | _accepted(function, options)
+            label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
+            as_torch = self.as_torch and _knows_torch(function)
+            return label, call(function, label, arguments, as_torch=as_torch)
 
     def _shape(self, states: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of the mask: each KV head chooses, or each query head."""

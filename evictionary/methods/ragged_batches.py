@@ -72,7 +72,7 @@ def cut(
             own[name] = value[piece.rows, heads]
         if piece.places is not None and value is not None:
             axis = 1 if name.endswith("hidden_states") else 2
-            if name in ("keys", "values", "positions") or (name in OF_TOKENS and is_prompt):
+            if name in ("keys", "values", "positions", "kept") or (name in OF_TOKENS and is_prompt):
                 own[name] = own[name].index_select(axis, piece.places)
             elif name in OF_TOKENS and seen < value.shape[axis]:  # the others were read from padding
                 own[name] = own[name].narrow(axis, value.shape[axis] - seen, seen)

@@ -39,29 +39,37 @@ def resolve(method: str) -> Method:
             addition not in composed[:index],
             f"method: got {addition!r} twice in {method!r}, wanted each addition once",
         )
-        found = _compose(found, addition)
+        found = replace(_compose(found, addition), name=f"{found.name}+{addition}")
     return replace(found, name=method)
 
 
 def _compose(method: Method, addition: str) -> Method:
-    additions = catalogue.additions()
-    if addition == MOMENTS:
-        require(
-            not any(getattr(policy, "WHOLE", False) for policy in method.policies),
-            f"method: {method.name} gives the attention of the evicted tokens to the kept ones, which "
-            f"{MOMENTS} would count again; wanted it alone",
-        )
-        require(
-            not method.is_per_query,
-            f"method: {method.name} evicts nothing that {MOMENTS} could sum up; wanted it alone",
-        )
-        return replace(method, corrected=True)
-    if addition not in additions:
-        wanted = [*additions, MOMENTS]
+    wanted = [*catalogue.additions(), MOMENTS]
+    if addition not in wanted:
         close = did_you_mean(addition, wanted)
         raise UsageError(f"method: got {addition!r} after the +{close}, wanted one of {', '.join(wanted)}")
-    module = importlib.import_module(f"evictionary.optimized.{addition}")
-    compares = hasattr(module, "preference")
+    module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
+    merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
+    makes_up = merges or addition == MOMENTS
+    require(
+        not (makes_up and any(getattr(policy, "WHOLE", False) for policy in method.policies))
+        and not (merges and method.corrected),
+        f"method: {method.name} makes up for the evicted tokens, which {addition} would count again; "
+        "wanted it alone",
+    )
+    require(
+        not (makes_up and method.is_per_query),
+        f"method: {method.name} evicts nothing that {addition} could sum up; wanted it alone",
+    )
+    require(
+        not (merges and method.preference) and not (compares and method.merge),
+        f"method: got {addition!r} after {method.name}, but one shrinks a layer when its queries are gone, "
+        "and the other reads them; wanted one of them",
+    )
+    if addition == MOMENTS:
+        return replace(method, corrected=True)
+    if merges:
+        return replace(method, merge=_from_module(module, addition, "merge_values"))
     require(
         not hasattr(module, "budgets") or method.layer_budgets is None,
         f"method: got {addition!r} after another division among layers, wanted one of them",

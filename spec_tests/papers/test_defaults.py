@@ -5,6 +5,7 @@ import inspect
 from evictionary.reference import (
     ada_kv,
     cake,
+    cam,
     chunk_kv,
     expected_attention,
     expected_attention_theory,
@@ -121,6 +122,9 @@ def test_the_settings_of_the_baselines():
     assert defaults(cake) == {
         "preference": {"window_size": 32, "tau1": 1.0, "tau2": 1.0},
         "budgets": {"window_size": 0},
+    }
+    assert defaults(cam) == {
+        name: {"merge_size": 32} for name in ("merge_values", "probabilities", "shares", "spread")
     }
     assert defaults(chunk_kv) == {name: {"chunk_size": 10} for name in ("choose", "chunk_means")}
     assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0, "window_size": 0}}

@@ -247,7 +247,7 @@ def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, messa
         ("keydiff+ada_kv+chunk_kv", "'chunk_kv' after another addition that chooses tokens by scores"),
         (
             "keydiff+adakv",
-            r"got 'adakv' after the \+ \(did you mean ada_kv\?\), wanted one of ada_kv, cake, chunk_kv, "
+            r"got 'adakv' after the \+ \(did you mean ada_kv\?\), wanted one of ada_kv, cake, cam, chunk_kv, "
             r"pyramid_kv, moments",
         ),
         *(

@@ -113,7 +113,7 @@ ARGUMENTS: dict[str, Any] = {
     **dict.fromkeys(("queries", "replay_queries", "sampled_queries", "states"), QUERIES),
     **dict.fromkeys(("kept", "evicted", "protected"), MASK),
     **dict.fromkeys(("new_key", "new_value", "anchor"), STATES[:, :, 0]),
-    **dict.fromkeys(("scores", "attention", "weights", "bias"), STATES[..., 0]),
+    **dict.fromkeys(("scores", "attention", "weights", "bias", "draws"), STATES[..., 0]),
     "query": QUERIES[:, :, 0],
     "query_mean": QUERIES[:, :, 0],
     "query_covariance": torch.ones(1, 4, CHANNELS, CHANNELS),

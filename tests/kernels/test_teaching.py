@@ -34,7 +34,7 @@ def test_each_file_is_of_a_method_and_stands_on_a_page() -> None:
         for path in (ROOT / "reference").glob("*.py")
         if "\nMETHOD = " in path.read_text(encoding="utf-8")
     }
-    assert set(STEMS) <= methods | {"ada_kv", "cake", "chunk_kv", "paging", "selection"}
+    assert set(STEMS) <= methods | {"ada_kv", "cake", "cam", "chunk_kv", "paging", "selection"}
     tuned = {path.stem for path in (ROOT / "optimized" / "kernels").glob("*.py")}
     # H2O, SnapKV and TOVA share a tuned kernel; AdaKV calls that of the selection.
     assert set(STEMS) >= (methods & tuned) | {*SHARED, "ada_kv", "chunk_kv", "selection"}
@@ -80,7 +80,7 @@ import torch
 from evictionary.optimized.kernels import compiling
 from evictionary.optimized.states import Moments, PagedCache
 from evictionary.optimized.teaching import (
-    attention_matching, cake, compactor, criticalkv, dropkv, duo_attention, expected_attention, gvote,
+    attention_matching, cake, cam, compactor, criticalkv, dropkv, duo_attention, expected_attention, gvote,
     keydiff, knorm, kvzap, kvzip, lagkv, momentkv, paging, q_filters, quest, rkv, snapkv, streaming_llm,
     tova, triattention,
 )
@@ -98,6 +98,7 @@ moments = Moments(made(2, 8, dtype=torch.int64), sums, sums, made(2, 8, 128, 128
 def launch():
     attention_matching.attend(queries, keys, keys, keys[..., 0])
     cake.preference(queries, keys)
+    cam.spread(keys, kept, keys[..., 0])
     compactor.chunk_attention(queries.unflatten(1, (8, -1)), keys[:, :, None])
     criticalkv.score(queries, keys, keys, made(32, 128, 4096), budget=1024)
     dropkv.score(queries, keys, keys)

@@ -1,0 +1,84 @@
+r"""CaM (PMLR 235:58840-58850), an addition: the value of an evicted token may live on in the values of
+the next kept tokens.
+
+Only the paper's abstract could be read. The definition follows the formula and the algorithm that
+`cam_press.py` of NVIDIA/kvpress, commit 8bb29b9, cites from it, and the authors' public code,
+zyxxmu/cam, commit fc80e64.
+"""
+
+import numpy as np
+
+from .checks import arrays, as_count
+
+INPUTS = {
+    "attention": ("queries", "[B, H_kv, T], received from the queries since the last compression (CAM-2)"),
+    "kept": ("", "[B, H_kv, T], boolean, what stays: an addition reads it, and no method"),
+    "draws": ("queries", "[B, H_kv, T], uniform in [0, 1), seeded (CAM-4)"),
+}
+
+
+def merge_values(
+    values: np.ndarray, attention: np.ndarray, kept: np.ndarray, draws: np.ndarray, *, merge_size: int = 32
+) -> np.ndarray:
+    r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
+    probability p_i, or lost.
+
+    Args: values [B, H_kv, T, D_v]; attention [B, H_kv, T], what each token has received, at least
+    0; kept [B, H_kv, T], boolean, any number in a head; draws u [B, H_kv, T], uniform in [0, 1);
+    merge_size m, the kept tokens that share a value, at least 1. Returns the values, [B, H_kv, T,
+    D_v], of evicted tokens as they were; the keys stay. Raises ValueError naming the argument.
+    Source: the merge mask of the paper, a Bernoulli variable.
+    """
+    values, attention, kept, draws = arrays("cam.merge_values", values, attention, kept, draws)
+    merged = draws < probabilities(attention, kept, merge_size=merge_size)
+    return spread(values, kept, merged.astype(np.float64), merge_size=merge_size)
+
+
+def shares(kept: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
+    r"""CAM-1: `S_ij = 1 / m_i` if j is one of the next m kept tokens after the evicted token i, of
+    which there are m_i, and 0 otherwise.
+
+    Args: kept [..., T], boolean; merge_size m. Returns [..., T, T]; a row sums to 1, or to 0 for a
+    kept token and where no kept token comes later.
+    """
+    (kept,) = arrays("cam.shares", kept)
+    before = np.cumsum(kept, axis=-1)
+    place = before[..., None, :] - before[..., :, None]  # of a later kept token j: 1 for the next one
+    is_near = (place > 0) & (place <= as_count("merge_size", merge_size, low=1))
+    receives = is_near & kept[..., None, :] & ~kept[..., :, None]
+    # Decision: near the end of a text fewer than m tokens share a value; the authors' code divides
+    # by m there too.
+    return receives / np.maximum(receives.sum(axis=-1, keepdims=True), 1)
+
+
+def probabilities(attention: np.ndarray, kept: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
+    r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean
+    of the tokens that would share its value.
+
+    Args: attention A [..., T], at least 0; kept [..., T], boolean; merge_size. Returns [..., T],
+    from 0 to 1; 0 for a kept token and where no kept token comes later. Raises ValueError naming
+    the argument. Source: the paper's clamp to [0, 1].
+    """
+    attention, kept = arrays("cam.probabilities", attention, kept)
+    share = shares(kept, merge_size=merge_size)
+    mean = (share @ attention[..., None])[..., 0]
+    # Decision: beside a mean of 0 any attention is enough, and none is not.
+    ratio = np.where(mean > 0, attention / np.where(mean > 0, mean, 1), attention > 0)
+    return np.where(share.any(axis=-1), np.minimum(ratio, 1), 0)
+
+
+def spread(values: np.ndarray, kept: np.ndarray, weights: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
+    r"""CAM-3: `v_j + sum_i w_i S_ij v_i`: the tokens after an evicted one share the part w_i of its
+    value.
+
+    With w = p this is the expectation of CAM-4, for which nothing has to be drawn.
+
+    Args: values [..., T, D_v]; kept [..., T], boolean; weights w [..., T], from 0 to 1, those of
+    kept tokens do not count; merge_size. Returns [..., T, D_v]. Raises ValueError naming the
+    argument.
+    """
+    values, kept, weights = arrays("cam.spread", values, kept, weights)
+    # Decision: all tokens that go merge their own values at once; the paper evicts one at a time, so
+    # a receiver that goes later passes on what it got.
+    received = weights[..., None] * shares(kept, merge_size=merge_size)
+    return values + np.swapaxes(received, -1, -2) @ values
