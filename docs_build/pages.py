@@ -194,7 +194,7 @@ def page_of(stem: str) -> str:
 
 def studied(page: str, part: str) -> str:
     """A part of what the stored study says: `recommended`, `corrected`, `effects` or `table`; the last two
-    also of `finals.` and `pyramid.`, the final with PyramidKV's division.
+    also of `finals.`, `pyramid.`, `real.` and `real_finals.`, as `docs_build.study` names them.
     """
     found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")

@@ -1,9 +1,10 @@
 """Makes what is stored of the study: `python -m docs_build.study` reads docs/study/, writes its summary
 and its picture.
 
-results.jsonl.xz has the measurements of every composition, finals.jsonl.xz those of the final, and
-pyramid.jsonl.xz those of the final with PyramidKV's division on some of its prompts. `evictionary study`
-writes such a file, and `xz -9e` compresses it.
+results.jsonl.xz has the measurements of every composition on texts that programs made, finals.jsonl.xz those
+of its final, and pyramid.jsonl.xz those of the final with PyramidKV's division on some of its prompts.
+real.jsonl.xz and real_finals.jsonl.xz are of texts that people wrote. `evictionary study` writes such a file,
+and `xz -9e` compresses it.
 """
 
 import json
@@ -23,12 +24,18 @@ def lines(name: str) -> list[Line]:
 
 
 def summary() -> study.Summary:
-    """The whole study, with its final, and with what PyramidKV changes in the final."""
-    found, finals, pyramid = (
-        study.summarise(lines(f"{name}.jsonl")) for name in ("results", "finals", "pyramid")
-    )
-    # The final recommends: it is of a few compositions, on prompts that had no part in choosing these.
-    return found | {"finals": finals, "recommended": finals["recommended"], "pyramid": pyramid}
+    """The whole study, its finals, and what `--method auto` takes.
+
+    The study of real texts chooses for `auto`. What is promised is of its final, whose prompts had no part in
+    the choice.
+    """
+    names = ("results", "finals", "pyramid", "real", "real_finals")
+    found, *others = (study.summarise(lines(f"{name}.jsonl")) for name in names)
+    found |= dict(zip(names[1:], others, strict=True))
+    rows = {(row["ratio"], row["method"]): row for row in found["real_finals"]["rows"]}
+    chosen = [(each, rows[each["ratio"], each["method"]]) for each in found["real"]["recommended"]]
+    auto = [each | {"cost": row["cost"], "nine_of_ten": row["nine_of_ten"]} for each, row in chosen]
+    return found | {"recommended": found["finals"]["recommended"], "auto": auto}
 
 
 if __name__ == "__main__":

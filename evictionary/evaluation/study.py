@@ -51,8 +51,8 @@ LEAST = 12
 
 Summary = dict[str, Any]
 """model, lengths, versions, rows (one for each composition and ratio), effects, and what is recommended at
-each ratio, on how many prompts; `finals`, the summary of the final, if one was held. A row's `own` says
-that the composition keeps more than was asked for: it is in no comparison at that ratio.
+each ratio, on how many prompts. A row's `own` says that the composition keeps more than was asked for: it is
+in no comparison at that ratio. STORED has more summaries beside these fields: `docs_build.study` names them.
 """
 
 
@@ -344,20 +344,19 @@ def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[s
 
 
 def recommended(ratio: float) -> tuple[str, str]:
-    """The composition that the stored study recommends for removing a fraction, and a sentence that says
-    how far to trust it.
+    """The composition that the stored study of real texts recommends for removing a fraction, and a sentence
+    that says how far to trust it.
     """
     stored = json.loads(STORED.read_text(encoding="utf-8"))
-    entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
-    prompts = sum(entry["prompts"].values())
-    most = entry["nine_of_ten"]
-    lengths = " and ".join(f"{length:,}" for length in stored["lengths"])
+    entry = min(stored["auto"], key=lambda each: abs(each["ratio"] - ratio))
+    prompts, final = sum(entry["prompts"].values()), stored["real_finals"]
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
+    lengths = " and ".join(f"{length:,}" for length in final["lengths"])
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
-        f"prompts of {lengths} tokens with one small model, {stored['model']}{others}. 9 of 10 prompts like "
-        f"these lose at most {most:.2g} nats for each token of the answer (90% confidence); your model and "
-        "text may want another one"
+        f"prompts of texts that people wrote, with one small model, {stored['model']}{others}. 9 of 10 other "
+        f"prompts like these, of {lengths} tokens, lose at most {entry['nine_of_ten']:.2g} nats for each "
+        "token of the answer (90% confidence); your model and text may want another one"
     )
 
 
