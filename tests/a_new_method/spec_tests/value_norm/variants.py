@@ -1,7 +1,5 @@
 """Right ValueNorms, written in other ways."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from evictionary.spec_tests.proof.planted import control
