@@ -10,8 +10,6 @@ model.generate(**inputs, past_key_values=cache)
 the laws.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -5,8 +5,6 @@ to download.
 change of its file or of the code that it may run or show.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import os

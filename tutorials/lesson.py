@@ -1,7 +1,5 @@
 """Helpers of the lessons: show a tested function, judge an exercise, draw pictures, load the model."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 from collections.abc import Callable

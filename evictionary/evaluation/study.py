@@ -13,6 +13,7 @@ import functools
 import itertools
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -217,10 +218,10 @@ def summarise(lines: Sequence[Line]) -> Summary:
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
         if not all(row["own"] for row in rows):
-            prompts: dict[str, int] = {}
+            counts: Counter[str] = Counter()
             for (_, task), each in by_task.items():
-                prompts[task] = prompts.get(task, 0) + len(each)
-            found["recommended"].append(_recommended(rows, draws) | {"prompts": prompts})
+                counts[task] += len(each)
+            found["recommended"].append(_recommended(rows, draws) | {"prompts": dict(counts)})
     require(
         found["rows"],
         f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command "

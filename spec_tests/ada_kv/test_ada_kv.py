@@ -1,10 +1,5 @@
 """Laws of AdaKV: AD-1, AD-2, AD-3."""
 
-import itertools
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.ada_kv.helpers import as_good, shared_by_hand, shared_by_sorting, without
 from evictionary.spec_tests.judge.prelude import *
 

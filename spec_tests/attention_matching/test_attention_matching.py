@@ -1,10 +1,5 @@
 """Laws of Attention Matching: AM-1 to AM-6."""
 
-import itertools
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 SELECT, SCORE, BOUNDED, BIAS, VALUES, ATTEND = (

@@ -1,12 +1,8 @@
 """Correct Attention Matchings of other kinds."""
 
-import numpy as np
-import torch
-
 from evictionary.reference.attention_matching import HIGH, LOW
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import softmax_online, top_by_sorted
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, in_float32, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 SELECT, SCORE, BOUNDED, BIAS, VALUES, ATTEND = (
     f"attention_matching.{name}"

@@ -1,12 +1,5 @@
 """Laws of CAKE: CAKE-1 to CAKE-6."""
 
-import itertools
-import math
-from typing import Any
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 DISPERSION, SHIFT, PREFERENCE = "cake.dispersion", "cake.shift", "cake.preference"

@@ -1,11 +1,6 @@
 """Right CAKEs of other forms."""
 
-from fractions import Fraction
-
-import numpy as np
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import NUMPY
+from evictionary.spec_tests.shared.variants import *
 
 
 @control("cake.dispersion", dtypes=NUMPY)

@@ -1,10 +1,5 @@
 """Laws of CaM: CAM-1 to CAM-5."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import draw_mask
 

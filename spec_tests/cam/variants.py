@@ -1,9 +1,6 @@
 """Right CaMs of other forms."""
 
-import torch
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, in_float32, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 
 @control("cam.probabilities", array_library="torch", dtypes=ALL)

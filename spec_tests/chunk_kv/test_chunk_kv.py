@@ -1,10 +1,5 @@
 """Laws of ChunkKV: CH-1, CH-2, CH-3."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 CHOOSE, MEANS = "chunk_kv.choose", "chunk_kv.chunk_means"

@@ -1,9 +1,6 @@
 """Right ChunkKVs of other forms."""
 
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
+from evictionary.spec_tests.shared.variants import *
 
 ALL = ("float64", "float32", "float16", "bfloat16")
 

@@ -1,10 +1,5 @@
 """Laws of Compactor: CO-1 to CO-5."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 LEVERAGE, SKETCHED, CHUNKS, SCORE = (

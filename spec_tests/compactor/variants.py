@@ -1,9 +1,6 @@
 """Correct Compactors of other kinds."""
 
-import torch
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, in_float32
+from evictionary.spec_tests.shared.variants import *
 
 
 @control("compactor.leverage", array_library="torch", dtypes=ALL[1:], max_length=4096)

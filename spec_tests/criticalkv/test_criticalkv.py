@@ -1,8 +1,5 @@
 """Laws of CriticalKV with DefensiveKV's aggregation: CK-1 to CK-5."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 NORMS, DEFEND, IMPORTANCE, SCORE, BOUND = (

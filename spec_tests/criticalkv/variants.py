@@ -1,21 +1,7 @@
 """Correct CriticalKVs of other kinds."""
 
-import functools
-from fractions import Fraction
-
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import top_by_comparing
-from evictionary.spec_tests.shared.variants import (
-    ALL,
-    NUMPY,
-    streamed,
-    through_float32,
-    torch_top,
-    torch_weights,
-)
+from evictionary.spec_tests.shared.variants import *
 from evictionary.spec_tests.snapkv.variants import before_a_window_of, shifted_sums, torch_pooled
 
 NORMS, IMPORTANCE, SCORE, BOUND = (

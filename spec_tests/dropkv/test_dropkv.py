@@ -1,8 +1,5 @@
 """Laws of DropKV: DK-1 and DK-2."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.expected_attention_theory import removal_error
 from evictionary.spec_tests.judge.prelude import *
 

@@ -1,11 +1,7 @@
 """Correct DropKVs of other kinds."""
 
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import softmax_by_maximum
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, hidden, through_float32
+from evictionary.spec_tests.shared.variants import *
 from evictionary.spec_tests.snapkv.variants import (
     before_a_window_of,
     convolved,

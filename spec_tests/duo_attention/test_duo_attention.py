@@ -1,10 +1,5 @@
 """Laws of DuoAttention: DA-1 to DA-4."""
 
-from typing import Any
-
-import numpy as np
-from hypothesis import assume, strategies as st
-
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.judge.prelude import *
 

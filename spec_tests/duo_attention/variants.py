@@ -1,12 +1,8 @@
 """Correct DuoAttentions of other kinds."""
 
-import numpy as np
-import torch
-
 from evictionary.spec_tests.duo_attention import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.rope.variants import torch_angles, torch_turned
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 ESTIMATE, SELECT, GATED = (
     "duo_attention.estimate_gates",

@@ -1,10 +1,5 @@
 """What several files of the laws of expected_attention use."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"

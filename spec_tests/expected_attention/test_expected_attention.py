@@ -1,10 +1,6 @@
 """Laws of Expected Attention's score and listing: EA-7 to EA-9, EA-L1."""
 
-import math
 from operator import mul
-
-import numpy as np
-from hypothesis import assume, strategies as st
 
 from evictionary.spec_tests.expected_attention.helpers import SCORE, STATISTICS, WEIGHTS, grouped, statistics
 from evictionary.spec_tests.judge.prelude import *

@@ -1,10 +1,5 @@
 """Laws of Expected Attention's decoding, and of the measures of its appendices: EA-10, EA-A."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.expected_attention import Decoding, average_rope, query_statistics, score
 from evictionary.spec_tests.judge.prelude import *
 

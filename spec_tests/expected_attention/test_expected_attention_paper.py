@@ -2,10 +2,6 @@
 recomputed from its tables.
 """
 
-import itertools
-import math
-
-import numpy as np
 import pytest
 
 from evictionary.reference import ada_kv

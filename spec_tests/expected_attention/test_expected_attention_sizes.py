@@ -1,8 +1,5 @@
 """Laws of Expected Attention on thousands of tokens and queries, and at far positions: EA-5, EA-6, EA-9."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.expected_attention.helpers import (
     ROPE,
     SCORE,

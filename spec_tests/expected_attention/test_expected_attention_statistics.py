@@ -1,8 +1,5 @@
 """Laws of what Expected Attention builds on, and of its query statistics: EA-1 to EA-6."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.expected_attention import average_rotation
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.expected_attention.helpers import (

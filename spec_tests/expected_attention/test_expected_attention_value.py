@@ -4,9 +4,6 @@ it was run (EA-V).
 
 from operator import mul
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 CONTRIBUTION, SCORE = "expected_attention.contribution", "expected_attention.score"

@@ -1,15 +1,9 @@
 """Correct Expected Attentions of other kinds."""
 
-import math
-
-import numpy as np
-import torch
-
 from evictionary.spec_tests.expected_attention import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.rope.variants import torch_angles
 from evictionary.spec_tests.shared.forms import softmax_online, top_by_argsort, top_by_sorted
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32, torch_top
+from evictionary.spec_tests.shared.variants import *
 
 STEM = "expected_attention"
 SCORE, ROPE, STEP, STATISTICS = (

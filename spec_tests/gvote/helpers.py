@@ -1,7 +1,5 @@
 """What several files of the laws of gvote use."""
 
-import numpy as np
-
 from evictionary.spec_tests.judge.prelude import *
 
 WEIGHTS, SELECT = "gvote.attention_weights", "gvote.select"

@@ -1,8 +1,5 @@
 """Laws of GVote's selection, GV-A1 to GV-A12 as a whole. Its single steps are in test_gvote_steps.py."""
 
-import numpy as np
-from hypothesis import assume, strategies as st
-
 from evictionary.reference import cache, rope
 from evictionary.spec_tests.gvote.helpers import (
     SELECT,

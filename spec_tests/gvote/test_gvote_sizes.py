@@ -1,10 +1,5 @@
 """Laws of GVote on thousands of tokens and at far positions: GV-1, GV-A2, GV-A4, GV-A7, GV-A10, GV-A11."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference import rope
 from evictionary.spec_tests.gvote.helpers import (
     SELECT,

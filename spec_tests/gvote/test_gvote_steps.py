@@ -2,11 +2,6 @@
 GV-F3.
 """
 
-import itertools
-
-import numpy as np
-from hypothesis import assume, strategies as st
-
 from evictionary.reference import gvote, rope
 from evictionary.spec_tests.gvote.helpers import (
     WEIGHTS,

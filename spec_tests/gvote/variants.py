@@ -1,25 +1,11 @@
 """Correct GVotes of other kinds."""
 
-import functools
-import math
-
-import numpy as np
-import torch
-
 from evictionary.reference.cache import CompressedCache
 from evictionary.spec_tests.expected_attention.forms import waves_as_complex_numbers, waves_in_closed_form
 from evictionary.spec_tests.gvote import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.rope.variants import torch_angles
 from evictionary.spec_tests.shared import forms as shared
-from evictionary.spec_tests.shared.variants import (
-    ALL,
-    NUMPY,
-    cast,
-    in_float32,
-    through_float32,
-    torch_indexing,
-)
+from evictionary.spec_tests.shared.variants import *
 
 WEIGHTS, NUCLEUS, SELECT = "gvote.attention_weights", "gvote.nucleus", "gvote.select"
 STATISTICS, SAMPLE, PROJECT = (
@@ -50,8 +36,8 @@ control(NUCLEUS, dtypes=NUMPY, max_length=4096, name="one_weight_after_the_other
 )
 
 
-@control(WEIGHTS, array_library="torch", dtypes=ALL)
-def torch_weights(query, keys):
+@control(WEIGHTS, array_library="torch", dtypes=ALL, name="torch_weights")
+def softmax_of_products(query, keys):
     return torch.softmax((keys @ query[..., None])[..., 0] / math.sqrt(keys.shape[-1]), dim=-1)
 
 
@@ -295,7 +281,7 @@ def torch_elected(ranked):
 
     def select(query, keys, sampled_queries, *, p=0.95):
         repeated = keys.repeat_interleave(query.shape[1] // keys.shape[1], dim=1)
-        budgets = torch_mass_before(torch_weights(query, repeated), p).sum(dim=-1)
+        budgets = torch_mass_before(softmax_of_products(query, repeated), p).sum(dim=-1)
         votes = ranked(
             torch_logits(sampled_queries, repeated), budgets[..., None].expand(sampled_queries.shape[:3])
         )

@@ -1,10 +1,5 @@
 """Laws of H2O: H2-1."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 SCORE, SELECT = "h2o.score", "h2o.select"

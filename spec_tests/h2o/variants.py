@@ -1,22 +1,8 @@
 """Correct H2Os of other kinds."""
 
-import math
-
-import numpy as np
-import torch
-
 from evictionary.spec_tests.h2o import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared.forms import top_by_comparing
-from evictionary.spec_tests.shared.variants import (
-    ALL,
-    NUMPY,
-    cast,
-    hidden,
-    through_float32,
-    torch_top,
-    torch_weights,
-)
+from evictionary.spec_tests.shared.variants import *
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 DECODING = {"received": forms.received_query_by_query, "score": forms.score_head_by_head}

@@ -2,8 +2,16 @@
 says what is what.
 
 A module of its own, for what runs an implementation in another process imports the other files of this room,
-and few of them.
+and few of them. It brings what laws are written with: NumPy as `np`, Hypothesis's strategies as `st`,
+`assume`, `itertools`, `math` and `Any`.
 """
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+from hypothesis import assume, strategies as st
 
 from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
 from evictionary.spec_tests.judge.by_hand import (
@@ -84,6 +92,7 @@ __all__ = [
     "SPLIT_LENGTHS",
     "WITH_STRIDES",
     "Allowance",
+    "Any",
     "Case",
     "Implementation",
     "Misfit",
@@ -92,6 +101,7 @@ __all__ = [
     "agrees",
     "allowance",
     "angle_error",
+    "assume",
     "attended",
     "attention_in_parts",
     "cases",
@@ -102,6 +112,7 @@ __all__ = [
     "for_each_reader",
     "heads_alone",
     "in_parts",
+    "itertools",
     "largest_product",
     "law",
     "lengths",
@@ -112,12 +123,14 @@ __all__ = [
     "long_rows",
     "looking",
     "loops",
+    "math",
     "mean_cosines",
     "misfits",
     "move_with_tokens",
     "narrow",
     "near",
     "neighbours",
+    "np",
     "of_dtype",
     "oracle",
     "output_slack",
@@ -135,6 +148,7 @@ __all__ = [
     "selects",
     "shares",
     "softmax_slack",
+    "st",
     "sum_errors",
     "tiny_cases",
     "to_numpy",

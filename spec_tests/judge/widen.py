@@ -6,8 +6,6 @@ answer as it is: a deviation over the channels does not, nor do several pairs, w
 among more.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from functools import partial

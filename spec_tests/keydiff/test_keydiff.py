@@ -1,11 +1,5 @@
 """Laws of KeyDiff: the score and what it optimises (KD-7, KD-8, KD-O)."""
 
-import itertools
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.keydiff import anchor
 from evictionary.reference.keydiff_theory import pairwise_objective
 from evictionary.spec_tests.judge.prelude import *

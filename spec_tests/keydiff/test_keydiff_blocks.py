@@ -2,9 +2,6 @@
 processing (KD-6).
 """
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.keydiff import Cache
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.keydiff.helpers import paper_budgets, scores_in_parts

@@ -2,14 +2,9 @@
 its appendix C.
 """
 
-import itertools
-import math
 from fractions import Fraction
-from typing import Any
 
-import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from evictionary.reference import keydiff, keydiff_theory, keydiff_variants
 from evictionary.reference.attention import softmax

@@ -2,11 +2,7 @@
 appendix C.
 """
 
-import math
 import statistics
-
-import numpy as np
-from hypothesis import strategies as st
 
 from evictionary.reference import keydiff, keydiff_theory
 from evictionary.spec_tests.judge.prelude import *

@@ -1,27 +1,11 @@
 """Correct KeyDiffs of other kinds."""
 
-import math
-from fractions import Fraction
 from typing import Any
-
-import numpy as np
-import torch
 
 from evictionary.reference.keydiff import Cache
 from evictionary.spec_tests.keydiff import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared.forms import top_by_rank
-from evictionary.spec_tests.shared.variants import (
-    ALL,
-    NUMPY,
-    cast,
-    in_float32,
-    merged,
-    online,
-    through_float32,
-    torch_top,
-    torch_weights,
-)
+from evictionary.spec_tests.shared.variants import *
 
 SCORE, ATTENTION, CACHED = (
     "keydiff.score",

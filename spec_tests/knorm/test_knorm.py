@@ -1,7 +1,5 @@
 """Laws of KNorm: KN-1."""
 
-import numpy as np
-
 from evictionary.spec_tests.judge.prelude import *
 
 

@@ -1,8 +1,5 @@
 """Laws of KVzap: ZA-1 to ZA-5."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 DMS, SCORE, TARGET, FIT, SELECT = (f"kvzap.{name}" for name in ("dms", "score", "target", "fit", "select"))

@@ -1,9 +1,6 @@
 """Correct KVzaps of other kinds."""
 
-import torch
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, through_float32, torch_weights
+from evictionary.spec_tests.shared.variants import *
 
 
 @control("kvzap.select", array_library="torch", dtypes=ALL)

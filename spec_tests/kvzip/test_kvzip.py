@@ -1,8 +1,5 @@
 """Laws of KVzip: KZ-1 to KZ-3."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 ATTENTION, SCORE, TOP_R = "kvzip.replay_attention", "kvzip.score", "kvzip.top_r"

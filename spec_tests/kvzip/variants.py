@@ -1,13 +1,7 @@
 """Correct KVzips of other kinds."""
 
-import functools
-
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import top_by_sorted
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, streamed, through_float32, torch_weights
+from evictionary.spec_tests.shared.variants import *
 
 SCORE, TOP_R = "kvzip.score", "kvzip.top_r"
 

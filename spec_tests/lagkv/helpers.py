@@ -1,7 +1,5 @@
 """What several files of the laws of lagkv use."""
 
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 SCORE, SELECT, RETAINED = "lagkv.score", "lagkv.select", "lagkv.retained_length"

@@ -1,11 +1,7 @@
 """Laws of LagKV: the score of a partition and the selection (LK-7 to LK-13, LK-S9)."""
 
-import math
 import statistics
 from fractions import Fraction
-
-import numpy as np
-from hypothesis import strategies as st
 
 from evictionary.reference.lagkv import tokens_per_partition
 from evictionary.spec_tests.judge.prelude import *

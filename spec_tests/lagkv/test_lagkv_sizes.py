@@ -1,10 +1,7 @@
 """Laws of LagKV on partitions of thousands of tokens, at any scale: LK-9, LK-11, LK-12, LK-R."""
 
 from dataclasses import replace
-from typing import Any, cast
-
-import numpy as np
-from hypothesis import strategies as st
+from typing import cast
 
 from evictionary.spec_tests.judge.prelude import *
 

@@ -2,11 +2,6 @@
 (LK-14 to LK-16).
 """
 
-import itertools
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.lagkv.helpers import (
     RETAINED,

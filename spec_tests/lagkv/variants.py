@@ -1,16 +1,9 @@
 """Correct LagKVs of other kinds."""
 
-import math
-from fractions import Fraction
-
-import numpy as np
-import torch
-
 from evictionary.reference.lagkv import Stream
 from evictionary.spec_tests.lagkv import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared import forms as shared
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, hidden, in_float32
+from evictionary.spec_tests.shared.variants import *
 
 SCORE, SELECT, RETAINED, STEP = "lagkv.score", "lagkv.select", "lagkv.retained_length", "lagkv.step"
 PAIRS = {"normalise": forms.normalise_by_divide, "deviation": forms.deviation_of_pairs}

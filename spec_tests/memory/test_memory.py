@@ -5,12 +5,7 @@ They put to the test each seam whose arguments `ARGUMENTS` knows how to make; th
 
 import importlib
 import inspect
-import itertools
 from collections.abc import Callable, Iterator
-from typing import Any
-
-import numpy as np
-from hypothesis import strategies as st
 
 from evictionary.reference import attention, cache, momentkv
 from evictionary.spec_tests.judge.compiled import DEVICE, STOPPED

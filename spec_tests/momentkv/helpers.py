@@ -1,7 +1,5 @@
 """What several files of the laws of momentkv use."""
 
-import numpy as np
-
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *

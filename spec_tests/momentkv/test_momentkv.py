@@ -2,11 +2,6 @@
 files beside it.
 """
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *

@@ -2,11 +2,7 @@
 (MK-T4).
 """
 
-import math
 from operator import mul
-
-import numpy as np
-from hypothesis import strategies as st
 
 from evictionary.reference import momentkv, momentkv_theory
 from evictionary.reference.momentkv import Moments

@@ -2,11 +2,7 @@
 its tables recomputed.
 """
 
-import math
-
-import numpy as np
 import pytest
-from hypothesis import strategies as st
 
 from evictionary.reference import momentkv, momentkv_theory
 from evictionary.reference.attention import attention

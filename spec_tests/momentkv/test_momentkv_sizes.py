@@ -2,10 +2,6 @@
 MK-25, MK-P.
 """
 
-import math
-
-import numpy as np
-
 from evictionary.reference.momentkv import Moments, Recovered, no_moments
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import (

@@ -1,8 +1,5 @@
 """Laws of MomentKV: a decoding step (MK-A1) and the prompt (MK-P)."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *

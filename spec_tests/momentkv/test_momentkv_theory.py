@@ -2,12 +2,6 @@
 plain loops.
 """
 
-import math
-from typing import Any
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.momentkv_theory import Expansion, logits_of
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import some

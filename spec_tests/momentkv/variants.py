@@ -1,33 +1,21 @@
 """Correct MomentKVs, and correct equations of its paper, of other kinds."""
 
-import math
 from typing import Any
-
-import numpy as np
-import torch
 
 from evictionary.reference.momentkv import Moments, Recovered, Step
 from evictionary.reference.momentkv_theory import Expansion
 from evictionary.spec_tests.momentkv import forms
-from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared.forms import (
     softmax_by_log_sum_exp,
     softmax_by_maximum,
     softmax_online,
     top_by_repeated_argmax,
 )
+from evictionary.spec_tests.shared.variants import *
 from evictionary.spec_tests.shared.variants import (
-    ALL,
-    NUMPY,
-    in_float32,
-    merged,
-    online,
     softmax,
-    streamed,
-    through_float32,
     token_by_token as shared_token_by_token,
     torch_layer_sort,
-    torch_weights,
 )
 
 UPDATE, SCORE, ATTEND, RECOVER = (f"momentkv.{name}" for name in ("update", "score", "attend", "recover"))

@@ -1,11 +1,5 @@
 """Laws of the correction that is never worse: MB-1 to MB-7."""
 
-import itertools
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference import momentkv, momentkv_bounded
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *

@@ -1,13 +1,7 @@
 """Corrections that are never worse, of other kinds."""
 
-import math
-
-import numpy as np
-import torch
-
 from evictionary.reference.momentkv_bounded import Bounds
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, online
+from evictionary.spec_tests.shared.variants import *
 
 
 @control("momentkv_bounded.update", dtypes=ALL)

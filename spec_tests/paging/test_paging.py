@@ -2,9 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.cache import PagedCache
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.paging.helpers import (

@@ -2,13 +2,9 @@
 front, in torch.
 """
 
-import numpy as np
-import torch
-
 from evictionary.reference.cache import CompressedCache, PagedCache
 from evictionary.spec_tests.paging.helpers import held, pages_of, slots_of
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, padded_storage
+from evictionary.spec_tests.shared.variants import *
 
 COMPACT, ATTEND, GATHER, SLOTS = (
     "paging.compact_pages",

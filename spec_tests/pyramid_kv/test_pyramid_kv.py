@@ -1,10 +1,5 @@
 """Laws of PyramidKV: PY-1 to PY-3."""
 
-from typing import Any
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.ada_kv.helpers import without
 from evictionary.spec_tests.judge.prelude import *
 

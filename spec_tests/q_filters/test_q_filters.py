@@ -1,8 +1,5 @@
 """Laws of Q-Filters: QF-1 to QF-3."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 DIRECTION, CALIBRATE, SCORE = "q_filters.main_direction", "q_filters.calibrate", "q_filters.score"

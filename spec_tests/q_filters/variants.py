@@ -1,10 +1,6 @@
 """Correct Q-Filters of other kinds."""
 
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 DIRECTION, CALIBRATE, SCORE = "q_filters.main_direction", "q_filters.calibrate", "q_filters.score"
 

@@ -1,10 +1,5 @@
 """Laws of Quest: QU-1 to QU-4."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 SELECT, PAGES, APPEND, BOUNDS, ATTEND = (

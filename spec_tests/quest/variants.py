@@ -1,11 +1,7 @@
 """Right Quests of other forms."""
 
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import top_by_sorted
-from evictionary.spec_tests.shared.variants import ALL, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 
 @control("quest.page_bounds", array_library="torch", dtypes=ALL)

@@ -1,8 +1,5 @@
 """Laws of R-KV: RK-1 to RK-6."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 SIMILARITIES, LATEST, REDUNDANCY, IMPORTANCE, SCORE = (

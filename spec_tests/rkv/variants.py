@@ -1,12 +1,8 @@
 """Correct R-KVs of other kinds."""
 
-import numpy as np
-import torch
-
 from evictionary.reference import rkv
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared.forms import softmax_by_maximum
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32
+from evictionary.spec_tests.shared.variants import *
 from evictionary.spec_tests.snapkv.variants import before_a_window_of, window_above_the_rest
 
 REDUNDANCY, IMPORTANCE, SCORE = "rkv.redundancy", "rkv.importance", "rkv.score"

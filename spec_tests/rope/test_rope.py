@@ -1,10 +1,5 @@
 """Laws of rotary position embedding: ROPE-1 to ROPE-5."""
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 ROTATE, FREQUENCIES = "rope.rotate", "rope.frequencies"

@@ -1,13 +1,7 @@
 """Correct rotary position embeddings of other kinds."""
 
-import math
-
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.shared import forms
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 FREQUENCIES, ROTATE = "rope.frequencies", "rope.rotate"
 

@@ -2,11 +2,6 @@
 ATT-6.
 """
 
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference import attention, cache as reference_cache
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import attention_by_hand, draw_mask, most_some_few

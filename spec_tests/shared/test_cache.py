@@ -1,7 +1,5 @@
 """Laws of the compressed cache: CACHE-1 to CACHE-3."""
 
-import numpy as np
-
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import draw_mask, most_some_few
 

@@ -2,10 +2,7 @@
 (CACHE-4).
 """
 
-from typing import Any
-
-import numpy as np
-from hypothesis import settings, strategies as st
+from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,

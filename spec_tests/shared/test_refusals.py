@@ -5,8 +5,6 @@ there.
 import inspect
 from collections.abc import Callable
 
-import numpy as np
-
 from evictionary.reference.contract import CONTRACT
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.verdict.coverage import ids_of

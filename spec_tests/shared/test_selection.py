@@ -1,11 +1,5 @@
 """Laws of budgets and top-k: SEL-1 to SEL-4."""
 
-import itertools
-import math
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import sorted_choice
 

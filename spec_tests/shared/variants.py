@@ -1,5 +1,5 @@
 """Correct selections, caches, attention, baselines and allocators of other kinds, and what variants of
-methods share.
+methods share: each file of them begins with `from evictionary.spec_tests.shared.variants import *`.
 
 A variant is named for what it does in another way. One in torch computes in the dtype of its inputs, as eager
 code does, and rounds at each step, unless it is widened by `in_float32` or `through_float32`.
@@ -18,6 +18,29 @@ from evictionary.reference import selection
 from evictionary.reference.cache import CompressedCache
 from evictionary.spec_tests.proof.planted import control, put_together
 from evictionary.spec_tests.shared import forms
+
+__all__ = [
+    "ALL",
+    "NUMPY",
+    "Fraction",
+    "cast",
+    "control",
+    "functools",
+    "hidden",
+    "in_float32",
+    "math",
+    "merged",
+    "np",
+    "online",
+    "padded_storage",
+    "put_together",
+    "streamed",
+    "through_float32",
+    "torch",
+    "torch_indexing",
+    "torch_top",
+    "torch_weights",
+]
 
 BUDGET, TOP_K, COMPRESS, ATTEND = "selection.budget", "selection.top_k", "cache.compress", "attention.attend"
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"

@@ -1,12 +1,6 @@
 """Correct SnapKVs of other kinds."""
 
-import functools
-
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, streamed, through_float32, torch_weights
+from evictionary.spec_tests.shared.variants import *
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 

@@ -1,8 +1,5 @@
 """Laws of StreamingLLM: SL-1."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.spec_tests.judge.prelude import *
 
 

@@ -1,11 +1,6 @@
 """Correct TOVAs of other kinds."""
 
-import math
-
-import numpy as np
-
-from evictionary.spec_tests.proof.planted import control
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, streamed, through_float32, torch_weights
+from evictionary.spec_tests.shared.variants import *
 
 SCORE = "tova.score"
 

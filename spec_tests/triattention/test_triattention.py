@@ -1,8 +1,5 @@
 """Laws of TriAttention: TA-1 to TA-4."""
 
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.rope import rotate
 from evictionary.spec_tests.judge.prelude import *
 

@@ -1,11 +1,7 @@
 """Correct TriAttentions of other kinds."""
 
-import numpy as np
-import torch
-
-from evictionary.spec_tests.proof.planted import control
 from evictionary.spec_tests.rope.variants import torch_angles, torch_turned
-from evictionary.spec_tests.shared.variants import ALL, NUMPY, in_float32, through_float32
+from evictionary.spec_tests.shared.variants import *
 
 STATISTICS, AVERAGE, LOGITS, SCORE = (
     f"triattention.{name}" for name in ("statistics", "average_over_offsets", "logits", "score")

@@ -30,7 +30,6 @@ WRONG = "def norms(keys):\n    return (keys * keys).sum(dim=-1)\n"
 ADAPTER = """
 from conformance.borrowed import take
 
-ARRAY_LIBRARY = "torch"
 norms = take("{name}", "norms.py", "norms").norms
 
 

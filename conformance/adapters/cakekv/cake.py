@@ -9,7 +9,6 @@ import torch
 
 from conformance.borrowed import OldDynamicCache, for_all_queries, leave_out, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,)}
 
 _utils = take("cakekv", "cake/utils.py", "calculate_entropy", "adjust_budgets", np=np)

@@ -9,7 +9,6 @@ import torch
 
 from conformance.borrowed import ranked_by, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 NAMES = {"Tuple": tuple, "Dict": dict}

@@ -7,7 +7,6 @@ import io
 
 from conformance.borrowed import causal_attention, leave_out, mask, positions_as_values, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,), "group": (1,)}
 
 H2OKVCache = take(

@@ -5,7 +5,6 @@ half.
 from conformance.adapters.kvcache_factory.clusters import H2OKVCluster
 from conformance.borrowed import leave_out, mask, positions_as_values
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -3,7 +3,6 @@
 from conformance.adapters.kvcache_factory.clusters import L2NormCluster
 from conformance.borrowed import ranked_by
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "min_length": 2}  # of one token there is nothing to evict
 
 

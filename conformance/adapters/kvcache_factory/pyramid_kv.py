@@ -7,7 +7,6 @@ import torch
 from conformance.adapters.kvcache_factory.clusters import PyramidKVCluster
 from conformance.borrowed import leave_out
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -6,7 +6,6 @@ import torch
 
 from conformance.borrowed import leave_out, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 _found = take(

@@ -2,5 +2,4 @@
 
 from conformance.borrowed import top_k
 
-ARRAY_LIBRARY = "torch"
 __all__ = ["top_k"]

@@ -3,7 +3,6 @@
 from conformance.adapters.kvcache_factory.clusters import SnapKVCluster
 from conformance.borrowed import for_all_queries, leave_out_window, ranked_by, with_window
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -5,7 +5,6 @@ what the sinks leave.
 from conformance.adapters.kvcache_factory.clusters import StreamingLLMKVCluster
 from conformance.borrowed import leave_out, mask, positions_as_values, scores_by_budget
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 

@@ -9,7 +9,6 @@ from conformance.adapters.kvpress.given import Given
 from conformance.borrowed import leave_out
 from evictionary.evaluation.kvpress import layer
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

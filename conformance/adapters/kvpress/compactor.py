@@ -9,7 +9,6 @@ from kvpress import LeverageScorePress, NonCausalAttnPress
 
 from conformance.borrowed import leave_out
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -12,7 +12,6 @@ from conformance.borrowed import leave_out, leave_out_window
 from evictionary.evaluation.kvpress import layer
 from evictionary.reference import criticalkv as definition
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import torch
 from kvpress import ExpectedAttentionPress
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

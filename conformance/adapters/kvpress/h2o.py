@@ -4,7 +4,6 @@ from kvpress import ObservedAttentionPress
 
 from conformance.borrowed import causal_attention
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

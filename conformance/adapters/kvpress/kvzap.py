@@ -9,7 +9,6 @@ from kvpress import DMSPress, KVzapPress
 
 from conformance.adapters.kvpress.given import Given
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

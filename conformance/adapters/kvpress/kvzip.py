@@ -5,7 +5,6 @@ from kvpress import KVzipPress
 
 from evictionary.evaluation.kvpress import layer, unturned
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

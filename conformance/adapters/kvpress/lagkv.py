@@ -7,7 +7,6 @@ from kvpress import LagKVPress
 from conformance.borrowed import leave_out, top_k
 from evictionary.reference import lagkv as definition
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

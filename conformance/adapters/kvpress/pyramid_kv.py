@@ -8,7 +8,6 @@ from kvpress import PyramidKVPress
 
 from conformance.borrowed import leave_out
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -5,7 +5,6 @@ from kvpress import QFilterPress
 
 from evictionary.evaluation.kvpress import layer
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -8,7 +8,6 @@ from kvpress import SnapKVPress
 
 from conformance.borrowed import causal_attention, for_all_queries, leave_out_window
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -4,7 +4,6 @@ from kvpress import StreamingLLMPress
 
 from conformance.borrowed import leave_out, scores_by_budget
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 

@@ -4,7 +4,6 @@ from kvpress import TOVAPress
 
 from conformance.borrowed import causal_attention
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "min_length": 2}  # of one token there is nothing to evict
 
 

@@ -4,7 +4,6 @@ from math import ceil
 
 from conformance.borrowed import ranked_by, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "min_length": 2}  # of one token there is nothing to evict
 
 l2_compress = take("l2compress", "cache.py", "l2_compress", ceil=ceil).l2_compress

@@ -5,7 +5,6 @@ import torch
 from conformance.adapters.lagkv.caches import LagKV, kept
 from conformance.borrowed import leave_out, ranked_by
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 

@@ -9,7 +9,6 @@ from logging import getLogger
 
 from conformance.borrowed import causal_attention, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,)}
 
 _found = take(

@@ -8,7 +8,6 @@ import torch
 
 from conformance.borrowed import OldDynamicCache, Watching, leave_out, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 _forward = take(

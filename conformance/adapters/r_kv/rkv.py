@@ -2,7 +2,6 @@
 
 from conformance.borrowed import leave_out, leave_out_window, ranked_by, take, with_window
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "batch": (1,), "max_length": 2048}  # the similarities of all pairs of tokens
 IMPLEMENTS = {"score": "rkv.released_score"}
 

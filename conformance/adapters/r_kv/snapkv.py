@@ -2,7 +2,6 @@
 
 from conformance.borrowed import for_all_queries, leave_out_window, ranked_by, take, with_window
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 compute_attention_scores = take("r_kv", "rkv/utils.py", "compute_attention_scores").compute_attention_scores

@@ -2,7 +2,6 @@
 
 from conformance.borrowed import leave_out, mask, positions_as_values, scores_by_budget, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 StreamingLLM = take("r_kv", "rkv/compression/streamingllm.py", "StreamingLLM").StreamingLLM

@@ -2,7 +2,6 @@
 
 from conformance.borrowed import for_all_queries, leave_out_window, ranked_by, take, with_window
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "group": (1,)}
 
 SnapKVCluster = take("snapkv", "snapkv/monkeypatch/snapkv_utils.py", "SnapKVCluster").SnapKVCluster

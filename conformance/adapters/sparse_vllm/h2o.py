@@ -4,7 +4,6 @@ import torch
 
 from conformance.borrowed import take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # token by token
 
 _found = take(

@@ -4,7 +4,6 @@ import torch
 
 from conformance.borrowed import leave_out, take
 
-ARRAY_LIBRARY = "torch"
 # One query head to a KV head: of several the engine averages over the queries first. All pairs of tokens.
 DOMAIN = {"dtype": ("float32",), "group": (1,), "max_length": 2048}
 

@@ -6,7 +6,6 @@ import torch
 
 from conformance.borrowed import leave_out, scores_by_budget, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 2048}  # every budget is asked
 
 _found = take(

@@ -7,7 +7,6 @@ import io
 
 from conformance.borrowed import mask, positions_as_values, scores_by_budget, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "max_length": 512}  # every budget is asked
 
 _found = take("streaming_llm", "streaming_llm/kv_cache.py", "StartRecentKVCache", "slice2d", DIM_TO_SLICE={})

@@ -4,7 +4,6 @@ to.
 
 from conformance.borrowed import OldDynamicCache, causal_attention, ranked_by, take
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",), "min_length": 2}  # of one token there is nothing to evict
 
 TOVACache = take("tova", "src/tova_cache.py", "TOVACache", DynamicCache=OldDynamicCache).TOVACache

@@ -8,7 +8,6 @@ import torch
 from conformance.borrowed import leave_out, take
 from evictionary.reference.keydiff import Cache
 
-ARRAY_LIBRARY = "torch"
 DOMAIN = {"dtype": ("float32",)}
 
 PAGE = 4  # tokens

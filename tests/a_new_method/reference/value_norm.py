@@ -1,7 +1,5 @@
 r"""ValueNorm (a toy, of no paper): keep the tokens whose values are longest."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from .checks import array

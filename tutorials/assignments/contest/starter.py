@@ -2,8 +2,6 @@
 work/scorer.py,lagkv --ratios 0.75
 """
 
-from __future__ import annotations
-
 import torch
 
 

@@ -1,7 +1,5 @@
 """GVote: how many tokens does a head need? Samples of future queries vote. NumPy alone is needed."""
 
-from __future__ import annotations
-
 import numpy as np
 
 

@@ -6,8 +6,6 @@ protected [T], boolean, the tokens that stay whatever their scores. A right top-
 scores, of equal ones those at lower positions.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 Row = tuple[np.ndarray, int] | tuple[np.ndarray, int, np.ndarray]

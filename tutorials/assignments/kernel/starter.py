@@ -1,7 +1,5 @@
 """KeyDiff on a GPU: write a Triton kernel that scores keys, and launch it from `score`."""
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

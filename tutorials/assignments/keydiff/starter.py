@@ -2,8 +2,6 @@
 is needed.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 

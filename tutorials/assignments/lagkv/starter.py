@@ -2,8 +2,6 @@
 is needed.
 """
 
-from __future__ import annotations
-
 from fractions import Fraction
 
 import numpy as np

@@ -1,7 +1,5 @@
 """MomentKV: evicted tokens leave four sums behind, which correct the attention. NumPy alone is needed."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -5,8 +5,6 @@ The model reads the first tokens of the text as a prompt; then it is given the t
 and its cross-entropy is summed. Perplexity is the exponential of the mean.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 import time

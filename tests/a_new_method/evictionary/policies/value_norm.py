@@ -2,8 +2,6 @@
 the new values alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,9 +1,5 @@
 """Laws of ValueNorm: VN-1."""
 
-import math
-
-import numpy as np
-
 from evictionary.spec_tests.judge.prelude import *
 
 SCORE = "value_norm.score"

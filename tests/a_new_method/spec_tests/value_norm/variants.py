@@ -1,20 +1,16 @@
 """Right ValueNorms, written in other ways."""
 
-from __future__ import annotations
-
-import numpy as np
-
-from evictionary.spec_tests.proof.planted import control
+from evictionary.spec_tests.shared.variants import *
 
 SCORE = "value_norm.score"
 
 
-@control(SCORE, dtypes=("float64", "float32"))
+@control(SCORE, dtypes=NUMPY)
 def by_numpys_norm(values):
     return np.linalg.norm(values, axis=-1)
 
 
-@control(SCORE, dtypes=("float64", "float32"))
+@control(SCORE, dtypes=NUMPY)
 def by_a_product(values):
     return np.sqrt(np.einsum("...d,...d->...", values, values))
 

@@ -1,7 +1,5 @@
 """ValueNorm in a cache: it keeps what its score keeps, and computes no norm twice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
