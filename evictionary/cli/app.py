@@ -25,16 +25,9 @@ from evictionary.cli import (
     vectors,
     verify,
 )
+from evictionary.cli.console import app
 
 # torch and transformers take seconds to import, so each command imports what it needs when it runs.
-
-app = typer.Typer(
-    help="An executable dictionary of KV-cache eviction: judge an implementation, or run any method inside a "
-    "real language model.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    pretty_exceptions_enable=False,
-)
 
 
 def _version(wanted: bool) -> None:
@@ -65,10 +58,9 @@ PANELS = {
     "Measure": (evaluate, data, study, claims),
     "Teach": (classroom,),
 }
-for _panel, _files in PANELS.items():
-    for _file in _files:
-        for _command in _file.app.registered_commands:
-            _command.rich_help_panel = _panel
-            # A help text is written in lines of the file; the terminal breaks it into lines of its own.
-            _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
-        app.add_typer(_file.app)
+_PANEL_OF = {file.__name__: panel for panel, files in PANELS.items() for file in files}
+app.registered_commands.sort(key=lambda command: [*_PANEL_OF].index(command.callback.__module__))
+for _command in app.registered_commands:
+    _command.rich_help_panel = _PANEL_OF[_command.callback.__module__]
+    # A help text is written in lines of the file; the terminal breaks it into lines of its own.
+    _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")

@@ -9,6 +9,7 @@ from rich.text import Text
 from evictionary.cli.console import (
     AsJson,
     ModelName,
+    app,
     exit_codes,
     measuring,
     options_in,
@@ -19,8 +20,6 @@ from evictionary.cli.console import (
     whole,
 )
 from evictionary.errors import require
-
-app = typer.Typer()
 
 
 @app.command(

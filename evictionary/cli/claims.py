@@ -10,6 +10,7 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    app,
     carry_out,
     exit_codes,
     given_names,
@@ -20,8 +21,6 @@ from evictionary.cli.console import (
     whole_number,
 )
 from evictionary.errors import require
-
-app = typer.Typer()
 
 COLOURS = {
     "holds here": "green",

@@ -19,6 +19,7 @@ from rich.text import Text
 from evictionary.classroom import names
 from evictionary.cli.console import (
     AsJson,
+    app,
     exit_codes,
     messages,
     missing_walls,
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from evictionary.classroom.judgement import Judgement
     from evictionary.classroom.submissions import Handed
 
-app = typer.Typer()
 
 Name = Annotated[str, typer.Argument(help=f"The assignment: {', '.join(names()) or 'none is installed'}.")]
 Assignments = Annotated[

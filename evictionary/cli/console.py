@@ -1,4 +1,4 @@
-"""Shared by the commands: options, messages, exit codes, progress."""
+"""Shared by the commands: the app, options, messages, exit codes, progress."""
 
 import itertools
 import json
@@ -23,6 +23,13 @@ from evictionary.errors import InstallError, MethodError, UsageError, did_you_me
 if TYPE_CHECKING:
     from evictionary import store
 
+app = typer.Typer(
+    help="An executable dictionary of KV-cache eviction: judge an implementation, or run any method inside a "
+    "real language model.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+)
 messages, out = Console(stderr=True), Console(highlight=False)
 
 

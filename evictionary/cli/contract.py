@@ -9,9 +9,8 @@ import typer
 from rich.text import Text
 
 from evictionary.cli import starter
-from evictionary.cli.console import AsJson, exit_codes, messages, show
+from evictionary.cli.console import AsJson, app, exit_codes, messages, show
 
-app = typer.Typer()
 AXES = {
     "B": "batch",
     "H_kv": "key-value heads",

@@ -1,10 +1,6 @@
 """The command `evictionary data`."""
 
-import typer
-
-from evictionary.cli.console import AsJson, exit_codes, show
-
-app = typer.Typer()
+from evictionary.cli.console import AsJson, app, exit_codes, show
 
 
 @app.command(

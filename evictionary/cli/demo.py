@@ -11,6 +11,7 @@ from rich.text import Text
 from evictionary.cli.console import (
     AsJson,
     ModelName,
+    app,
     exit_codes,
     given_names,
     mebibytes,
@@ -25,8 +26,6 @@ from evictionary.cli.console import (
 
 if TYPE_CHECKING:
     from evictionary.evaluation.demo import Result
-
-app = typer.Typer()
 
 
 @app.command(

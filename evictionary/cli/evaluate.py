@@ -11,6 +11,7 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    app,
     carry_out,
     escaped,
     exit_codes,
@@ -27,8 +28,6 @@ from evictionary.cli.console import (
     whole_number,
 )
 from evictionary.errors import require
-
-app = typer.Typer()
 
 # The names stand here because the tasks import torch, and the help must not wait for torch; a test compares
 # the names.

@@ -10,13 +10,12 @@ from evictionary.cli.console import (
     Options,
     RandomSeed,
     Ratio,
+    app,
     exit_codes,
     options_in,
     require_seed,
     whole_number,
 )
-
-app = typer.Typer()
 
 
 @app.command(

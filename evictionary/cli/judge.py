@@ -10,10 +10,9 @@ from typing import Annotated
 import typer
 
 from evictionary.cli import starter
-from evictionary.cli.console import AsJson, exit_codes, given_names, messages, number, require_folder
+from evictionary.cli.console import AsJson, app, exit_codes, given_names, messages, number, require_folder
 from evictionary.errors import require, require_known
 
-app = typer.Typer()
 MEMORY = "memory"
 WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws are asked", "What counts", "The result"
 

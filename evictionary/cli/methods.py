@@ -1,11 +1,8 @@
 """The command `evictionary methods`."""
 
-import typer
 from rich.table import Table
 
-from evictionary.cli.console import AsJson, show
-
-app = typer.Typer()
+from evictionary.cli.console import AsJson, app, show
 
 ADDITIONS = {
     "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",

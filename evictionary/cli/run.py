@@ -14,6 +14,7 @@ from evictionary.cli.console import (
     Options,
     RandomSeed,
     Ratio,
+    app,
     exit_codes,
     mebibytes,
     options_in,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
     from evictionary.cache.evicting_cache import EvictingCache
     from evictionary.methods.method import Method
 
-app = typer.Typer()
 FULL, AUTO = "full cache", "auto"
 
 

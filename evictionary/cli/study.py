@@ -9,6 +9,7 @@ from evictionary.cli.console import (
     AsJson,
     DaskCluster,
     ModelName,
+    app,
     carry_out,
     exit_codes,
     given_names,
@@ -20,8 +21,6 @@ from evictionary.cli.console import (
     whole_number,
 )
 from evictionary.errors import require
-
-app = typer.Typer()
 
 # These stand here because the study imports torch, and the help must not wait for torch; a test compares
 # them.

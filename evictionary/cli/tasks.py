@@ -5,9 +5,8 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import AsJson, exit_codes, one_of, require_folder, show
+from evictionary.cli.console import AsJson, app, exit_codes, one_of, require_folder, show
 
-app = typer.Typer()
 FORMS = ("flashinfer-bench", "kernelbench")
 
 

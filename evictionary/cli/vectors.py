@@ -5,10 +5,8 @@ from typing import Annotated
 
 import typer
 
-from evictionary.cli.console import AsJson, exit_codes, given_names, progress, require_folder, show
+from evictionary.cli.console import AsJson, app, exit_codes, given_names, progress, require_folder, show
 from evictionary.errors import require, require_known, usage
-
-app = typer.Typer()
 
 
 @app.command(

@@ -9,6 +9,7 @@ import typer
 
 from evictionary.cli.console import (
     AsJson,
+    app,
     exit_codes,
     messages,
     missing_walls,
@@ -18,8 +19,6 @@ from evictionary.cli.console import (
     whole_number,
 )
 from evictionary.errors import did_you_mean, require, usage
-
-app = typer.Typer()
 
 
 @app.command(

@@ -275,8 +275,11 @@ class Implementation:
         Raises Violation where nothing is raised, or something else than is asked for, and RuntimeError in a
         law of another class: who checks no argument may fail no mathematics.
         """
-        if self.asking not in ("", REFUSAL):  # outside of laws nothing is asked
-            raise RuntimeError(f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}")
+        require(
+            self.asking in ("", REFUSAL),  # outside of laws nothing is asked
+            f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}",
+            RuntimeError,
+        )
         try:
             yield
         except Violation:
@@ -568,10 +571,11 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
         return _load_package(path.name)
     files = [path] if path.is_file() else sorted(path.glob("*.py"))
     files = [file for file in files if file.stem in STEMS]
-    if path.is_file() and not files:
-        raise UnusableImplementation(
-            f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}"
-        )
+    require(
+        files or not path.is_file(),
+        f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}",
+        UnusableImplementation,
+    )
     sys.path.insert(0, str(path if path.is_dir() else path.parent))
     modules = {}
     for file in files:

@@ -262,8 +262,7 @@ def law(
 
         check: Callable[..., None] = judging if functions else test
         sentence = first_paragraph(test.__doc__ or test.__name__)
-        if kind not in KINDS:
-            raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
+        require(kind in KINDS, f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}", KeyError)
         LAWS[name] = Law(
             REQUIREMENTS[requirement],
             functions,

@@ -145,8 +145,7 @@ def matrix_row_by_row(keys):
 
 
 def matrix_by_outer_products(keys):
-    columns = np.moveaxis(unit(keys), -1, 0)
-    return sum(column[..., :, None] * column[..., None, :] for column in columns)
+    return sum(column[..., :, None] * column[..., None, :] for column in np.moveaxis(unit(keys), -1, 0))
 
 
 def pairwise_by_sum(keys):

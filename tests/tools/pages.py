@@ -27,15 +27,11 @@ def commands(page: Path) -> list[str]:
     lines = [
         line.strip().removeprefix("$ ")
         for block in blocks(page, "|text|bash|console")
-        for line in _joined(block)
+        for line in re.sub(r"\\\n\s*", "", block).splitlines()
     ]
     spans = re.findall(r"`(evictionary [^`]+)`", page.read_text(encoding="utf-8"))
     found = [line for line in [*lines, *spans] if line.startswith("evictionary ")]
     return list(dict.fromkeys(" ".join(line.partition("  #")[0].split()) for line in found))
-
-
-def _joined(block: str) -> list[str]:
-    return re.sub(r"\\\n\s*", "", block).splitlines()
 
 
 def pictures_of(path: Path) -> int:

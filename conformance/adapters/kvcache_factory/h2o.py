@@ -5,8 +5,6 @@ half.
 from conformance.adapters.kvcache_factory.clusters import H2OKVCluster
 from conformance.borrowed import leave_out, mask, positions_as_values
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def select(queries, keys, *, budget):
     leave_out(budget < 2, "a budget without a heavy hitter, which the class does not take")

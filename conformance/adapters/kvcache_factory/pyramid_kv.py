@@ -7,8 +7,6 @@ import torch
 from conformance.adapters.kvcache_factory.clusters import PyramidKVCluster
 from conformance.borrowed import leave_out
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def budgets(budget, num_layers, *, beta=20):
     leave_out(

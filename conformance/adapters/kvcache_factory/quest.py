@@ -6,8 +6,6 @@ import torch
 
 from conformance.borrowed import leave_out, take
 
-DOMAIN = {"dtype": ("float32",)}
-
 _found = take(
     "kvcache_factory",
     "pyramidkv/quest.py",

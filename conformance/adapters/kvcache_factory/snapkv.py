@@ -3,8 +3,6 @@
 from conformance.adapters.kvcache_factory.clusters import SnapKVCluster
 from conformance.borrowed import for_all_queries, leave_out_window, ranked_by, with_window
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def score(queries, keys, *, window_size=32, kernel_size=7):
     length = keys.shape[2]

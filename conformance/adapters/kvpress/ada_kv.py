@@ -9,8 +9,6 @@ from conformance.adapters.kvpress.given import Given
 from conformance.borrowed import leave_out
 from evictionary.evaluation.kvpress import layer
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def select(scores, budget, *, floor_ratio=0.2):
     kept, length = torch.ones_like(scores, dtype=torch.bool), scores.shape[2]

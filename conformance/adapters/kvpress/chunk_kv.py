@@ -9,8 +9,6 @@ from conformance.adapters.kvpress.given import Given
 from conformance.borrowed import leave_out, mask, positions_as_values
 from evictionary.evaluation.kvpress import layer
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def choose(scores, budget, *, chunk_size=10):
     length = scores.shape[-1]

@@ -9,8 +9,6 @@ from kvpress import LeverageScorePress, NonCausalAttnPress
 
 from conformance.borrowed import leave_out
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def drawn(sketch):  # before its division by sqrt(k)
     return mock.patch.object(torch, "randn", return_value=sketch * sketch.shape[-1] ** 0.5)

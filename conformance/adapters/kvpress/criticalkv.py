@@ -12,8 +12,6 @@ from conformance.borrowed import leave_out, leave_out_window
 from evictionary.evaluation.kvpress import layer
 from evictionary.reference import criticalkv as definition
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def module_of(values, w_o):
     heads, channels, hidden = w_o.shape

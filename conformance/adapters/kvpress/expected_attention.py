@@ -7,8 +7,6 @@ from types import SimpleNamespace
 import torch
 from kvpress import ExpectedAttentionPress
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def score(keys, values, query_mean, query_covariance, *, epsilon=0.02):
     module = SimpleNamespace(config=SimpleNamespace(num_attention_heads=query_mean.shape[1]))

@@ -4,8 +4,6 @@ from kvpress import ObservedAttentionPress
 
 from conformance.borrowed import causal_attention
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def score(queries, keys):
     return ObservedAttentionPress().score(None, None, keys, None, causal_attention(queries, keys), {})

@@ -3,7 +3,6 @@
 from kvpress import KnormPress
 
 ARRAY_LIBRARY = "torch"
-DOMAIN = {"dtype": ("float32",)}
 
 
 def score(keys):

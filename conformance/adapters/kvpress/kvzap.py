@@ -9,8 +9,6 @@ from kvpress import DMSPress, KVzapPress
 
 from conformance.adapters.kvpress.given import Given
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def dms(scores, *, threshold, window_size):
     rows, middle = scores.reshape(1, -1, scores.shape[-1]), (scores.shape[-1] + 1) // 2

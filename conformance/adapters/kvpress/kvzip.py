@@ -5,8 +5,6 @@ from kvpress import KVzipPress
 
 from evictionary.evaluation.kvpress import layer, unturned
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def score(keys, replay_queries, replay_keys):
     batch, heads, length, head_dim = keys.shape

@@ -7,8 +7,6 @@ from kvpress import LagKVPress
 from conformance.borrowed import leave_out, top_k
 from evictionary.reference import lagkv as definition
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def select(keys, values, *, keep_ratio, sink_size=16, lag_size=1024):
     leave_out(keys.shape[3] != values.shape[3], "values of other channels than the keys")

@@ -8,8 +8,6 @@ from kvpress import PyramidKVPress
 
 from conformance.borrowed import leave_out
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def budgets(budget, num_layers, *, beta=20):
     leave_out(

@@ -5,8 +5,6 @@ from kvpress import QFilterPress
 
 from evictionary.evaluation.kvpress import layer
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def score(keys, q_filters):
     press, module, found = QFilterPress(), layer(keys.shape[1], *keys.shape[1::2]), []

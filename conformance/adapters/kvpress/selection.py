@@ -2,4 +2,5 @@
 
 from conformance.borrowed import top_k
 
+DOMAIN = {"dtype": ("float32",)}  # of all files of this folder
 __all__ = ["top_k"]

@@ -8,8 +8,6 @@ from kvpress import SnapKVPress
 
 from conformance.borrowed import causal_attention, for_all_queries, leave_out_window
 
-DOMAIN = {"dtype": ("float32",)}
-
 
 def score(queries, keys, *, window_size=32, kernel_size=7):
     length = keys.shape[2]
