@@ -24,18 +24,13 @@ def lines(name: str) -> list[Line]:
 
 
 def summary() -> study.Summary:
-    """The whole study, its finals, and what `--method auto` takes.
-
-    The study of real texts chooses for `auto`. What is promised is of its final, whose prompts had no part in
-    the choice.
+    """The whole study, its finals, and what `--method auto` takes: the composition of least cost in the final
+    of real texts. The study of real texts chooses the same one, so these prompts had no part in choosing it.
     """
     names = ("results", "finals", "pyramid", "real", "real_finals")
     found, *others = (study.summarise(lines(f"{name}.jsonl")) for name in names)
     found |= dict(zip(names[1:], others, strict=True))
-    rows = {(row["ratio"], row["method"]): row for row in found["real_finals"]["rows"]}
-    chosen = [(each, rows[each["ratio"], each["method"]]) for each in found["real"]["recommended"]]
-    auto = [each | {"cost": row["cost"], "nine_of_ten": row["nine_of_ten"]} for each, row in chosen]
-    return found | {"recommended": found["finals"]["recommended"], "auto": auto}
+    return found | {"recommended": found["real_finals"]["recommended"]}
 
 
 if __name__ == "__main__":

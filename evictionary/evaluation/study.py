@@ -345,19 +345,20 @@ def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[s
 
 
 def recommended(ratio: float) -> tuple[str, str]:
-    """The composition that the stored study of real texts recommends for removing a fraction, and a sentence
-    that says how far to trust it.
+    """The composition that the stored study recommends for removing a fraction, and a sentence that says
+    how far to trust it.
     """
     stored = json.loads(STORED.read_text(encoding="utf-8"))
-    entry = min(stored["auto"], key=lambda each: abs(each["ratio"] - ratio))
-    prompts, final = sum(entry["prompts"].values()), stored["real_finals"]
+    entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
+    prompts = sum(entry["prompts"].values())
+    most = entry["nine_of_ten"]
+    lengths = " and ".join(f"{length:,}" for length in stored["real_finals"]["lengths"])
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
-    lengths = " and ".join(f"{length:,}" for length in final["lengths"])
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
-        f"prompts of texts that people wrote, with one small model, {stored['model']}{others}. 9 of 10 other "
-        f"prompts like these, of {lengths} tokens, lose at most {entry['nine_of_ten']:.2g} nats for each "
-        "token of the answer (90% confidence); your model and text may want another one"
+        f"prompts of {lengths} tokens that people wrote, with one small model, {stored['model']}{others}. "
+        f"9 of 10 prompts like these lose at most {most:.2g} nats for each token of the answer (90% "
+        "confidence); your model and text may want another one"
     )
 
 
