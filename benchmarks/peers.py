@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
 from typer import Option
 
@@ -45,7 +46,6 @@ PEERS = [
 
 def model_in_kvpress(folder: str) -> Any:
     """The model of a folder, in the environment of kvpress."""
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -58,7 +58,6 @@ def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
     H_kv, T].
     """
     import kvpress
-    import torch
     from transformers import DynamicCache
 
     model = model_in_kvpress(folder)
@@ -93,7 +92,6 @@ def their_decoding(
     cache, for every press and for KeyDiff's with AdaKV's, which masks what it removes.
     """
     import kvpress
-    import torch
     from transformers import DynamicCache
 
     model = model_in_kvpress(folder)
@@ -133,8 +131,6 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst
     head.
     """
-    import torch
-
     from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
     from evictionary.models.load import load as load_model
 

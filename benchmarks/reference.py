@@ -61,10 +61,9 @@ def workloads() -> dict[str, Callable[[], Any]]:
         module = importlib.import_module(f"evictionary.reference.{stem}")
         if hasattr(module, "METHOD"):
             seam = getattr(module, "select", None) or module.score
-            parameters = inspect.signature(seam).parameters.values()
             read = {
                 each.name: given[each.name]
-                for each in parameters
+                for each in inspect.signature(seam).parameters.values()
                 if each.default is each.empty or each.name == "lag_size"
             }
             if stem in latest:
@@ -101,9 +100,8 @@ def main(
     if as_json:
         print(json.dumps(result, indent=1))
         return
-    title = f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds"
     show(
-        title,
+        f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds",
         [
             {"method": name, **{part: f"{value:.3f}" for part, value in one.items()}}
             for name, one in timed.items()

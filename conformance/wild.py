@@ -97,10 +97,9 @@ class Source:
 
 def sources(path: Path = SOURCES) -> list[Source]:
     """What sources.toml lists."""
-    found = tomllib.loads(path.read_text(encoding="utf-8"))["source"]
     return [
         Source(**{**each, "methods": {name: Method(**said) for name, said in each["methods"].items()}})
-        for each in found
+        for each in tomllib.loads(path.read_text(encoding="utf-8"))["source"]
     ]
 
 

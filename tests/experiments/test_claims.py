@@ -546,8 +546,7 @@ def test_a_finished_run_measures_nothing_again(
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
     assert store.run(plan_for(model_folder), folder) == lines
     one = plan_for(model_folder, ["gvote"], texts=("code",))
-    some = one.own(store.run(one, folder))
-    assert [(line["paper"], line["text"], line["seed"]) for line in some] == [
+    assert [(line["paper"], line["text"], line["seed"]) for line in one.own(store.run(one, folder))] == [
         ("gvote", "code", 0),
         ("gvote", "code", 1),
     ]
