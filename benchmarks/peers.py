@@ -18,7 +18,6 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from typer import Option
 
 from benchmarks.cpu import KVPRESS, in_kvpress
 from benchmarks.timing import RESULTS, ROOT, bytes_of, provenance, show, taking_turns, write_json
@@ -166,7 +165,7 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     return [{"largest_difference_of_keys": drift}, *rows]
 
 
-def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> None:
+def main(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 1000) -> None:
     """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the
     definitions agree.
     """

@@ -23,7 +23,6 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from typer import Option
 
 from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.reference import momentkv
@@ -80,8 +79,8 @@ def measured(call: Callable[[], Any], runs: int) -> dict[str, float]:
 
 
 def main(
-    runs: Annotated[int, Option(help="Counted runs of each method.")] = 5,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
+    runs: Annotated[int, typer.Option(help="Counted runs of each method.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time every method of the reference."""
     calls = track(workloads().items(), description="methods", console=Console(stderr=True))

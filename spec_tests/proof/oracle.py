@@ -23,7 +23,6 @@ from typing import Annotated, Any
 import numpy as np
 import typer
 from hypothesis.errors import Unsatisfiable
-from typer import Option
 
 from evictionary.spec_tests.judge import tolerance
 from evictionary.spec_tests.judge.degenerate import REFUSAL
@@ -364,16 +363,18 @@ def page(results: list[Result]) -> str:
 
 def main(
     only: Annotated[
-        list[str] | None, Option(metavar="FUNCTION", help="A part of `stem.function`; no page then.")
+        list[str] | None, typer.Option(metavar="FUNCTION", help="A part of `stem.function`; no page then.")
     ] = None,
     above: Annotated[
         int,
-        Option(metavar="SIZE", help="Make mistakes that only arrays longer than this meet; no page then."),
+        typer.Option(
+            metavar="SIZE", help="Make mistakes that only arrays longer than this meet; no page then."
+        ),
     ] = 0,
-    jobs: Annotated[int, Option(help="Processes.")] = 2,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
     file: Annotated[
         Path | None,
-        Option(
+        typer.Option(
             "--json", metavar="FILE", help="Write every mistake with its verdict, and the law that saw it."
         ),
     ] = None,
