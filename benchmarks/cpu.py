@@ -36,7 +36,6 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from typer import Option
 
 from benchmarks.timing import RESULTS, ROOT, exponent, interleaved, provenance, ratio, seconds, write_json
 
@@ -341,13 +340,13 @@ def line(dtype: str, count: int, name: str, one: dict[str, Any]) -> str:
 
 
 def main(
-    out: Annotated[Path, Option(metavar="FOLDER", help="Where cpu.json goes.")] = RESULTS,
-    tokens: Annotated[str, Option(help="Sizes of the cache, separated by commas.")] = ",".join(
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where cpu.json goes.")] = RESULTS,
+    tokens: Annotated[str, typer.Option(help="Sizes of the cache, separated by commas.")] = ",".join(
         map(str, TOKENS)
     ),
-    dtypes: Annotated[str, Option(help="float32, bfloat16 or both.")] = ",".join(DTYPES),
-    threads: Annotated[int, Option(help="Threads of torch.")] = 1,
-    seconds: Annotated[float, Option(help="Time for each method at each size.")] = 4.0,
+    dtypes: Annotated[str, typer.Option(help="float32, bfloat16 or both.")] = ",".join(DTYPES),
+    threads: Annotated[int, typer.Option(help="Threads of torch.")] = 1,
+    seconds: Annotated[float, typer.Option(help="Time for each method at each size.")] = 4.0,
 ) -> None:
     """Measure the torch path of `optimized` beside kvpress."""
     counts = [int(count) for count in tokens.split(",")]

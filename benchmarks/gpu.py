@@ -47,7 +47,6 @@ import torch
 import typer
 from rich.console import Console
 from torch.utils._pytree import tree_leaves
-from typer import Option
 
 from benchmarks.decoder import MODEL_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
@@ -520,16 +519,19 @@ def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 def main(
     out: Annotated[
-        Path | None, Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="The folder for gpu.json; needed, except with --list."),
     ] = None,
-    rows: Annotated[str, Option(metavar="ID,ID", help="Only these rows, such as 1,2b.")] = "",
-    minutes: Annotated[float, Option(help="The limit of the run, laws included.")] = MINUTES,
+    rows: Annotated[str, typer.Option(metavar="ID,ID", help="Only these rows, such as 1,2b.")] = "",
+    minutes: Annotated[float, typer.Option(help="The limit of the run, laws included.")] = MINUTES,
     again: Annotated[
-        bool, Option("--again", help="Measure again what an earlier call has measured.")
+        bool, typer.Option("--again", help="Measure again what an earlier call has measured.")
     ] = False,
-    only_list: Annotated[bool, Option("--list", help="Print the rows and their goals, and stop.")] = False,
+    only_list: Annotated[
+        bool, typer.Option("--list", help="Print the rows and their goals, and stop.")
+    ] = False,
     rehearsal: Annotated[
-        bool, Option("--rehearse", help="Run the rows once and small, as compiled code without a GPU.")
+        bool, typer.Option("--rehearse", help="Run the rows once and small, as compiled code without a GPU.")
     ] = False,
 ) -> None:
     """Time the kernels on a GPU. There is no --skip-laws: a method that breaks a law is not timed.

@@ -20,7 +20,6 @@ import transformers
 import typer
 from rich.progress import track
 from transformers import DynamicCache, PreTrainedModel
-from typer import Option
 
 from benchmarks.cpu import in_kvpress
 from benchmarks.timing import RESULTS, bytes_of, seconds, show, taking_turns, write_json
@@ -28,7 +27,6 @@ from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
 from evictionary.evaluation.study import compositions
 from evictionary.methods import catalogue
-from evictionary.methods.catalogue import REPLAYED
 from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED, load as load_model
@@ -86,11 +84,11 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
             for name in catalogue.evicting()
             for composed in compositions(name, ["ada_kv"])
             if not composed.endswith("+moments") or composed == "keydiff+moments"
-            if twice or not REPLAYED & resolve(name).captured
+            if twice or not catalogue.REPLAYED & resolve(name).captured
         ]
         full = DynamicCache()
         read(model, prompt, full)
-        whole = EvictingCache(model, None, record=CAPTURED if twice else CAPTURED - REPLAYED)
+        whole = EvictingCache(model, None, record=CAPTURED if twice else CAPTURED - catalogue.REPLAYED)
         read(model, prompt, whole)
         rows.append(a_token(model, prompt, full, full) | {"cache": "full cache"})
         for name in track(names, description=f"decoding after {prompt.shape[1]:,} tokens"):
@@ -158,10 +156,14 @@ PARTS = {
 
 
 def main(
-    name: Annotated[str, Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
-    tokens: Annotated[int, Option(help="Tokens of the prompt; decoding and blocks read twice that.")] = 4096,
-    only: Annotated[list[str] | None, Option(help=f"One of {', '.join(PARTS)}; may be repeated.")] = None,
-    out: Annotated[Path, Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
+    name: Annotated[str, typer.Option("--model", help="A hub name, a folder, or embedded.")] = EMBEDDED,
+    tokens: Annotated[
+        int, typer.Option(help="Tokens of the prompt; decoding and blocks read twice that.")
+    ] = 4096,
+    only: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(PARTS)}; may be repeated.")
+    ] = None,
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where model.json goes.")] = RESULTS,
 ) -> None:
     """Measure compression, decoding and reading in blocks in a real model."""
     if unknown := set(only or ()) - set(PARTS):

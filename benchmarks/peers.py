@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import torch
 import typer
-from typer import Option
 
 from benchmarks.cpu import KVPRESS, in_kvpress
 from benchmarks.timing import RESULTS, ROOT, bytes_of, provenance, show, taking_turns, write_json
@@ -45,7 +45,6 @@ PEERS = [
 
 def model_in_kvpress(folder: str) -> Any:
     """The model of a folder, in the environment of kvpress."""
-    import torch
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -58,7 +57,6 @@ def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
     H_kv, T].
     """
     import kvpress
-    import torch
     from transformers import DynamicCache
 
     model = model_in_kvpress(folder)
@@ -93,7 +91,6 @@ def their_decoding(
     cache, for every press and for KeyDiff's with AdaKV's, which masks what it removes.
     """
     import kvpress
-    import torch
     from transformers import DynamicCache
 
     model = model_in_kvpress(folder)
@@ -133,8 +130,6 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst
     head.
     """
-    import torch
-
     from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
     from evictionary.models.load import load as load_model
 
@@ -170,7 +165,7 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
     return [{"largest_difference_of_keys": drift}, *rows]
 
 
-def main(tokens: Annotated[int, Option(help="Tokens of the text.")] = 1000) -> None:
+def main(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 1000) -> None:
     """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the
     definitions agree.
     """

@@ -23,7 +23,6 @@ import numpy as np
 import typer
 from rich.console import Console
 from rich.progress import track
-from typer import Option
 
 from benchmarks.timing import RESULTS, seconds, show, write_json
 from evictionary.reference import momentkv
@@ -61,10 +60,9 @@ def workloads() -> dict[str, Callable[[], Any]]:
         module = importlib.import_module(f"evictionary.reference.{stem}")
         if hasattr(module, "METHOD"):
             seam = getattr(module, "select", None) or module.score
-            parameters = inspect.signature(seam).parameters.values()
             read = {
                 each.name: given[each.name]
-                for each in parameters
+                for each in inspect.signature(seam).parameters.values()
                 if each.default is each.empty or each.name == "lag_size"
             }
             if stem in latest:
@@ -81,8 +79,8 @@ def measured(call: Callable[[], Any], runs: int) -> dict[str, float]:
 
 
 def main(
-    runs: Annotated[int, Option(help="Counted runs of each method.")] = 5,
-    as_json: Annotated[bool, Option("--json", help="Print JSON instead of a table.")] = False,
+    runs: Annotated[int, typer.Option(help="Counted runs of each method.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Time every method of the reference."""
     calls = track(workloads().items(), description="methods", console=Console(stderr=True))
@@ -101,9 +99,8 @@ def main(
     if as_json:
         print(json.dumps(result, indent=1))
         return
-    title = f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds"
     show(
-        title,
+        f"{TOKENS} tokens x {HEADS} heads x {HEAD_DIM}, processor seconds",
         [
             {"method": name, **{part: f"{value:.3f}" for part, value in one.items()}}
             for name, one in timed.items()

@@ -111,10 +111,9 @@ def by_flashinfer(task: dict[str, Any], problem: dict[str, Any], answer: Answer)
     from flashinfer_bench.compile.runnable import Runnable, RunnableMetadata
     from flashinfer_bench.data import Definition, Workload
 
-    given = zip(task["inputs"], problem["get_inputs"](), strict=True)
     inputs = {
         name: {"type": "random"} if isinstance(value, torch.Tensor) else {"type": "scalar", "value": value}
-        for name, value in given
+        for name, value in zip(task["inputs"], problem["get_inputs"](), strict=True)
     }
     axes = {name: SIZES[name] for name, axis in task["axes"].items() if axis["type"] == "var"}
     workload = Workload.model_validate({"uuid": "one", "axes": axes, "inputs": inputs})
@@ -123,9 +122,8 @@ def by_flashinfer(task: dict[str, Any], problem: dict[str, Any], answer: Answer)
     about = RunnableMetadata(
         build_type="python", definition_name="d", solution_name="s", destination_passing_style=False
     )
-    runnable = Runnable(answer, about)
     _, wrong = DefaultEvaluator.check_correctness(
-        definition, runnable, right.inputs, right.outputs, settings, "", "cpu"
+        definition, Runnable(answer, about), right.inputs, right.outputs, settings, "", "cpu"
     )
     return wrong is None
 

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Option
 
 from evictionary.errors import require
 from evictionary.evaluation.pages import markdown
@@ -97,10 +96,9 @@ class Source:
 
 def sources(path: Path = SOURCES) -> list[Source]:
     """What sources.toml lists."""
-    found = tomllib.loads(path.read_text(encoding="utf-8"))["source"]
     return [
         Source(**{**each, "methods": {name: Method(**said) for name, said in each["methods"].items()}})
-        for each in found
+        for each in tomllib.loads(path.read_text(encoding="utf-8"))["source"]
     ]
 
 
@@ -303,17 +301,17 @@ def page(found: list[Source], stored: dict[str, Any]) -> str:
 
 def main(
     only: Annotated[
-        list[str] | None, Option(metavar="NAME", help="This source alone; may be given several times.")
+        list[str] | None, typer.Option(metavar="NAME", help="This source alone; may be given several times.")
     ] = None,
     folders: Annotated[
-        list[str] | None, Option("--from", metavar="NAME=FOLDER", help="A folder that has a source.")
+        list[str] | None, typer.Option("--from", metavar="NAME=FOLDER", help="A folder that has a source.")
     ] = None,
     profile: Annotated[
-        str, Option(help="How many inputs a law draws, as of `evictionary judge`.")
+        str, typer.Option(help="How many inputs a law draws, as of `evictionary judge`.")
     ] = "default",
-    as_json: Annotated[bool, Option("--json", help="Print what was found as JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what was found as JSON.")] = False,
     only_page: Annotated[
-        bool, Option("--page", help="Judge nothing, write the page from results.json.")
+        bool, typer.Option("--page", help="Judge nothing, write the page from results.json.")
     ] = False,
 ) -> None:
     """Judge implementations by others. The exit code is 1 where no note explains why a requirement fails."""

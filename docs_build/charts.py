@@ -43,11 +43,10 @@ def retrieval(stored: Mapping[str, Any]) -> Figure:
     grid.set(
         xticks=range(len(RATIOS)), xticklabels=[f"{ratio:.0%}" for ratio in RATIOS], xlabel="found, of 5"
     )
-    moved = [[one["error"] for one in each[name]] for name in order]
     _dots(
         dots,
         [f"{ratio:.0%} removed" for ratio in RATIOS],
-        moved,
+        [[one["error"] for one in each[name]] for name in order],
         "distance of the hidden states",
         (6, 12, 25, 50, 100, 200),
     )
@@ -83,11 +82,10 @@ def finals(stored: Mapping[str, Any]) -> Figure:
         {name for name, _ in at}, key=lambda name: -sum(at[name, ratio]["cost"] for ratio in ratios)
     )
     figure, (axes,) = _panels(order, [1])
-    costs = [[at[name, ratio]["cost"] for ratio in ratios] for name in order]
     _dots(
         axes,
         [f"{ratio:.0%} removed" for ratio in ratios],
-        costs,
+        [[at[name, ratio]["cost"] for ratio in ratios] for name in order],
         "cost, nats a token above the full cache",
         (0.01, 0.1, 1),
     )

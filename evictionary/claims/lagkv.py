@@ -96,12 +96,12 @@ def observe(lab: Lab, kinds: Sequence[str]) -> Iterator[dict[str, Any]]:
     everything = [
         torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device) for keys, _ in prompts.layers
     ]
-    found = {"full": partial(lab, prompts, everything)}
-    for method in METHODS:
-        each = [
-            partial(lab, prompts, _masks(prompts, method, lag, ratio)) for lag, ratio in setups(lab.scale)
-        ]
-        found[method] = np.stack(each, axis=1)
+    found = {"full": partial(lab, prompts, everything)} | {
+        method: np.stack(
+            [partial(lab, prompts, _masks(prompts, method, *each)) for each in setups(lab.scale)], axis=1
+        )
+        for method in METHODS
+    }
     likeness = stacked(near_are_alike(lab, *states, layer) for layer, states in enumerate(prompts.layers))
     found |= {name: each.swapaxes(0, 1) for name, each in likeness.items()}
     found["first_digit"] = np.array([first_digits(lab, kind) for kind in kinds])
@@ -137,10 +137,9 @@ def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: in
     the attention sinks.
     """
     turns = rotation(lab.model, layer, torch.arange(keys.shape[2], device=keys.device))
-    every = (keys, unrotated(keys, *turns), values)
     return {
         f"near_{name}": np.stack([*map(nearness, states[:, :, SINKS:])])
-        for name, states in zip(STATES, every, strict=True)
+        for name, states in zip(STATES, ((keys, unrotated(keys, *turns), values)), strict=True)
     }
 
 

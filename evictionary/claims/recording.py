@@ -165,7 +165,6 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
         states = cache.recorded[index]
         assert stored.keys is not None and stored.values is not None
         weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
-        out = output_projection(model, block.self_attn)
         layers.append(
             Layer(
                 states["queries"],
@@ -174,7 +173,7 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
                 states["hidden_states"],
                 weight,
                 bias,
-                out,
+                output_projection(model, block.self_attn),
                 cos,
                 sin,
             )

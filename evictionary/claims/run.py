@@ -22,7 +22,6 @@ from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Find
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import did_you_mean, require
 from evictionary.evaluation import pages, run as evaluation
-from evictionary.store import Line
 
 SCHEMA_VERSION = 2
 PAPERS: dict[str, ModuleType] = {
@@ -83,7 +82,7 @@ class Plan(store.Plan):
             units.setdefault(place, (Unit(seed, self.scale), []))[1].append((paper, kind))
         return [units[place] for place in sorted(units)]
 
-    def own(self, lines: Sequence[Line]) -> list[Line]:
+    def own(self, lines: Sequence[store.Line]) -> list[store.Line]:
         """The lines of this plan, of those in a folder."""
         wanted = set(self.lines())
         return [line for line in lines if (line["paper"], line["text"], line["seed"]) in wanted]
@@ -92,11 +91,11 @@ class Plan(store.Plan):
         return {"paper": part[0], "text": part[1], "seed": unit.seed}
 
     @classmethod
-    def identify(cls, line: Line) -> str:
+    def identify(cls, line: store.Line) -> str:
         _ = [line[name] for name in FIELDS]
         return cls.key(line)
 
-    def check(self, folder: Path, found: Mapping[str, Line], work: store.Work) -> None:
+    def check(self, folder: Path, found: Mapping[str, store.Line], work: store.Work) -> None:
         """Raise UsageError for measurements of another scale or of other versions: their mean would be of
         neither.
         """
@@ -108,7 +107,7 @@ class Plan(store.Plan):
                     told = f"measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
                     require(got == wanted, f"output: {folder} holds {told}")
 
-    def measure(self, unit: Unit, parts: Sequence[tuple[str, str]]) -> Iterator[Line]:
+    def measure(self, unit: Unit, parts: Sequence[tuple[str, str]]) -> Iterator[store.Line]:
         """Measure papers on one text, or LagKV on all kinds of text."""
         start = time.process_time()
         lab = Lab(*evaluation.loaded(self.model), unit.scale, unit.seed)
@@ -129,7 +128,7 @@ class Plan(store.Plan):
             }
             start = now
 
-    def text(self, line: Line) -> str:
+    def text(self, line: store.Line) -> str:
         return f"{PAPERS[line['paper']].PAPER.title}, {line['text']}, seed {line['seed']}"
 
 
@@ -182,7 +181,7 @@ def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str,
     yield from (PAPERS[paper].observe(lab, recording) for paper, _ in wanted)
 
 
-def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims") -> dict[str, Any]:
+def report(plan: Plan, lines: Sequence[store.Line], command: str = "evictionary claims") -> dict[str, Any]:
     """Everything that the lines of the plan say, of those in a folder, with the verdicts, as results.json
     holds it.
     """
@@ -205,7 +204,7 @@ def report(plan: Plan, lines: Sequence[Line], command: str = "evictionary claims
     }
 
 
-def _paper(plan: Plan, name: str, lines: Sequence[Line]) -> dict[str, Any]:
+def _paper(plan: Plan, name: str, lines: Sequence[store.Line]) -> dict[str, Any]:
     paper = PAPERS[name].PAPER
     mine = sorted(
         (plan.texts.index(line["text"]), line["seed"], line["values"])

@@ -276,10 +276,9 @@ def _rows(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Chec
     A row alone shows these, and no other mistake that begins above a size; the rows of a judge, which are
     many, show all of them.
     """
-    mutants = load_mutants().items()
     bank = {
         name: one
-        for name, one in mutants
+        for name, one in load_mutants().items()
         if one.of == "selection.top_k" and (one.above or name in step.catches)
     }
     wanted = set(step.catches)

@@ -26,7 +26,6 @@ from evictionary.classroom import assignment as assignments, bundle, formats, gr
 from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty
-from evictionary.classroom.submissions import Handed
 from evictionary.errors import UsageError, did_you_mean, require, usage
 
 
@@ -55,14 +54,14 @@ class Order:
 
 def find(
     paths: Sequence[Path], file: str, output: Path | None = None
-) -> tuple[dict[str, Handed], list[Path]]:
+) -> tuple[dict[str, submissions.Handed], list[Path]]:
     """The submissions by student, and the entries of a folder that are none.
 
     A submission is a path itself, or an entry of a folder with more than the assignment's `file`. Hidden
     entries and the folder `output` are skipped. A student with two submissions has none: the result of that
     student says why. Raises UsageError if a path does not exist.
     """
-    found: dict[str, Handed] = {}
+    found: dict[str, submissions.Handed] = {}
     left_out: list[Path] = []
     for path in paths:
         require(path.exists(), f"submission: got {path}, wanted a file or folder that exists")
@@ -110,7 +109,7 @@ def _entries(folder: Path, file: str, output: Path | None, left_out: list[Path])
     return found
 
 
-def grade_one(order: Order, student: str, path: Handed) -> dict[str, Any]:
+def grade_one(order: Order, student: str, path: submissions.Handed) -> dict[str, Any]:
     """Grade one submission: return the content of grade.json, also when the grading fails."""
     (settings, notes), digest = _settings(order, student, path), ""
     try:
@@ -144,7 +143,7 @@ def _failed(order: Order, error: Exception) -> Judgement:
     return empty(order.loaded, why)
 
 
-def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any], list[str]]:
+def _settings(order: Order, student: str, path: submissions.Handed) -> tuple[dict[str, Any], list[str]]:
     """The settings that a grade depends on, beside the student's file, and notes on the id.
 
     A grade with the same settings is not computed again. With personal constants this starts a process that
@@ -170,7 +169,12 @@ def _settings(order: Order, student: str, path: Handed) -> tuple[dict[str, Any],
 
 
 def _as_json(
-    order: Order, settings: dict[str, Any], student: str, path: Handed, digest: str, judgement: Judgement
+    order: Order,
+    settings: dict[str, Any],
+    student: str,
+    path: submissions.Handed,
+    digest: str,
+    judgement: Judgement,
 ) -> dict[str, Any]:
     content = {
         **settings,
@@ -206,7 +210,7 @@ def _within_walls(message: str, order: Order) -> str:
     )
 
 
-def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
+def by_one_law(order: Order, student: str, path: submissions.Handed, law: str) -> Line:
     """Judge one submission by one law of its assignment, in a child as always.
 
     Raises UsageError unless a step has that law, and where the submission cannot be read.
@@ -225,12 +229,12 @@ def by_one_law(order: Order, student: str, path: Handed, law: str) -> Line:
     raise UsageError(f"--law: got {law!r}{did_you_mean(law, known)}, wanted one of {', '.join(known)}")
 
 
-def _readable(path: Handed, assignment: Assignment) -> bytes:
+def _readable(path: submissions.Handed, assignment: Assignment) -> bytes:
     with usage("submission", submissions.BadSubmission):
         return submissions.read(path, assignment)
 
 
-def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, int, Judgement]]:
+def tried(order: Order, solution: submissions.Handed | None = None) -> Iterator[tuple[str, int, Judgement]]:
     """What an assignment gives to a right answer, by default the reference, and to its starter, each with
     the points it should get.
 
@@ -246,7 +250,7 @@ def tried(order: Order, solution: Handed | None = None) -> Iterator[tuple[str, i
 
 def run(
     order: Order,
-    found: dict[str, Handed],
+    found: dict[str, submissions.Handed],
     output: Path,
     jobs: int,
     advance: Callable[[str], None] = lambda student: None,
@@ -289,7 +293,7 @@ def run(
 
 
 def _in_processes(
-    order: Order, waiting: dict[str, Handed], jobs: int
+    order: Order, waiting: dict[str, submissions.Handed], jobs: int
 ) -> Iterator[tuple[str, dict[str, Any] | Exception]]:
     """The grade of each student, or what ended its process. A process that dies breaks its pool: the
     others go on, each alone.
@@ -327,7 +331,7 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
 
 
-def _stored(order: Order, student: str, path: Handed, output: Path) -> dict[str, Any] | None:
+def _stored(order: Order, student: str, path: submissions.Handed, output: Path) -> dict[str, Any] | None:
     """The grade in a student's folder, if it has all files and was made from the same file with the same
     settings.
     """

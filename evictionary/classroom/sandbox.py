@@ -23,10 +23,9 @@ def confined(setup: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     site, folder = setup["site"], os.path.dirname(setup["path"])
     executor = [setup["triton"]] if setup["triton"] else []
     needed = [sys.base_prefix, site, folder, *executor]
-    roots = [*needed, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"]
     readable = [
         kept
-        for root in roots
+        for root in [*needed, "/usr/lib", "/lib", "/lib64", "/dev/null", "/dev/urandom"]
         if os.path.exists(root)
         for kept in without(os.path.realpath(root), setup["closed"])
     ]

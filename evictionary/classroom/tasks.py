@@ -133,9 +133,8 @@ def kernelbench(task: dict[str, Any]) -> str:
         shape = [SIZES[axis] for axis in each["shape"] or []]
         drawn = f"torch.rand({shape}) < 0.5" if each["dtype"] == "bool" else f"torch.randn({shape})"
         inputs.append(drawn if shape else repr(memory.ARGUMENTS[key](case)))
-    names = ", ".join(task["inputs"])
     return task["reference"] + MODEL.format(
-        says=task["description"].split(" (")[0], names=names, inputs=", ".join(inputs)
+        says=task["description"].split(" (")[0], names=", ".join(task["inputs"]), inputs=", ".join(inputs)
     )
 
 

@@ -18,21 +18,20 @@ from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn, inline, render, short_name
 from evictionary.evaluation.run import FULL, label
 from evictionary.methods.catalogue import BASELINES, protected
-from evictionary.store import Line, put
 
 Row = dict[str, Any]
 
 MARKERS = "osD^vP*Xh<>"
 
 
-def summarise(lines: Sequence[Line]) -> list[Row]:
+def summarise(lines: Sequence[store.Line]) -> list[Row]:
     """One row for each task, length, method and setting: means over the prompts, in the order of the
     tables.
 
     removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in
     `failed` and are in no mean; if all of them failed, the means are None.
     """
-    groups: dict[tuple[Any, ...], list[Line]] = defaultdict(list)
+    groups: dict[tuple[Any, ...], list[store.Line]] = defaultdict(list)
     for line in lines:
         groups[line["task"], line["length"], *_place(line)].append(line)
     rows = []
@@ -66,7 +65,7 @@ def summarise(lines: Sequence[Line]) -> list[Row]:
     return sorted(rows, key=lambda row: (row["length"], known.index(row["task"]), *_place(row)))
 
 
-def summary(lines: Sequence[Line]) -> dict[str, Any]:
+def summary(lines: Sequence[store.Line]) -> dict[str, Any]:
     """The content of summary.json: the model, the versions of the software, the failures, and the rows."""
     failures = Counter((label(line), line["error"]) for line in lines if line["error"] is not None)
     seen = {json.dumps(line["versions"], sort_keys=True): line["versions"] for line in lines}
@@ -81,20 +80,20 @@ def summary(lines: Sequence[Line]) -> dict[str, Any]:
     }
 
 
-def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
+def write(lines: Sequence[store.Line], folder: Path) -> dict[str, Any]:
     """Write summary.json, table.md, scores and heatmap as .png and .svg, and report.html into the folder;
     return the summary.
     """
     found = summary(lines)
     rows = found["rows"]
-    put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
-    put(folder / "table.md", markdown(rows))
+    store.put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
+    store.put(folder / "table.md", markdown(rows))
     images = {}
     for name, figure in (("scores", scores_figure), ("heatmap", heatmap_figure)):
         for kind in ("png", "svg"):
             # a new figure each time: a legend outside the axes shrinks the axes at every drawing
             data = drawn(figure(rows), kind)
-            put(folder / f"{name}.{kind}", data)
+            store.put(folder / f"{name}.{kind}", data)
         images[name] = inline(data)
     page = render(
         "evaluation.html",
@@ -110,7 +109,7 @@ def write(lines: Sequence[Line], folder: Path) -> dict[str, Any]:
         prompts=sorted({row["prompts"] + row["failed"] for row in rows}),
         images=images,
     )
-    put(folder / "report.html", page)
+    store.put(folder / "report.html", page)
     return found
 
 
@@ -349,7 +348,7 @@ def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def _geometric_mean(lines: Sequence[Line], name: str, weight: str = "") -> float | None:
+def _geometric_mean(lines: Sequence[store.Line], name: str, weight: str = "") -> float | None:
     """The perplexity of texts of one length together, each with the same weight or as many as it says;
     None without a text.
     """

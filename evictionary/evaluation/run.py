@@ -32,7 +32,6 @@ from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED, load as load_model
-from evictionary.store import Line
 
 FULL = "full"
 """The name of the baseline that removes nothing."""
@@ -127,16 +126,16 @@ class Plan(store.Plan):
         return {**unit._asdict(), **vars(part)}
 
     @classmethod
-    def identify(cls, line: Line) -> str:
+    def identify(cls, line: store.Line) -> str:
         if line["error"] is None and any(line[name] is None for name in SCORED):
             raise ValueError("a score is missing")
         return cls.key(line)
 
-    def is_done(self, line: Line, part: Setting) -> bool:
+    def is_done(self, line: store.Line, part: Setting) -> bool:
         """A measurement of a method whose file has changed is made again too."""
         return line["error"] is None and line.get("source") == part.source
 
-    def check(self, folder: Path, found: Mapping[str, Line], work: store.Work) -> None:
+    def check(self, folder: Path, found: Mapping[str, store.Line], work: store.Work) -> None:
         """Raise UsageError for a length that is too short for a task or too long for the model."""
         if not work:
             return
@@ -152,13 +151,13 @@ class Plan(store.Plan):
                 prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest
             )
 
-    def measure(self, unit: Unit, parts: Sequence[Setting]) -> Iterator[Line]:
+    def measure(self, unit: Unit, parts: Sequence[Setting]) -> Iterator[store.Line]:
         model, tokenizer = loaded(self.model)
         prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
         for measured in measure(model, tokenizer, prompt, parts, unit.seed):
             yield {"model": self.model, **unit._asdict(), **measured.line}
 
-    def text(self, line: Line) -> str:
+    def text(self, line: store.Line) -> str:
         return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
 
 
@@ -175,7 +174,7 @@ class Measurement(NamedTuple):
     The answer is None if the method failed, or if the text goes on without a question.
     """
 
-    line: Line
+    line: store.Line
     answer: Answer | None
     cache: EvictingCache | None
 
@@ -198,7 +197,7 @@ def measure(
     prefill(model, prompt.context_ids, full)
     needing = _needing(model, full, prompt)
     for setting in settings:
-        line: Line = {
+        line: store.Line = {
             "method": setting.method,
             "options": setting.options,
             "ratio": setting.ratio,

@@ -32,7 +32,6 @@ from evictionary.evaluation.run import Unit, loaded, require_some, versions
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, tokens_to_keep
 from evictionary.methods.resolve import MOMENTS, resolve
-from evictionary.store import Line, put, table
 
 TASKS = ("passkey7", "needle_multikey", "variables", "copy", "perplexity")
 RATIOS = (0.5, 0.75, 0.9)
@@ -95,7 +94,7 @@ class Plan(store.Plan):
     def named(self, unit: Unit, part: tuple[str, float]) -> dict[str, Any]:
         return {**unit._asdict(), "selector": part[0], "ratio": part[1]}
 
-    def measure(self, unit: Unit, parts: Sequence[tuple[str, float]]) -> Iterator[Line]:
+    def measure(self, unit: Unit, parts: Sequence[tuple[str, float]]) -> Iterator[store.Line]:
         """The cells of a line are [loss, whether exact, tokens kept]."""
         model, tokenizer = loaded(self.model)
         prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
@@ -115,7 +114,7 @@ class Plan(store.Plan):
             found = likelihood(model, cache, prompt.question_ids, answer)
             return [round(found.loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
 
-        common: Line = {"model": self.model, "full": cell(full), "versions": versions()}
+        common: store.Line = {"model": self.model, "full": cell(full), "versions": versions()}
         scores: dict[str, dict[int, Any]] = {selector: {} for selector in composed}
         for selector, ratio in parts:
             cells, error = {}, None
@@ -132,7 +131,7 @@ class Plan(store.Plan):
                 error = f"{name}: {failed}"
             yield common | self.named(unit, (selector, ratio)) | {"cells": cells, "error": error}
 
-    def text(self, line: Line) -> str:
+    def text(self, line: store.Line) -> str:
         return f"{line['task']}, seed {line['seed']}: {line['selector']}, {100 * line['ratio']:g}% removed"
 
 
@@ -187,7 +186,7 @@ def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
     )
 
 
-def summarise(lines: Sequence[Line]) -> Summary:
+def summarise(lines: Sequence[store.Line]) -> Summary:
     """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with
     intervals.
 
@@ -197,7 +196,7 @@ def summarise(lines: Sequence[Line]) -> Summary:
     same prompts. A ratio with fewer than LEAST prompts of a task is left out; UsageError where all are.
     """
     names = {line["selector"] for line in lines}
-    by_prompt: dict[tuple[float, int, str, int], dict[str, Line]] = {}
+    by_prompt: dict[tuple[float, int, str, int], dict[str, store.Line]] = {}
     for line in lines:
         if line["error"] is None:
             prompt = line["ratio"], line["length"], line["task"], line["seed"]
@@ -231,7 +230,7 @@ def summarise(lines: Sequence[Line]) -> Summary:
 
 
 def _rows(
-    ratio: float, by_task: Mapping[tuple[int, str], Sequence[Mapping[str, Line]]]
+    ratio: float, by_task: Mapping[tuple[int, str], Sequence[Mapping[str, store.Line]]]
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
@@ -362,12 +361,12 @@ def recommended(ratio: float) -> tuple[str, str]:
     )
 
 
-def write(lines: Sequence[Line], folder: Path) -> Summary:
+def write(lines: Sequence[store.Line], folder: Path) -> Summary:
     """Write summary.json, table.md and study.svg into the folder; return the summary."""
     found = summarise(lines)
-    put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
-    put(folder / "table.md", markdown(found))
-    put(folder / "study.svg", drawn(picture(found), "svg"))
+    store.put(folder / "summary.json", json.dumps(found, indent=1) + "\n")
+    store.put(folder / "table.md", markdown(found))
+    store.put(folder / "study.svg", drawn(picture(found), "svg"))
     return found
 
 
@@ -394,7 +393,7 @@ def markdown(found: Summary) -> str:
             ]
             for row in rows
         ]
-        parts.append(f"**{100 * ratio:g} % removed**\n\n{table(head, body, 'llr')}\n")
+        parts.append(f"**{100 * ratio:g} % removed**\n\n{store.table(head, body, 'llr')}\n")
     return "\n".join(parts)
 
 

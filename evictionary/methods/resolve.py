@@ -12,7 +12,6 @@ from typing import Any
 from evictionary.errors import UsageError, did_you_mean, require, require_known
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
-from evictionary.methods.catalogue import BASELINES, INPUTS
 from evictionary.methods.method import Method
 from evictionary.policies import DEFAULT
 from evictionary.source import import_file
@@ -96,14 +95,14 @@ def _resolve_one(method: str) -> Method:
     path, function_name = _split_path(method)
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
-    known = [*catalogue.names(), *BASELINES]
+    known = [*catalogue.names(), *catalogue.BASELINES]
     require(
         method not in [*catalogue.additions(), MOMENTS],
         f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
     )
     if method not in known:
         require_known("method", method, [*known, "path/to/file.py"])
-    if method not in BASELINES and importlib.util.find_spec(f"evictionary.optimized.{method}"):
+    if method not in catalogue.BASELINES and importlib.util.find_spec(f"evictionary.optimized.{method}"):
         optimized = importlib.import_module(f"evictionary.optimized.{method}")
         if catalogue.entry(optimized):
             return _from_module(optimized, method)
@@ -144,7 +143,7 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
         not missing,
         f"method: {name} names the argument {', '.join(missing)} in {function.__name__}, which cannot be "
         "supplied; wanted "
-        f"some of {', '.join(INPUTS)}, or an argument with a default, which becomes an option",
+        f"some of {', '.join(catalogue.INPUTS)}, or an argument with a default, which becomes an option",
     )
     package, _, stem = module.__name__.rpartition(".")
     # a module of `optimized/` leaves its description and its paper to the reference

@@ -11,8 +11,11 @@ import json
 import math
 import tomllib
 from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from rich.progress import track
 
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
@@ -97,20 +100,23 @@ def _folders() -> list[str]:
     return [path.parent.name for path in SUITE.glob("*/requirements.toml")]
 
 
+def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], what: str) -> Any:
+    """The results of a function with each of these arguments, computed in several processes."""
+    from joblib import Parallel, delayed
+
+    answers = Parallel(n_jobs=jobs, return_as="generator")(delayed(function)(*each) for each in calls)
+    return list(track(answers, total=len(calls), description=what))
+
+
 def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: list[str]) -> int:
     """Judge every mutant at a dtype and a number of channels, or those of some folders of the suite alone.
 
     Writes docs/power.json, where what is known of the others stays, and returns how many live.
     """
-    from joblib import Parallel, delayed
-    from rich.progress import track
-
     of = {name: folder_of(mutant.of) for name, mutant in sorted(load_mutants().items())}
     names = [name for name, folder in of.items() if folder in (only or of.values())]
-    work = Parallel(n_jobs=jobs, return_as="generator")(
-        delayed(dies)(name, dtype, head_dim, max_examples) for name in names
-    )
-    found = list(track(work, total=len(names), description=f"{dtype}, {head_dim} channels"))
+    work = [(name, dtype, head_dim, max_examples) for name in names]
+    found = in_processes(jobs, dies, work, f"{dtype}, {head_dim} channels")
     content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
     cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}})
     asked = Counter(map(of.__getitem__, names))
@@ -302,7 +308,6 @@ def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = Fals
     """
     from joblib import Parallel, delayed
     from rich.console import Console
-    from rich.progress import track
 
     stored = json.loads(CONTROLS.read_text(encoding="utf-8")) if CONTROLS.exists() else {"sets": []}
     known = {name for one in stored["sets"] for name in one["controls"] if one["seeds"] >= seeds}
@@ -341,9 +346,6 @@ def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = Fals
 
 
 def main() -> None:
-    from joblib import Parallel, delayed
-    from rich.progress import track
-
     parser = argparse.ArgumentParser(
         description="Run every planted mistake against every law; write build/kill_matrix.json and "
         "docs/kill_matrix.md."
@@ -388,10 +390,7 @@ def main() -> None:
         )
     max_examples = arguments.max_examples or 30
     names = sorted(load_mutants())
-    work = Parallel(n_jobs=arguments.jobs, return_as="generator")(
-        delayed(row)(name, max_examples) for name in names
-    )
-    rows = list(track(work, total=len(names), description="mutants"))
+    rows = in_processes(arguments.jobs, row, [(name, max_examples) for name in names], "mutants")
     content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
     whole = DOCS.parent / "build" / "kill_matrix.json"
     whole.parent.mkdir(exist_ok=True)

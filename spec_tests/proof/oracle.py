@@ -7,7 +7,6 @@ the bank and small ones that a program makes of the source (`source_mutations.py
 evictionary.spec_tests.proof.oracle` plants them all and writes docs/oracle.md.
 """
 
-import argparse
 import json
 import sys
 import tomllib
@@ -19,9 +18,10 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import typer
 from hypothesis.errors import Unsatisfiable
 
 from evictionary.spec_tests.judge import tolerance
@@ -29,7 +29,7 @@ from evictionary.spec_tests.judge.degenerate import REFUSAL
 from evictionary.spec_tests.judge.implementation import oracle
 from evictionary.spec_tests.judge.law import SUITE, Law, load_laws
 from evictionary.spec_tests.judge.outcome import outcome, prepared, time_limit
-from evictionary.spec_tests.proof.matrix import DOCS, laws_for
+from evictionary.spec_tests.proof.matrix import DOCS, in_processes, laws_for
 from evictionary.spec_tests.proof.planted import copied, load_mutants, replaced
 from evictionary.spec_tests.proof.source_mutations import functions, mutations
 from evictionary.store import table
@@ -274,18 +274,11 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
     above, a size up to which the functions stay right: then those of the program alone are made, and long
     laws are asked first.
     """
-    from joblib import Parallel, delayed
-    from rich.progress import track
-
-    def all_of(calls: list[Any], what: str) -> list[Any]:
-        answers = Parallel(n_jobs=jobs, return_as="generator")(calls)
-        return list(track(answers, total=len(calls), description=what))
-
     right = replaced("the reference", {})
     laws = {
         name: law for name, law in load_laws().items() if law.kind != REFUSAL and not law.missing(right)[0]
     }
-    runs = dict(zip(laws, all_of([delayed(executed)(name) for name in laws], "laws"), strict=True))
+    runs = dict(zip(laws, in_processes(jobs, executed, [(name,) for name in laws], "laws"), strict=True))
     by_hand, work = bank(), []
     for path in functions():
         if only and not any(each in path for each in only):
@@ -302,7 +295,7 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
             for start in range(0, len(mistakes), PART)
         ]
     reasons = listed()
-    found = [each for part in all_of([delayed(judge)(*each) for each in work], "mistakes") for each in part]
+    found = [each for part in in_processes(jobs, judge, work, "mistakes") for each in part]
     return [
         replace(each, verdict=LISTED, reason=reasons[each.of, each.mistake])
         if each.verdict == UNSEEN and (each.of, each.mistake) in reasons
@@ -368,35 +361,29 @@ def page(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "--only",
-        action="append",
-        default=[],
-        metavar="FUNCTION",
-        help="a part of `stem.function`; no page then",
-    )
-    parser.add_argument(
-        "--above",
-        type=int,
-        default=0,
-        metavar="SIZE",
-        help="make mistakes that only arrays longer than this meet; no page then",
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    parser.add_argument(
-        "--json", metavar="FILE", help="write every mistake with its verdict, and the law that saw it"
-    )
-    arguments = parser.parse_args()
-    results = run(arguments.only, arguments.jobs, arguments.above)
-    if arguments.json:
-        Path(arguments.json).write_text(
-            json.dumps([asdict(each) for each in results], indent=1) + "\n", encoding="utf-8"
-        )
-    if not arguments.only and not arguments.above:
+def main(
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="FUNCTION", help="A part of `stem.function`; no page then.")
+    ] = None,
+    above: Annotated[
+        int,
+        typer.Option(
+            metavar="SIZE", help="Make mistakes that only arrays longer than this meet; no page then."
+        ),
+    ] = 0,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--json", metavar="FILE", help="Write every mistake with its verdict, and the law that saw it."
+        ),
+    ] = None,
+) -> None:
+    """Plant mistakes in the reference, and write which laws see them. The exit code is 1 for one unseen."""
+    results = run(only or [], jobs, above)
+    if file:
+        file.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n", encoding="utf-8")
+    if not only and not above:
         (DOCS / "oracle.md").write_text(page(results), encoding="utf-8")
     unseen = [each for each in results if each.verdict == UNSEEN]
     for each in unseen:
@@ -405,8 +392,8 @@ def main() -> None:
     print(
         ", ".join(f"{total[word]} {word}" for word in (SEEN, SAME, LISTED, UNSEEN)) + f", of {len(results)}"
     )
-    raise SystemExit(bool(unseen))
+    raise typer.Exit(int(bool(unseen)))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -104,10 +104,9 @@ class Example:
     def _allowed(self, dtype: str) -> list[tuple[float, float]]:
         function, found = oracle(self.function), []
         # Those without a default by position, as laws call it: what they have measured is remembered.
-        parameters = inspect.signature(function).parameters.values()
         leading = [
             each.name
-            for each in parameters
+            for each in inspect.signature(function).parameters.values()
             if each.default is each.empty and each.kind is not each.KEYWORD_ONLY
         ]
         args = [self.arguments[name] for name in leading]

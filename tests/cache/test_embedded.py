@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tools.reading import refused
+from tools import refused
 
 from evictionary.errors import InstallError
 from evictionary.models import embedded

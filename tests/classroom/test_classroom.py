@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, strategies as st
 from sampling import sampled
+from tools import refused
 from tools.commands import invoke
 from tools.grader import (
     EVERY_FORMAT,
@@ -31,7 +32,6 @@ from tools.grader import (
     verdicts,
     written,
 )
-from tools.reading import refused
 
 from evictionary import store
 from evictionary.classroom import assignment as assignments, classes, contest, formats, grading

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from markdown_it import MarkdownIt
 from sampling import sampled
-from tools import attacks, ends_with_its_parent, python
+from tools import attacks, ends_with_its_parent, python, refused
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -33,7 +33,6 @@ from tools.grader import (
     verdicts,
     written,
 )
-from tools.reading import refused
 
 from evictionary import reference
 from evictionary.classroom import (

@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
-from tools import run
+from tools import refused, run
 from tools.commands import as_json, failed, invoke, printed
 from tools.grader import (
     EVERY_FILE,
@@ -37,7 +37,6 @@ from tools.grader import (
     written,
 )
 from tools.pages import blocks, commands
-from tools.reading import refused
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments, classes, contest, formats, grading, submissions

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import typer
-from tools.reading import refused
+from tools import refused
 
 from benchmarks import cpu, gpu, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, rows_apart

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
+from tools import refused
 from tools.commands import as_json, printed
-from tools.reading import refused
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
@@ -34,7 +34,6 @@ from evictionary.evaluation import pages, run as evaluation
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
-from evictionary.store import Line
 
 SCALE = Scale(
     prompt_tokens=96,
@@ -57,7 +56,7 @@ def plan_for(model: Path, papers: list[str] | None = None, **changes: Any) -> ru
     return run.Plan(str(model), run.check_claims(papers), **(settings | changes))
 
 
-def without_seconds(lines: list[Line]) -> list[Line]:
+def without_seconds(lines: list[store.Line]) -> list[store.Line]:
     return [{name: value for name, value in line.items() if name != "cpu_seconds"} for line in lines]
 
 
@@ -72,14 +71,14 @@ def recording(lab: Lab) -> Recording:
 
 
 @pytest.fixture(scope="module")
-def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[store.Line]]:
     """A folder with the measurements of the plan, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, store.run(plan_for(model_folder), folder)
 
 
 @pytest.fixture(scope="module")
-def result(finished: tuple[Path, list[Line]], model_folder: Path) -> dict[str, Any]:
+def result(finished: tuple[Path, list[store.Line]], model_folder: Path) -> dict[str, Any]:
     return run.report(plan_for(model_folder), finished[1])
 
 
@@ -536,7 +535,7 @@ def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None
 
 
 def test_a_finished_run_measures_nothing_again(
-    finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, list[store.Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lines = finished
     assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(
@@ -546,8 +545,7 @@ def test_a_finished_run_measures_nothing_again(
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
     assert store.run(plan_for(model_folder), folder) == lines
     one = plan_for(model_folder, ["gvote"], texts=("code",))
-    some = one.own(store.run(one, folder))
-    assert [(line["paper"], line["text"], line["seed"]) for line in some] == [
+    assert [(line["paper"], line["text"], line["seed"]) for line in one.own(store.run(one, folder))] == [
         ("gvote", "code", 0),
         ("gvote", "code", 1),
     ]
@@ -555,7 +553,7 @@ def test_a_finished_run_measures_nothing_again(
 
 
 def test_more_texts_join_the_results(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     told: list[str] = []
@@ -569,7 +567,7 @@ def test_more_texts_join_the_results(
 
 @pytest.mark.slow
 def test_two_processes_find_the_same(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     assert without_seconds(store.run(plan_for(model_folder), tmp_path, jobs=2)) == without_seconds(
         finished[1]
@@ -577,7 +575,10 @@ def test_two_processes_find_the_same(
 
 
 def test_measurements_of_two_kinds_are_not_mixed(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, list[store.Line]],
+    model_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     refused(

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_llama
+from tools import refused, saved
 from tools.pages import pictures_of
-from tools.reading import refused, saved
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from evictionary.cache.evicting_cache import EvictingCache

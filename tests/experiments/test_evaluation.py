@@ -11,16 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from tools import refused, saved
 from tools.commands import as_json, invoke, printed
 from tools.pages import pictures_of
-from tools.reading import refused, saved
 
 from evictionary import store
 from evictionary.cli import evaluate as cli_eval
 from evictionary.evaluation import pages, report as eval_report, run as evaluation, tasks
 from evictionary.evaluation.run import Plan
 from evictionary.models.load import load
-from evictionary.store import Line
 
 NAMES = ["passkey7", "copy"]
 
@@ -40,18 +39,18 @@ def plan_for(model: Path, **changes: Any) -> Plan:
     return Plan(model=str(model), **{**settings, **changes})
 
 
-def without_seconds(lines: list[Line]) -> list[Line]:
+def without_seconds(lines: list[store.Line]) -> list[store.Line]:
     return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 @pytest.fixture(scope="module")
-def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Line]]:
+def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[store.Line]]:
     """A folder with the results of the plan, in one go, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, store.run(plan_for(model_folder), folder)
 
 
-def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None:
+def test_every_measurement_has_a_line(finished: tuple[Path, list[store.Line]]) -> None:
     folder, lines = finished
     assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
     evicting = [
@@ -74,7 +73,7 @@ def test_every_measurement_has_a_line(finished: tuple[Path, list[Line]]) -> None
 
 
 def test_a_finished_run_measures_nothing_again(
-    finished: tuple[Path, list[Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
+    finished: tuple[Path, list[store.Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lines = finished
     before = (folder / "results.jsonl").read_bytes()
@@ -85,7 +84,7 @@ def test_a_finished_run_measures_nothing_again(
 
 @pytest.mark.slow
 def test_a_dask_cluster_of_two_workers_finds_the_same(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     distributed = pytest.importorskip("distributed")
     with (
@@ -178,7 +177,7 @@ def test_what_a_partition_keeps_whole_is_no_failure(
 
 
 def test_more_methods_join_the_results(
-    finished: tuple[Path, list[Line]], model_folder: Path, tmp_path: Path
+    finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
     told: list[store.Progress] = []
@@ -225,7 +224,7 @@ def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path
     assert f"(ppl {row['perplexity']:.3g})" in eval_report.markdown(rows)
 
 
-def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Line]]) -> None:
+def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[store.Line]]) -> None:
     line = finished[1][1]
     Plan.identify(line)
     for name in evaluation.SCORED:
@@ -234,7 +233,7 @@ def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[Lin
         refused(lambda name=name: Plan.identify(line | {name: None}), "a score is missing", ValueError)
 
 
-def test_reports(finished: tuple[Path, list[Line]], tmp_path: Path) -> None:
+def test_reports(finished: tuple[Path, list[store.Line]], tmp_path: Path) -> None:
     # two lengths, and one measurement that failed
     longer = [line | {"length": 900} for line in finished[1]]
     failed = {
@@ -307,7 +306,7 @@ def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right:
     assert eval_report.wilson(0, 5)[0] == 0 and eval_report.wilson(5, 5)[1] == 1
 
 
-def test_the_command_prints_tables(finished: tuple[Path, list[Line]], model_folder: Path) -> None:
+def test_the_command_prints_tables(finished: tuple[Path, list[store.Line]], model_folder: Path) -> None:
     known = [
         "--methods",
         "keydiff",

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from tools import refused
 from tools.pages import ROOT, blocks
-from tools.reading import refused
 
 from evictionary.errors import UsageError
 from evictionary.methods.method import Request

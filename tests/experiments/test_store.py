@@ -13,8 +13,7 @@ from typing import Any
 
 import filelock
 import pytest
-from tools import ends_with_its_parent, python, saved
-from tools.reading import refused
+from tools import ends_with_its_parent, python, refused, saved
 
 from evictionary import store
 from evictionary.errors import UsageError

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tools import refused, saved
 from tools.commands import as_json, printed
-from tools.reading import refused, saved
 
 import docs_build.study
 from evictionary import store

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
+from tools import refused
 from tools.commands import as_json, failed, printed
-from tools.reading import refused
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store

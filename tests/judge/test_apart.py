@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tools import ROOT, judge, laid, pytest_of, saved
-from tools.reading import refused
+from tools import ROOT, judge, laid, pytest_of, refused, saved
 
 from evictionary.spec_tests.judge import apart
 from evictionary.spec_tests.judge.domain import Domain

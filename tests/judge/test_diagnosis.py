@@ -5,7 +5,7 @@ it.
 import numpy as np
 import pytest
 from hypothesis import Phase, settings
-from tools.reading import refused
+from tools import refused
 
 from evictionary.reference.attention import softmax
 from evictionary.spec_tests.judge.law import load_laws

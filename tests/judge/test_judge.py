@@ -11,8 +11,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from hypothesis import settings
-from tools import json_in, judge as judged, laid, saved
-from tools.reading import refused
+from tools import json_in, judge as judged, laid, refused, saved
 
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tools import PLAIN_KEYDIFF, ROOT, json_in, judge, laid, pytest_of, python, run, saved
+from tools import PLAIN_KEYDIFF, ROOT, json_in, judge, laid, pytest_of, python, refused, run, saved
 from tools.commands import invoke
-from tools.reading import refused
 
 from evictionary.reference import cache, keydiff
 from evictionary.spec_tests.judge.compare import agrees

@@ -6,8 +6,7 @@ import json
 import re
 
 import pytest
-from tools import laid, python, saved
-from tools.reading import refused
+from tools import laid, python, refused, saved
 
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions

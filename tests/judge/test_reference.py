@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tools.reading import refused
+from tools import refused
 
 from evictionary.methods import catalogue
 from evictionary.reference import checks

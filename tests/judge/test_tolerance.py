@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tools.reading import refused
+from tools import refused
 
 from evictionary.reference import attention, gvote, keydiff, lagkv, momentkv
 from evictionary.spec_tests.judge.arithmetic import EPSILON, Rounded, round_to

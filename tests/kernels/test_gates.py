@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 import torch
-from tools import ROOT
+from tools import ROOT, refused
 from tools.kernels import KERNELS, launched_by_a_grid
-from tools.reading import refused
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

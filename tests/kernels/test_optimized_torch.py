@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from tools.reading import refused
+from tools import refused
 from torch.utils._pytree import tree_leaves
 
 from evictionary import reference

@@ -9,7 +9,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tools.reading import refused, saved
+from tools import refused, saved
 
 from docs_build import hooks, pages
 from evictionary.errors import InstallError

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import typer
+from tools import refused
 from tools.pages import ROOT, blocks, commands
-from tools.reading import refused
 from typer.testing import CliRunner
 
 from docs_build.pages import PAPERS, filled

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 import typer
-from tools import run, saved
-from tools.reading import refused
+from tools import refused, run, saved
 
 from benchmarks.cpu import KVPRESS
 from conformance import wild

@@ -1,13 +1,19 @@
-"""What the tests share: no test, and no part of what is installed. Here they start programs."""
+"""What the tests share: no test, and no part of what is installed. Here they write files, start programs and
+ask for errors.
+"""
 
 import json
 import os
 import select
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from evictionary.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 # KeyDiff as somebody writes it who has the paper and no NumPy.
@@ -30,6 +36,16 @@ def score(keys):
     anchor = unit([sum(channel) / len(keys) for channel in zip(*directions)])
     return [-sum(x * y for x, y in zip(direction, anchor)) for direction in directions]
 """
+
+
+def refused(
+    call: Callable[[], Any],
+    message: str | None = None,
+    error: type[BaseException] | tuple[type[BaseException], ...] = UsageError,
+) -> None:
+    """Fail unless the call raises this error, with a message that the pattern is found in."""
+    with pytest.raises(error, match=message):
+        call()
 
 
 def saved(path: Path, content: str | bytes) -> Path:

@@ -2,32 +2,20 @@
 what is stored.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
-from evictionary.errors import UsageError
 
-from . import saved
+from . import refused as refused, saved
 
 IDS = torch.randint(3, 259, (1, 60), generator=torch.Generator().manual_seed(3))
-
-
-def refused(
-    call: Callable[[], Any],
-    message: str | None = None,
-    error: type[BaseException] | tuple[type[BaseException], ...] = UsageError,
-) -> None:
-    """Fail unless the call raises this error, with a message that the pattern is found in."""
-    with pytest.raises(error, match=message):
-        call()
 
 
 def written(folder: Path, text: str) -> str:
