@@ -86,7 +86,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make code smaller by the spans of names, signs and blanks, which need no colour.
+    """Make code smaller by the spans of names, signs and blanks, which need no colour, and tables by the
+    style of each number, which becomes a class.
 
     Formulas, code in tabs, laws and mistakes stay out of the search.
     """
@@ -96,6 +97,7 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     # working.
     html = re.sub(r'<(\w+) id="evictionary\.([\w.]+)"', r'<a id="\2"></a>\g<0>', html)
     html = re.sub(r'class="(?:arithmatex|failure|success|tabbed-block)"', r"\g<0> data-search-exclude", html)
+    html = html.replace('style="text-align: right;"', 'class="r"')
     return re.sub(r'<span class="(?:n|o|p|w)">([^<]*)</span>', r"\1", html)
 
 
