@@ -189,6 +189,7 @@ def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() 
         "| keydiff",
         "| keydiff+moments",
         r"| keydiff+ada\_kv",
+        "| keydiff+cam",
         "| random",
         r"| random\_protected",
     ]
