@@ -86,8 +86,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
-    """Make code smaller by the spans of names, signs and blanks, which need no colour, and tables by the
-    style of each number, which becomes a class.
+    """Make code smaller by the spans of names, signs and blanks, which need no colour.
 
     Formulas, code in tabs, laws and mistakes stay out of the search.
     """
@@ -97,17 +96,22 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     # working.
     html = re.sub(r'<(\w+) id="evictionary\.([\w.]+)"', r'<a id="\2"></a>\g<0>', html)
     html = re.sub(r'class="(?:arithmatex|failure|success|tabbed-block)"', r"\g<0> data-search-exclude", html)
-    html = html.replace('style="text-align: right;"', 'class="r"')
     return re.sub(r'<span class="(?:n|o|p|w)">([^<]*)</span>', r"\1", html)
 
 
 def on_post_page(output: str, **_: Any) -> str:
-    """Keep the link to the repository from asking its host for stars and forks, and leave out the blanks
-    around the article.
+    """Keep the link to the repository from asking its host for stars and forks, leave out the blanks around
+    the article, and write the style of numbers in its tables as a class, which is shorter.
     """
     before, article, after = re.split(r"(<article.*</article>)", output, maxsplit=1, flags=re.DOTALL)
     before, after = (re.sub(r"\s*\n\s*", "\n", part) for part in (before, after))
-    return before.replace('data-md-component="source"', "") + article + after
+    return "".join(
+        [
+            before.replace('data-md-component="source"', ""),
+            article.replace('style="text-align: right;"', 'class="r"'),
+            after,
+        ]
+    )
 
 
 def on_post_build(config: MkDocsConfig) -> None:
