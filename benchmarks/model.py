@@ -11,7 +11,6 @@ import datetime
 import json
 import platform
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -98,13 +97,15 @@ def decoding(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
 
 
 def a_token(model: PreTrainedModel, prompt: torch.Tensor, cache: Any, full: DynamicCache) -> dict[str, Any]:
-    """The time of some tokens after a prompt, with a cache and with the full one, which take turns."""
-
-    def some(own: Any) -> Callable[[], None]:
-        return lambda: [read(model, prompt[:, -1:], own) for _ in range(DECODED)] and None
-
-    own_bytes = getattr(cache, "nbytes", 0) or bytes_of(cache)
-    return {"tokens": prompt.shape[1], **taking_turns(some(cache), some(full), ROUNDS), "bytes": own_bytes}
+    """The time of some tokens after a prompt, with a cache and with the full one, which take turns. The full
+    cache forgets them afterwards: it has to be as long for the next cache.
+    """
+    token = prompt[:, -1:]
+    calls = [lambda own=own: [read(model, token, own) for _ in range(DECODED)] for own in (cache, full)]
+    row: dict[str, Any] = {"tokens": prompt.shape[1], "bytes": getattr(cache, "nbytes", 0) or bytes_of(cache)}
+    row |= taking_turns(*calls, ROUNDS)
+    full.crop(prompt.shape[1] - full.get_seq_length())
+    return row
 
 
 def decoding_kvpress(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:

@@ -96,10 +96,11 @@ def their_decoding(
     model = model_in_kvpress(folder)
     attention = [layer.self_attn for layer in model.model.layers]
 
-    def read(tokens: torch.Tensor, cache: DynamicCache, masked: list[Any]) -> None:
+    def read(tokens: torch.Tensor, cache: DynamicCache, masked: list[Any], times: int = 1) -> None:
         for module, indices in zip(attention, masked, strict=True):
             module.masked_key_indices = indices
-        model(tokens, past_key_values=cache, logits_to_keep=1)
+        for _ in range(times):
+            model(tokens, past_key_values=cache, logits_to_keep=1)
 
     presses = {
         peer.ours: getattr(kvpress, peer.theirs)(compression_ratio=RATIO, **peer.arguments) for peer in PEERS
@@ -114,15 +115,14 @@ def their_decoding(
                 cache = DynamicCache()
                 with press(model):
                     read(ids, cache, none)
-                masked = [module.masked_key_indices for module in attention]
-
-                def some(own: Any, masked: list[Any], ids: torch.Tensor = ids) -> None:
-                    for _ in range(decoded):
-                        read(ids[:, -1:], own, masked)
-
-                calls = partial(some, cache, masked), partial(some, full, none)
+                token, masked = ids[:, -1:], [module.masked_key_indices for module in attention]
                 row = {"cache": f"kvpress: {name}", "tokens": length, "bytes": bytes_of(cache)}
+                calls = (
+                    partial(read, token, cache, masked, decoded),
+                    partial(read, token, full, none, decoded),
+                )
                 rows.append(row | taking_turns(*calls, rounds))
+                full.crop(length - full.get_seq_length())
     return rows
 
 
