@@ -327,7 +327,8 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = ""
     Columns without a letter take the last one. A bar inside a cell is escaped.
     """
     letters = (align or "l").ljust(len(head), (align or "l")[-1])
-    cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in [head, *rows]]
+    lines = [head, *rows]
+    cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
     first, *others = ["| " + " | ".join(line) + " |" for line in cells]
     ruler = "|" + "|".join("--:" if letter == "r" else "---" for letter in letters) + "|"
     return "\n".join([first, ruler, *others])

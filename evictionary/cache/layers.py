@@ -352,12 +352,7 @@ class EvictingLayer(DynamicLayer):
         for name in ("_kept_positions", "padding", "recent", "recent_hidden"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[indices])
-        self.state = {
-            name: entry[indices]
-            if isinstance(entry, torch.Tensor)
-            else [entry[index] for index in indices.tolist()]
-            for name, entry in self.state.items()
-        }
+        self.state = {name: _rows_of(entry, indices) for name, entry in self.state.items()}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Every tensor of the layer by name: `keys`, `values` and the flat tensors of ragged heads."""
@@ -475,6 +470,11 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 def _writable(entry: Any) -> Any:
     return entry.clone() if isinstance(entry, torch.Tensor) and not _is_writable(entry) else entry
+
+
+def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
+    """The rows of an entry of a state."""
+    return entry[indices] if isinstance(entry, torch.Tensor) else [entry[index] for index in indices.tolist()]
 
 
 def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:

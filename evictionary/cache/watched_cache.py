@@ -133,12 +133,10 @@ class WatchedCache(Cache):
                 compression.warn_of_what_stays(self, layer)
             if self._finalizer.alive:
                 self._handed[layer_idx] = keys
-            else:
-                require(
-                    layer.is_plain and (layer.evicted_at > 0 or (self.method is None and not self.record)),
+            elif not layer.is_plain or (layer.evicted_at == 0 and (self.method is not None or self.record)):
+                raise RuntimeError(
                     f"layer {layer_idx}: got tokens after the cache was closed, wanted it open to see their "
-                    "queries",
-                    RuntimeError,
+                    "queries"
                 )
         return keys, values
 

@@ -137,9 +137,10 @@ def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: in
     the attention sinks.
     """
     turns = rotation(lab.model, layer, torch.arange(keys.shape[2], device=keys.device))
+    every = (keys, unrotated(keys, *turns), values)
     return {
         f"near_{name}": np.stack([*map(nearness, states[:, :, SINKS:])])
-        for name, states in zip(STATES, ((keys, unrotated(keys, *turns), values)), strict=True)
+        for name, states in zip(STATES, every, strict=True)
     }
 
 

@@ -122,7 +122,8 @@ def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
     """
     names = list(dict.fromkeys(row["task"] for row in rows))
     table = []
-    for _, group in groupby(sorted(rows, key=_place), key=_place):
+    ordered = sorted(rows, key=_place)
+    for _, group in groupby(ordered, key=_place):
         by_task = {row["task"]: row for row in group}
         cells = [by_task.get(name) for name in names]
         scores = [

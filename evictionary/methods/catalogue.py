@@ -86,12 +86,16 @@ def modules() -> dict[str, ModuleType]:
     }
 
 
-# Each input that a method brought along: the stem of the method, the source and the meaning.
-DECLARED: dict[str, tuple[str, str, str]] = {
-    name: (stem, *said)
-    for stem, module in modules().items()
-    for name, said in getattr(module, "INPUTS", {}).items()
-}
+def _declared() -> dict[str, tuple[str, str, str]]:
+    """Each input that a method brought along: the stem of the method, the source and the meaning."""
+    return {
+        name: (stem, *said)
+        for stem, module in modules().items()
+        for name, said in getattr(module, "INPUTS", {}).items()
+    }
+
+
+DECLARED = _declared()
 INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {
     name: meaning for name, (*_, meaning) in DECLARED.items()
 }
@@ -191,7 +195,7 @@ def describe(name: str) -> dict[str, Any]:
         "name": name,
         "description": description(module),
         "paper": paper(module),
-        "seams": [seam for seam in SEAMS if callable(getattr(module, seam, None))],
+        "seams": list(seams(module)),
         "inputs": inputs,
         "options": options,
     }
@@ -216,6 +220,11 @@ def traits(module: ModuleType) -> frozenset[str]:
         f"TRAITS of {Path(module.__file__ or '?').name}: got {said!r}, wanted a set of {', '.join(TRAITS)}",
     )
     return frozenset(said)
+
+
+def seams(module: ModuleType) -> tuple[str, ...]:
+    """The functions of the contract that the module has."""
+    return tuple(seam for seam in SEAMS if callable(getattr(module, seam, None)))
 
 
 def entry(module: ModuleType) -> Callable[..., Any] | None:

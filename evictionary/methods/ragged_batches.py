@@ -38,7 +38,8 @@ def pieces(
         of_row = torch.ones(shape[1:], dtype=torch.bool) if filled is None else filled[row]
         alike = not one_head and bool((of_row == of_row[0]).all())
         for head in [slice(None)] if alike else [slice(head, head + 1) for head in range(shape[1])]:
-            found.append(Piece(slice(row, row + 1), head, of_row[head.start or 0].nonzero()[:, 0]))
+            places = of_row[head.start or 0].nonzero()[:, 0]
+            found.append(Piece(slice(row, row + 1), head, places))
     return found
 
 

@@ -201,14 +201,11 @@ def _orders(impl: Implementation, path: str, *args: Any, **kwargs: Any) -> Any:
         impl.compares_order = False
     allowed = impl.allowance(path, *args, **kwargs)
     require_numbers(got, allowed.expected.shape, path)
-    ordered = np.take_along_axis(allowed.expected, np.argsort(-got, axis=-1, kind="stable"), axis=-1)
+    order = np.argsort(-got, axis=-1, kind="stable")
+    ordered = np.take_along_axis(allowed.expected, order, axis=-1)
     later = np.maximum.accumulate(ordered[..., ::-1], axis=-1)[..., ::-1]
-    require(
-        not (later[..., 1:] - ordered[..., :-1] > 2 * allowed.largest).any(),
-        "the scores put a token before one that scores more",
-        allowed.expected,
-        got,
-    )
+    if (later[..., 1:] - ordered[..., :-1] > 2 * allowed.largest).any():
+        raise Violation("the scores put a token before one that scores more", allowed.expected, got)
     return got
 
 

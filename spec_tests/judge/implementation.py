@@ -275,11 +275,8 @@ class Implementation:
         Raises Violation where nothing is raised, or something else than is asked for, and RuntimeError in a
         law of another class: who checks no argument may fail no mathematics.
         """
-        require(
-            self.asking in ("", REFUSAL),  # outside of laws nothing is asked
-            f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}",
-            RuntimeError,
-        )
+        if self.asking not in ("", REFUSAL):  # outside of laws nothing is asked
+            raise RuntimeError(f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}")
         try:
             yield
         except Violation:
@@ -571,11 +568,10 @@ def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleTyp
         return _load_package(path.name)
     files = [path] if path.is_file() else sorted(path.glob("*.py"))
     files = [file for file in files if file.stem in STEMS]
-    require(
-        files or not path.is_file(),
-        f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}",
-        UnusableImplementation,
-    )
+    if path.is_file() and not files:
+        raise UnusableImplementation(
+            f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}"
+        )
     sys.path.insert(0, str(path if path.is_dir() else path.parent))
     modules = {}
     for file in files:

@@ -262,7 +262,8 @@ def law(
 
         check: Callable[..., None] = judging if functions else test
         sentence = first_paragraph(test.__doc__ or test.__name__)
-        require(kind in KINDS, f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}", KeyError)
+        if kind not in KINDS:
+            raise KeyError(f"{name}: kind={kind!r}, wanted one of {', '.join(KINDS)}")
         LAWS[name] = Law(
             REQUIREMENTS[requirement],
             functions,

@@ -124,7 +124,8 @@ def _size(axis: str) -> int:
 
 
 def _shape(argument: Argument) -> tuple[int, ...]:
-    return (*((1, 2) if "..." in argument.axes else ()), *map(_size, _axes(argument)))
+    lead = (1, 2) if "..." in argument.axes else ()
+    return (*lead, *map(_size, _axes(argument)))
 
 
 def _made(argument: Argument) -> Any:

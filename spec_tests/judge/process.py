@@ -247,11 +247,8 @@ class Program:
         """The numbers of a file that the program has written."""
         require("file" in content, f'{shown(content)}, wanted an object with "file" or "type"', BadMessage)
         path = Path(str(content["file"]))
-        require(
-            path.parent == self._folder and path.name.startswith(f"{self._asked}."),
-            f'{path}, wanted a file whose path begins with "output"',
-            BadMessage,
-        )
+        if path.parent != self._folder or not path.name.startswith(f"{self._asked}."):
+            raise BadMessage(f'{path}, wanted a file whose path begins with "output"')
         require(path.is_file(), f"the name of a file, {path.name}, which it did not write", BadMessage)
         return wire.numbers(content, path.read_bytes(), STORED)
 

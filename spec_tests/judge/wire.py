@@ -43,7 +43,7 @@ def to_json(value: Any, leaf: Callable[[Any, str], Any], name: str = "") -> Any:
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value, strict=True)
         return {
-            "type": f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}",
+            "type": type_name(value),
             **{field: to_json(each, leaf, f"{name}.{field}") for field, each in fields},
         }
     if isinstance(value, tuple | list):
@@ -88,6 +88,11 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     raise BadMessage(f"a {type(value).__name__}; wanted arrays, numbers or tuples of them")
+
+
+def type_name(value: Any) -> str:
+    """`cache.CompressedCache` for the named tuple of that name."""
+    return f"{type(value).__module__.rpartition('.')[2]}.{type(value).__name__}"
 
 
 def parsed(text: str | bytes) -> Any:

@@ -145,7 +145,8 @@ def matrix_row_by_row(keys):
 
 
 def matrix_by_outer_products(keys):
-    return sum(column[..., :, None] * column[..., None, :] for column in np.moveaxis(unit(keys), -1, 0))
+    columns = np.moveaxis(unit(keys), -1, 0)
+    return sum(column[..., :, None] * column[..., None, :] for column in columns)
 
 
 def pairwise_by_sum(keys):

@@ -48,7 +48,8 @@ def by_hand(model: Any, index: int, ids: torch.Tensor) -> tuple[np.ndarray, np.n
 
 
 def test_a_prompt_calibrates_itself(model: Any) -> None:
-    for index, layer in enumerate(cached(model, IDS, "kvzap", options=RULE).layers):
+    cache = cached(model, IDS, "kvzap", options=RULE)
+    for index, layer in enumerate(cache.layers):
         states, target = by_hand(model, index, IDS)
         kept = kvzap.select(np.ones((1, 2, 60, 1)), states, *kvzap.fit(states, target), **RULE)
         assert positions_of(layer) == places(kept) and 12 < kept.sum() < 120

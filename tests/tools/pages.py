@@ -27,11 +27,15 @@ def commands(page: Path) -> list[str]:
     lines = [
         line.strip().removeprefix("$ ")
         for block in blocks(page, "|text|bash|console")
-        for line in re.sub(r"\\\n\s*", "", block).splitlines()
+        for line in _joined(block)
     ]
     spans = re.findall(r"`(evictionary [^`]+)`", page.read_text(encoding="utf-8"))
     found = [line for line in [*lines, *spans] if line.startswith("evictionary ")]
     return list(dict.fromkeys(" ".join(line.partition("  #")[0].split()) for line in found))
+
+
+def _joined(block: str) -> list[str]:
+    return re.sub(r"\\\n\s*", "", block).splitlines()
 
 
 def pictures_of(path: Path) -> int:
