@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -88,8 +87,8 @@ class Plan(store.Plan):
     def work(self) -> list[tuple[Unit, list[tuple[str, float]]]]:
         """Every prompt once, the tasks in turn: a run that is stopped has prompts of all of them."""
         parts = list(itertools.product(self.selectors, self.ratios))
-        units = itertools.product(self.lengths, self.seeds, self.tasks)
-        return [(Unit(task, length, seed), parts) for length, seed, task in units]
+        units = itertools.product(self.seeds, self.lengths, self.tasks)
+        return [(Unit(task, length, seed), parts) for seed, length, task in units]
 
     def named(self, unit: Unit, part: tuple[str, float]) -> dict[str, Any]:
         return {**unit._asdict(), "selector": part[0], "ratio": part[1]}
@@ -190,37 +189,36 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
     """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with
     intervals.
 
-    A cost is the mean over the tasks of the means over their prompts, and a task of another length is another
-    task; the share of exact answers is that over the tasks with a question. The intervals hold 95 % of the
-    bootstrap draws of prompts within each task; all compositions share the draws, so differences are of the
-    same prompts. A ratio with fewer than LEAST prompts of a task is left out; UsageError where all are.
+    A prompt is a task and a seed, with the same question at each length. A cost is the mean over the tasks of
+    the means over their prompts and lengths; the share of exact answers is that over the tasks with a
+    question. The intervals hold 95 % of the bootstrap draws of prompts within each task; all compositions
+    share the draws, so differences are of the same prompts. A ratio with fewer than LEAST prompts of a task
+    is left out; UsageError where all are.
     """
-    names = {line["selector"] for line in lines}
-    by_prompt: dict[tuple[float, int, str, int], dict[str, store.Line]] = {}
+    lengths = sorted({line["length"] for line in lines})
+    asked = set(itertools.product((line["selector"] for line in lines), lengths))
+    by_prompt: dict[tuple[float, str, int], dict[tuple[str, int], store.Line]] = {}
     for line in lines:
         if line["error"] is None:
-            prompt = line["ratio"], line["length"], line["task"], line["seed"]
-            by_prompt.setdefault(prompt, {})[line["selector"]] = line
-    whole = {key: found for key, found in by_prompt.items() if set(found) == names}
-    lengths = sorted({line["length"] for line in lines})
+            prompt = by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})
+            prompt[line["selector"], line["length"]] = line
+    whole = {key: found for key, found in by_prompt.items() if set(found) == asked}
     found: Summary = {"model": lines[0]["model"], "lengths": lengths, "versions": lines[0]["versions"]}
     found |= {"rows": [], "effects": [], "recommended": []}
     for ratio in sorted({key[0] for key in whole}):
         by_task = {
-            (length, task): prompts
-            for length, task in itertools.product(lengths, tasks.TASKS)
-            if (prompts := [each for key, each in sorted(whole.items()) if key[:3] == (ratio, length, task)])
+            task: prompts
+            for task in tasks.TASKS
+            if (prompts := [each for key, each in sorted(whole.items()) if key[:2] == (ratio, task)])
         }
         if any(len(prompts) < LEAST for prompts in by_task.values()):
             continue
-        rows, draws = _rows(ratio, by_task)
+        rows, draws = _rows(ratio, lengths, by_task)
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
         if not all(row["own"] for row in rows):
-            counts: Counter[str] = Counter()
-            for (_, task), each in by_task.items():
-                counts[task] += len(each)
-            found["recommended"].append(_recommended(rows, draws) | {"prompts": dict(counts)})
+            counts = {task: len(each) for task, each in by_task.items()}
+            found["recommended"].append(_recommended(rows, draws) | {"prompts": counts})
     require(
         found["rows"],
         f"study: got fewer than {LEAST} prompts of a task with every method, wanted more: the same command "
@@ -230,39 +228,49 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
 
 
 def _rows(
-    ratio: float, by_task: Mapping[tuple[int, str], Sequence[Mapping[str, store.Line]]]
+    ratio: float,
+    lengths: Sequence[int],
+    by_task: Mapping[str, Sequence[Mapping[tuple[str, int], store.Line]]],
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
-    keys = [(selector, name) for selector, line in first.items() for name in line["cells"]]
-    asked = [key for key in by_task if key[1] not in tasks.GOES_ON]
+    keys = [
+        (selector, name)
+        for (selector, length), line in first.items()
+        if length == lengths[0]
+        for name in line["cells"]
+    ]
+    asked = [task for task in by_task if task not in tasks.GOES_ON]
     generator = np.random.default_rng(0)
-    costs, of_prompts, draws, exact, kept, size = (
+    costs, of_lengths, worst, draws, exact, kept, size = (
         {},
+        np.zeros((len(keys), len(lengths))),
         np.zeros((len(keys), 0)),
         np.zeros((len(keys), DRAWS)),
         np.zeros(len(keys)),
         np.zeros(len(keys)),
         0.0,
     )
-    for key, prompts in by_task.items():
-        # [keys, prompts, 3]
-        cells = np.array([[each[selector]["cells"][name] for each in prompts] for selector, name in keys])
-        full = np.array([next(iter(each.values()))["full"] for each in prompts])
-        cost = cells[:, :, 0] - full[:, 0]
+    for task, prompts in by_task.items():
+        # [keys, prompts, lengths, 3]
+        cells = np.array(
+            [
+                [[each[selector, length]["cells"][name] for length in lengths] for each in prompts]
+                for selector, name in keys
+            ]
+        )
+        full = np.array([[each[keys[0][0], length]["full"] for length in lengths] for each in prompts])
+        cost = cells[..., 0] - full[..., 0]
         counts = generator.multinomial(len(prompts), [1 / len(prompts)] * len(prompts), size=DRAWS)
-        costs[key] = cost.mean(axis=1)
-        of_prompts = np.append(of_prompts, cost, axis=1)
-        draws += cost @ counts.T / len(prompts) / len(by_task)
-        exact += 0 if key not in asked else cells[:, :, 1].mean(axis=1) / len(asked)
-        kept += cells[:, :, 2].mean(axis=1) / len(by_task)
-        size += full[:, 2].mean() / len(by_task)
+        costs[task] = cost.mean(axis=(1, 2))
+        of_lengths += cost.mean(axis=1) / len(by_task)
+        worst = np.append(worst, cost.max(axis=2), axis=1)
+        draws += cost.mean(axis=2) @ counts.T / len(prompts) / len(by_task)
+        exact += 0 if task in tasks.GOES_ON else cells[..., 1].mean(axis=(1, 2)) / len(asked)
+        kept += cells[..., 2].mean(axis=(1, 2)) / len(by_task)
+        size += full[..., 2].mean() / len(by_task)
     mean = np.mean(list(costs.values()), axis=0)
     low, high = np.percentile(draws, [2.5, 97.5], axis=1)
-
-    def mean_of(index: int, part: int | str) -> float:
-        return float(np.mean([cost[index] for key, cost in costs.items() if part in key]))
-
     rows = [
         {
             "method": name,
@@ -271,10 +279,10 @@ def _rows(
             "cost": float(mean[index]),
             "interval": [float(low[index]), float(high[index])],
             "exact": float(exact[index]),
-            "nine_of_ten": bound(of_prompts[index]),
+            "nine_of_ten": bound(worst[index]),
             "tokens_kept": float(kept[index]),
-            "tasks": {task: mean_of(index, task) for _, task in by_task},
-            "lengths": {str(length): mean_of(index, length) for length, _ in by_task},
+            "tasks": {task: float(costs[task][index]) for task in by_task},
+            "lengths": dict(zip(map(str, lengths), of_lengths[index].tolist(), strict=True)),
         }
         for index, (_, name) in enumerate(keys)
     ]

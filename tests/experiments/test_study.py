@@ -78,11 +78,16 @@ def test_two_processes_find_the_same(
 
 
 def line_of(
-    task: str, seed: int, cells: dict[str, list[float]], full: float = 1.0, ratio: float = 0.5
+    task: str,
+    seed: int,
+    cells: dict[str, list[float]],
+    full: float = 1.0,
+    ratio: float = 0.5,
+    length: int = 100,
 ) -> store.Line:
     return {
         "model": "small",
-        "length": 100,
+        "length": length,
         "error": None,
         "versions": {},
         "ratio": ratio,
@@ -139,6 +144,27 @@ def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
     )["rows"][0]["interval"]
     assert high - low == pytest.approx(2 * 1.96 * values.std() / 10, rel=0.1)
     assert low < values.mean() < high
+
+
+def test_a_question_at_two_lengths_is_one_prompt() -> None:
+    """Its costs are averaged, 9 of 10 prompts are told by the larger one, and without one of them it does not
+    count.
+    """
+    costs = np.random.default_rng(4).normal(size=(31, 2))
+    lines = [
+        line_of("copy", seed, {"knorm": [cost, 0, 45]}, full=0.0, length=length)
+        for seed, both in enumerate(costs)
+        for cost, length in zip(both, (100, 200), strict=True)
+    ]
+    means = [
+        line_of("copy", seed, {"knorm": [cost.mean(), 0, 45]}, full=0.0) for seed, cost in enumerate(costs)
+    ]
+    found = study.summarise(lines[:-1])
+    ((row,), (wanted,)) = found["rows"], study.summarise(means[:-1])["rows"]
+    assert [row["cost"], *row["interval"]] == pytest.approx([wanted["cost"], *wanted["interval"]])
+    assert row["nine_of_ten"] == study.bound(costs[:-1].max(axis=1))
+    assert list(row["lengths"].values()) == pytest.approx(costs[:-1].mean(axis=0))
+    assert found["recommended"][0]["prompts"] == {"copy": 30}
 
 
 def test_nine_of_ten_prompts_stay_below_the_bound_in_nine_of_ten_samples() -> None:
