@@ -10,8 +10,10 @@ The benchmark compares whole scores, from the same input tensors to the input of
 takes hidden states and an attention module; the module here projects with the identity, so the hidden states
 are the queries, and the projection costs nothing. Expected Attention includes the statistics of the queries
 and their averaging over RoPE on both sides. LagKV is `select` against ranks: both choose within partitions.
-In float32 the two results must agree; in bfloat16 kvpress computes in bfloat16 and `optimized` in float32, so
-there they may differ.
+Compactor protects no token: with the default ones the last chunk is shorter, which kvpress 0.5.5 pads (law
+CO-3). CriticalKV is `projected_norms` with an eighth of the output's channels: the attention that it weighs
+comes from another paper than in kvpress. KVzap's surrogate is the linear one. In float32 the two results must
+agree; in bfloat16 kvpress computes in bfloat16 and `optimized` in float32, so there they may differ.
 
 The floor of a method is the larger of two times, both measured in the same run: that of reading its inputs
 once, as many bytes in one tensor that is summed up, and that of its multiplications in a float32 product of
@@ -26,6 +28,7 @@ the rise of the resident set during the call, result included.
 import ctypes
 import gc
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,6 +36,7 @@ import time
 import venv
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -44,10 +48,14 @@ TOKENS = (1024, 4096, 16384, 65536)
 DTYPES = ("float32", "bfloat16")
 KV_HEADS, QUERY_HEADS, HEAD_DIM = 8, 32, 128
 WINDOW, KERNEL = 64, 5  # SnapKV's, as in kvpress
+SKETCH, CHUNK = 48, 256  # Compactor's, as in kvpress
+CHANNELS = HEAD_DIM * QUERY_HEADS // 8  # of W_o, for CriticalKV
 SINKS, LAG = 4, 128  # LagKV's, as in kvpress
 # The goals: how many times faster than kvpress, and the largest exponent of the growth in the number of
 # tokens.
-GOALS = {"keydiff": 3.0, "lagkv": 2.0, "expected_attention": 3.0, "snapkv": 1.0, "tova": 1.0, "knorm": 1.0}
+GOALS = {"keydiff": 3.0, "lagkv": 2.0, "expected_attention": 3.0} | dict.fromkeys(
+    ("snapkv", "tova", "knorm", "q_filters", "compactor", "kvzap", "criticalkv"), 1.0
+)
 LARGEST_EXPONENT = 1.05
 SIDES = ("ours", "kvpress")
 ROUNDS = 30
@@ -70,11 +78,22 @@ def pairs(
     tokens: int, dtype: str, *, heads: tuple[int, int] = (QUERY_HEADS, KV_HEADS), head_dim: int = HEAD_DIM
 ) -> dict[str, Pair]:
     """Every method on the same tensors: `optimized` and the press of the same name."""
+    import kvpress
     import torch
-    from kvpress import ExpectedAttentionPress, KeyDiffPress, KnormPress, LagKVPress, SnapKVPress, TOVAPress
 
     from benchmarks.row import attention_module
-    from evictionary.optimized import expected_attention, keydiff, knorm, lagkv, snapkv, tova
+    from evictionary.optimized import (
+        compactor,
+        criticalkv,
+        expected_attention,
+        keydiff,
+        knorm,
+        kvzap,
+        lagkv,
+        q_filters,
+        snapkv,
+        tova,
+    )
 
     generator = torch.Generator().manual_seed(0)
     kind = getattr(torch, dtype)
@@ -83,7 +102,20 @@ def pairs(
     )
     hidden_states = torch.randn(1, tokens, heads[0] * head_dim, generator=generator).to(kind)
     queries = hidden_states.view(1, tokens, heads[0], head_dim).transpose(1, 2)
+    w_o, surrogate, along = (
+        torch.randn(*shape, generator=generator).to(kind)
+        for shape in (
+            (heads[0], head_dim, CHANNELS),
+            (1, heads[1], hidden_states.shape[2]),
+            (1, heads[1], head_dim),
+        )
+    )
+    bias = torch.zeros(1, heads[1], dtype=kind)
     module = attention_module(heads, head_dim)
+    module.layer_idx, module.num_key_value_groups = 0, heads[0] // heads[1]
+    module.k_proj = lambda hidden_states: keys.transpose(1, 2)
+    module.config.head_dim, module.config.hidden_size = head_dim, CHANNELS
+    module.o_proj = SimpleNamespace(weight=w_o.flatten(0, 1).T)
     # The queries count as already rotated: kvpress rotates them by an angle of 0.
     still = {
         "position_embeddings": (
@@ -94,6 +126,22 @@ def pairs(
 
     def press(one: Any) -> Callable[[], Any]:
         return lambda: one.score(module, hidden_states, keys, values, None, still)
+
+    q_filter_press, kvzap_press = kvpress.QFilterPress(), kvpress.KVzapPress(model_type="linear")
+    q_filter_press.q_filters = -along  # stored with the other sign
+    linear = torch.nn.Linear(hidden_states.shape[2], heads[1], dtype=kind)
+    linear.weight, linear.bias = torch.nn.Parameter(surrogate[0]), torch.nn.Parameter(bias[0])
+    kvzap_press.kvzap_model = SimpleNamespace(layers=[linear])
+
+    def compact() -> Any:
+        whole = {"sink_size": 0, "recent_size": 0, "chunk_size": CHUNK}
+        torch.manual_seed(0)  # kvpress draws its sketch in each call
+        sketch = torch.randn(1, heads[1], head_dim, SKETCH, dtype=kind) / math.sqrt(SKETCH)
+        return compactor.score(queries, keys, values, keys, sketch, compression_ratio=0.5, **whole)
+
+    def compact_in_kvpress() -> Any:
+        torch.manual_seed(0)
+        return press(kvpress.CompactorPress(0.5, sink_size_start=0, sink_size_end=0))()
 
     def expect() -> Any:
         statistics = expected_attention.query_statistics(queries)
@@ -112,35 +160,57 @@ def pairs(
 
     products = 2.0 * heads[0] * tokens * head_dim  # of every query head with every key, for one query
     return {
-        "keydiff": Pair(lambda: keydiff.score(keys), press(KeyDiffPress()), apart, keys.nbytes),
+        "keydiff": Pair(lambda: keydiff.score(keys), press(kvpress.KeyDiffPress()), apart, keys.nbytes),
         "lagkv": Pair(
             lambda: lagkv.select(keys, values, keep_ratio=0.5, sink_size=SINKS, lag_size=LAG),
-            press(LagKVPress(n_sink=SINKS, lag_size=LAG)),
+            press(kvpress.LagKVPress(n_sink=SINKS, lag_size=LAG)),
             differing,
             2 * keys.nbytes,
         ),
         "expected_attention": Pair(
             expect,
-            press(ExpectedAttentionPress(n_sink=0, epsilon=0.02)),
+            press(kvpress.ExpectedAttentionPress(n_sink=0, epsilon=0.02)),
             apart,
             queries.nbytes + 2 * keys.nbytes,
             2 * products * (head_dim + 1) / 2,
         ),
         "snapkv": Pair(
             lambda: snapkv.score(queries[:, :, -WINDOW:], keys, window_size=WINDOW, kernel_size=KERNEL),
-            press(SnapKVPress(window_size=WINDOW, kernel_size=KERNEL)),
+            press(kvpress.SnapKVPress(window_size=WINDOW, kernel_size=KERNEL)),
             apart_before(WINDOW),
             keys.nbytes,
             WINDOW * products,
         ),
         "tova": Pair(
             lambda: tova.score(queries[:, :, -1:], keys),
-            press(TOVAPress()),
+            press(kvpress.TOVAPress()),
             apart_before(1),
             keys.nbytes,
             products,
         ),
-        "knorm": Pair(lambda: knorm.score(keys), press(KnormPress()), apart, keys.nbytes),
+        "knorm": Pair(lambda: knorm.score(keys), press(kvpress.KnormPress()), apart, keys.nbytes),
+        "q_filters": Pair(lambda: q_filters.score(keys, along), press(q_filter_press), apart, keys.nbytes),
+        "kvzap": Pair(
+            lambda: kvzap.score(hidden_states, surrogate, bias),
+            press(kvzap_press),
+            apart,
+            hidden_states.nbytes,
+            2.0 * hidden_states.numel() * heads[1],
+        ),
+        "compactor": Pair(
+            compact,
+            compact_in_kvpress,
+            apart,
+            queries.nbytes + 2 * keys.nbytes,
+            CHUNK * products + 4.0 * keys.numel() * SKETCH,
+        ),
+        "criticalkv": Pair(
+            lambda: criticalkv.projected_norms(values, w_o),
+            lambda: kvpress.CriticalKVPress.vwl1norm(values, module),
+            apart,
+            values.nbytes,
+            CHANNELS * products,
+        ),
     }
 
 

@@ -7,6 +7,7 @@ The definition follows the presses that the paper's author gave to NVIDIA/kvpres
 import math
 
 import torch
+from torch.linalg import vector_norm
 
 from evictionary.reference.checks import as_count, require_between
 from evictionary.reference.compactor import CUTOFF
@@ -45,11 +46,18 @@ def score(
     last = keys.shape[2] - as_count("recent_size", recent_size, low=0)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if first < last:
-        given = (queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], values, unrotated_keys)
-        readers, own, values, plain = (each[..., first:last, :] for each in given)
-        received = chunk_attention(readers, own, chunk_size=chunk_size).mean(dim=2)
-        attended = average_pool(received * values.to(received.dtype).norm(dim=-1), 3)
-        outliers = sketched_leverage(plain, sketch)
+        given = (queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], unrotated_keys)
+        readers, own, plain = (each[..., first:last, :] for each in given)
+        # On a CPU the logits of one head stay in the processor's cache.
+        heads = keys.shape[1] if keys.is_cuda else 1
+        parts = zip(*(each.split(heads, dim=1) for each in (readers, own, plain, sketch)), strict=True)
+        found = [
+            (sketched_leverage(*rest), chunk_attention(head, near, chunk_size=chunk_size).mean(dim=2))
+            for head, near, *rest in parts
+        ]
+        outliers, received = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        lengths = vector_norm(values[:, :, first:last], dim=-1, dtype=received.dtype)
+        attended = average_pool(received * lengths, 3)
         scores[:, :, first:last] = compression_ratio * z_scores(outliers) + z_scores(attended)
     return scores
 
@@ -64,10 +72,17 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     """
     require_fit("compactor.leverage", keys)
     require_between("ridge", ridge, 0)
-    # In float64, where the singular values of float32 keys keep all their digits.
-    left, sizes, _ = torch.linalg.svd(keys.double(), full_matrices=False)
-    shares = sizes.square() / (sizes.square() + ridge) if ridge else sizes > CUTOFF * sizes[..., :1]
-    return (left.square() * shares[..., None, :]).sum(dim=-1).to(working_dtype(keys))
+    wide = keys.double()  # where the singular values of float32 keys keep all their digits
+    if ridge:
+        # With K above sqrt(r) I = QR, `K^T K + r I = R^T R`, and the leverage is the square of `k_t R^-1`.
+        below = math.sqrt(ridge) * torch.eye(keys.shape[-1], dtype=wide.dtype, device=keys.device)
+        stacked = torch.cat([wide, below.expand(*keys.shape[:-2], -1, -1)], dim=-2)
+        upper = torch.linalg.qr(stacked, mode="r").R
+        rows = torch.linalg.solve_triangular(upper, wide, upper=True, left=False)
+    else:
+        left, sizes, _ = torch.linalg.svd(wide, full_matrices=False)
+        rows = left.masked_fill((sizes <= CUTOFF * sizes[..., :1])[..., None, :], 0)
+    return rows.square_().sum(dim=-1).to(working_dtype(keys))
 
 
 def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:

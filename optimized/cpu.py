@@ -23,8 +23,11 @@ def blockwise(
     function: Callable[..., object], keys: torch.Tensor, *outs: torch.Tensor, room: torch.Tensor
 ) -> None:
     """Call `function(block, *parts)` for block after block of the tokens of keys [..., T, D], with its
-    parts of outs [..., T].
+    parts of outs [..., T]. On a GPU, which needs one long call, the block is all of them.
     """
+    if keys.is_cuda or keys.numel() <= BLOCK:
+        function(keys.to(room.dtype), *outs)
+        return
     tokens = max(1, BLOCK * keys.shape[-2] // keys.numel())
     for block, *parts in zip(
         keys.split(tokens, dim=-2), *(out.split(tokens, dim=-1) for out in outs), strict=True

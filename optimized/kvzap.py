@@ -11,7 +11,8 @@ import torch
 from evictionary.reference.checks import as_count, as_open, require_between
 from evictionary.reference.kvzap import FLOOR
 
-from .checks import require_fit, working_dtype
+from .checks import require_fit, working_dtype, working_room
+from .cpu import BLOCK, blockwise
 from .kvzip import replay_attention_in_blocks
 
 
@@ -63,8 +64,16 @@ def score(
     """
     given = hidden_states, surrogate_weights, surrogate_bias
     require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"))
-    states, weights, bias = (each.to(working_dtype(hidden_states)) for each in given)
-    return weights @ states.mT + bias[..., None]
+    weights, bias = (each.to(working_dtype(hidden_states)) for each in given[1:])
+    scores = weights.new_empty(*weights.shape[:2], hidden_states.shape[1])
+    # A block of states is converted at a time: as a whole they would be read three times.
+    blockwise(
+        lambda states, part: torch.matmul(weights, states.mT, out=part),
+        hidden_states,
+        scores,
+        room=working_room(hidden_states, BLOCK),
+    )
+    return scores.add_(bias[..., None])
 
 
 def target(

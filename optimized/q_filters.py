@@ -8,7 +8,8 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from .checks import require_fit, working_dtype
+from .checks import is_finite, require_finite, require_fit, working_dtype
+from .cpu import BLOCK, blockwise
 
 
 def main_direction(queries: torch.Tensor) -> torch.Tensor:
@@ -51,6 +52,19 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the
     public code, where stored filter and score have the other sign.
     """
-    require_fit("q_filters.score", keys, q_filters, free=("q_filters",))
-    dtype = working_dtype(keys)
-    return (keys.to(dtype) @ q_filters.to(dtype)[..., None])[..., 0]
+    require_fit("q_filters.score", keys, q_filters, free=("q_filters",), finite=False)
+    along = q_filters.to(working_dtype(keys))[:, :, None]
+    scores = along.new_empty(keys.shape[:3])
+    # A sum of products: torch's product of a matrix with one vector is slower than memory. On a CPU the
+    # products stay in one place.
+    room = scores.new_empty(0 if keys.is_cuda else max(BLOCK, keys[:, :, 0].numel()))
+
+    def add(block: torch.Tensor, part: torch.Tensor) -> None:
+        place = None if keys.is_cuda else room[: block.numel()].view(block.shape)
+        torch.sum(torch.mul(block, along, out=place), dim=-1, out=part)
+
+    blockwise(add, keys, scores, room=room)
+    if keys.device.type == "cpu" and not is_finite(scores):  # as the scores of NaN and infinity are
+        require_finite("keys", keys)
+        require_finite("q_filters", q_filters)
+    return scores
