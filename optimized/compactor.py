@@ -46,19 +46,19 @@ def score(
     last = keys.shape[2] - as_count("recent_size", recent_size, low=0)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if first < last:
-        given = (queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], unrotated_keys)
-        readers, own, plain = (each[..., first:last, :] for each in given)
+        given = (queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], values, unrotated_keys)
+        states = (each[..., first:last, :] for each in given)
         # On a CPU the logits of one head stay in the processor's cache.
         heads = keys.shape[1] if keys.is_cuda else 1
-        parts = zip(*(each.split(heads, dim=1) for each in (readers, own, plain, sketch)), strict=True)
-        found = [
-            (sketched_leverage(*rest), chunk_attention(head, near, chunk_size=chunk_size).mean(dim=2))
-            for head, near, *rest in parts
-        ]
-        outliers, received = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
-        lengths = vector_norm(values[:, :, first:last], dim=-1, dtype=received.dtype)
-        attended = average_pool(received * lengths, 3)
-        scores[:, :, first:last] = compression_ratio * z_scores(outliers) + z_scores(attended)
+        found = []
+        for part in zip(*(each.split(heads, dim=1) for each in (*states, sketch)), strict=True):
+            readers, own, behind, plain, phi = part
+            received = chunk_attention(readers, own, chunk_size=chunk_size).mean(dim=2)
+            lengths = vector_norm(behind, dim=-1, dtype=received.dtype)
+            found.append((sketched_leverage(plain, phi), received * lengths))
+        outliers, attended = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
+        blend = compression_ratio * z_scores(outliers) + z_scores(average_pool(attended, 3))
+        scores[:, :, first:last] = blend
     return scores
 
 

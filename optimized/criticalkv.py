@@ -14,6 +14,7 @@ from evictionary.reference.checks import as_count, as_fraction, require_between,
 
 from .attention import grouped_attention
 from .checks import require_fit, working_dtype
+from .cpu import BLOCK
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -30,11 +31,14 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
     norms = values.new_zeros(values.shape[:3], dtype=dtype)
-    # one query head at a time: its product has hidden numbers for each token
+    # One query head at a time, and on a CPU as many tokens as stay in its cache: a product has hidden numbers
+    # for each token.
+    tokens = values.shape[2] if values.is_cuda else max(1, BLOCK // w_o.shape[2])
     for query_head, weight in enumerate(w_o.to(dtype)):
-        norms[:, query_head // group] += (values[:, query_head // group].to(dtype) @ weight).abs().sum(
-            dim=-1
-        ) / group
+        head = query_head // group
+        parts = zip(values[:, head].split(tokens, dim=1), norms[:, head].split(tokens, dim=1), strict=True)
+        for block, part in parts:
+            part += (block.to(dtype) @ weight).abs_().sum(dim=-1) / group
     return norms
 
 
