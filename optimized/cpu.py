@@ -25,14 +25,11 @@ def blockwise(
     """Call `function(block, *parts)` for block after block of the tokens of keys [..., T, D], with its
     parts of outs [..., T]. On a GPU, which needs one long call, the block is all of them.
     """
-    if keys.is_cuda or keys.numel() <= BLOCK:
-        function(keys.to(room.dtype), *outs)
-        return
-    tokens = max(1, BLOCK * keys.shape[-2] // keys.numel())
+    tokens = keys.shape[-2] if keys.is_cuda else max(1, BLOCK * keys.shape[-2] // keys.numel())
     for block, *parts in zip(
         keys.split(tokens, dim=-2), *(out.split(tokens, dim=-1) for out in outs), strict=True
     ):
-        function(converted(block, room), *parts)
+        function(block.to(room.dtype) if keys.is_cuda else converted(block, room), *parts)
 
 
 def headwise(
