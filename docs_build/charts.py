@@ -138,7 +138,7 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
             axes.loglog(sizes, [found[str(size)][name]["ratio"]["value"] for size in sizes], "o-", label=name)
         axes.set(title=dtype, xlabel="tokens", ylabel="times faster than kvpress")
         axes.set_xticks(sizes, [f"{size // 1024}K" for size in sizes])
-        axes.set_yticks([1, 2, 4, 8, 16], ["1", "2", "4", "8", "16"])
+        axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
         axes.minorticks_off()
         axes.axhline(1, color=TEXT_COLOUR, linewidth=0.8)
         axes.label_outer()
