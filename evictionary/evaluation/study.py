@@ -359,11 +359,11 @@ def recommended(ratio: float) -> tuple[str, str]:
     entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
     prompts = sum(entry["prompts"].values())
     most = entry["nine_of_ten"]
-    lengths = " and ".join(f"{length:,}" for length in stored["real_finals"]["lengths"])
+    shortest, *_, longest = stored["real_finals"]["lengths"]
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
-        f"prompts of {lengths} tokens that people wrote, with one small model, {stored['model']}{others}. "
+        f"prompts of {shortest:,} to {longest:,} tokens that people wrote, with one small model, {stored['model']}{others}. "
         f"9 of 10 prompts like these lose at most {most:.2g} nats for each token of the answer (90% "
         "confidence); your model and text may want another one"
     )
