@@ -177,13 +177,15 @@ def test_nine_of_ten_prompts_stay_below_the_bound_in_nine_of_ten_samples() -> No
 
 
 def test_what_auto_promises_is_of_prompts_that_had_no_part_in_choosing() -> None:
-    """The study of real texts, on other prompts than its final, chooses the same composition: the least on
-    average over the sizes.
+    """Of the final's compositions the study of real texts, on other prompts, chooses the same one: the least
+    on average over the sizes.
     """
     stored = json.loads(study.STORED.read_text(encoding="utf-8"))
     costs: dict[str, float] = {}
+    finalists = {row["method"] for row in stored["real_finals"]["rows"]}
     for row in stored["real"]["rows"]:
-        costs[row["method"]] = costs.get(row["method"], 0) + row["cost"]
+        if row["method"] in finalists:
+            costs[row["method"]] = costs.get(row["method"], 0) + row["cost"]
     for entry in stored["recommended"]:
         assert entry["method"] == min(costs, key=lambda name: costs[name])
         assert entry["cost"] < entry["nine_of_ten"]
