@@ -3,7 +3,7 @@ that are not finite.
 """
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,8 +109,11 @@ def require_watchable(model: Any, handed: Any) -> None:
     )
 
 
-def require_readable_twice(length: int, longest: int | None, padding: torch.Tensor | None) -> None:
-    """Raise UsageError for a prompt that a model cannot read twice."""
+def require_readable_twice(
+    length: int, longest: int | None, padding: torch.Tensor | None, media: Sequence[str]
+) -> None:
+    """Raise UsageError for a prompt that a model cannot read twice; `media` names what is not text."""
+    require(not media, f"{', '.join(media)}: got a prompt with media, wanted text: the prompt is read twice")
     require(
         longest is None or 2 * length <= longest,
         f"prompt: got {length} tokens, wanted at most half of the model's context of {longest}: the prompt "

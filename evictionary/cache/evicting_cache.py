@@ -21,6 +21,7 @@ from evictionary.cache.layers import (
     recurrent,
     restore_recurrent,
 )
+from evictionary.cache.model_hooks import left_padding
 from evictionary.cache.watched_cache import CAPTURED, WatchedCache
 from evictionary.errors import UsageError, require
 from evictionary.models.load import unwrapped
@@ -50,17 +51,24 @@ class EvictingCache(WatchedCache):
 
     @classmethod
     def from_prefilled(
-        cls, model: PreTrainedModel, prefilled: Cache, *arguments: Any, **named: Any
+        cls,
+        model: PreTrainedModel,
+        prefilled: Cache,
+        *arguments: Any,
+        attention_mask: torch.Tensor | None = None,
+        **named: Any,
     ) -> EvictingCache:
         """Compress a prompt that `prefilled`, a full cache, already holds; `prefilled` stays unchanged.
 
         The other arguments are those of EvictingCache. A method that reads queries or hidden_states needs a
-        `prefilled` that is an `EvictingCache(model, method=None, record=(...))`. Raises UsageError if tokens
-        were removed from `prefilled`.
+        `prefilled` that is an `EvictingCache(model, method=None, record=(...))`. A cache of another class
+        does not know its padding: give the attention_mask [B, T] of a padded batch. Raises UsageError if
+        tokens were removed from `prefilled`.
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
-        cache.padding = getattr(prefilled, "padding", None)
+        masked = None if attention_mask is None else left_padding(attention_mask.cpu())
+        cache.padding = getattr(prefilled, "padding", masked)
         cache.counts_padding = getattr(prefilled, "counts_padding", False)
         try:
             require(
@@ -77,7 +85,8 @@ class EvictingCache(WatchedCache):
                 checks.require_whole(full, index, recorded.get(index, {}))
                 layer.update(full.keys, full.values)
                 cache.peak_tokens = max(cache.peak_tokens, layer.longest)
-                layer.padding = getattr(full, "padding", None)
+                padding = getattr(full, "padding", masked)
+                layer.padding = None if padding is None else padding.to(full.keys.device)
                 cache._captured[index] = dict(recorded.get(index, {}))
                 cache._compress(index)
                 for name in cache._remembered & KEPT_AS.keys():

@@ -6,10 +6,11 @@ beside the model's.
 """
 
 import copy
+import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +25,7 @@ from evictionary.models.queries import softmax_of
 from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
+MEDIA = re.compile("pixel|image|video|audio|input_features|mm_encoder")  # the arguments of what is not text
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the
@@ -38,7 +40,7 @@ class Watcher(Protocol):
         self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
     ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
-    def see_end(self, tokens: torch.Tensor) -> None: ...
+    def see_end(self, tokens: torch.Tensor, media: Sequence[str] = ()) -> None: ...
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
     def attend(
         self,
@@ -159,15 +161,22 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
         )
         if tokens.shape[1] or not watcher.get_seq_length():
             require_prompt(tokens.shape[1], longest)
-        mask = named.get("attention_mask")
+        mask, seen, several = named.get("attention_mask"), watcher.get_seq_length(), tokens.shape[1] > 1
+        require(
+            mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2),
+            f"attention_mask: got {getattr(mask, 'shape', type(mask))}, wanted [batch, tokens]: beside a "
+            "method every token sees all tokens before it",
+        )
+        kinds = named.get("token_type_ids")
+        require(
+            not (seen and several and kinds is not None and kinds[:, -tokens.shape[1] :].any()),
+            "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
+            "this model reads them in both directions",
+        )
         padding = None
-        # on a GPU only the prompt is looked at: to read the mask of each later token would wait for the GPU
-        if (
-            isinstance(mask, torch.Tensor)
-            and mask.ndim == 2
-            and (mask.device.type == "cpu" or watcher.get_seq_length() == 0)
-        ):
-            padding = left_padding(mask)
+        # on a GPU the mask of a single token is not looked at: each would wait for the GPU
+        if mask is not None and (mask.device.type == "cpu" or several or not seen):
+            padding = left_padding(mask, seen)
         watcher.see_batch(padding, named.get("position_ids"), tokens.shape[1])
 
     return check
@@ -185,23 +194,25 @@ def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         cache, tokens = reference(), _tokens(arguments, named)
         if named.get("past_key_values") is cache and cache is not None and tokens is not None:
-            cache.see_end(tokens)
+            cache.see_end(tokens, [name for name in named if named[name] is not None and MEDIA.search(name)])
 
     return hook
 
 
-def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
+def left_padding(mask: torch.Tensor, seen: int = 0) -> torch.Tensor | None:
     """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None
     without any padding.
 
-    Raises UsageError for padding anywhere else. The watcher judges a row with only padding.
+    Raises UsageError for padding anywhere else; `seen` tokens of each row were read before. The watcher
+    judges a row with only padding.
     """
     real = mask.bool()
     if real.all():
         return None
     require(
         not (real[:, :-1] & ~real[:, 1:]).any(),
-        "attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'",
+        "attention_mask: got padding after tokens, wanted it before "
+        + ("the first prompt alone" if seen else "them: tokenizer.padding_side = 'left'"),
     )
     return (~real).sum(dim=1)
 

@@ -4,7 +4,7 @@ layer when it is due.
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -157,7 +157,7 @@ class WatchedCache(Cache):
             self.padding = None if padding is None else padding.cpu()
             self.counts_padding = padding is not None and position_ids is None
 
-    def see_end(self, tokens: torch.Tensor) -> None:
+    def see_end(self, tokens: torch.Tensor, media: Sequence[str] = ()) -> None:
         """After the prompt let the model read its tokens again, for a method that asks for it;
         model_hooks.py calls this.
 
@@ -175,7 +175,7 @@ class WatchedCache(Cache):
             return
         try:
             checks.require_watchable(model, self._handed)
-            checks.require_readable_twice(tokens.shape[1], self._longest, self.padding)
+            checks.require_readable_twice(tokens.shape[1], self._longest, self.padding, media)
             self._replaying = True
             with torch.no_grad():
                 model.base_model(

@@ -363,9 +363,9 @@ def recommended(ratio: float) -> tuple[str, str]:
     others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
     return entry["method"], (
         f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
-        f"prompts of {shortest:,} to {longest:,} tokens that people wrote, with one small model, {stored['model']}{others}. "
-        f"9 of 10 prompts like these lose at most {most:.2g} nats for each token of the answer (90% "
-        "confidence); your model and text may want another one"
+        f"prompts of {shortest:,} to {longest:,} tokens that people wrote, with one small model, "
+        f"{stored['model']}{others}. 9 of 10 prompts like these lose at most {most:.2g} nats for each token "
+        "of the answer (90% confidence); your model and text may want another one"
     )
 
 

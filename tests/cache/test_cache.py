@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import tiny_llama
-from tools.reading import cached, generate, loaded, positions_of, read, refused, same, written
+from tools.reading import cached, generate, loaded, padded, positions_of, read, refused, same, written
 from transformers import DynamicCache, LlamaForCausalLM
 
 from evictionary import EvictingCache, reference
@@ -345,3 +345,30 @@ def test_prompts_that_cannot_be_read(model: LlamaForCausalLM, prompt: torch.Tens
     mask = torch.ones_like(prompt)
     mask[0, -1] = 0
     refused(lambda: model(prompt, attention_mask=mask, past_key_values=cache), "got padding after tokens")
+    for wrong in (mask[:, None, None], {"full_attention": None}):
+        refused(
+            lambda wrong=wrong: model(prompt, attention_mask=wrong, past_key_values=cache), r"\[batch, tok"
+        )
+
+
+def test_a_later_mask_and_a_later_image_are_refused(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    """An open cache makes the mask of later tokens itself: another one would be dropped without a word."""
+    cache = cached(model, prompt[:, :30], "keydiff", budget=100, every=64)
+    mask = torch.ones(1, 40)
+    mask[0, 32] = 0
+    for named, message in (
+        ({"attention_mask": mask[:, None, None]}, r"wanted \[batch, tokens\]"),
+        ({"attention_mask": mask}, "wanted it before the first prompt alone"),
+        ({"token_type_ids": 1 - mask.long()}, "wanted images in the first prompt alone"),
+    ):
+        refused(lambda named=named: model(prompt[:, 30:], past_key_values=cache, **named), message)
+
+
+def test_a_padded_cache_of_transformers_is_compressed_with_its_mask(model: LlamaForCausalLM) -> None:
+    ids, given = padded(30, 20)
+    full = DynamicCache()
+    model(ids, past_key_values=full, **given)
+    found = EvictingCache.from_prefilled(model, full, "keydiff", 0.5, attention_mask=given["attention_mask"])
+    direct = EvictingCache(model, "keydiff", 0.5)
+    model(ids, past_key_values=direct, **given)
+    same(found, direct)

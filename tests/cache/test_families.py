@@ -262,6 +262,8 @@ def test_a_prompt_with_an_image_is_compressed(method: str, attention: str) -> No
     with EvictingCache(model, method, 0.5, small(method)) as cache:
         assert generate(model, ids, cache, **image).shape == whole.shape
         assert cache.nbytes < cache.nbytes_full or method == "gvote"
+    twice = EvictingCache(model, "kvzip", 0.5)
+    refused(lambda: generate(model, ids, twice, **image), "got a prompt with media, wanted text")
     assert model.config.vision_config._attn_implementation == model.config._attn_implementation == attention
 
 
