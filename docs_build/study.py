@@ -25,8 +25,8 @@ def lines(name: str) -> list[Line]:
 
 def summary() -> study.Summary:
     """The whole study, its finals, and what `--method auto` takes: the composition of least cost in the final
-    of real texts. Of these compositions the study of real texts chooses the same one, on average over the sizes,
-    so these prompts had no part in choosing it.
+    of real texts. Of these the study of real texts chooses the same one, on average over the sizes, so these
+    prompts had no part in choosing it.
     """
     names = ("results", "finals", "pyramid", "real", "real_finals")
     found, *others = (study.summarise(lines(f"{name}.jsonl")) for name in names)
