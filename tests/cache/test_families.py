@@ -31,8 +31,10 @@ from transformers import (
     DiffLlamaConfig,
     DogeConfig,
     Gemma3nTextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GPTJConfig,
+    GPTNeoXConfig,
     JetMoeConfig,
     Llama4TextConfig,
     LlamaConfig,
@@ -391,6 +393,28 @@ def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_
     assert cache.get_seq_length() == 48
     whole = cached(model, IDS, None)
     assert whole.nbytes == whole.nbytes_full  # of a window that is a view, the window alone
+    assert torch.equal(read(model, IDS[:, :5], again), read(model, IDS[:, :5], cache))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        Gemma4TextConfig(
+            **SMALL,
+            **LAYERS,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+            num_global_key_value_heads=1,
+            attention_k_eq_v=True,
+        ),
+        GPTNeoXConfig(**NO_HEAD_DIM),
+    ],
+    ids=["others in some layers", "others than the configuration says"],
+)
+def test_a_file_is_loaded_however_many_kv_heads_the_layers_have(tmp_path: Path, config: Any) -> None:
+    model = random_model(config)
+    cache = cached(model, IDS, "keydiff", 0.5)
+    again = loaded(cache, tmp_path, model)
     assert torch.equal(read(model, IDS[:, :5], again), read(model, IDS[:, :5], cache))
 
 
