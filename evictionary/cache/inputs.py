@@ -119,7 +119,6 @@ def require_readable_queries(
     no configuration tells.
     """
     if model not in layouts:
-        layouts[model] = {}
         layouts[model] = _layouts(model, recording)
     require(
         layouts[model] and set(layouts[model].values()) <= set(wanted),
@@ -149,18 +148,18 @@ def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int,
 def _fits(
     model: PreTrainedModel, index: int, states: Mapping[str, torch.Tensor], places: torch.Tensor, layout: str
 ) -> bool:
-    layouts[model][index] = layout
     try:
         module: Any = attention_module(model, index)
-        cos, sin = rotation(model, index, places)
+        cos, sin = rotation(model, index, places, layout)
         if layout in IN_HALVES and of_neighbours(sin):
             return False
         queries = unrotated(states["queries"], cos, sin)
         projected = project(model, module, states["hidden_states"]).float() * logit_factor(
             module, queries.shape[-1]
         )
-    # another name for hidden states, other shapes, or no projection for queries alone
-    except (KeyError, UsageError, RuntimeError):
+        # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
+        return bool((queries - projected).abs().max() <= 0.1 * projected.abs().max())
+    # another name for hidden states, other shapes, or a projection that does not give queries alone, or
+    # reads more than hidden states
+    except (KeyError, TypeError, UsageError, RuntimeError):
         return False
-    # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
-    return bool((queries - projected).abs().max() <= 0.1 * projected.abs().max())

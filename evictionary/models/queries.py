@@ -29,12 +29,12 @@ layouts: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, str]] = weakref.We
 
 
 def rotation(
-    model: PreTrainedModel, layer_index: int, positions: torch.Tensor
+    model: PreTrainedModel, layer_index: int, positions: torch.Tensor, layout: str | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [..., R] of the model's RoPE at positions [...], of any integer dtype; R, at most D, is
-    even.
+    even. The layout is the layer's own unless one is given.
     """
-    layout = layouts.get(model, {}).get(layer_index, LAYOUTS[0])
+    layout = layout or layouts.get(model, {}).get(layer_index, LAYOUTS[0])
     if layout == "none":
         still = torch.zeros(*positions.shape, 2, device=positions.device)
         return still.cos(), still

@@ -36,6 +36,7 @@ from transformers import (
     GPTJConfig,
     GPTNeoXConfig,
     JetMoeConfig,
+    LagunaConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
@@ -47,6 +48,7 @@ from transformers import (
     RoFormerConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ZayaConfig,
 )
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
@@ -171,8 +173,23 @@ def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, me
             attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 2, "moe_top_k": 1},
         ),
+        LagunaConfig(
+            **SMALL,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_attention_heads_per_layer=[4, 8, 4],
+            layer_types=["full_attention"] * 3,
+        ),
+        ZayaConfig(**SMALL, num_experts=2, moe_intermediate_size=16),
     ],
-    ids=["a norm after RoPE", "no projection of queries alone"],
+    ids=[
+        "a norm after RoPE",
+        "no projection of queries alone",
+        "heads of a layer",
+        "a projection with a cache",
+    ],
 )
 def test_future_queries_are_refused_where_they_would_be_others_than_the_models(config: Any) -> None:
     model = random_model(config)
@@ -182,6 +199,18 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
     with EvictingCache(model, "keydiff+ada_kv", 0.5) as cache:  # other methods do not mind
         assert read(model, IDS, cache).isfinite().all()
     assert not model.config._attn_implementation.startswith("evictionary")
+
+
+def test_a_trial_of_the_queries_that_was_interrupted_is_not_remembered() -> None:
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    model = build("llama")
+    hook = model.base_model.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        EvictingCache(model, "gvote")
+    hook.remove()
+    assert cached(model, IDS, "gvote").get_seq_length() == 48
 
 
 @pytest.mark.parametrize("method", ["expected_attention", "gvote"])
