@@ -129,6 +129,11 @@ def require_supported(model: PreTrainedModel) -> None:
         "made from it "
         "afterwards; wanted a cache of the keys and values of each head",
     )
+    require(
+        not getattr(config, "cross_attention_layers", None),
+        f"model: got {name} with cross-attention layers, whose keys and values are those of an image; wanted "
+        "layers that attend to the text alone",
+    )
     layers = DynamicCache(config=model.config).layers
     others = sorted(
         {type(layer).__name__ for layer in layers}

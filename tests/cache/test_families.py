@@ -42,6 +42,8 @@ from transformers import (
     LlavaConfig,
     LlavaForConditionalGeneration,
     MistralConfig,
+    MllamaForCausalLM,
+    MllamaTextConfig,
     NanoChatConfig,
     Olmo2Config,
     PreTrainedModel,
@@ -445,6 +447,13 @@ def test_a_file_is_loaded_however_many_kv_heads_the_layers_have(tmp_path: Path, 
     cache = cached(model, IDS, "keydiff", 0.5)
     again = loaded(cache, tmp_path, model)
     assert torch.equal(read(model, IDS[:, :5], again), read(model, IDS[:, :5], cache))
+
+
+def test_layers_that_attend_to_an_image_are_refused() -> None:
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    config = MllamaTextConfig(**NO_HEAD_DIM, cross_attention_layers=[1], rope_parameters=rope)
+    model = random_model(config, of=MllamaForCausalLM._from_config)
+    refused(lambda: EvictingCache(model), "with cross-attention layers")
 
 
 def test_an_encoder_decoder_is_refused() -> None:
