@@ -70,6 +70,15 @@ def require_remembered(is_forgetful: bool, new: int, seen: int) -> None:
     )
 
 
+def require_rows(rows: int, held: int) -> None:
+    """Raise UsageError for a batch of more or fewer rows than the cache holds."""
+    require(
+        rows == held,
+        f"batch size: got {rows}, wanted {held}, the rows that the cache holds: "
+        "cache.batch_repeat_interleave and cache.batch_select_indices change them",
+    )
+
+
 def require_tokens(length: int, seen: int) -> None:
     """Raise UsageError for a forward without a token, which no model can read."""
     require(

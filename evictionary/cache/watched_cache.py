@@ -114,6 +114,10 @@ class WatchedCache(Cache):
             checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
+            if layer.get_seq_length():
+                # where the slots lie: to ask for keys would sort them
+                held = layer.slots()[0] if isinstance(layer, EvictingLayer) else layer.keys
+                checks.require_rows(len(key_states), len(held))
         if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:
             # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the
             # narrower dtype

@@ -70,6 +70,21 @@ def test_rows_are_repeated_with_their_positions(model: LlamaForCausalLM, prompt:
     assert torch.equal(cache.layers[0].positions, before[[0, 0, 1, 1]])
 
 
+@pytest.mark.parametrize(("held", "came"), [(1, 3), (3, 1)])
+@pytest.mark.parametrize("method", ["keydiff", "momentkv"])
+def test_another_number_of_rows_is_refused_and_changes_nothing(
+    model: LlamaForCausalLM, prompt: torch.Tensor, method: str, held: int, came: int
+) -> None:
+    cache, twin = (cached(model, prompt.expand(held, -1), method, 0.5) for _ in range(2))
+    for steps in (1, 5):
+        refused(
+            lambda steps=steps: read(model, prompt[:, :steps].expand(came, -1), cache),
+            f"batch size: got {came}, wanted {held}, the rows that the cache holds",
+        )
+    after = [read(model, prompt[:, :5].expand(held, -1), each) for each in (cache, twin)]
+    assert torch.equal(*after)
+
+
 def test_a_crop_that_one_layer_refuses_changes_no_layer(
     model: LlamaForCausalLM, prompt: torch.Tensor
 ) -> None:
