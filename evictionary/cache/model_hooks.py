@@ -105,9 +105,13 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     found = {
         _layer_index(module): module
         for module in model.modules()
-        if "Attention" in type(module).__name__ and hasattr(module, "layer_idx")
+        if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None
     }
-    require(found, f"model: found no attention modules with a layer index in {type(model).__name__}")
+    require(
+        found,
+        f"model: got {type(model).__name__}, whose attention modules have no layer index, wanted a model "
+        "with one in each",
+    )
     return found
 
 

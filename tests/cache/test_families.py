@@ -50,6 +50,7 @@ from transformers import (
     RoFormerConfig,
     T5Config,
     T5ForConditionalGeneration,
+    ZambaConfig,
     ZayaConfig,
 )
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -151,9 +152,21 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
         (DiffLlamaConfig(**SMALL), "differential attention"),
         (DogeConfig(**SMALL), "a mask that it makes from the values"),
         (DeepseekV3Config(**{**SMALL, **LATENT}), "latent attention"),
+        (
+            ZambaConfig(
+                **NO_HEAD_DIM,
+                layers_block_type=["mamba", "mamba", "hybrid"],
+                mamba_d_state=4,
+                n_mamba_heads=2,
+                attention_hidden_size=64,
+                attention_head_dim=16,
+                tie_word_embeddings=False,
+            ),
+            "whose attention modules have no layer index",
+        ),
         (GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=30), "no rotary positions"),
     ],
-    ids=["sliding", "shared", "differential", "dynamic mask", "latent", "no RoPE"],
+    ids=["sliding", "shared", "differential", "dynamic mask", "latent", "no layer index", "no RoPE"],
 )
 def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, message: str) -> None:
     model = random_model(config)
