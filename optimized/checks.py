@@ -144,9 +144,17 @@ def working_room(value: torch.Tensor, most: int) -> torch.Tensor:
     Memory that is used again block after block stays in the processor's cache. It is empty if nothing is to
     be converted.
     """
-    dtype = working_dtype(value)
+    return (
+        value.new_empty(0, dtype=value.dtype)
+        if value.dtype == working_dtype(value)
+        else room_for(value, most)
+    )
+
+
+def room_for(value: torch.Tensor, most: int) -> torch.Tensor:
+    """Return the memory of `working_room`, also where nothing is to be converted."""
     size = min(max(most, value.numel() // value.shape[-2]), value.numel())
-    return value.new_empty(0 if value.dtype == dtype else size, dtype=dtype)
+    return value.new_empty(size, dtype=working_dtype(value))
 
 
 def converted(value: torch.Tensor, room: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,7 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from .checks import is_finite, require_finite, require_fit, working_dtype
+from .checks import is_finite, require_finite, require_fit, room_for, working_dtype
 from .cpu import BLOCK, blockwise
 
 
@@ -57,13 +57,13 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     scores = along.new_empty(keys.shape[:3])
     # A sum of products: torch's product of a matrix with one vector is slower than memory. On a CPU the
     # products stay in one place.
-    room = scores.new_empty(0 if keys.is_cuda else max(BLOCK, keys[:, :, 0].numel()))
+    products = room_for(keys, BLOCK)
 
     def add(block: torch.Tensor, part: torch.Tensor) -> None:
-        place = None if keys.is_cuda else room[: block.numel()].view(block.shape)
+        place = None if keys.is_cuda else products[: block.numel()].view(block.shape)
         torch.sum(torch.mul(block, along, out=place), dim=-1, out=part)
 
-    blockwise(add, keys, scores, room=room)
+    blockwise(add, keys, scores, room=products)
     if keys.device.type == "cpu" and not is_finite(scores):  # as the scores of NaN and infinity are
         require_finite("keys", keys)
         require_finite("q_filters", q_filters)
