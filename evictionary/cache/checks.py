@@ -2,14 +2,17 @@
 that are not finite.
 """
 
+import re
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from evictionary.errors import MethodError, require
 from evictionary.optimized.checks import is_finite
+
+MEDIA = re.compile("pixel|image|video|audio|input_features|mm_encoder")  # the arguments of what is not text
 
 
 def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
@@ -119,9 +122,10 @@ def require_watchable(model: Any, handed: Any) -> None:
 
 
 def require_readable_twice(
-    length: int, longest: int | None, padding: torch.Tensor | None, media: Sequence[str]
+    length: int, longest: int | None, padding: torch.Tensor | None, named: Mapping[str, Any]
 ) -> None:
-    """Raise UsageError for a prompt that a model cannot read twice; `media` names what is not text."""
+    """Raise UsageError for a prompt that a model cannot read twice; `named`, the arguments of its forward."""
+    media = [name for name, value in named.items() if value is not None and MEDIA.search(name)]
     require(not media, f"{', '.join(media)}: got a prompt with media, wanted text: the prompt is read twice")
     require(
         longest is None or 2 * length <= longest,

@@ -6,11 +6,10 @@ beside the model's.
 """
 
 import copy
-import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +24,6 @@ from evictionary.models.queries import softmax_of
 from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
-MEDIA = re.compile("pixel|image|video|audio|input_features|mm_encoder")  # the arguments of what is not text
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the
@@ -40,7 +38,7 @@ class Watcher(Protocol):
         self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
     ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
-    def see_end(self, tokens: torch.Tensor, media: Sequence[str] = ()) -> None: ...
+    def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
     def attend(
         self,
@@ -198,7 +196,7 @@ def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         cache, tokens = reference(), _tokens(arguments, named)
         if named.get("past_key_values") is cache and cache is not None and tokens is not None:
-            cache.see_end(tokens, [name for name in named if named[name] is not None and MEDIA.search(name)])
+            cache.see_end(tokens, named)
 
     return hook
 

@@ -4,7 +4,7 @@ layer when it is due.
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -161,9 +161,9 @@ class WatchedCache(Cache):
             self.padding = None if padding is None else padding.cpu()
             self.counts_padding = padding is not None and position_ids is None
 
-    def see_end(self, tokens: torch.Tensor, media: Sequence[str] = ()) -> None:
+    def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
         """After the prompt let the model read its tokens again, for a method that asks for it;
-        model_hooks.py calls this.
+        model_hooks.py calls this with the arguments of the forward.
 
         Raises UsageError for a model that no method can watch, before a token is drawn from its first logits.
         Each layer compresses while it reads the tokens, and gives them back before. They follow the prompt
@@ -179,7 +179,7 @@ class WatchedCache(Cache):
             return
         try:
             checks.require_watchable(model, self._handed)
-            checks.require_readable_twice(tokens.shape[1], self._longest, self.padding, media)
+            checks.require_readable_twice(tokens.shape[1], self._longest, self.padding, named)
             self._replaying = True
             with torch.no_grad():
                 model.base_model(

@@ -13,7 +13,7 @@ rate, its schedule and its start at 1 are kept; the prompts are our own, with on
 import dataclasses
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,7 +157,7 @@ class GatedModel:
         self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
     ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
-    def see_end(self, tokens: torch.Tensor, media: Sequence[str] = ()) -> None: ...
+    def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
 
 
 def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTrainedModel) -> torch.Tensor:
