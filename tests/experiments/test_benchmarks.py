@@ -311,7 +311,7 @@ def test_rows_apart_sees_rows_that_are_not_there() -> None:
     assert rows_apart(rows.flip(0), rows.numpy()) == 0
     changed = rows.clone()
     changed[3] = 0
-    assert rows_apart(changed, rows.numpy()) > 0
+    assert rows_apart(changed, rows.numpy()) == 0.1  # one of ten, wherever it stands among the others
     assert rows_apart(rows[:9], rows.numpy()) == math.inf
 
 
