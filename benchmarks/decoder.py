@@ -13,7 +13,7 @@ import torch
 from torch.nn.functional import linear, rms_norm, scaled_dot_product_attention, silu
 
 from benchmarks.row import Place, Row, Work, sized
-from benchmarks.rows import XL, random_moments, whole_cache
+from benchmarks.rows import XL, decoding, random_moments, whole_cache
 from evictionary.optimized.keydiff import update_anchor
 
 LAYERS, VOCABULARY = 32, 128_256
@@ -109,18 +109,20 @@ def decoder(place: Place) -> Decoder:
     return Decoder(place, max(1, LAYERS // place.shrink))
 
 
-def over(caches: list[tuple[torch.Tensor, torch.Tensor]], attend: Callable[..., Any] | None) -> Attend:
-    """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot:
-    ours, or SDPA for None.
+def over(place: Place, caches: list[tuple[torch.Tensor, torch.Tensor]], *, ours: bool) -> Attend:
+    """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot: ours,
+    or SDPA.
     """
-    wholes = [whole_cache(*states) for states in caches]
+    wholes = [whole_cache(*states) for states in caches] if ours else []
+    queries = place.states(len(caches[0][0]), place.heads * place.group, 1, place.head_dim, seed=0)
+    attends = [decoding(place, queries, whole) for whole in wholes]
 
     def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = caches[layer]
         keys[:, :, -1], values[:, :, -1] = key, value  # `wholes` are views of them
-        if attend is None:
+        if not ours:
             return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-        return attend(query[:, :, None], wholes[layer])[0][:, :, 0]
+        return attends[layer](query[:, :, None], wholes[layer])[0][:, :, 0]
 
     return run
 
@@ -166,7 +168,7 @@ def overhead_row(place: Place, batch: int) -> Work:
     caches = [place.cache(sequences, tokens, layer) for layer in range(model.layers)]
     attends = {
         "ours": with_moments(place, sequences, tokens, model),
-        "fixed L": over(caches, place.ours("attention", "attend")),
+        "fixed L": over(place, caches, ours=True),
     }
     each = 2 * (place.bytes_of(tokens) + place.heads * 4 * place.head_dim * (place.head_dim + 2))
     return steps(place, model, sequences, attends, model.layers * sequences * each)
@@ -178,8 +180,8 @@ def decode_model_row(place: Place) -> Work:
     caches = [place.cache(1, place.tokens(XL), layer) for layer in range(model.layers)]
     attends = {
         "ours": with_moments(place, 1, tokens, model),
-        "full cache, SDPA": over(caches, None),
-        "full cache, our decode": over(caches, place.ours("attention", "attend")),
+        "full cache, SDPA": over(place, caches, ours=False),
+        "full cache, our decode": over(place, caches, ours=True),
     }
     return steps(place, model, 1, attends, model.layers * 2 * place.bytes_of(tokens))
 
@@ -190,13 +192,13 @@ def throughput_row(place: Place) -> Work:
 
     There are as many sequences as fit into four fifths of the memory that the weights leave, 24 at most.
     """
-    attend, model, tokens = place.ours("attention", "attend"), decoder(place), place.tokens(32_768)
+    model, tokens = decoder(place), place.tokens(32_768)
     free = torch.cuda.mem_get_info()[0] if place.is_gpu else 2**20
     few = max(1, min(place.batch(24), int(0.8 * free) // (model.layers * 2 * place.bytes_of(tokens))))
     caches = [place.cache(few, tokens, layer) for layer in range(model.layers)]
     shape = (4 * few, place.heads, tokens // 4, place.head_dim)
-    compressed = over([(keys.view(shape), values.view(shape)) for keys, values in caches], attend)
-    ours, sdpa = over(caches, attend), over(caches, None)
+    compressed = over(place, [(keys.view(shape), values.view(shape)) for keys, values in caches], ours=True)
+    ours, sdpa = (over(place, caches, ours=own) for own in (True, False))
     return Work(
         make=lambda seed: (
             place.states(4 * few, model.width, seed=seed),

@@ -312,20 +312,36 @@ def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
     return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), positions, lengths)
 
 
+Decode = Callable[[torch.Tensor, CompressedCache], tuple[torch.Tensor, torch.Tensor]]
+
+
+def decoding(place: Place, queries: torch.Tensor, stored: CompressedCache) -> Decode:
+    """The attention of the decoding steps over one cache: as a model, it cuts the cache into chunks once, and
+    not in each step.
+    """
+    attend: Decode = place.ours("attention", "attend")
+    if not place.is_gpu:
+        return attend
+    kernels, plans = importlib.import_module("evictionary.optimized.kernels.attention"), {}
+    kernels.attend(queries, stored, plans=plans)
+    return partial(kernels.attend, plans=plans)
+
+
 def attention_work(
     place: Place, lengths: torch.Tensor, arms: dict[str, Arm], page: int, **options: Any
 ) -> Work:
     """One query of each head over a cache of the given lengths [B, H_kv], FlashInfer with pages of `page`
     tokens beside.
 
-    Each arm takes the queries, the cache and what `options["beside"]`, a function of the cache, makes of it.
+    Each arm takes the queries, the cache, our attention over it, and what `options["beside"]`, a function of
+    the cache, makes of it.
     """
     group, beside = place.group, options.pop("beside", lambda stored: ())
 
     def make(seed: int) -> Inputs:
         stored = flat_cache(place, lengths, 10 * seed)
         queries = place.states(len(lengths), place.heads * group, 1, place.head_dim, seed=seed + 7)
-        return queries, stored, *beside(stored)
+        return queries, stored, decoding(place, queries, stored), *beside(stored)
 
     def want(inputs: Inputs) -> np.ndarray:
         queries, stored = inputs[:2]
@@ -336,10 +352,9 @@ def attention_work(
 
     decode = partial(flashinfer_decode, place=place, lengths=lengths, page=page)  # its plan is not timed
     flash, missing = peer_arm("FlashInfer", "flashinfer-python", decode)
-    attend = place.ours("attention", "attend")
     return Work(
         make=make,
-        arms={"ours": lambda queries, stored, *_: attend(queries, stored), **arms, **flash},
+        arms={"ours": lambda queries, stored, decode, *_: decode(queries, stored), **arms, **flash},
         missing=missing,
         want=want,
         read=lambda inputs, got: got[-1:, -group:],
@@ -373,7 +388,7 @@ def decode_row(place: Place, batch: int, length: int) -> Work:
     """Flash-decoding with heads of one length, beside SDPA and FlashInfer."""
     sequences, tokens = place.batch(batch), place.tokens(length)
 
-    def sdpa(queries: torch.Tensor, stored: CompressedCache) -> torch.Tensor:
+    def sdpa(queries: torch.Tensor, stored: CompressedCache, _: Decode) -> torch.Tensor:
         keys, values = (x.view(sequences, place.heads, tokens, -1) for x in stored[:2])
         return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
 
@@ -404,7 +419,7 @@ def ragged_row(place: Place) -> Work:
 
     def over_padded(function: Callable[..., Any], **mask: Any) -> Arm:
         grouped = (sequences, place.heads, place.group, place.head_dim)
-        return lambda queries, stored, *states: function(queries.view(grouped), *states, **mask).view_as(
+        return lambda queries, stored, _, *states: function(queries.view(grouped), *states, **mask).view_as(
             queries
         )
 
@@ -522,7 +537,7 @@ def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
     """
     calls = itertools.count()
 
-    def run(query: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, *rest: Any) -> Any:
+    def run(_: Any, query: torch.Tensor, new_keys: torch.Tensor, new_values: torch.Tensor, *rest: Any) -> Any:
         turn, place = divmod(next(calls), len(new_keys))
         if turn and not place:
             new_keys.normal_()
@@ -532,10 +547,16 @@ def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+def plain_decode(without: tuple[CompressedCache, Decode], query: torch.Tensor, *_: Any) -> Any:
+    """The attention of a decoding step without moments."""
+    stored, decode = without
+    return decode(query[:, :, None], stored)
+
+
 @sized
 def step_row(place: Place, batch: int, length: int) -> Work:
     """A decoding step of MomentKV in place: attend, score, evict, correct, update."""
-    step, attend = place.ours("momentkv", "step"), place.ours("attention", "attend")
+    step = place.ours("momentkv", "step")
     sequences, tokens, heads, dim = place.batch(batch), place.tokens(length), place.heads, place.head_dim
 
     def make(seed: int) -> Inputs:
@@ -543,16 +564,13 @@ def step_row(place: Place, batch: int, length: int) -> Work:
         new = (place.states(NEW_TOKENS, sequences, heads, dim, seed=seed + part) for part in (8, 9))
         positions = torch.arange(tokens, device=place.device).repeat(sequences, heads, 1)
         position = torch.full((sequences, heads), tokens, device=place.device)
-        moments = random_moments(place, sequences, seed)
-        return query, *new, *place.cache(sequences, tokens, seed), positions, moments, position
-
-    def plain(
-        query: torch.Tensor, new_key: Any, new_value: Any, keys: torch.Tensor, values: torch.Tensor, *_: Any
-    ) -> Any:
-        return attend(query[:, :, None], whole_cache(keys, values))
+        moments, states = random_moments(place, sequences, seed), place.cache(sequences, tokens, seed)
+        whole = whole_cache(*states)
+        without = whole, decoding(place, query[:, :, None], whole)
+        return without, query, *new, *states, positions, moments, position
 
     def want(inputs: Inputs) -> np.ndarray:
-        query, new_keys, new_values, keys, values, _, moments, _ = inputs
+        _, query, new_keys, new_values, keys, values, _, moments, _ = inputs
         head = first_head(new_keys[0], new_values[0], keys, values)
         group = exact(query[:1, : place.group])[0]
         return momentkv.decode_step(group, *head, momentkv.Moments(*first_head(*moments)), tokens).output
@@ -561,7 +579,11 @@ def step_row(place: Place, batch: int, length: int) -> Work:
         make=make,
         bytes=sequences * (2 * place.bytes_of(tokens) + heads * 2 * 4 * (dim**2 + 2 * dim)),
         flops=2.0 * sequences * heads * tokens * dim**2,
-        arms={"ours": each_token(step), "plain decode": plain, "eager torch": each_token(step_trusted)},
+        arms={
+            "ours": each_token(step),
+            "plain decode": plain_decode,
+            "eager torch": each_token(step_trusted),
+        },
         want=want,
         read=lambda inputs, got: got[:1, : place.group],
         reads={"plain decode": None},  # attention without moments is another function
@@ -599,30 +621,33 @@ def prompt_moments_row(place: Place) -> Work:
 
 
 def mix_row(place: Place) -> Work:
-    attend, plain = place.ours("momentkv", "attend"), place.ours("attention", "attend")
+    attend = place.ours("momentkv", "attend")
     sequences, tokens = place.batch(32), place.tokens(1024)
 
     def make(seed: int) -> Inputs:
         query = place.states(sequences, place.heads * place.group, place.head_dim, seed=seed + 7)
         keys, values = place.cache(sequences, tokens, seed)
-        kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device)
-        return query, keys, values, kept, random_moments(place, sequences, seed)
+        kept, whole = (
+            torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device),
+            whole_cache(keys, values),
+        )
+        without = whole, decoding(place, query[:, :, None], whole)
+        return without, query, keys, values, kept, random_moments(place, sequences, seed)
 
     def want(inputs: Inputs) -> np.ndarray:
-        group = exact(inputs[0][:1, : place.group])[0]
-        return momentkv.attend(group, *first_head(*inputs[1:4]), momentkv.Moments(*first_head(*inputs[4])))
+        group = exact(inputs[1][:1, : place.group])[0]
+        return momentkv.attend(group, *first_head(*inputs[2:5]), momentkv.Moments(*first_head(*inputs[5])))
 
-    without = "attention without moments"
     return Work(
         make=make,
         bytes=sequences * (2 * place.bytes_of(tokens) + place.heads * 4 * place.head_dim**2),
         arms={
-            "ours": attend,
-            without: lambda query, keys, values, *_: plain(query[:, :, None], whole_cache(keys, values)),
+            "ours": lambda _, *inputs: attend(*inputs),
+            "attention without moments": plain_decode,
         },
         want=want,
         read=lambda inputs, got: got[:1, : place.group],
-        reads={without: None},
+        reads={"attention without moments": None},
         limit=2e-2,
     )
 

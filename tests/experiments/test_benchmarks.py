@@ -2,6 +2,7 @@
 the files, the page.
 """
 
+import contextlib
 import json
 import math
 import sys
@@ -193,17 +194,18 @@ def test_a_second_call_goes_on_where_the_first_stopped(
 def test_every_call_inserts_another_token_and_all_are_drawn_anew() -> None:
     built = gpu.ROWS["8"].build(TINY)
     inputs = built.make(0)
-    tokens = inputs[1].clone()
+    new_keys, keys = inputs[2], inputs[4]
+    tokens = new_keys.clone()
     assert not torch.equal(tokens[0], tokens[1])
     built.arms["ours"](*inputs)
-    cache = inputs[3].clone()
+    cache = keys.clone()
     built.arms["ours"](*inputs)
-    assert not torch.equal(cache, inputs[3])  # the second call has inserted another token
+    assert not torch.equal(cache, keys)  # the second call has inserted another token
     for _ in range(rows.NEW_TOKENS - 2):
         built.arms["ours"](*inputs)
-    assert torch.equal(tokens, inputs[1])
+    assert torch.equal(tokens, new_keys)
     built.arms["ours"](*inputs)
-    assert not torch.equal(tokens, inputs[1])
+    assert not torch.equal(tokens, new_keys)
 
 
 def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(
@@ -218,15 +220,23 @@ def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(
     def uncaptured(run: Any, **_: Any) -> list[float]:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    def timed(waits: bool, of_graph: Any) -> tuple[list[float], str]:
+    @contextlib.contextmanager
+    def refusing() -> Any:
+        raise RuntimeError("called a synchronizing CUDA operation")
+        yield
+
+    def timed(waits: bool, of_graph: Any, watch: Any = contextlib.nullcontext) -> tuple[list[float], str]:
         seen.clear()
+        monkeypatch.setattr(gpu, "never_waiting", watch)
         monkeypatch.setattr(testing, "do_bench_cudagraph", of_graph)
         monkeypatch.setattr(testing, "do_bench", bench)
         measure, how = gpu.prepare(lambda x: (seen.append(x), 1000.0 * x)[1], [(1,), (2,)], Place(), waits)
         return measure(), how
 
-    assert timed(False, bench) == ([2.0, 1.0, 2.0], "graph") and seen == [1, 2, 1, 2, 1, 2]
-    assert timed(False, uncaptured) == ([1.0, 2.0, 1.0], "events, not captured: RuntimeError")
+    assert timed(False, bench) == ([1.0, 2.0, 1.0], "graph") and seen == [1, 2, 1, 2, 1, 2, 1]
+    assert timed(False, uncaptured) == ([2.0, 1.0, 2.0], "events, not captured: RuntimeError")
+    # what waits is never captured: torch would free no memory after it
+    assert timed(False, bench, refusing) == ([1.0, 2.0, 1.0], "events, not captured: RuntimeError")
     assert timed(True, uncaptured) == ([1.0, 2.0, 1.0], "events, waits for the GPU")
 
 
