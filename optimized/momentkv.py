@@ -226,7 +226,7 @@ def step(
     Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; keys [B, H_kv, L, D], values [B,
     H_kv, L, D_v] and positions [B, H_kv, L] int64, any strides, all slots in use; moments, float32 or wider;
     position of the new token, a number or an int64 tensor that broadcasts to [B, H_kv]. Changes keys, values,
-    positions and moments, on a GPU in three launches. Returns [B, H_q, D_v] in the dtype of query, attention
+    positions and moments, on a GPU in four launches. Returns [B, H_q, D_v] in the dtype of query, attention
     after the eviction. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
     infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """

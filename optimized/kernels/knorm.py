@@ -2,8 +2,8 @@ r"""KNorm (arXiv 2406.11430): `score_i = -|k_i|`, the shortest kernel here and a
 (KN-1).
 
 It equals, in torch, `-torch.linalg.vector_norm(keys.float(), dim=-1)`. One program takes a tile of tokens of
-one head: one load, one sum along the channels, one store. A row is divided by its largest component first, so
-that no square leaves the range of float32.
+one head: one load, one sum along the channels, one store. A row is first multiplied by the power of two that
+brings its largest component to [1, 2), which is exact, so that no square leaves the range of float32.
 """
 
 import torch
@@ -13,9 +13,9 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
 from .strided import strided
-from .tiles import head_of, load_tile
+from .tiles import head_of, load_tile, power_of_two
 
-ELEMENTS_OF_A_TILE = 8192
+ELEMENTS_OF_A_TILE = 4096
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -25,7 +25,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     scores, block_d = floats(keys, *keys.shape[:-1]), padded(head_dim)
     block_t = min(128, ELEMENTS_OF_A_TILE // block_d)
     launch(score_norms, (batch * num_heads * triton.cdiv(length, block_t),))(
-        strided(heads), scores, num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=8
+        strided(heads), scores, num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4
     )
     return scores
 
@@ -37,11 +37,11 @@ def score_norms(keys, scores_ptr, num_heads, length, head_dim, BLOCK_T: tl.const
     tiles = tl.cdiv(length, BLOCK_T)
     head, token = program // tiles, program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
     keys = load_tile(head_of(keys, head, num_heads), token, tl.arange(0, BLOCK_D), token < length, head_dim)
-    largest = tl.max(tl.abs(keys), axis=1)
-    keys = tl.div_rn(keys, tl.where(largest == 0, 1.0, largest)[:, None])
+    scale, inverse = power_of_two(tl.max(tl.abs(keys), axis=1), 0)
+    keys *= scale[:, None]
     tl.store(
         scores_ptr + head * length + token,
-        -largest * tl.sqrt_rn(tl.sum(keys * keys, axis=1)),
+        -inverse * tl.sqrt_rn(tl.sum(keys * keys, axis=1)),
         mask=token < length,
     )
 

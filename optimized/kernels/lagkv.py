@@ -121,11 +121,12 @@ def _tile(lag: int, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
     no channel is padding.
     """
     block_d, block_dv, block_l = padded(keys.shape[-1]), padded(values.shape[-1]), padded(lag)
-    # float32 tiles of short rows are smaller and have more warps: with other sizes, sm_80 and sm_90 spill
-    # registers.
+    # Two warps seldom wait for each other. float32 tiles have more threads: with other sizes, sm_80 and sm_90
+    # spill registers.
     wide = keys.element_size() == 4
-    block_t = min(32 if wide else 64, block_l, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
-    num_warps = 8 if wide and max(block_d, block_dv) <= 64 else 4
+    elements = ELEMENTS_OF_A_TILE if wide else ELEMENTS_OF_A_TILE // 2
+    block_t = min(32, block_l, elements // max(block_d, block_dv))
+    num_warps = 2 if not wide else 8 if max(block_d, block_dv) <= 64 else 4
     tile = {
         "BLOCK_L": block_l,
         "BLOCK_T": block_t,
@@ -313,5 +314,5 @@ def _launch(dtype: torch.dtype, head_dim: int, lag_size: int) -> None:
 CONFIGURATIONS = configurations(
     _launch,
     *({"head_dim": head_dim, "lag_size": lag_size} for head_dim in HEAD_DIMS for lag_size in (128, 1024)),
-    resident={"compress_partitions": 4},
+    resident={"compress_partitions": 8},
 )

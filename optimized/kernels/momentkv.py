@@ -1,4 +1,4 @@
-r"""MomentKV (arXiv 2606.01563): a decoding step in three launches (MK-A1). The moments of a prompt are in
+r"""MomentKV (arXiv 2606.01563): a decoding step in four launches (MK-A1). The moments of a prompt are in
 `momentkv_prompt`.
 
 A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k,
@@ -20,18 +20,17 @@ s_v, S:
 and then writes the new token into the slot of the evicted one. A cache of a fixed budget is never compacted:
 its slots are in any order, and `positions` says which token each holds. K and V are read once, the moments
 read and written once. The score is the mean over the group of probabilities, so it needs the sum of every
-query head: between the first two launches, a step stores the logits of the group and the norm of the residual
-of every token.
+query head: the first launch stores the logits of the group and the norm of the residual of every token.
 
 First launch, `walk_cache`: one program takes one split of one head. A tile of keys is loaded once and
 multiplied twice: with the queries for the logits, and with the covariance for the residuals; only the norms
 of the residuals are stored. The same tile of values completes the residual and enters the online softmax. The
 new token is a tile of its own behind the last tile, so its score comes from the same instructions as the
-other scores, and an equal token does not win or lose by different rounding. Second launch, `replace_lowest`:
-one program takes some value channels of one head. Each finds the lowest score itself, adds that token to its
-part of the moments, and mixes its part of the output from the other tokens. All programs of a head read the
-evicted token, the count and the sum of keys, and programs of one launch cannot wait for each other. So the
-third launch, `write_new`, writes these and the new token.
+other scores, and an equal token does not win or lose by different rounding. Second launch, `find_lowest`:
+one program finds the lowest score of one head. Third launch, `evict`: one program takes some value channels
+of one head, adds the evicted token to its part of the moments, and mixes its part of the output from the
+other tokens. All programs of a head read the evicted token, the count and the sum of keys, and programs of
+one launch cannot wait for each other. So the last launch, `write_new`, writes these and the new token.
 
 Removing the evicted token. The first launch attended over L + 1 tokens, the output needs L. Subtracting the
 evicted token's part is accurate as long as its weight is small, as it usually is; but a token with a value
@@ -102,7 +101,7 @@ def step(
     moments: Moments,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, as `optimized.momentkv.step`: three launches without waiting, which may be captured
+    r"""MK-A1 in place, as `optimized.momentkv.step`: four launches without waiting, which may be captured
     in a graph.
 
     The moments are float32 and contiguous; position is int64 [B, H_kv].
@@ -113,11 +112,14 @@ def step(
     block_v, heads, value_dim = _block_v(keys, values), batch * num_kv_heads, values.shape[3]
     position = position.contiguous()
     states = [strided(each) for each in (new_key, new_value, keys, values, positions)]
-    launch(replace_lowest, (heads * triton.cdiv(value_dim, block_v),))(
-        strided(query), *states, position, moments, walked, output,
-        num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks, head_dim, value_dim,
-        1 / math.sqrt(head_dim),
-        GROUP=padded(sizes.group, 1), BLOCK_L=min(512, padded(length + 1)),
+    tile = {"GROUP": padded(sizes.group, 1), "BLOCK_L": min(512, padded(length + 1))}
+    launch(find_lowest, (heads,))(
+        states[-1], position, moments, walked, num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks,
+        **tile, num_warps=4,
+    )  # fmt: skip
+    launch(evict, (heads * triton.cdiv(value_dim, block_v),))(
+        strided(query), *states[:-1], moments, walked, output,
+        num_kv_heads, sizes.group, length, sizes.splits, head_dim, value_dim, 1 / math.sqrt(head_dim), **tile,
         BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
         num_warps=8 if keys.dtype == torch.float32 else 4,
         # left alone, the compiler spills to fit a fourth program on sm_80, and a third on sm_100
@@ -131,14 +133,14 @@ def step(
 
 
 class _Walked(NamedTuple):
-    """The results of `walk_cache` for the second launch; None where that needs none."""
+    """The results of `walk_cache` for the next launches; None where these need none."""
 
     logits: torch.Tensor  # [heads, G, tokens], in powers of two, as all logits here
     squares: torch.Tensor  # [heads, chunks, tokens]: |n r_j|^2, summed over the value channels of a chunk
     highest: torch.Tensor  # [heads, splits, G]: the largest logit
     mass: torch.Tensor  # [heads, splits, G]: sum of 2^(logit - highest)
     partial: torch.Tensor | None  # [heads, splits, G, D_v]: sum of 2^(logit - highest) v
-    slots: torch.Tensor | None  # [heads] int32: written by the second launch, the slot of the evicted token
+    slots: torch.Tensor | None  # [heads] int32: written by `find_lowest`, the slot of the evicted token
 
 
 class _Sizes(NamedTuple):
@@ -197,7 +199,7 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
         }
     else:
         tile = {
-            "BLOCK_T": 32,
+            "BLOCK_T": 64,
             "BLOCK_DV": min(block_dv, 16384 // block_d, 128),
             "num_warps": 4,
             "num_stages": 2,
@@ -206,7 +208,7 @@ def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
 
 
 def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """The value channels of a program of the second launch, which holds this part of S in registers: fewer
+    """The value channels of a program of `evict`, which holds this part of S in registers: fewer
     for few heads.
     """
     few = keys.shape[0] * keys.shape[1] * values.shape[3] <= 32 * PROGRAMS_WANTED
@@ -435,15 +437,15 @@ def mix(
         tl.store(output_base + member * value_dim + value_channels, mixed, mask=value_channels < value_dim)
 
 
-@triton.jit(do_not_specialize=["positions", "num_kv_heads", "group", "length", "splits", "chunks"])
-def replace_lowest(
-    queries, new_keys, new_values, keys, values, positions, position_ptr, moments, walked, output_ptr,
-    num_kv_heads, group, length, splits, chunks, head_dim, value_dim, scale,
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "splits"])
+def evict(
+    queries, new_keys, new_values, keys, values, moments, walked, output_ptr,
+    num_kv_heads, group, length, splits, head_dim, value_dim, scale,
     GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Evict the token with the lowest score, put the new one into its slot, write the output. Grid: heads
-    * value blocks.
+    """Add the token in the slot with the lowest score to the moments, and write the output without it. Grid:
+    heads * value blocks.
     """
     blocks = (value_dim + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0).to(tl.int64) // blocks
@@ -453,15 +455,9 @@ def replace_lowest(
     key_base, own_values = at_head(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
     value_base = own_values.ptr
     new_key, new_value = at_head(new_keys, head, num_kv_heads), at_head(new_values, head, num_kv_heads)
-    position_base = at_head(positions, head, num_kv_heads)
-    position = tl.load(position_ptr + head)
+    slot = tl.load(walked.slots + head)
     before = tl.load(moments.count + head)
-
     top, mass = merge_splits(walked, head, splits, group, GROUP)
-    slot = find_lowest(
-        walked, head, position_base, positions.stride_d, position, length, group, chunks, top, mass,
-        tl.maximum(before, 1).to(tl.float32), GROUP, BLOCK_L,
-    )  # fmt: skip
     is_new = slot == length
     evicted_key = load_row(
         tl.where(is_new, new_key, key_base + slot.to(tl.int64) * keys.stride_t), channels, head_dim,
@@ -492,9 +488,6 @@ def replace_lowest(
         retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
         group, head_dim, value_dim, scale, GROUP,
     )  # fmt: skip
-
-    if tl.program_id(0) % blocks == 0:
-        tl.store(walked.slots + head, slot)
 
 
 @triton.jit(do_not_specialize=["positions", "num_kv_heads", "length"])
@@ -530,16 +523,19 @@ def write_new(
         copy_row(new_value, value_slot, value_channels, value_dim, new_values.stride_d, values.stride_d, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["positions", "num_kv_heads", "group", "length", "splits", "chunks"])
 def find_lowest(
-    walked, head, positions_ptr, stride_t, position, length, group, chunks, top, mass, count,
+    positions, position_ptr, moments, walked, num_kv_heads, group, length, splits, chunks,
     GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """Return the slot of the lowest score, of equal scores the latest position. Slot `length` is the new
-    token.
+    """slots[head] = the slot of the lowest score, of equal scores the latest position; `length` is the new
+    token. Grid: heads.
     """
     EARLIEST: tl.constexpr = -(2**62)
-    width = length + 1
+    head, width = tl.program_id(0).to(tl.int64), length + 1
+    positions_ptr, position = at_head(positions, head, num_kv_heads), tl.load(position_ptr + head)
+    count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
+    top, mass = merge_splits(walked, head, splits, group, GROUP)
     lowest = tl.full([BLOCK_L], float("inf"), dtype=tl.float32)
     latest = tl.full([BLOCK_L], EARLIEST, dtype=tl.int64)
     lowest_slot = tl.full([BLOCK_L], 0, dtype=tl.int32) + length
@@ -547,14 +543,15 @@ def find_lowest(
         slots = first + tl.arange(0, BLOCK_L)
         scores = score_tokens(walked, head, slots, width, group, chunks, top, mass, count, GROUP)
         scores = tl.where(scores == scores, scores, -1.0)  # NaN goes first, as in `selection.top_k`
-        place = tl.load(positions_ptr + slots.to(tl.int64) * stride_t, mask=slots < length, other=0)
+        place = tl.load(positions_ptr + slots.to(tl.int64) * positions.stride_d, mask=slots < length, other=0)
         place = tl.where(slots < length, place, position)
         lower = (slots < width) & ((scores < lowest) | ((scores == lowest) & (place > latest)))
         lowest, latest = tl.where(lower, scores, lowest), tl.where(lower, place, latest)
         lowest_slot = tl.where(lower, slots, lowest_slot)
     tied = lowest == tl.min(lowest, axis=0)
     latest_tied = tl.max(tl.where(tied, latest, EARLIEST), axis=0)
-    return tl.min(tl.where(tied & (latest == latest_tied), lowest_slot, length), axis=0)
+    lowest_slot = tl.where(tied & (latest == latest_tied), lowest_slot, length)
+    tl.store(walked.slots + head, tl.min(lowest_slot, axis=0))
 
 
 @triton.jit

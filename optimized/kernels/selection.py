@@ -14,12 +14,12 @@ give the threshold and the number of its equals to keep; one last walk over the 
 positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2 cache; a tile
 without a key that agrees with the bytes found so far needs no histogram.
 
-Two schedules. `keep_rows`: one program walks its row five times, in one launch; it serves short rows, and as
-many rows as fill a GPU. `count_byte`, four times, then `keep_chunks`: for a few long rows, one program takes
-a chunk of a row, and the histograms of a row are added with integer atomics, whose order cannot change the
-result. Every program of the next launch reads the finished histograms and computes the bytes found so far by
-itself: 256 numbers a byte, cheaper than an extra launch. The last histogram is also stored chunk by chunk, so
-that `keep_chunks` knows how many equals of the threshold lie in front of it.
+Two schedules. `keep_rows`: one program walks its short row five times, in one launch. `count_byte`, four
+times, then `keep_chunks`: of a long row one program takes a chunk, and the histograms of a row are added with
+integer atomics, whose order cannot change the result. Every program of the next launch reads the finished
+histograms and computes the bytes found so far by itself: 256 numbers a byte, cheaper than an extra launch.
+The last histogram is also stored chunk by chunk, so that `keep_chunks` knows how many equals of the threshold
+lie in front of it.
 
 Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still
 keeps exactly k.
@@ -32,9 +32,10 @@ import triton.language as tl
 from .compiling import configurations
 from .launching import launch, padded, warps
 
-ROWS_THAT_FILL_A_GPU = 128
 LONGEST_SHORT_ROW = 16384
 MOST_CHUNKS = 256
+PROGRAMS_WANTED = 2048
+LEAST_TOKENS_OF_A_CHUNK = 4096
 
 
 def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
@@ -44,48 +45,55 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
         return torch.full(scores.shape, count > 0, dtype=torch.bool, device=scores.device)
     rows = scores.reshape(-1, length)
     shielded = rows if protected is None else protected.reshape(-1, length)
-    if rows.shape[0] >= ROWS_THAT_FILL_A_GPU or length <= LONGEST_SHORT_ROW:
-        return _keep_rows(rows, shielded, count).view(scores.shape)
-    kept = torch.empty(rows.shape, dtype=torch.bool, device=scores.device)
-    arguments = (*rows.stride(), *shielded.stride(), length, count)
-    flags = {"PROTECTED": protected is not None, "BLOCK": 2048, "num_warps": warps(scores, 256)}
-    chunk = padded(triton.cdiv(length, MOST_CHUNKS), flags["BLOCK"])
-    chunks = triton.cdiv(length, chunk)
-    counts = torch.zeros((rows.shape[0], 4, 256), dtype=torch.int32, device=scores.device)
-    last_counts = torch.empty((rows.shape[0], chunks, 256), dtype=torch.int32, device=scores.device)
-    grid = (rows.shape[0] * chunks,)
-    for byte in range(4):
-        launch(count_byte, grid)(
-            rows, shielded, counts, last_counts, *arguments, chunk, chunks, byte, **flags
-        )
-    launch(keep_chunks, grid)(
-        rows, shielded, counts, last_counts, kept, *arguments, chunk, chunks, MOST_CHUNKS=MOST_CHUNKS, **flags
-    )
-    return kept.view(scores.shape)
+    return _keep(rows, shielded, count).view(scores.shape)
 
 
 def keep_each(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Keep the highest scores of each of the R rows [R, T]: R / len(counts) rows in turn have the same
     count, int32.
     """
-    return _keep_rows(rows, rows, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
+    return _keep(rows, rows, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
 
 
-def _keep_rows(
+def _keep(
     rows: torch.Tensor, protected: torch.Tensor, count: int | torch.Tensor, sharing: int = 1
 ) -> torch.Tensor:
-    """The mask [R, T] of the highest scores of each row, by one program; `protected` is a mask, or `rows`
-    again for none.
-    """
+    """The mask [R, T] of the highest scores of each row; `protected` is a mask, or `rows` again for none."""
+    number, length = rows.shape
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-    # A program walks its whole row: the more threads, the fewer steps.
-    block = 8192 if rows.shape[1] > 2048 else padded(rows.shape[1], 256)
-    threads = 1024 if block > 2048 else min(256, block // 4)
-    launch(keep_rows, (rows.shape[0],))(
-        rows, protected, kept, *rows.stride(), *protected.stride(), rows.shape[1], count, sharing,
-        PROTECTED=protected is not rows, EACH=isinstance(count, torch.Tensor), BLOCK=block,
-        num_warps=warps(rows, threads),
-    )  # fmt: skip
+    flags = {"PROTECTED": protected is not rows, "EACH": isinstance(count, torch.Tensor)}
+    arguments = (*rows.stride(), *protected.stride(), length, count, sharing)
+    if length <= LONGEST_SHORT_ROW:
+        # A program walks its whole row: the more threads, the fewer steps.
+        block = 8192 if length > 2048 else padded(length, 256)
+        threads = 1024 if block > 2048 else min(256, block // 4)
+        launch(keep_rows, (number,))(
+            rows, protected, kept, *arguments, **flags, BLOCK=block, num_warps=warps(rows, threads)
+        )
+        return kept
+    flags |= {"BLOCK": 2048, "num_warps": warps(rows, 256)}
+    least = max(LEAST_TOKENS_OF_A_CHUNK, number * length // PROGRAMS_WANTED)
+    chunk = padded(triton.cdiv(length, MOST_CHUNKS), padded(least))
+    chunks = triton.cdiv(length, chunk)
+    counts = torch.zeros((number, 4, 256), dtype=torch.int32, device=rows.device)
+    last_counts = torch.empty((number, chunks, 256), dtype=torch.int32, device=rows.device)
+    grid = (number * chunks,)
+    for byte in range(4):
+        launch(count_byte, grid)(
+            rows, protected, counts, last_counts, *arguments, chunk, chunks, byte, **flags
+        )
+    launch(keep_chunks, grid)(
+        rows,
+        protected,
+        counts,
+        last_counts,
+        kept,
+        *arguments,
+        chunk,
+        chunks,
+        MOST_CHUNKS=MOST_CHUNKS,
+        **flags,
+    )
     return kept
 
 
@@ -228,11 +236,11 @@ def keep_rows(
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "chunks", "byte"])
+@triton.jit(do_not_specialize=["count", "sharing", "chunks", "byte"])
 def count_byte(
     scores_ptr, protected_ptr, counts_ptr, last_counts_ptr,
-    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, chunk, chunks, byte,
-    PROTECTED: tl.constexpr, BLOCK: tl.constexpr,
+    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, sharing, chunk, chunks,
+    byte, PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the histogram of one byte over one chunk of a row to that of the row; the last is stored too.
     Grid: rows * chunks.
@@ -241,7 +249,7 @@ def count_byte(
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
-    prefix, _ = find_prefix(counts_ptr, row, count, byte)
+    prefix, _ = find_prefix(counts_ptr, row, tl.load(count + row // sharing) if EACH else count, byte)
     end = tl.minimum((part + 1) * chunk, length)
     counts = count_keys(
         scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
@@ -252,18 +260,18 @@ def count_byte(
         tl.store(last_counts_ptr + program * 256 + values, counts)
 
 
-@triton.jit(do_not_specialize=["count", "chunks"])
+@triton.jit(do_not_specialize=["count", "sharing", "chunks"])
 def keep_chunks(
     scores_ptr, protected_ptr, counts_ptr, last_counts_ptr, kept_ptr,
-    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, chunk, chunks,
-    PROTECTED: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, sharing, chunk, chunks,
+    PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """kept[row, chunk] = the mask of the `count` highest scores of a row. Grid: rows * chunks."""
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
-    prefix, left = find_prefix(counts_ptr, row, count, 4)
+    prefix, left = find_prefix(counts_ptr, row, tl.load(count + row // sharing) if EACH else count, 4)
     # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of
     # the threshold.
     before = tl.arange(0, MOST_CHUNKS)

@@ -83,11 +83,11 @@ def to_meta(cache: Any) -> None:
 @pytest.mark.parametrize(
     ("method", "settings", "kernels", "copies"),
     [
-        ("momentkv", {"budget": BUDGET}, {"walk_cache", "replace_lowest", "write_new"}, 0),
+        ("momentkv", {"budget": BUDGET}, {"walk_cache", "find_lowest", "evict", "write_new"}, 0),
         (
             "momentkv",
             {"compression_ratio": 0.5},
-            {"walk_cache", "replace_lowest", "write_new", "attend_chunks", "merge_chunks"},
+            {"walk_cache", "find_lowest", "evict", "write_new", "attend_chunks", "merge_chunks"},
             1,
         ),
         ("momentkv+ada_kv", {"budget": BUDGET, "every": 0}, {"attend_chunks", "merge_chunks"}, 0),

@@ -208,7 +208,7 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         lambda s: mk.attend(s.query, s.keys, s.values, s.kept, s.moments),
         "attend_chunks merge_chunks",
     ),
-    "momentkv.step": (step, "walk_cache replace_lowest write_new"),
+    "momentkv.step": (step, "walk_cache find_lowest evict write_new"),
     "h2o.score": (lambda s: h2o.score(last_queries(s), s.keys), "sum_rows sum_columns"),
     "h2o.attend_and_score": (
         lambda s: h2o.attend_and_score(last_queries(s), s.keys, s.values),
@@ -506,12 +506,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
     "momentkv": (
         "momentkv",
         {"budget": 16},
-        "sum_evicted walk_cache replace_lowest write_new attend_chunks merge_chunks",
+        "sum_evicted walk_cache find_lowest evict write_new attend_chunks merge_chunks",
     ),
     "momentkv, growing": (
         "momentkv",
         {"compression_ratio": 0.5},
-        "walk_cache replace_lowest write_new attend_chunks merge_chunks",
+        "walk_cache find_lowest evict write_new attend_chunks merge_chunks",
     ),
     "ragged": ("knorm+ada_kv", {"compression_ratio": 0.5}, "copy_rows attend_chunks merge_chunks"),
     "ragged, moments": (
