@@ -177,7 +177,7 @@ def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     wanted = (
         "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)",
         "your numbers match a known bug: the sign left out",
-        f"judge --exec '{start}' --law ",
+        f"judge --exec '{start}' --dtype float32 --profile quick --law ",
     )
     assert [said for said in wanted if said not in output] == []
 
