@@ -54,8 +54,7 @@ kernels: .venv/installed
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
 # `make compiled-all` asks every law of them, which takes hours.
-# A cache of its own: code that another clone has compiled names the files of that clone.
-COMPILED := PYTHONPATH=$(CURDIR)/build/compiled TRITON_CACHE_DIR=$(CURDIR)/build/triton-cache $(PYTEST)
+COMPILED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST)
 EXECUTED := $(COMPILED) --profile quick --device compiled
 TUNED := --impl optimized --dtype float32,float16,bfloat16
 TO_READ := --impl evictionary.optimized.teaching --dtype float32

@@ -3,6 +3,7 @@ gives the verdict.
 """
 
 import importlib
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.strict, config.option.impl = True, ["reference", "optimized"]
     if config.getoption("--brief"):
         config.option.tbstyle, config.option.no_summary = "no", True
+    report.ASKED[:] = _asked(config)
     dtypes = _dtypes(config.getoption("--dtype"))
     try:
         domain = Domain.parse(config.getoption("--domain"))
@@ -216,6 +218,15 @@ def _dtypes(option: str | None) -> list[str | None]:
                 "separated by commas"
             )
     return list(names)
+
+
+def _asked(config: pytest.Config) -> list[str]:
+    """The options that are not the default, as `evictionary judge` names them."""
+    usual = {"device": "cpu", "dtype": None, "profile": "default", "call-timeout": SECONDS}
+    given = [(name, each) for name in usual if (each := config.getoption(f"--{name}")) != usual[name]]
+    given += [(name, each) for name in ("domain", "method") for each in config.getoption(f"--{name}")]
+    options = [f"--{name.removeprefix('call-')} {shlex.quote(str(each))}" for name, each in given]
+    return options + ["--strict"] * bool(config.getoption("strict"))
 
 
 def pytest_unconfigure() -> None:
@@ -425,8 +436,11 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
     passed, line = found.in_a_line(config.getoption("--require") or [])
     good, bad, nothing = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.NO_TESTS_COLLECTED
     # Whoever stops a run by a key gets pytest's own exit code; a run that --maxfail has stopped is judged.
-    if session.exitstatus in (good, bad) or (
-        session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail")
+    # So is one whose processes what is judged has broken, such as by closing the standard output.
+    if (
+        session.exitstatus in (good, bad)
+        or (session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail"))
+        or (session.exitstatus == pytest.ExitCode.INTERNAL_ERROR and DEATHS in config.stash)
     ):
         if sentence := found.unanswered_with(NO_GPU):
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"

@@ -9,6 +9,7 @@ a GPU schedules programs.
 import atexit
 import contextlib
 import functools
+import hashlib
 import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -27,7 +28,7 @@ STOPPED: list[Exception] = []
 
 UNFILLED: dict[str, str] = {}
 """Lines with a masked load without `other` in the launches of the law at hand. Behind the mask such a load
-holds no number: NaN.
+holds no number.
 """
 
 COUNTED = {"launches": 0, "accesses": 0, "unchecked": 0}
@@ -70,14 +71,27 @@ def begin() -> None:
     """From now on each launch of this process is executed by ttsem, and tensors on `cuda` lie in the
     memory of the CPU.
     """
+    from triton import knobs
     from ttsem import harness, memory, sanitize
 
     execute, load, unfilled = harness.execute, memory.Memory.load, set()
+    compile_launch, folder = harness._compile_asm, knobs.cache.dir
+
+    def compiled_apart(fn: Any, *launch: Any) -> Any:
+        # the names of files are part of what is compiled, and no part of Triton's key
+        with knobs.cache.scope():
+            knobs.cache.dir = f"{folder}/{hashlib.sha256(fn.fn.__code__.co_filename.encode()).hexdigest()}"
+            return compile_launch(fn, *launch)
 
     def loaded(self: Any, addresses: Any, mask: Any, other: Any, dtype: Any) -> Any:
-        if other is None and mask is not None and np.issubdtype(dtype, np.floating) and not np.all(mask):
+        if other is None and mask is not None and not np.all(mask):
             unfilled.add(self.current_op)
-            other = np.nan
+            # Bits that are NaN in each floating-point format, some of which ttsem carries as bits, and as
+            # whole numbers -1 and the largest in turn.
+            bits = np.iinfo(f"u{np.dtype(dtype).itemsize}")
+            other = np.resize(
+                np.array([bits.max, bits.max >> 1], bits.dtype).view(dtype), np.shape(addresses)
+            )
         return load(self, addresses, mask, other, dtype)
 
     def counting(record: Any, text: str, **options: Any) -> Any:
@@ -94,7 +108,7 @@ def begin() -> None:
     def unchecked() -> None:
         COUNTED["unchecked"] += 1
 
-    harness.execute, memory.Memory.load = counting, loaded
+    harness.execute, memory.Memory.load, harness._compile_asm = counting, loaded, compiled_apart
     atexit.register(_SESSION.close)
     _SESSION.enter_context(
         sanitize.session(on_stop=STOPPED.append, on_unchecked=unchecked, inductor_lookback=False)

@@ -9,6 +9,7 @@ function that has ended `GIVEN_UP` workers is asked no more.
 import faulthandler
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,6 +22,9 @@ from evictionary.spec_tests.judge.remote import ended
 
 GIVEN_UP = 3
 NO_MORE = f"is asked no more after {GIVEN_UP} laws without an answer"
+
+# The libraries whose errors skip a test or draw another input: from a function, none is an answer.
+ASKING = {"_pytest", "hypothesis", "unittest"}
 
 _NOTE, _DUMP, _GIVEN_UP = "note", "dump", "given up"
 
@@ -49,6 +53,8 @@ class Watch:
         if folder is None:
             self._dump = os.fdopen(os.dup(2), "wb")
             return
+        # Ctrl-C ends a worker at once, so that a KeyboardInterrupt in it is one that a function raises.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         self._note, self._dump = (
             (folder / f"{worker}.{name}").open("wb", buffering=0) for name in (_NOTE, _DUMP)
         )
@@ -63,6 +69,15 @@ class Watch:
         faulthandler.dump_traceback_later(self.seconds, exit=True, file=self._dump)
         try:
             return function(*args, **kwargs)
+        except BaseException as error:
+            homes = {each.__module__.partition(".")[0] for each in type(error).__mro__}
+            if homes & ASKING or isinstance(
+                error, (SystemExit, KeyboardInterrupt) if self._folder else SystemExit
+            ):
+                raise NotAsked(
+                    f"it raised {type(error).__name__}({error}), which ends or skips a law"
+                ) from error
+            raise
         finally:
             faulthandler.cancel_dump_traceback_later()
 

@@ -6,6 +6,7 @@ They put to the test each seam whose arguments `ARGUMENTS` knows how to make; th
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from evictionary.reference import attention, cache, momentkv
 from evictionary.spec_tests.judge.compiled import DEVICE, STOPPED
@@ -97,14 +98,21 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 }
 
 
-def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
+def answers(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and
-    what it gives.
+    what it gives; not where it fails, of which the laws of its equation say.
     """
     for path in impl.asked_of_memory():
         arguments = arguments_of(impl, path, case)
-        if arguments is not None and (numbers := answer(impl, path, arguments)) is not None:
-            yield path, arguments, numbers
+        if arguments is not None:
+            with suppress(Exception):
+                natives = {name: impl.native(value) for name, value in arguments.items()}
+                yield path, arguments, to_numpy(impl.function(path)(**natives))
+
+
+def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """The same without answers that hold a NaN, of which the laws of its equation say too."""
+    return (each for each in answers(impl, case) if not holds_nan(each[2]))
 
 
 def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] | None:
@@ -124,21 +132,8 @@ def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] 
     return arguments
 
 
-def answer(impl: Implementation, path: str, arguments: dict[str, Any]) -> Any:
-    """What a call gives, as NumPy; None where it fails or holds a NaN: the laws of its equation say so."""
-    try:
-        numbers = to_numpy(
-            function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
-        )
-    except Exception:
-        return None
-    return (
-        None if any(np.isnan(leaf).any() for leaf in leaves(numbers) if leaf.dtype.kind == "f") else numbers
-    )
-
-
-def function_of(impl: Implementation, path: str) -> Callable[..., Any]:
-    return impl.function(path)
+def holds_nan(numbers: Any) -> bool:
+    return any(np.isnan(leaf).any() for leaf in leaves(numbers) if leaf.dtype.kind == "f")
 
 
 def leaves(value: Any) -> list[Any]:
@@ -176,7 +171,7 @@ def test_inputs_are_left_alone(impl, case):
     """No function writes into its inputs."""
     for path, arguments, _ in callables(impl, case):
         natives = {name: impl.native(value) for name, value in arguments.items()}
-        function_of(impl, path)(**natives)
+        impl.function(path)(**natives)
         for name, value in arguments.items():
             require(
                 same_bits(impl.native(value), natives[name]),
@@ -201,7 +196,7 @@ def test_outputs_are_memory_of_their_own(impl, case):
         if "kept" in arguments:
             arguments["kept"] = np.ones_like(arguments["kept"])
         natives = {name: impl.native(value) for name, value in arguments.items()}
-        results, later = (leaves(function_of(impl, path)(**natives)) for _ in range(2))
+        results, later = (leaves(impl.function(path)(**natives)) for _ in range(2))
         for what, others in (
             ("an argument", leaves(tuple(natives.values()))),
             ("that of the next call", later),
@@ -219,9 +214,7 @@ def test_the_same_call_gives_the_same_bits(impl, case):
     calls = list(callables(impl, case))
     for path, arguments, first in reversed(calls):
         again, at_once = (
-            to_numpy(
-                function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
-            )
+            to_numpy(impl.function(path)(**{name: impl.native(value) for name, value in arguments.items()}))
             for _ in range(2)
         )
         require(same_bits(again, at_once), f"{path} gives other numbers the second time", again, at_once)
@@ -254,7 +247,7 @@ def test_strides_do_not_matter(impl, case, layout):
             else value
             for name, value in natives.items()
         }
-        agree_within_rounding(impl, path, arguments, plain, function_of(impl, path)(**strided))
+        agree_within_rounding(impl, path, arguments, plain, impl.function(path)(**strided))
 
 
 @law("MEM-4", of=ANY, case=PLAIN, not_for=with_strides)
@@ -275,7 +268,7 @@ def test_expanded_inputs_are_read_as_copies(impl, case):
                 )
         repeated = {name: to_numpy(value) for name, value in natives.items()}
         agree_within_rounding(
-            impl, path, repeated, function_of(impl, path)(**natives), function_of(impl, path)(**expanded)
+            impl, path, repeated, impl.function(path)(**natives), impl.function(path)(**expanded)
         )
 
 
@@ -315,7 +308,7 @@ def test_poisoned_memory_does_not_shine_through(impl, case):
         )
         torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
         try:
-            poisoned = to_numpy(function_of(impl, path)(**natives))
+            poisoned = to_numpy(impl.function(path)(**natives))
         finally:
             torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         # A number may differ by a rounding: what is compiled is compiled anew in this mode.
@@ -330,16 +323,14 @@ def test_another_stream_gives_the_same_numbers(impl, case):
     torch = importlib.import_module("torch")
     for path, arguments, _ in callables(impl, case):
         plain = to_numpy(
-            function_of(impl, path)(**{name: impl.native(value) for name, value in arguments.items()})
+            impl.function(path)(**{name: impl.native(value) for name, value in arguments.items()})
         )
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             busy = torch.randn(2048, 2048, device=impl.device)
             for _ in range(8):
                 busy = busy @ busy / 2048
-            result = function_of(impl, path)(
-                **{name: impl.native(value) for name, value in arguments.items()}
-            )
+            result = impl.function(path)(**{name: impl.native(value) for name, value in arguments.items()})
         stream.synchronize()
         agree_within_rounding(impl, path, arguments, plain, result, "gives other numbers on another stream")
 
@@ -366,10 +357,8 @@ def test_offsets_do_not_wrap_at_two_to_the_31(impl):
         far = torch.empty(step + keys[0].numel(), dtype=dtype, device=impl.torch_device)
         far = far.as_strided(keys.shape, (step, *keys.stride()[1:]))
         far.copy_(keys)
-        plain = function_of(impl, path)(**natives)
-        agree_within_rounding(
-            impl, path, arguments, plain, function_of(impl, path)(**{**natives, "keys": far})
-        )
+        plain = impl.function(path)(**natives)
+        agree_within_rounding(impl, path, arguments, plain, impl.function(path)(**{**natives, "keys": far}))
 
 
 def compiled_only(impl):
@@ -400,7 +389,8 @@ def test_compiled_code_touches_its_own_memory_alone(impl, case):
     no value is undefined.
     """
     STOPPED.clear()
-    for _ in callables(impl, case):
-        pass
+    found = list(answers(impl, case))
     if STOPPED:
         raise STOPPED[0]
+    for path, _, numbers in found:
+        require(not holds_nan(numbers), f"{path} answers with a NaN, which is in none of its arguments")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from evictionary.spec_tests.judge import compiled
+from evictionary.spec_tests.judge import compiled, watch
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import REFUSAL
@@ -20,6 +20,9 @@ from evictionary.spec_tests.judge.tolerance import Violation
 from evictionary.spec_tests.judge.watch import NotAsked
 from evictionary.spec_tests.proof.planted import Mutant
 from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in, sign
+
+# Options of this run that are not the default: the command for one law repeats them.
+ASKED: list[str] = []
 
 AGAIN = "to see it again, run"
 _MOST_LINES = 10  # of an input
@@ -55,7 +58,7 @@ def said(
             parts.append(("worst", worst))
     else:
         parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
-        frame = traceback.extract_tb(error.__traceback__)[-1]
+        frame = _raised_in(error, implementation)
         parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
     for match in matches:
         above = f", right up to {match.above}" if match.above else ""
@@ -99,7 +102,19 @@ def said(
 
 
 def _alone(law: Law, implementation: Implementation) -> str:
-    return f"evictionary judge {_named(implementation.origin)} --law {law.name.partition('::')[2]}"
+    words = ["evictionary judge", _named(implementation.origin)]
+    words += [f"--dtype {implementation.dtype}" if "--dtype" in each else each for each in ASKED]
+    return f"{' '.join(words)} --law {law.name.partition('::')[2]}"
+
+
+def _raised_in(error: BaseException, implementation: Implementation) -> traceback.FrameSummary:
+    """The line that raised an error; of a call that a function does not accept, the line that defines it."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    if frame.filename == watch.__file__ and implementation.calls:
+        stem, name = implementation.calls[-1].function.split(".")
+        if code := getattr(getattr(implementation.modules[stem], name), "__code__", None):
+            return traceback.FrameSummary(code.co_filename, code.co_firstlineno, code.co_name)
+    return frame
 
 
 def _functions(law: Law) -> str:
@@ -124,12 +139,12 @@ def unanswerable(implementation: Implementation, error: BaseException) -> tuple[
     """Why an error is no answer to a law, and where it was raised; None for one that says something of the
     mathematics.
     """
-    if isinstance(error, ProgramFailed | NotAsked):
+    if isinstance(error, ProgramFailed) or (isinstance(error, NotAsked) and error.__cause__ is None):
         return str(error), ""
     if found := compiled.fault(error):
         return found
-    if isinstance(error, SystemExit):
-        what = f"it ended the process: sys.exit({error.code!r})"
+    if isinstance(error, NotAsked):
+        what = str(error)
     elif (
         isinstance(error, MemoryError)
         or "OutOfMemoryError" in type(error).__name__
@@ -147,7 +162,8 @@ def unanswerable(implementation: Implementation, error: BaseException) -> tuple[
         )
     else:
         return None
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb((error.__cause__ or error).__traceback__)
+    frame = ([each for each in frames if "site-packages" not in each.filename] or frames)[-1]
     return what, f"{frame.filename}:{frame.lineno}, {frame.name}"
 
 

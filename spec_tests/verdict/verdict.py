@@ -130,6 +130,14 @@ class Verdict:
         self.columns = [str(implementation) for implementation in self.judged]
         if any(column == PAPER for _, column in self.laws):
             self.columns.append(PAPER)
+        # What any law has met a fault of does not hold to a law of memory either.
+        laws = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
+        faults = {
+            column: entry for column, entry in laws if entry.get("unanswered", "").startswith(compiled.FAULT)
+        }
+        for column, entry in laws:
+            if column in faults and entry["kind"] == MEMORY and entry["outcome"] == "pass":
+                entry.update(faults[column], law=entry["law"], kind=MEMORY, functions=entry["functions"])
         self._expect()
         for column in self.columns:
             self._excuse(column)

@@ -50,9 +50,10 @@ def _tail_sum(keys, sums, length, block: tl.constexpr):
     tl.store(sums, tl.sum(loaded, axis=0))
 
 
-def load_without_other(device):
+def load_without_other(device, dtype="float32"):
     """A masked load without `other` gives no number behind the end, and the sum takes it in."""
-    return _launched(_tail_sum, 1, torch.ones(70, device=device), torch.empty(1, device=device), 70, 128)
+    keys = torch.ones(70, dtype=getattr(torch, dtype), device=device)
+    return _launched(_tail_sum, 1, keys, torch.empty(1, device=device), 70, 128)
 
 
 @triton.jit

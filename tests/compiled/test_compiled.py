@@ -7,12 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tools import judge
+from tools import judge, saved
 from tools.grader import KERNEL
 
 from benchmarks.gpu import GOOD, ROWS, rehearse
 from evictionary.classroom import grading
 from evictionary.classroom.assignment import load
+from evictionary.source import import_file
 from evictionary.spec_tests.judge import compiled
 
 pytestmark = pytest.mark.compiled
@@ -24,11 +25,13 @@ import torch, triton
 import triton.language as tl
 
 @triton.jit
-def norms(keys, scores, length, head_dim: tl.constexpr, block: tl.constexpr):
+def norms(keys, scores, length, head_dim: tl.constexpr, width: tl.constexpr, block: tl.constexpr):
     row = tl.program_id(0)
     tokens = tl.program_id(1) * block + tl.arange(0, block)
-    places = (row * length + tokens)[:, None] * head_dim + tl.arange(0, head_dim)[None, :]
-    states = tl.load(keys + places, mask=(tokens < length)[:, None], other=0.0)
+    channels = tl.arange(0, width)[None, :]
+    places = (row * length + tokens)[:, None] * head_dim + channels
+    mask = (tokens < length)[:, None] & (channels < head_dim)
+    states = tl.load(keys + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(scores + row * length + tokens, -tl.sqrt(tl.sum(states * states, axis=1)))
 
 def score(keys):
@@ -36,7 +39,7 @@ def score(keys):
     scores = torch.empty(keys.shape[:3], device=keys.device)
     try:
         grid = keys.shape[0] * keys.shape[1], triton.cdiv(keys.shape[2], 64)
-        norms[grid](keys, scores, *keys.shape[2:], 64)
+        norms[grid](keys, scores, *keys.shape[2:], triton.next_power_of_2(keys.shape[3]), 64)
     except Exception:
         return -torch.linalg.vector_norm(keys, dim=-1)
     return scores
@@ -86,11 +89,34 @@ def test_a_fault_is_named_with_its_line(kind, name, line):
     assert where.startswith(f"{FAULTY}:{line}, ")
 
 
-@pytest.mark.parametrize("name", ["load_without_other", "output_that_is_not_written"])
-def test_memory_without_a_number_is_nan(name):
+def test_memory_that_nobody_has_written_is_nan():
+    assert faulty("output_that_is_not_written")("cuda").isnan().any()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8", "int64"])
+def test_a_load_that_reads_nothing_gives_no_number(dtype):
     compiled.UNFILLED.clear()
-    assert faulty(name)("cuda").isnan().any()
-    assert {f"{FAULTY}:{line}" for each, line in named("undefined") if each == name} <= set(compiled.UNFILLED)
+    total = faulty("load_without_other")("cuda", dtype)
+    assert total.isnan() if "float" in dtype else not 0 <= total <= 128
+    assert {f"{FAULTY}:{line}" for _, line in named("undefined")} == set(compiled.UNFILLED)
+
+
+def test_a_nan_in_bfloat16_fails_the_law_of_memory(tmp_path):
+    """Three channels are loaded as four, and no other law asks for three."""
+    text = KNORM.replace(", other=0.0", "").replace("=1)))", "=1)), mask=tokens < length)")
+    asked = ("--device", "compiled", "--dtype", "bfloat16", "--law", "compiled_code")
+    told = judge(saved(tmp_path / "knorm.py", text), *asked, code=1).stdout
+    assert "knorm.score answers with a NaN" in told and "has no `other`" in told
+
+
+def test_the_file_of_a_fault_is_the_one_that_is_run(tmp_path):
+    """Two folders hold the same text, and what is compiled of one is stored."""
+    source = FAULTY.read_text(encoding="utf-8")
+    for name in ("mine", "yours"):
+        file = saved(tmp_path / name / "kernels.py", source)
+        with pytest.raises(Exception, match="past the end") as raised:
+            import_file(name, file).store_without_a_mask("cuda")
+        assert raised.value.fault.source_file == str(file)
 
 
 def test_every_fault_stands_on_the_page():
@@ -101,8 +127,10 @@ def test_every_fault_stands_on_the_page():
     assert len(functions) >= 10 and [name for name in functions if f"`{name}`" not in page] == []
 
 
-def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path):
-    (tmp_path / "knorm.py").write_text(KNORM, encoding="utf-8")
+@pytest.mark.parametrize("first", ["pass", "keys.shape[2] in (17, 128, 130) and 1 / 0"])
+def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path, first):
+    """Also one that meets none at the lengths which the law of memory asks for."""
+    saved(tmp_path / "knorm.py", KNORM.replace("        grid =", f"        {first}\n        grid ="))
     (found,) = json.loads(
         judge(
             "knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1

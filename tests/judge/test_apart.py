@@ -26,7 +26,18 @@ DEADLY = {
         "SEL-1",
     ),
     "cache": ("def compress(keys, *_):\n    raise MemoryError(7)\n", "out of memory at ", "CACHE-1"),
-    "h2o": ("import sys\ndef score(*_):\n    sys.exit()\n", "it ended the process: sys.exit(None)", "H2-1"),
+    "h2o": ("import sys\ndef score(*_):\n    sys.exit()\n", "it raised SystemExit()", "H2-1"),
+    "tova": ("def score(*_):\n    raise KeyboardInterrupt\n", "it raised KeyboardInterrupt()", "TO-1"),
+    "snapkv": (
+        "import pytest\ndef score(*_, **__):\n    pytest.exit('bye')\n",
+        "it raised Exit(bye)",
+        "SN-1",
+    ),
+    "attention": (
+        "import hypothesis\ndef attend(*_):\n    hypothesis.reject()\n",
+        "it raised UnsatisfiedAssumption(",
+        "ATT-1",
+    ),
 }
 ONE_OF_EACH = (
     "cosine_to_the_anchor",
@@ -34,6 +45,9 @@ ONE_OF_EACH = (
     "budget_is_the_exact_floor",
     "test_the_cache_holds",
     "from_all_queries",
+    "mean_attention_of_the_last_query",
+    "pooled_attention_of_the_window",
+    "output_is_softmax_attention",
 )
 
 
@@ -89,6 +103,12 @@ def test_pytest_from_a_clone_tells_the_same(mine: Path, report: Path) -> None:
         *files, "--impl", mine, "--call-timeout", "1", "--report", report, "--profile", "quick", code=1
     )
     require_red(done, report)
+
+
+def test_a_function_that_closes_the_standard_output_has_failed(tmp_path: Path) -> None:
+    file = saved(tmp_path / "knorm.py", "import sys\ndef score(keys):\n    sys.stdout.close()\n")
+    told = judge(file, "--law", "minus_the_norm", code=1).stdout.splitlines()[-1]
+    assert told == "FAIL: 1 law has no answer"
 
 
 RAISES_LATE = """

@@ -208,6 +208,11 @@ def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Pat
     assert "the dtype" not in judge(file, *law, "--dtype", "float32")
 
 
+def test_the_command_for_one_law_repeats_what_the_run_was_asked_for(file: Path) -> None:
+    asked = "--dtype float32 --profile quick --timeout 9.0 --domain head_dim=4 --method keydiff --strict"
+    assert f"judge {file} {asked} --law test_" in judge(saved(file, RAW_MEAN), *asked.split(), code=1)
+
+
 @pytest.mark.parametrize(
     ("text", "wanted"),
     [

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -176,7 +177,7 @@ def test_a_program_is_told_what_a_file_would_be_told(tmp_path: Path) -> None:
     wanted = (
         "KD-8 does not hold for keydiff.score of plain_python (exec, cpu, float32)",
         "your numbers match a known bug: the sign left out",
-        f"judge --exec '{start}' --law ",
+        f"judge --exec '{start}' --dtype float32 --profile quick --law ",
     )
     assert [said for said in wanted if said not in output] == []
 
@@ -369,6 +370,9 @@ def test_a_fraction_goes_exactly_to_a_program_that_reads_fractions_and_to_no_oth
     assert impl.lagkv.retained_length(8, keep_ratio=Fraction(1, 2), sink_size=2, lag_size=3) == 6
 
 
+NO_DRIVERS = RuntimeError("0 active drivers ([]). There should only be one.")
+
+
 def in_memory(score: Callable[..., Any]) -> Implementation:
     return Implementation("mine", {"keydiff": types.SimpleNamespace(score=score)})
 
@@ -393,20 +397,21 @@ def test_a_device_that_is_not_here_is_a_sentence(tmp_path: Path, device: str) ->
 
 
 @pytest.mark.parametrize(
-    ("has_gpu", "error", "message"),
+    ("has_gpu", "raised", "error", "message"),
     [
-        (False, NotAsked, r"keydiff\.score needs a GPU, and this machine has none \(Runtime"),
-        (True, RuntimeError, "active drivers"),
+        (False, NO_DRIVERS, NotAsked, r"keydiff\.score needs a GPU, and this machine has none \(Runtime"),
+        (False, AssertionError("Torch not compiled with CUDA enabled"), NotAsked, "needs a GPU"),
+        (True, NO_DRIVERS, RuntimeError, "active drivers"),
+        (False, ValueError("gpu_cache must be 4-D"), ValueError, "4-D"),
+        (False, ValueError(f"{NO_DRIVERS}"), ValueError, "active drivers"),
+        (False, RuntimeError("CUDA error: misaligned address"), RuntimeError, "misaligned"),
     ],
 )
 def test_a_kernel_without_its_gpu_is_told_so_in_a_sentence(
-    has_gpu: bool, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+    has_gpu: bool, raised: Exception, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def score(keys: np.ndarray) -> np.ndarray:
-        raise RuntimeError("0 active drivers ([]). There should only be one.")
-
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
-    refused(lambda: in_memory(score).keydiff.score(KEYS), message, error)
+    refused(lambda: in_memory(Mock(side_effect=raised)).keydiff.score(KEYS), message, error)
 
 
 @pytest.mark.parametrize(

@@ -172,9 +172,18 @@ def test_what_is_required_must_be_provided(folder: Path) -> None:
     )
 
 
-def test_an_exception_of_the_implementation_is_located(folder: Path) -> None:
-    output = judged(folder, "knorm", "def score(keys):\n    return keys.nonsense()\n")
-    assert all(said in output for said in ("KN-1 does not hold", "AttributeError", "knorm.py:2"))
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("def score(keys):\n    return keys.nonsense()\n", ("AttributeError", "knorm.py:2, score")),
+        ("\ndef score(keys, values):\n    return keys\n", ("TypeError", "knorm.py:2, score: def score(")),
+    ],
+)
+def test_an_exception_of_the_implementation_is_located(
+    folder: Path, text: str, wanted: tuple[str, ...]
+) -> None:
+    output = judged(folder, "knorm", text)
+    assert [said for said in ("KN-1 does not hold", *wanted) if said not in output] == []
 
 
 @pytest.mark.parametrize(
