@@ -55,7 +55,9 @@ def _peers(row: dict[str, Any]) -> str:
     ran = sorted((arm["seconds"]["p50"], name) for name, arm in others.items() if "seconds" in arm)
     told = [f"{name} {_microseconds(median)}, {_ratio(row['ratios'][name])}" for median, name in ran]
     told += [f"{name}: {arm['status']}" for name, arm in others.items() if "seconds" not in arm]
-    return "; ".join([*told, *(f"{name}: not there" for name in row["missing"])])
+    for name, why in row["missing"].items():
+        told.append(f"{name}: {'not installed' if 'No module' in why else why}")
+    return "; ".join(told)
 
 
 def _microseconds(seconds: float) -> str:

@@ -28,10 +28,10 @@ GPU.
 
 Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128
 keys. `count_nuclei` walks a row once for its largest logit, eight times for the digits, where most tiles have
-no weight with the digits found so far and are passed over, and once for the size. `keep_rows` of `selection`
-finds the votes of a row, each with its own count. The union is torch's `any`. Nothing waits for the host. A
-row is one program, so two runs agree in every bit, and so does a sequence in whatever batch it runs. float32
-caches are multiplied in full float32, without tensor cores.
+no weight with the digits found so far and are passed over, and once for the size. `selection` finds the votes
+of a row, each with its own count. The union is torch's `any`. Nothing waits for the host. A nucleus is one
+program and the votes add integers, so two runs agree in every bit, and so does a sequence in whatever batch
+it runs. float32 caches are multiplied in full float32, without tensor cores.
 """
 
 import itertools
