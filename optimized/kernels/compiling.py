@@ -88,13 +88,14 @@ def configurations(
     tensor_cores: Collection[str] = (),
     scalar: Collection[str] = (),
     resident: Mapping[str, int] | None = None,
+    spills: int = 0,
 ) -> list[Configuration]:
     """Return `launch(dtype, **shape)` as a configuration for each dtype and shape; float32 does not use
     tensor cores.
 
-    `resident`, and that no register is spilled, are promises of the first configuration alone, the one that
-    is measured: longer rows need more registers, and the assembler spills a few to fit one more program on a
-    multiprocessor.
+    `resident`, and that at most `spills` registers are spilled, are promises of the first configuration
+    alone, the one that is measured: longer rows need more registers, and the assembler spills a few to fit
+    one more program on a multiprocessor.
     """
     return [
         Configuration(
@@ -104,7 +105,7 @@ def configurations(
             functools.partial(launch, dtype, **shape),
             frozenset() if dtype == torch.float32 else frozenset(tensor_cores),
             frozenset(scalar),
-            *(((resident or {}), 0) if (dtype, shape) == (dtypes[0], shapes[0]) else ({}, FEW_SPILLS)),
+            *(((resident or {}), spills) if (dtype, shape) == (dtypes[0], shapes[0]) else ({}, FEW_SPILLS)),
         )
         for dtype in dtypes
         for shape in shapes

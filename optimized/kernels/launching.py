@@ -121,17 +121,16 @@ def on_tensor_cores(states: torch.Tensor) -> bool:
     )
 
 
-def register_limit(states: torch.Tensor, most: int, architecture: int = 90) -> dict[str, int]:
-    """Return the option that keeps a thread to `most` registers, for one architecture: on another one the
-    same limit may spill.
-    """
+def is_for(states: torch.Tensor, architecture: int) -> bool:
+    """Return whether the target GPU has this architecture: on another one the same constants may spill."""
     from triton.runtime.driver import driver
 
-    return (
-        {}
-        if is_interpreted(states) or driver.active.get_current_target().arch != architecture
-        else {"maxnreg": most}
-    )
+    return not is_interpreted(states) and driver.active.get_current_target().arch == architecture
+
+
+def register_limit(states: torch.Tensor, most: int, architecture: int = 90) -> dict[str, int]:
+    """Return the option that keeps a thread to `most` registers, for one architecture."""
+    return {"maxnreg": most} if is_for(states, architecture) else {}
 
 
 def warps(states: torch.Tensor, threads: int) -> int:

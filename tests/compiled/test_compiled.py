@@ -111,6 +111,7 @@ def test_a_nan_in_bfloat16_fails_the_law_of_memory(tmp_path):
 
 def test_the_file_of_a_fault_is_the_one_that_is_run(tmp_path):
     """Two folders hold the same text, and what is compiled of one is stored."""
+    compiled.begin()
     source = FAULTY.read_text(encoding="utf-8")
     for name in ("mine", "yours"):
         file = saved(tmp_path / name / "kernels.py", source)
