@@ -262,8 +262,12 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     # The score of each token, its row, and whether it is kept.
     "lagkv.select": (lambda: (states(), states(), mask()), 0.16),
     "lagkv.compress": (lambda: (states(), states(), 16 + 1022 * 32 + 240), 0),
-    "selection.top_k, many rows": (lambda: (numbers(256, TOKENS), TOKENS // 2, mask().view(256, TOKENS)), 0),
-    # A histogram of 1 KiB for each of 256 chunks of a row; AdaKV has one row for all heads of a sequence.
+    # Histograms of 1 KiB: four of each row, and one of each chunk, of which a row has 256 at most; AdaKV has one
+    # row for all heads of a sequence.
+    "selection.top_k, many rows": (
+        lambda: (numbers(256, TOKENS), TOKENS // 2, mask().view(256, TOKENS)),
+        0.01,
+    ),
     "selection.top_k, long rows": (lambda: (numbers(BATCH, 8 * TOKENS), 4 * TOKENS), 0.01),
     "cache.copy_kept": (lambda: (states(), states(), mask(), whole(BATCH * KV_HEADS * TOKENS), 2**24), 0),
     # A float32 logit for each query head and token.

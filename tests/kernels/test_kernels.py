@@ -355,7 +355,7 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
     every kind of budget.
     """
     few = torch.tensor([-torch.inf, -1.0, -0.0, 0.0, 1.0, torch.inf])
-    for schedule, length in itertools.product((KERNELS["selection"].LONGEST_SHORT_ROW, 0), (1, 2500)):
+    for schedule, length in itertools.product((KERNELS["selection"].LONGEST_SHORT_ROW, 0), (1, 5000)):
         monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", schedule)
         protected = torch.rand(2, length) < 0.1
         for scores in (few[torch.randint(6, (2, length))], torch.zeros(2, length)):
@@ -366,11 +366,15 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
                 )
 
 
+@pytest.mark.parametrize("longest", [2**14, 0])
 @pytest.mark.parametrize("length", [1, 65, 5000])
-def test_votes_of_all_kinds_are_counted_alike(length: int) -> None:
+def test_votes_of_all_kinds_are_counted_alike(
+    length: int, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights in 64ths, of which every sum is exact: ties, zeros, no mass, several tiles; then votes among
     few scores.
     """
+    monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", longest)
     weights = torch.randint(0, 5, (3, length)) / 64
     weights[1], weights[2] = weights[1, 0], 0
     for p in (0, 1e-9, 0.25, 0.5, 1.0):
