@@ -262,7 +262,7 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     # The score of each token, its row, and whether it is kept.
     "lagkv.select": (lambda: (states(), states(), mask()), 0.16),
     "lagkv.compress": (lambda: (states(), states(), 16 + 1022 * 32 + 240), 0),
-    # Histograms of 1 KiB: four of each row, and one of each chunk, of which a row has 256 at most; AdaKV has one
+    # Histograms of 1 KiB: four of each row, and one of each of its chunks, 256 at most; AdaKV has one
     # row for all heads of a sequence.
     "selection.top_k, many rows": (
         lambda: (numbers(256, TOKENS), TOKENS // 2, mask().view(256, TOKENS)),
