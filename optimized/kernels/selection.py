@@ -61,7 +61,7 @@ def _keep(
     """The mask [R, T] of the highest scores of each row; `protected` is a mask, or `rows` again for none."""
     number, length = rows.shape
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-    flags = {"PROTECTED": protected is not rows, "EACH": isinstance(count, torch.Tensor)}
+    flags: dict[str, int] = {"PROTECTED": protected is not rows, "EACH": isinstance(count, torch.Tensor)}
     arguments = (*rows.stride(), *protected.stride(), length, count, sharing)
     if length <= LONGEST_SHORT_ROW:
         # A program walks its whole row: the more threads, the fewer steps.
