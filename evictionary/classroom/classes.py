@@ -204,7 +204,7 @@ def _within_walls(message: str, order: Order) -> str:
     script is named.
     """
     inside = rf"evictionary grade \1 --assignment {order.assignment} --law \2"
-    message = re.sub(r"evictionary judge (\S+) --law (\S+)", inside, message)
+    message = re.sub(r"evictionary judge (\S+) (?:--.* )?--law (\S+)", inside, message)
     return message.replace(
         "to see it again, run\n", "to see it again, run (this runs the student's code with your rights)\n"
     )
