@@ -113,16 +113,15 @@ def over(place: Place, caches: list[tuple[torch.Tensor, torch.Tensor]], *, ours:
     """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot: ours,
     or SDPA.
     """
-    wholes = [whole_cache(*states) for states in caches] if ours else []
     queries = place.states(len(caches[0][0]), place.heads * place.group, 1, place.head_dim, seed=0)
-    attends = [decoding(place, queries, whole) for whole in wholes]
+    attends = [decoding(place, queries, whole_cache(*states)) for states in caches] if ours else []
 
     def run(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         keys, values = caches[layer]
-        keys[:, :, -1], values[:, :, -1] = key, value  # `wholes` are views of them
+        keys[:, :, -1], values[:, :, -1] = key, value  # whole caches are views of them
         if not ours:
             return scaled_dot_product_attention(query[:, :, None], keys, values, enable_gqa=True)[:, :, 0]
-        return attends[layer](query[:, :, None], wholes[layer])[0][:, :, 0]
+        return attends[layer](query[:, :, None])[0][:, :, 0]
 
     return run
 

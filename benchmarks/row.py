@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib.metadata import version
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -63,13 +63,17 @@ class Place:
         """The bytes of the keys (or of the values) of `tokens` tokens in each KV head."""
         return self.heads * tokens * self.head_dim * self.dtype.itemsize
 
+    def kernels(self, stem: str) -> ModuleType:
+        """The kernels of a stem."""
+        return importlib.import_module(f"evictionary.optimized.kernels.{stem}")
+
     def ours(self, stem: str, name: str, entry: tuple[str, str] | None = None) -> Callable[..., Any]:
         """The function of `optimized` (`entry`, if its kernel has another name). Raises NoKernel without
         it or its kernel.
         """
         try:
             if self.is_gpu:
-                getattr(importlib.import_module(f"evictionary.optimized.kernels.{stem}"), name)
+                getattr(self.kernels(stem), name)
             stem, name = entry or (stem, name)
             found: Callable[..., Any] = getattr(
                 importlib.import_module(f"evictionary.optimized.{stem}"), name

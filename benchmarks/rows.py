@@ -261,8 +261,7 @@ def told_the_count(place: Place, kernels: str, told: Callable[[Any], Arm], count
     """
     if not place.is_gpu:
         return {"ours": counting}
-    own = importlib.import_module(f"evictionary.optimized.kernels.{kernels}")
-    return {"ours": told(own), "ours, with the count": counting}
+    return {"ours": told(place.kernels(kernels)), "ours, with the count": counting}
 
 
 def compact_row(place: Place) -> Work:
@@ -312,19 +311,16 @@ def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
     return CompressedCache(keys.flatten(0, 2), values.flatten(0, 2), positions, lengths)
 
 
-Decode = Callable[[torch.Tensor, CompressedCache], tuple[torch.Tensor, torch.Tensor]]
-
-
-def decoding(place: Place, queries: torch.Tensor, stored: CompressedCache) -> Decode:
-    """The attention of the decoding steps over one cache: as a model, it cuts the cache into chunks once, and
-    not in each step.
+def decoding(place: Place, queries: torch.Tensor, stored: CompressedCache) -> Arm:
+    """The attention of `queries` over one cache: as a model, it cuts the cache into chunks once, and not in
+    each step.
     """
-    attend: Decode = place.ours("attention", "attend")
+    attend = place.ours("attention", "attend")
     if not place.is_gpu:
-        return attend
-    kernels, plans = importlib.import_module("evictionary.optimized.kernels.attention"), {}
-    kernels.attend(queries, stored, plans=plans)
-    return partial(kernels.attend, plans=plans)
+        return lambda queries: attend(queries, stored)
+    decode = partial(place.kernels("attention").attend, cache=stored, plans={})
+    decode(queries)
+    return decode
 
 
 def attention_work(
@@ -354,7 +350,7 @@ def attention_work(
     flash, missing = peer_arm("FlashInfer", "flashinfer-python", decode)
     return Work(
         make=make,
-        arms={"ours": lambda queries, stored, decode, *_: decode(queries, stored), **arms, **flash},
+        arms={"ours": lambda queries, stored, decode, *_: decode(queries), **arms, **flash},
         missing=missing,
         want=want,
         read=lambda inputs, got: got[-1:, -group:],
@@ -388,7 +384,7 @@ def decode_row(place: Place, batch: int, length: int) -> Work:
     """Flash-decoding with heads of one length, beside SDPA and FlashInfer."""
     sequences, tokens = place.batch(batch), place.tokens(length)
 
-    def sdpa(queries: torch.Tensor, stored: CompressedCache, _: Decode) -> torch.Tensor:
+    def sdpa(queries: torch.Tensor, stored: CompressedCache, _: Arm) -> torch.Tensor:
         keys, values = (x.view(sequences, place.heads, tokens, -1) for x in stored[:2])
         return scaled_dot_product_attention(queries, keys, values, enable_gqa=True)
 
@@ -547,10 +543,9 @@ def each_token(step: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def plain_decode(without: tuple[CompressedCache, Decode], query: torch.Tensor, *_: Any) -> Any:
+def plain_decode(decode: Arm, query: torch.Tensor, *_: Any) -> Any:
     """The attention of a decoding step without moments."""
-    stored, decode = without
-    return decode(query[:, :, None], stored)
+    return decode(query[:, :, None])
 
 
 @sized
@@ -565,9 +560,8 @@ def step_row(place: Place, batch: int, length: int) -> Work:
         positions = torch.arange(tokens, device=place.device).repeat(sequences, heads, 1)
         position = torch.full((sequences, heads), tokens, device=place.device)
         moments, states = random_moments(place, sequences, seed), place.cache(sequences, tokens, seed)
-        whole = whole_cache(*states)
-        without = whole, decoding(place, query[:, :, None], whole)
-        return without, query, *new, *states, positions, moments, position
+        plain = decoding(place, query[:, :, None], whole_cache(*states))
+        return plain, query, *new, *states, positions, moments, position
 
     def want(inputs: Inputs) -> np.ndarray:
         _, query, new_keys, new_values, keys, values, _, moments, _ = inputs
@@ -627,12 +621,9 @@ def mix_row(place: Place) -> Work:
     def make(seed: int) -> Inputs:
         query = place.states(sequences, place.heads * place.group, place.head_dim, seed=seed + 7)
         keys, values = place.cache(sequences, tokens, seed)
-        kept, whole = (
-            torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device),
-            whole_cache(keys, values),
-        )
-        without = whole, decoding(place, query[:, :, None], whole)
-        return without, query, keys, values, kept, random_moments(place, sequences, seed)
+        kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=place.device)
+        plain = decoding(place, query[:, :, None], whole_cache(keys, values))
+        return plain, query, keys, values, kept, random_moments(place, sequences, seed)
 
     def want(inputs: Inputs) -> np.ndarray:
         group = exact(inputs[1][:1, : place.group])[0]

@@ -252,13 +252,15 @@ def sum_columns(
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     own_keys = head_of(keys, head, num_kv_heads)
     key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
-    first = tl.maximum(block * BLOCK_T - (length - num_queries), 0) * group // BLOCK_ROWS * BLOCK_ROWS
+    before = length - num_queries
+    first = tl.maximum(block * BLOCK_T - before, 0) * group // BLOCK_ROWS * BLOCK_ROWS
     # From `whole` on, a block of rows sees every token of the block, and nothing is compared.
-    whole = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - (length - num_queries), 0) * group, BLOCK_ROWS)
-    whole = tl.minimum(tl.maximum(whole * BLOCK_ROWS, first), tl.cdiv(rows, BLOCK_ROWS) * BLOCK_ROWS)
+    whole = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - before, 0) * group, BLOCK_ROWS) * BLOCK_ROWS
     received = tl.zeros([BLOCK_T], dtype=tl.float32)
     for compared in tl.static_range(2):
-        for start in range(first if compared else whole, whole if compared else rows, BLOCK_ROWS):
+        for start in range(
+            first if compared else whole, tl.minimum(whole, rows) if compared else rows, BLOCK_ROWS
+        ):
             row = start + tl.arange(0, BLOCK_ROWS)
             query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(
                 DOT_DTYPE
@@ -267,7 +269,7 @@ def sum_columns(
             logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
             logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim)
             if compared:
-                seen = token[:, None] <= (length - num_queries + row // group)[None, :]
+                seen = token[:, None] <= (before + row // group)[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
             received += tl.sum(tl.exp2(logits - logs[None, :]), axis=1)
     tl.store(scores_ptr + head * length + token, received / group, mask=token < length)

@@ -83,17 +83,9 @@ def _keep(
             rows, protected, counts, last_counts, *arguments, chunk, chunks, byte, **flags
         )
     launch(keep_chunks, grid)(
-        rows,
-        protected,
-        counts,
-        last_counts,
-        kept,
-        *arguments,
-        chunk,
-        chunks,
-        MOST_CHUNKS=MOST_CHUNKS,
-        **flags,
-    )
+        rows, protected, counts, last_counts, kept, *arguments, chunk, chunks,
+        MOST_CHUNKS=MOST_CHUNKS, **flags,
+    )  # fmt: skip
     return kept
 
 
@@ -187,12 +179,12 @@ def count_keys(
 
 
 @triton.jit
-def find_prefix(counts_ptr, row, count, known):
+def find_prefix(counts_ptr, row, count, sharing, known, EACH: tl.constexpr):
     """Return the first `known` bytes of the threshold of a row, from its histograms, and how many keys
     with them are to be kept.
     """
     prefix = tl.zeros([], dtype=tl.uint32)
-    left = count
+    left = tl.load(count + row // sharing) if EACH else count
     for byte in range(known):
         prefix, left = narrow(tl.load(counts_ptr + (row * 4 + byte) * 256 + tl.arange(0, 256)), prefix, left)
     return prefix, left
@@ -249,7 +241,7 @@ def count_byte(
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
-    prefix, _ = find_prefix(counts_ptr, row, tl.load(count + row // sharing) if EACH else count, byte)
+    prefix, _ = find_prefix(counts_ptr, row, count, sharing, byte, EACH)
     end = tl.minimum((part + 1) * chunk, length)
     counts = count_keys(
         scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
@@ -271,7 +263,7 @@ def keep_chunks(
     row, part = program // chunks, program % chunks
     scores = scores_ptr + row * stride_row
     protected = protected_ptr + row * protected_stride_row
-    prefix, left = find_prefix(counts_ptr, row, tl.load(count + row // sharing) if EACH else count, 4)
+    prefix, left = find_prefix(counts_ptr, row, count, sharing, 4, EACH)
     # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of
     # the threshold.
     before = tl.arange(0, MOST_CHUNKS)
