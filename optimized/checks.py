@@ -98,6 +98,15 @@ def require_finite(name: str, value: torch.Tensor) -> None:
         raise ValueError(f"{name}: got NaN or infinite numbers, wanted finite ones")
 
 
+def require_finite_by(scores: torch.Tensor, **given: torch.Tensor) -> None:
+    """Raise ValueError as `require_finite` does for each of `given`, if the scores that they make are not
+    finite. NaN and infinity reach the scores, and these are fewer numbers to read.
+    """
+    if scores.device.type == "cpu" and not is_finite(scores):
+        for name, value in given.items():
+            require_finite(name, value)
+
+
 def is_finite(value: torch.Tensor) -> bool:
     """Return whether a tensor has neither NaN nor infinite numbers; on a GPU this waits for the result."""
     # NaN and infinite numbers make the sum NaN or infinite, and nothing else on a CPU reads memory as fast as

@@ -12,8 +12,8 @@ from evictionary.reference.checks import as_count, require_between
 
 from .checks import (
     converted,
-    is_finite,
     require_finite,
+    require_finite_by,
     require_fit,
     require_same_device,
     working_dtype,
@@ -44,9 +44,7 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
         require_finite("queries", queries)
         return kernels.query_statistics(queries)
     mean, covariance = _by_head(queries, None, 0.0)
-    # a finite mean is one of finite queries: they need not be read once more
-    if mean.device.type == "cpu" and not is_finite(mean):
-        require_finite("queries", queries)
+    require_finite_by(mean, queries=queries)
     return mean, covariance
 
 

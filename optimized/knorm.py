@@ -24,8 +24,8 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         # For what the kernel does not take. The cast is part of the reduction, and no square of a float32
         # leaves float64.
         return -vector_norm(keys, dim=-1, dtype=torch.float64).to(dtype)
-    if keys.dtype == dtype:
-        norms = vector_norm(keys, dim=-1)
+    if keys.dtype == dtype or keys.numel() <= BLOCK:
+        norms = vector_norm(keys, dim=-1, dtype=dtype)
     else:
         norms = keys.new_empty(keys.shape[:-1], dtype=dtype)
         blockwise(

@@ -11,7 +11,7 @@ import torch
 from evictionary.reference.checks import as_count, as_open, require_between
 from evictionary.reference.kvzap import FLOOR
 
-from .checks import require_fit, working_dtype, working_room
+from .checks import require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
 from .kvzip import replay_attention_in_blocks
 
@@ -63,7 +63,7 @@ def score(
     ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     given = hidden_states, surrogate_weights, surrogate_bias
-    require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"))
+    require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"), finite=False)
     weights, bias = (each.to(working_dtype(hidden_states)) for each in given[1:])
     scores = weights.new_empty(*weights.shape[:2], hidden_states.shape[1])
     # A block of states is converted at a time: as a whole they would be read three times.
@@ -73,7 +73,14 @@ def score(
         scores,
         room=working_room(hidden_states, BLOCK),
     )
-    return scores.add_(bias[..., None])
+    scores.add_(bias[..., None])
+    require_finite_by(
+        scores,
+        hidden_states=hidden_states,
+        surrogate_weights=surrogate_weights,
+        surrogate_bias=surrogate_bias,
+    )
+    return scores
 
 
 def target(

@@ -8,7 +8,7 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from .checks import is_finite, require_finite, require_fit, room_for, working_dtype
+from .checks import require_finite_by, require_fit, room_for, working_dtype
 from .cpu import BLOCK, blockwise
 
 
@@ -64,7 +64,5 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
         torch.sum(torch.mul(block, along, out=place), dim=-1, out=part)
 
     blockwise(add, keys, scores, room=products)
-    if keys.device.type == "cpu" and not is_finite(scores):  # as the scores of NaN and infinity are
-        require_finite("keys", keys)
-        require_finite("q_filters", q_filters)
+    require_finite_by(scores, keys=keys, q_filters=q_filters)
     return scores
