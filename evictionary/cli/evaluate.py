@@ -67,7 +67,7 @@ def evaluate(
             help="Names, files or compositions (keydiff+moments), comma-separated or repeated; options "
             "follow a colon: "
             "lagkv:lag_size=128,sink_size=4. All methods by default; the full cache and random eviction "
-            "always take part."
+            "always take part. `full` measures the full cache alone."
         ),
     ] = None,
     ratios: Annotated[

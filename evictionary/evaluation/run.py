@@ -106,10 +106,11 @@ class Plan(store.Plan):
 
     def settings(self) -> list[Setting]:
         """The full cache, then each method and the baselines at each ratio and budget, without
-        repetitions.
+        repetitions. Where the full cache is the only method, it is alone.
         """
         found = [Setting(FULL, ratio=0.0)]
-        for name, options in [*self.methods, *((name, {}) for name in BASELINES)]:
+        methods = [(name, options) for name, options in self.methods if name != FULL]
+        for name, options in [*methods, *((name, {}) for name in BASELINES if methods)]:
             typed = checked(name, 0.0, options, None, 0)[1]
             found += [Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios]
             found += [Setting(name, typed, budget=budget) for budget in self.budgets]

@@ -6,6 +6,7 @@ import html
 import json
 import runpy
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,11 @@ def finished(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tu
     """A folder with the results of the plan, in one go, and its lines."""
     folder = tmp_path_factory.mktemp("finished")
     return folder, store.run(plan_for(model_folder), folder)
+
+
+def test_the_full_cache_alone_when_no_method_is_asked(model_folder: Path) -> None:
+    plan = replace(plan_for(model_folder), methods=[("full", {})])
+    assert [setting.method for setting in plan.settings()] == ["full"]
 
 
 def test_every_measurement_has_a_line(finished: tuple[Path, list[store.Line]]) -> None:
