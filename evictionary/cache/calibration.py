@@ -49,7 +49,7 @@ def of_readings(
     """The state of a layer from texts that a model has read twice: of each the keys, the values, the hidden
     states, and the three states of the replay.
     """
-    w_o = output_projection(model, attention_module(model, layer_index)).to(readings[0]["values"])
+    w_o = output_projection(attention_module(model, layer_index), readings[0]["values"])
     return _joined(model, layer_index, "refitted", [{**states, "w_o": w_o} for states in readings])
 
 

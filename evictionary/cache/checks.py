@@ -91,14 +91,24 @@ def require_tokens(length: int, seen: int) -> None:
     )
 
 
-def require_padding(
-    padding: torch.Tensor | None, before: torch.Tensor | None, length: int, seen: int
-) -> None:
-    """Raise UsageError for a row without a token in the first block, and for padding after it that differs
-    from `before`.
+def left_padding(
+    mask: torch.Tensor, length: int, seen: int = 0, before: torch.Tensor | None = None
+) -> torch.Tensor | None:
+    """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None
+    without any padding.
+
+    Raises UsageError for padding anywhere else, for a row without a token in the first block of `length`
+    tokens, and, after `seen` tokens, for padding that differs from `before`.
     """
-    if padding is None:
-        return
+    real = mask.bool()
+    if real.all():
+        return None
+    require(
+        not (real[:, :-1] & ~real[:, 1:]).any(),
+        "attention_mask: got padding after tokens, wanted it before "
+        + ("the first prompt alone" if seen else "them: tokenizer.padding_side = 'left'"),
+    )
+    padding = (~real).sum(dim=1)
     require(
         seen != 0 or int(padding.max()) < length,
         f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: "
@@ -109,6 +119,7 @@ def require_padding(
         not seen or (before is not None and torch.equal(padding.cpu(), before)),
         "attention_mask: got other padding than before, wanted the padding of the prompt and none after it",
     )
+    return padding
 
 
 def require_watchable(model: Any, handed: Any) -> None:

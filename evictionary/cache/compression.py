@@ -12,6 +12,7 @@ import torch
 
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
+from evictionary.cache.layers import at
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.optimized.cache import compress as copied
 from evictionary.policies import Compression, hooks, moments_of
@@ -119,11 +120,11 @@ def described(
     layer = cache.layers[layer_index]
     step.keys, step.values, positions, filled = layer.contents()
     step.filled = None if layer.is_full else filled
-    padding = torch.zeros(len(filled), dtype=torch.int32) if cache.padding is None else cache.padding
+    padding = cache.padding_until(layer_index).to(positions.device).expand(len(filled), -1)
     states: dict[str, Any] = {"keys": step.keys, "values": step.values, **captured}
     # one of ragged heads may have kept every token
     if layer.ragged is not None or layer.seen > filled.shape[2]:
-        states["positions"] = positions - padding.to(positions)[:, None, None]
+        states["positions"] = positions - at(padding, positions)
     if (moments := moments_of(step.state)) is not None:
         states["moments"] = moments
     cap, states["sinks"] = cache.softmax_of_batch(layer_index, len(filled))
@@ -131,7 +132,7 @@ def described(
         layer_index,
         cap=cap,
         filled=step.filled,
-        seen=[layer.seen - count for count in padding.tolist()],
+        seen=[layer.seen - count for count in padding[:, -1].tolist()],
         is_prompt=layer.evicted_at == 0,
         state=step.state,
         supply=supply(cache, layer_index),

@@ -21,7 +21,6 @@ from evictionary.cache.layers import (
     recurrent,
     restore_recurrent,
 )
-from evictionary.cache.model_hooks import left_padding
 from evictionary.cache.watched_cache import CAPTURED, WatchedCache
 from evictionary.errors import UsageError, require
 from evictionary.models.load import unwrapped
@@ -67,7 +66,11 @@ class EvictingCache(WatchedCache):
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
-        masked = None if attention_mask is None else left_padding(attention_mask.cpu())
+        masked = (
+            None
+            if attention_mask is None
+            else checks.left_padding(attention_mask.cpu(), prefilled.get_seq_length())
+        )
         cache.padding = getattr(prefilled, "padding", masked)
         cache.counts_padding = getattr(prefilled, "counts_padding", False)
         try:
@@ -87,6 +90,7 @@ class EvictingCache(WatchedCache):
                 cache.peak_tokens = max(cache.peak_tokens, layer.longest)
                 padding = getattr(full, "padding", masked)
                 layer.padding = None if padding is None else padding.to(full.keys.device)
+                layer.holes = getattr(full, "holes", None)
                 cache._captured[index] = dict(recorded.get(index, {}))
                 cache._compress(index)
                 for name in cache._remembered & KEPT_AS.keys():
@@ -120,6 +124,7 @@ class EvictingCache(WatchedCache):
                 self._compress(index)
                 self._captured.pop(index)
         if not self._finalizer.alive:
+            self.close()
             self._watch()  # heads or layers may differ now
         self._close_if_settled()
 
@@ -127,9 +132,8 @@ class EvictingCache(WatchedCache):
         """Refuse assisted generation, which calls this before its first token."""
         require(
             self.method is None,
-            "generate: got assisted generation (assistant_model or prompt_lookup_num_tokens), wanted it "
-            "without drafts: a "
-            "forward that reads a prompt together with drafts would compress both",
+            "generate: got assisted generation (assistant_model, prompt_lookup_num_tokens or use_mtp), "
+            "wanted it without drafts: a forward that reads a prompt and drafts would compress both",
         )
         super().activate_past_recording()
 
@@ -183,9 +187,7 @@ class EvictingCache(WatchedCache):
             batch = self.layers[self._first].keys.shape[0]
             self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
 
-    def reorder_cache(self, beam_idx: Any) -> None:
-        """Reorder the batch for beam search."""
-        self.batch_select_indices(beam_idx)
+    reorder_cache = batch_select_indices  # of beam search
 
     def reset(self) -> None:
         """Forget everything and wait for a new prompt."""
@@ -207,8 +209,8 @@ class EvictingCache(WatchedCache):
         twin.__dict__ |= self.__dict__
         twin.layers = copy.deepcopy(self.layers, memo)
         twin._handed, twin._captured = {}, {}
-        if self._finalizer.alive:
-            twin._watch()
+        if self._looking.alive:
+            twin._watch(self._finalizer.alive)
         return twin
 
     def save(self, path: str | Path) -> None:

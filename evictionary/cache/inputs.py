@@ -46,7 +46,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
 
         if model is not None and name == "w_o":
-            w_o = output_projection(model, attention_module(model, layer_index)).to(states["values"])
+            w_o = output_projection(attention_module(model, layer_index), states["values"])
             return {name: of_heads(w_o[None])[0]}
         if model is not None and name in CALIBRATED and cache.calibrated:
             own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
@@ -159,6 +159,8 @@ def _fits(
         )
         # Wrong queries differ by their own size; the rounding of bfloat16 is a hundredth of that.
         return bool((queries - projected).abs().max() <= 0.1 * projected.abs().max())
+    except torch.OutOfMemoryError:
+        raise
     # another name for hidden states, other shapes, or a projection that does not give queries alone, or
     # reads more than hidden states
     except (KeyError, TypeError, UsageError, RuntimeError):

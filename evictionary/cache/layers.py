@@ -16,6 +16,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from evictionary.cache.checks import require_rows
 from evictionary.errors import require
 from evictionary.models.load import EVICTED
 from evictionary.optimized.cache import CompressedCache, compress
@@ -30,7 +31,7 @@ RECENT = 128
 """The last queries or hidden states that a layer remembers for a method that compresses while decoding."""
 KEPT_AS = {"queries": "recent", "hidden_states": "recent_hidden"}
 """The attribute of a layer for each."""
-OWN_TENSORS = ("keys", "values", "padding", "recent", "recent_hidden", "_kept_positions")
+OWN_TENSORS = ("keys", "values", "padding", "holes", "recent", "recent_hidden", "_kept_positions")
 OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "recent_hidden")
 """The tensors that have the dtype of the model."""
 
@@ -41,10 +42,13 @@ class EvictingLayer(DynamicLayer):
     As long as all heads keep the same number of tokens, `keys` [B, H_kv, stored, D] and `values` hold all
     tokens. Once heads differ, `ragged` holds the kept tokens (flat, without a byte of padding), and `keys`
     and `values` hold the tokens since then. `padding` [B] counts the tokens that each row is padded with on
-    the left, or is None; `state` is what its policies keep; `recent` [B, H_q, n, D] are the last queries and
-    `recent_hidden` [B, n, hidden] the last hidden states, for a method that needs them. `waiting` is the
-    token that has been seen and is not stored yet: it will take the slot of an evicted token.
+    the left, or is None. `holes` [B, n], or None, is True where padding was read in a later turn; its last
+    place speaks for all places after it. `state` is what its policies keep; `recent` [B, H_q, n, D] are the
+    last queries and `recent_hidden` [B, n, hidden] the last hidden states, for a method that needs them.
+    `waiting` is the token that has been seen and is not stored yet: it will take the slot of an evicted one.
     """
+
+    is_croppable = False  # what transformers reads where it would take back the last token of an answer
 
     def __init__(self) -> None:
         # [B, H_kv, room, D], of which the first `stored` places are in use
@@ -61,6 +65,7 @@ class EvictingLayer(DynamicLayer):
         self.evicted_at = 0
         self.ragged = None
         self.padding: torch.Tensor | None = None
+        self.holes: torch.Tensor | None = None
         self.state: State = {}
         self.recent: torch.Tensor | None = None
         self.recent_hidden: torch.Tensor | None = None
@@ -110,6 +115,7 @@ class EvictingLayer(DynamicLayer):
     def append(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Store [B, H_kv, M, D], the last M tokens that are seen."""
         assert self._keys is not None and self._values is not None
+        require_rows(len(key_states), len(self._keys))
         end = self.stored + key_states.shape[2]
         keys, values = (_with_room(states, self.stored, end) for states in (self._keys, self._values))
         keys[:, :, self.stored : end] = key_states
@@ -164,6 +170,8 @@ class EvictingLayer(DynamicLayer):
             filled = torch.ones(batch, heads, length, dtype=torch.bool, device=keys.device)
             if self.padding is not None:
                 filled &= self.positions >= self.padding[:, None, None]
+            if self.holes is not None:
+                filled &= ~at(self.holes, self.positions)
             return keys, values, self.positions, filled
         lengths = self.ragged.lengths
         slots = torch.arange(int(lengths.max()), device=lengths.device)
@@ -183,7 +191,7 @@ class EvictingLayer(DynamicLayer):
         """Whether every place of `contents()` holds a token, as far as the host knows without asking a
         GPU.
         """
-        return self.ragged is None and self.padding is None
+        return self.ragged is None and self.padding is None and self.holes is None
 
     def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
         """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new
@@ -329,11 +337,14 @@ class EvictingLayer(DynamicLayer):
                 if states is not None:
                     setattr(self, name, states[..., :-count, :].clone() if count < states.shape[-2] else None)
             self.seen -= count
+            self.holes = (
+                None if self.holes is None else torch.nn.functional.pad(self.holes[:, : self.seen], (0, 1))
+            )
 
     def reset(self) -> None:
         super().reset()
         self.seen = self.evicted_at = 0
-        self.ragged = self.padding = self._kept_positions = self.waiting = self.recent = (
+        self.ragged = self.padding = self.holes = self._kept_positions = self.waiting = self.recent = (
             self.recent_hidden
         ) = None
         self.state = {}
@@ -349,7 +360,7 @@ class EvictingLayer(DynamicLayer):
         self.keys, self.values = self.keys[indices], self.values[indices]
         if self.ragged is not None:
             self.ragged = _rows_of_batch(self.ragged, indices)
-        for name in ("_kept_positions", "padding", "recent", "recent_hidden"):
+        for name in ("_kept_positions", "padding", "holes", "recent", "recent_hidden"):
             if getattr(self, name) is not None:
                 setattr(self, name, getattr(self, name)[indices])
         self.state = {name: _rows_of(entry, indices) for name, entry in self.state.items()}
@@ -459,6 +470,11 @@ def restore_recurrent(layer: Any, tensors: dict[str, torch.Tensor], dtype: torch
             layer.update_conv_state(state.to(dtype), int(index))
         elif kind == "recurrent_states":
             layer.update_recurrent_state(state, int(index))
+
+
+def at(told: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """What `told` [B, n] says of positions [B, H, N]; of those from n on, what it says of the last."""
+    return told[:, None].take_along_dim(positions.long().clamp(max=told.shape[1] - 1), dim=2)
 
 
 def _is_writable(tensor: torch.Tensor) -> bool:

@@ -6,6 +6,7 @@ beside the model's.
 """
 
 import copy
+import inspect
 import sys
 import threading
 import weakref
@@ -24,6 +25,8 @@ from evictionary.models.queries import softmax_of
 from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
+# what some models hand to their attention beside keys, values and a mask
+MORE = ("position_bias", "sinks", "indices", "block_indices")
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 """The model's own attention: called with another mask, it gives the output [B, M, H_q, D_v] and the
@@ -34,9 +37,6 @@ weights or None.
 class Watcher(Protocol):
     """The methods of a cache that the hooks call."""
 
-    def see_batch(
-        self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
-    ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
@@ -79,9 +79,6 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
     # nothing below raises, so every hook that is set is also removed
     hook = _hidden_states_hook(reference)
     handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    handles.append(
-        model.base_model.register_forward_pre_hook(_batch_hook(reference, model), with_kwargs=True)
-    )
     handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
 
     def stop() -> None:
@@ -101,7 +98,7 @@ def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
     index.
     """
     found = {
-        _layer_index(module): module
+        int(module.layer_idx): module
         for module in model.modules()
         if "Attention" in type(module).__name__ and getattr(module, "layer_idx", None) is not None
     }
@@ -124,46 +121,47 @@ def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Modul
     return found
 
 
-def output_projection(model: PreTrainedModel, module: Any) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden]. Raises UsageError for a module without
-    `o_proj` or `dense`.
+def output_projection(module: Any, values: torch.Tensor) -> torch.Tensor:
+    """W_o of an attention module by query head, [H_q, D_v, hidden], in the dtype and on the device of values
+    [..., D_v]. Raises UsageError for a module without `o_proj` or `dense`.
     """
     projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
     require(
         projection is not None,
         f"model: {type(module).__name__} has no o_proj or dense, which this method reads",
     )
-    weight = loaded(projection, "weight").detach().T
-    return weight.reshape(model.config.get_text_config().num_attention_heads, -1, weight.shape[-1])
+    weight = loaded(projection, "weight").detach()
+    return weight.to(values).T.unflatten(0, (-1, values.shape[-1]))
 
 
-def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable[..., None]:
+def look(cache: Any, model: PreTrainedModel) -> Callable[[], None]:
+    """Show `cache` the mask and the tokens of each forward, until the returned function is called."""
+    reference: Callable[[], Any] = weakref.ref(cache)
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
 
     @torch.compiler.disable
     def check(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        named, tokens = _read(module, arguments, named)
         cache = named.get("past_key_values")
         if cache is None or cache is not reference():
             return
-        watcher: Any = cache
         require(
             named.get("use_cache") is not False,
             "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole "
             "text into it again",
         )
-        tokens = _tokens(arguments, named)
         if tokens is None:
             return
         attention = model.config._attn_implementation
         require(
-            attention in _underlying,
+            attention in _underlying or model not in _replaced,
             f"model: got the attention {attention}, chosen after the cache was made; wanted "
             "model.set_attn_implementation() "
             "before EvictingCache(model)",
         )
-        if tokens.shape[1] or not watcher.get_seq_length():
+        if tokens.shape[1] or not cache.get_seq_length():
             require_prompt(tokens.shape[1], longest)
-        mask, seen, several = named.get("attention_mask"), watcher.get_seq_length(), tokens.shape[1] > 1
+        mask, seen, several = named.get("attention_mask"), cache.get_seq_length(), tokens.shape[1] > 1
         require(
             mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2),
             f"attention_mask: got {getattr(mask, 'shape', type(mask))}, wanted [batch, tokens]: beside a "
@@ -175,48 +173,33 @@ def _batch_hook(reference: weakref.ref[Any], model: PreTrainedModel) -> Callable
             "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
             "this model reads them in both directions",
         )
-        padding = None
         # on a GPU the mask of a single token is not looked at: each would wait for the GPU
-        if mask is not None and (mask.device.type == "cpu" or several or not seen):
-            padding = left_padding(mask, seen)
-        watcher.see_batch(padding, named.get("position_ids"), tokens.shape[1])
+        is_looked_at = mask is not None and (mask.device.type == "cpu" or several or not seen)
+        cache.see_batch(mask if is_looked_at else None, named.get("position_ids"), *tokens.shape[:2])
 
-    return check
+    return model.base_model.register_forward_pre_hook(check, with_kwargs=True).remove
 
 
-def _tokens(arguments: tuple[Any, ...], named: dict[str, Any]) -> torch.Tensor | None:
-    """The ids [B, M] or the embeddings [B, M, hidden] that a forward reads."""
-    tokens = named.get("input_ids")
-    tokens = named.get("inputs_embeds") if tokens is None else tokens
-    return arguments[0] if tokens is None and arguments else tokens
+def _read(
+    module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[dict[str, Any], torch.Tensor | None]:
+    """The arguments of a forward by name, given by place or not, and the ids [B, M] or the embeddings
+    [B, M, hidden] that it reads.
+    """
+    if arguments:
+        _, *names = inspect.signature(type(module).forward).parameters  # whatever wraps that of the module
+        named = dict(zip(names, arguments, strict=False)) | named
+    return named, named.get("inputs_embeds") if named.get("input_ids") is None else named["input_ids"]
 
 
 def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        cache, tokens = reference(), _tokens(arguments, named)
+        cache, (named, tokens) = reference(), _read(module, arguments, named)
         if named.get("past_key_values") is cache and cache is not None and tokens is not None:
             cache.see_end(tokens, named)
 
     return hook
-
-
-def left_padding(mask: torch.Tensor, seen: int = 0) -> torch.Tensor | None:
-    """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None
-    without any padding.
-
-    Raises UsageError for padding anywhere else; `seen` tokens of each row were read before. The watcher
-    judges a row with only padding.
-    """
-    real = mask.bool()
-    if real.all():
-        return None
-    require(
-        not (real[:, :-1] & ~real[:, 1:]).any(),
-        "attention_mask: got padding after tokens, wanted it before "
-        + ("the first prompt alone" if seen else "them: tokenizer.padding_side = 'left'"),
-    )
-    return (~real).sum(dim=1)
 
 
 def require_prompt(length: int, longest: int | None) -> None:
@@ -228,19 +211,14 @@ def require_prompt(length: int, longest: int | None) -> None:
     )
 
 
-def _layer_index(module: Any) -> int:
-    return int(module.layer_idx)
-
-
 def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
     @torch.compiler.disable
     def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        cache = reference()
+        cache, named = reference(), _read(module, arguments, named)[0]
         # GPT-NeoX calls its cache layer_past
         is_its_own = named.get("past_key_values", named.get("layer_past")) is cache
         if cache is not None and is_its_own:
-            hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
-            cache.see_hidden_states(_layer_index(module), hidden_states)
+            cache.see_hidden_states(int(module.layer_idx), named["hidden_states"])
 
     return hook
 
@@ -334,9 +312,16 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
 
 
 def require_known_softmax(module: torch.nn.Module, named: Mapping[str, Any]) -> None:
-    """Raise UsageError where a model caps its logits or adds sinks in another way than its module says."""
+    """Raise UsageError where a model caps its logits or adds sinks in another way than its module says, or
+    where its attention reads more.
+    """
     told = named.get("softcap"), named.get("s_aux") is not None
     cap, sinks = softmax_of(module)
+    require(
+        not (more := [name for name in MORE if named.get(name) is not None]),
+        f"model: got {type(module).__name__}, whose attention in layer {module.layer_idx} reads "
+        f"{', '.join(more)} too: it is made for all tokens in a row; wanted keys and queries alone",
+    )
     require(
         told == (cap, sinks is not None),
         f"model: got {type(module).__name__} with a softmax of its own, wanted a plain one, or a cap in "

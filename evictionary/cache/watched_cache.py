@@ -13,8 +13,8 @@ from transformers import Cache, PreTrainedModel
 from evictionary.cache import calibration, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, layers_of
-from evictionary.cache.model_hooks import Attention, attention_modules, watch
+from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, at, layers_of
+from evictionary.cache.model_hooks import Attention, attention_modules, look, watch
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED, captured
 from evictionary.methods.method import Method, Request
@@ -38,7 +38,7 @@ class WatchedCache(Cache):
     softmax: dict[int, Softmax]  # of the layers
     # of each layer that has read the prompt, for a method that compares them: its scores and preferences
     stages: list[tuple[int, torch.Tensor, torch.Tensor]]
-    _finalizer: Any
+    _finalizer: Any  # alive while the cache answers for the attention
     _reads: frozenset[str]  # the inputs of the method that it has to find
     _names: frozenset[str]
     _replaying: bool
@@ -114,10 +114,6 @@ class WatchedCache(Cache):
             checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
-            if layer.get_seq_length():
-                # where the slots lie: to ask for keys would sort them
-                held = layer.slots()[0] if isinstance(layer, EvictingLayer) else layer.keys
-                checks.require_rows(len(key_states), len(held))
         if isinstance(layer, EvictingLayer) and key_states.dtype != value_states.dtype:
             # under torch.autocast keys leave RoPE wider than values, and the attention casts both to the
             # narrower dtype
@@ -151,13 +147,31 @@ class WatchedCache(Cache):
         checks.require_tokens(arguments[0] if arguments else named["query_length"], self.get_seq_length())
         return super().get_mask_sizes(*arguments, **named)
 
-    def see_batch(self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int) -> None:
-        """Take the padding and positions of a forward that will read `length` tokens of each row;
-        model_hooks.py calls this.
+    def see_batch(
+        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, length: int
+    ) -> None:
+        """Take the mask [B, T] and positions of a forward that will read `length` tokens of each row, or no
+        mask where it was not looked at; model_hooks.py calls this.
+
+        A model that attends by itself again may read padding in later turns; `compress` will know of it.
         """
-        self._is_announced = True
-        checks.require_padding(padding, self.padding, length, self.get_seq_length())
-        if self.get_seq_length() == 0:
+        self._is_announced, seen = True, self.get_seq_length()
+        evicting, first = list(self.evicting.values()), self.layers[self._first]
+        if seen:  # where the slots lie: to ask for keys would sort them
+            checks.require_rows(rows, len(first.slots()[0] if first in evicting else first.keys))
+        if mask is not None and not self._finalizer.alive:
+            holes = None if mask.all() else torch.nn.functional.pad(~mask.bool(), (0, 1))
+            for layer in evicting:
+                layer.holes = None if holes is None else holes.to(layer.device, copy=True)
+        elif mask is not None and (known := evicting[0].holes) is not None:
+            places = torch.arange(mask.shape[1], device=mask.device)[None, None]
+            mask = mask.bool() | at(known.to(mask.device), places)[:, 0]
+        padding = (
+            None
+            if mask is None or not self._finalizer.alive
+            else checks.left_padding(mask, length, seen, self.padding)
+        )
+        if seen == 0:
             self.padding = None if padding is None else padding.cpu()
             self.counts_padding = padding is not None and position_ids is None
 
@@ -347,9 +361,14 @@ class WatchedCache(Cache):
         been read.
         """
         assert self.method is not None
-        paddings = [0] if self.padding is None else self.padding.tolist()
-        request = self.request(layer_index)
-        return [self.method.amount(seen - padding, request) for padding in paddings]
+        request, padding = self.request(layer_index), self.padding_until(layer_index)[:, -1]
+        return [self.method.amount(seen - count, request) for count in padding.tolist()]
+
+    def padding_until(self, layer_index: int) -> torch.Tensor:
+        """The padding [B or 1, N] up to each of the first positions, and in the last column all of it."""
+        padding = torch.zeros(1, dtype=torch.int64) if self.padding is None else self.padding
+        holes = self.layers[layer_index].holes  # of a full cache, the padding of its prompt too
+        return padding[:, None] if holes is None else holes.cumsum(dim=1).cpu()
 
     def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
         """Whether the one token that comes takes the slot of another, in a layer that is filled to its
@@ -450,31 +469,37 @@ class WatchedCache(Cache):
         """The model, which a cache does not keep alive."""
         return self._model()
 
-    def _watch(self) -> None:
+    def _watch(self, attends: bool = True) -> None:
         model = self.model
         require(model is not None, "the model of this cache is gone", RuntimeError)
-        self._finalizer = weakref.finalize(
-            self,
-            watch(self, model, hidden_states=any(name.endswith("hidden_states") for name in self._names)),
-        )
+        if attends:
+            self._finalizer = weakref.finalize(
+                self,
+                watch(self, model, hidden_states=any(name.endswith("hidden_states") for name in self._names)),
+            )
+        self._looking = weakref.finalize(self, look(self, model))
 
     def _close_if_settled(self) -> None:
-        """Stop watching the model once its own attention can do the rest: never, where nothing is evicted."""
-        # The mask of a model does not know that padding was removed.
-        if self.method is not None and (self.every or self.padding is not None):
-            return
+        """Let the model attend by itself once it can do the rest: never, where nothing is evicted."""
         layers = self.evicting.values()
+        # The mask of a model does not know that padding was removed.
+        paddings = [self.padding, *(layer.holes for layer in layers)]
+        if self.method is not None and (self.every or any(each is not None for each in paddings)):
+            return
         # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens
         # yet.
         is_one_mask = len({(layer.longest, layer.seen) for layer in layers}) == 1
         if is_one_mask and all(layer.evicted_at and layer.is_plain for layer in layers):
-            self.close()
+            self._finalizer()
 
     def close(self) -> None:
-        """Remove every hook from the model. The cache does this by itself as soon as possible, and when it
-        is deleted.
+        """Remove every hook from the model. A cache that is deleted does this by itself.
+
+        As soon as possible the model has its own attention back. The one hook left then sees the padding of
+        later turns.
         """
         self._finalizer()
+        self._looking()
         self._handed.clear()
 
 
@@ -487,14 +512,12 @@ def _mask(
     chosen [B, H_q, stored] says what one token attends to; the mask is [B, H_q, 1, stored] then.
     """
     num_queries, stored = queries.shape[2], layer.stored
-    if num_queries == 1 and layer.padding is None and chosen is None:
+    if num_queries == 1 and layer.is_full and chosen is None:
         return None
     causal = partial_attention.causal(num_queries, stored, queries.device)[None, None]
     visible = causal if chosen is None else chosen[:, :, None]
-    if layer.padding is not None:  # nothing has been evicted yet
-        visible = visible & (
-            torch.arange(stored, device=queries.device) >= layer.padding[:, None, None, None]
-        )
+    if not layer.is_full:  # in all heads the same
+        visible = visible & layer.contents()[3][:, :1, None]
     return torch.zeros(visible.shape, dtype=queries.dtype, device=queries.device).masked_fill(
         ~visible, torch.finfo(queries.dtype).min
     )

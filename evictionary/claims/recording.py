@@ -173,7 +173,7 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
                 states["hidden_states"],
                 weight,
                 bias,
-                output_projection(model, block.self_attn),
+                output_projection(block.self_attn, stored.values),
                 cos,
                 sin,
             )

@@ -153,9 +153,6 @@ class GatedModel:
         each = gates.repeat_interleave(full.shape[2] // self.num_kv_heads)[:, None]
         return each * full + (1 - each) * streaming, None
 
-    def see_batch(
-        self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
-    ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
 

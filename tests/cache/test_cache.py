@@ -344,6 +344,13 @@ def test_the_random_baseline_is_seeded(model: LlamaForCausalLM, prompt: torch.Te
         ({"options": {"sinks": 3}}, "keydiff has no such option"),
         ({"method": None, "options": {"sinks": 3}}, "options"),
         ({"record": ("scores",)}, "record: got scores"),
+        ({"every": -1}, "every: got -1"),
+        ({"every": 2.0}, "every: got 2.0"),
+        ({"method": "h2o", "every": 5}, "every: got 5, wanted 0: h2o reads the queries of all tokens"),
+        (
+            {"method": "lagkv", "every": 1, "budget": 100},
+            "budget: got 100 with every=1, wanted a compression_ratio",
+        ),
     ],
 )
 def test_bad_arguments_are_value_errors(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_tokenizer
-from tools.families import FAMILIES, LAYERS, NO_HEAD_DIM, SMALL, build, random_model
+from tools.families import FAMILIES, LAYERS, NO_HEAD_DIM, OF_2026, SMALL, build, random_model
 from tools.reading import (
     cached,
     generate,
@@ -35,8 +35,8 @@ from transformers import (
     GPT2Config,
     GPTJConfig,
     GPTNeoXConfig,
+    InklingTextConfig,
     JetMoeConfig,
-    LagunaConfig,
     Llama4TextConfig,
     LlamaConfig,
     LlavaConfig,
@@ -57,6 +57,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import flash_attention_mask
 
 from evictionary import EvictingCache, reference
+from evictionary.cache import inputs
 from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.evaluation.questions import ask
@@ -77,6 +78,7 @@ DENSE = {
     "vocab_size_per_layer_input": 300,
 }
 TWO = {**SMALL, "num_hidden_layers": 2}
+OTHERS = {MllamaTextConfig: MllamaForCausalLM, T5Config: T5ForConditionalGeneration}
 IDS = torch.randint(3, 299, (1, 48), generator=torch.Generator().manual_seed(0))
 
 
@@ -165,11 +167,35 @@ def test_queries_are_brought_back_to_before_rope_and_logits_to_one_scale(family:
             "whose attention modules have no layer index",
         ),
         (GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=30), "no rotary positions"),
+        (
+            MllamaTextConfig(
+                **NO_HEAD_DIM,
+                cross_attention_layers=[1],
+                rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            ),
+            "with cross-attention layers",
+        ),
+        (
+            T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=30),
+            "an encoder-decoder",
+        ),
     ],
-    ids=["sliding", "shared", "differential", "dynamic mask", "latent", "no layer index", "no RoPE"],
+    ids=[
+        "sliding",
+        "shared",
+        "differential",
+        "dynamic mask",
+        "latent",
+        "no layer index",
+        "no RoPE",
+        "an image",
+        "an encoder",
+    ],
 )
 def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, message: str) -> None:
-    model = random_model(config)
+    model = random_model(
+        config, *(of._from_config for kind, of in OTHERS.items() if isinstance(config, kind))
+    )
     before = model.config._attn_implementation
     refused(lambda: EvictingCache(model), message)
     assert model.config._attn_implementation == before
@@ -188,15 +214,7 @@ def test_what_cannot_be_compressed_is_refused_and_left_as_it_was(config: Any, me
             attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
             ffn_config={"ffn_hidden_size": 48, "moe_num_experts": 2, "moe_top_k": 1},
         ),
-        LagunaConfig(
-            **SMALL,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            num_attention_heads_per_layer=[4, 8, 4],
-            layer_types=["full_attention"] * 3,
-        ),
+        OF_2026["Laguna"],
         ZayaConfig(**SMALL, num_experts=2, moe_intermediate_size=16),
     ],
     ids=[
@@ -216,15 +234,17 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
     assert not model.config._attn_implementation.startswith("evictionary")
 
 
-def test_a_trial_of_the_queries_that_was_interrupted_is_not_remembered() -> None:
+@pytest.mark.parametrize("error", [KeyboardInterrupt, torch.OutOfMemoryError])
+def test_a_trial_of_the_queries_that_was_interrupted_is_not_remembered(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
     def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
+        raise error
 
     model = build("llama")
-    hook = model.base_model.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        EvictingCache(model, "gvote")
-    hook.remove()
+    with monkeypatch.context() as patch:
+        patch.setattr(inputs, "unrotated", interrupt)
+        refused(lambda: EvictingCache(model, "gvote"), error=error)
     assert cached(model, IDS, "gvote").get_seq_length() == 48
 
 
@@ -244,17 +264,36 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
     assert torch.equal(model.model.rotary_emb.inv_freq, frequencies)
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            JetMoeConfig(**TWO, kv_channels=8, num_local_experts=4, num_experts_per_tok=2),
+            "which gives its attention other keys than the cache returned",
+        ),
+        (
+            InklingTextConfig(
+                **TWO,
+                swa_num_attention_heads=4,
+                swa_num_key_value_heads=2,
+                swa_head_dim=8,
+                layer_types=["hybrid_sliding", "hybrid"],
+                n_routed_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=16,
+            ),
+            "InklingAttention, whose attention in layer 1 reads position_bias too",
+        ),
+    ],
+    ids=["other keys", "a bias of positions"],
+)
 @pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv"])
-def test_a_model_that_attends_to_other_keys_is_refused_before_the_first_token(method: str) -> None:
-    model, drawn = (
-        random_model(JetMoeConfig(**TWO, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)),
-        [],
-    )
+def test_an_attention_that_is_not_of_the_kept_keys_is_refused_before_the_first_token(
+    config: Any, message: str, method: str
+) -> None:
+    model, drawn = random_model(config), []
     draw = [lambda ids, scores: drawn.append(ids)]
-    refused(
-        lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=draw),
-        r"which gives its attention other keys than the cache returned",
-    )
+    refused(lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=draw), message)
     assert not drawn and model.config._attn_implementation == "sdpa"
 
 
@@ -388,28 +427,24 @@ def test_flex_and_the_flash_kinds_do_what_sdpa_does(
     torch.testing.assert_close(results[1], results[0], rtol=1e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("attention", FLASH)
-def test_a_flash_kind_on_a_cpu_is_refused_in_one_sentence(
-    attention: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        *((kind, f"on a CPU with the attention {kind}, which runs on GPUs alone; wanted") for kind in FLASH),
+        (
+            "paged|eager",
+            r"with the attention paged\|eager, wanted attn_implementation='sdpa', 'eager', 'flex",
+        ),
+    ],
+)
+def test_an_attention_that_no_cache_can_be_part_of_is_refused(
+    attention: str, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = build("llama")
     monkeypatch.setitem(AttentionInterface._global_mapping, attention, flash_attention_forward)
     model.config._attn_implementation_internal = attention
-    refused(
-        lambda: EvictingCache(model, "keydiff"),
-        f"on a CPU with the attention {attention}, which runs on GPUs alone; wanted",
-    )
+    refused(lambda: EvictingCache(model, "keydiff"), message)
     assert model.config._attn_implementation == attention
-
-
-def test_other_attention_implementations_are_refused() -> None:
-    model = build("llama")
-    model.config._attn_implementation_internal = "paged|eager"
-    refused(
-        lambda: EvictingCache(model, "keydiff"),
-        r"with the attention paged\|eager, wanted attn_implementation='sdpa', 'eager', 'flex",
-    )
-    assert model.config._attn_implementation == "paged|eager"
 
 
 def test_models_that_share_a_config_are_both_left_as_they_were() -> None:
@@ -460,15 +495,3 @@ def test_a_file_is_loaded_however_many_kv_heads_the_layers_have(tmp_path: Path, 
     cache = cached(model, IDS, "keydiff", 0.5)
     again = loaded(cache, tmp_path, model)
     assert torch.equal(read(model, IDS[:, :5], again), read(model, IDS[:, :5], cache))
-
-
-def test_layers_that_attend_to_an_image_are_refused() -> None:
-    rope = {"rope_type": "default", "rope_theta": 10000.0}
-    config = MllamaTextConfig(**NO_HEAD_DIM, cross_attention_layers=[1], rope_parameters=rope)
-    model = random_model(config, of=MllamaForCausalLM._from_config)
-    refused(lambda: EvictingCache(model), "with cross-attention layers")
-
-
-def test_an_encoder_decoder_is_refused() -> None:
-    config = T5Config(d_model=16, d_kv=4, d_ff=16, num_layers=1, num_heads=2, vocab_size=30)
-    refused(lambda: EvictingCache(T5ForConditionalGeneration(config)), "an encoder-decoder")

@@ -2,6 +2,7 @@
 that is not plain.
 """
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "in_a_model.md"
 RECURRENT = ["Qwen3-Next", "Jamba", "Nemotron-H", "LFM2", "Falcon-H1", "Zamba2"]
 
 
-@pytest.mark.parametrize("method", masked.METHODS)
-@pytest.mark.parametrize("phase", masked.PHASES)
-@pytest.mark.parametrize("family", OF_2026)
+@pytest.mark.parametrize(
+    ("family", "phase", "method"),
+    [
+        *itertools.product(OF_2026, masked.PHASES, masked.METHODS),
+        *itertools.product(["Laguna", "MiMo-V2-Flash"], ["prompt", "padded rows"], ["criticalkv"]),
+    ],
+)
 def test_a_model_reads_what_the_masks_by_hand_leave_it(family: str, phase: str, method: str) -> None:
     if (family, phase) in masked.REFUSED:
         refused(
@@ -89,6 +94,7 @@ def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: P
     steps = {"position_ids": torch.tensor([[36]])}
     wanted = read(model, IDS[:, 36:37], cached(model, IDS[:, :36], "keydiff", 0.5), **steps)
     torch.testing.assert_close(read(model, IDS[:, 36:37], others[0], **steps), wanted)
+    refused(lambda: read(model, IDS[:, 37:].expand(2, -1), others[0]), "batch size: got 2, wanted 1")
     for each in (cache, others[1]):
         each.batch_repeat_interleave(3)
     rows = [read(model, IDS[:, 36:37].expand(3, -1), each, **steps) for each in (cache, others[1])]

@@ -61,10 +61,10 @@ def test_the_output_projection_of_each_head_adds_up_to_the_models(model: LlamaFo
     projection.
     """
     module = attention_modules(model)[0]
-    w_o = output_projection(model, module)
+    w_o = output_projection(module, torch.empty(8))
     states = torch.randn(len(w_o), w_o.shape[1], generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(torch.einsum("hd,hdc->c", states, w_o), module.o_proj(states.flatten()))
-    refused(lambda: output_projection(model, module.o_proj), "Linear has no o_proj")
+    refused(lambda: output_projection(module.o_proj, torch.empty(8)), "Linear has no o_proj")
 
 
 # blocks
@@ -542,6 +542,9 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
 
 # batches, copies, files
 
+BY_POSITION = (
+    "import torch\ndef score(keys, positions):\n    return (positions * 7 % 11.0).expand(keys.shape[:3])\n"
+)
 
 PADDED = {
     ((40, 23, 31), None): [
@@ -639,6 +642,40 @@ def test_generation_is_continued_in_a_second_call(model: LlamaForCausalLM, metho
         assert [together[row][start:]] == twice(ids[part], given["attention_mask"][part])
 
 
+@pytest.mark.parametrize("amount", [{"compression_ratio": 0.5}, {"budget": 20}], ids=["half", "20"])
+@pytest.mark.parametrize("method", ["keydiff", "by position"])
+def test_padding_of_a_later_turn_counts_for_nothing(
+    tmp_path: Path, model: LlamaForCausalLM, method: str, amount: dict[str, Any]
+) -> None:
+    """The second row has four tokens less in its second turn: in a cache, its copy, its file and another."""
+    method = written(tmp_path, BY_POSITION) if method == "by position" else method
+    ids, mask = IDS[:, :43].repeat(2, 1), torch.ones(2, 43, dtype=torch.long)
+    mask[1, 30:34] = 0
+    cache, whole = (cached(model, ids[:, :30], each, **amount) for each in (method, None))
+    twin, positions = copy.deepcopy(cache), mask.cumsum(dim=1) - 1
+    given = {"attention_mask": mask[:, :40], "position_ids": positions[:, 30:40]}
+    later = {"attention_mask": mask, "position_ids": positions[:, 40:]}
+    for each in (cache, twin):
+        read(model, ids[:, 30:40], each, **given)
+    stored = [loaded(cache, tmp_path, model) for _ in range(2)]
+    near(*([read(model, ids[:, 40:], each, **later)] for each in (copy.deepcopy(cache), stored[0])))
+    for told, kept in ((given, [20, 18]), ({}, [20, 20])):  # the second takes the place of the first
+        whole.crop(30 - whole.get_seq_length())
+        read(model, ids[:, 30:40], whole, **told)
+        assert (
+            EvictingCache.from_prefilled(model, whole, "knorm", 0.5).layers[1].lengths[:, 0].tolist() == kept
+        )
+    for each in (cache, twin, stored[1]):
+        each.compress()
+        refused(lambda each=each: read(model, ids[:, 40:], each, attention_mask=mask.flip(1)), "got padding")
+        answers = read(model, ids[:, 40:], each, **later)
+        for row, own in enumerate(ids[row : row + 1, mask[row].bool()] for row in (0, 1)):
+            alone = cached(model, own, method, **amount, sizes=[30, own.shape[1] - 33])
+            alone.compress()
+            near([answers[row]], [read(model, own[:, -3:], alone)[0]])
+            assert torch.equal(each.layers[1].lengths[row], alone.layers[1].lengths[0])
+
+
 def test_a_block_of_padding_alone_is_refused(model: LlamaForCausalLM) -> None:
     ids, given = padded(30, 10)
     cache = EvictingCache(model, "keydiff", budget=8, every=8)
@@ -725,8 +762,7 @@ def test_weights_that_are_on_the_disk_are_read_from_there(model: LlamaForCausalL
     projection._hf_hook = SimpleNamespace(hooks=[SimpleNamespace(weights_map=own)])
     assert file.fingerprint(offloaded) == file.fingerprint(model)
     assert torch.equal(
-        output_projection(offloaded, attention_modules(offloaded)[1]),
-        output_projection(model, attention_modules(model)[1]),
+        *(output_projection(attention_modules(each)[1], torch.empty(8)) for each in (offloaded, model))
     )
 
 
@@ -741,19 +777,3 @@ def test_tokens_that_were_cropped_count_for_nothing(model: LlamaForCausalLM, met
     found, wanted = ([layer.tensors() for layer in cache.layers] for cache in (cropped, straight))
     torch.testing.assert_close(found, wanted, rtol=0, atol=0)
     assert found[0].keys() >= ({"recent_hidden"} if method == "gvote" else {"recent"})
-
-
-@pytest.mark.parametrize(
-    ("named", "message"),
-    [
-        ({"every": -1}, "every: got -1"),
-        ({"every": 2.0}, "every: got 2.0"),
-        ({"method": "h2o", "every": 5}, "every: got 5, wanted 0: h2o reads the queries of all tokens"),
-        (
-            {"method": "lagkv", "every": 1, "budget": 100},
-            "budget: got 100 with every=1, wanted a compression_ratio",
-        ),
-    ],
-)
-def test_phases_that_cannot_be(model: LlamaForCausalLM, named: dict[str, Any], message: str) -> None:
-    refused(lambda: EvictingCache(model, **named), message)

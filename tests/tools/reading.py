@@ -75,7 +75,10 @@ def masked_logits(
         own = waiting.pop(min(waiting))
         mask = torch.where(own, 0.0, torch.finfo(torch.float32).min).to(model.dtype)
         return arguments, given | {
-            "attention_mask": mask.repeat_interleave(model.config.num_attention_heads // own.shape[1], dim=1)
+            # a layer may have a number of heads of its own
+            "attention_mask": mask.repeat_interleave(
+                getattr(module, "num_heads", model.config.num_attention_heads) // own.shape[1], dim=1
+            )
         }
 
     with ExitStack() as hooks:
