@@ -9,6 +9,7 @@ import os
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -216,7 +217,9 @@ def seeds() -> st.SearchStrategy[int]:
 
 # Sizes at which kernels break: one, a tile less one, a tile, a tile and one.
 LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 64, 65)
-HEAD_DIMS = (2, 4, 8, 6, 16)
+# RoPE turns pairs of channels. The odd number lies beyond a tile.
+EVEN_DIMS = (2, 4, 8, 6, 16)
+HEAD_DIMS = (*EVEN_DIMS, 33)
 
 
 def seeded_cases(
@@ -232,7 +235,7 @@ def seeded_cases(
         Case,
         kind=st.sampled_from(kinds),
         seed=seeds(),
-        batch=st.integers(1, 2),
+        batch=st.sampled_from([1, 2, 1, 3]),
         num_kv_heads=st.integers(1, 3),
         group=st.sampled_from(groups),
         length=st.sampled_from(lengths),
@@ -240,6 +243,11 @@ def seeded_cases(
         value_dim=st.sampled_from(head_dims),
         num_queries=st.integers(1, 3),
     )
+
+
+def paired_cases(**bounds: Any) -> st.SearchStrategy[Case]:
+    """The seeded cases of RoPE, whose channels come in pairs: their number is even."""
+    return seeded_cases(**bounds, head_dims=EVEN_DIMS)
 
 
 # Lengths at which long inputs break: one token less or more than whole tiles, splits, and what 15, 16 and 8 +
