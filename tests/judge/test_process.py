@@ -389,6 +389,17 @@ def test_an_implementation_that_writes_into_its_inputs_is_told_so_and_it_counts_
         impl.keydiff.score(KEYS)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_one_number_that_is_written_into_a_large_argument_is_seen(library: str) -> None:
+    def score(keys: Any) -> Any:
+        keys[0, 0, 4000, 0] = np.inf
+        return keys[..., 0]
+
+    impl = in_memory(score)
+    impl.array_library = library
+    refused(lambda: impl.keydiff.score(np.zeros((1, 1, 4097, 2))), "into its argument keys", Violation)
+
+
 @pytest.mark.parametrize("device", ["cuda:9", "abacus"])
 def test_a_device_that_is_not_here_is_a_sentence(tmp_path: Path, device: str) -> None:
     file = saved(tmp_path / "keydiff.py", "import torch\ndef score(keys): return -keys.norm(dim=-1)")
