@@ -234,15 +234,8 @@ class Implementation:
         if not self.reads_numbers:
             return
         for name, native in given.items():
-            before = call.arguments[name]
-            if not isinstance(before, np.ndarray):
-                continue
-            after = to_numpy(native)
-            # Of large arrays the look for NaN takes longer than the comparison, and few have one.
-            if not np.array_equal(after, before) and not np.array_equal(
-                after, before, equal_nan=before.dtype.kind == "f"
-            ):
-                raise Violation(f"{call.function} writes into its argument {name}", before, after)
+            if not _same(native, before := call.arguments[name]):
+                raise Violation(f"{call.function} writes into its argument {name}", before, to_numpy(native))
 
     def _in_our_form(self, call: Call, answer: Any) -> Any:
         """An answer in the form of the contract, where the implementation has said that it answers in
@@ -360,6 +353,19 @@ def contract_functions(stems: tuple[str, ...] = STEMS) -> list[str]:
         and value.__module__ == f"evictionary.reference.{stem}"
         and not name.startswith("_")
     ]
+
+
+def _same(native: Any, before: Any) -> bool:
+    """Whether an array, or each of a state, still holds these numbers."""
+    if isinstance(before, tuple):
+        return all(map(_same, native, before))
+    if not isinstance(before, np.ndarray):
+        return True
+    after = to_numpy(native)
+    # Of large arrays the look for NaN takes longer than the comparison, and few have one.
+    return np.array_equal(after, before) or (
+        before.dtype.kind == "f" and np.array_equal(after, before, equal_nan=True)
+    )
 
 
 def _require_gpu(path: str, error: Exception) -> None:

@@ -27,6 +27,7 @@ from evictionary.spec_tests.judge.compare import agrees
 from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.misfits import fitting
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.judge.process import Program, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Violation
@@ -398,6 +399,16 @@ def test_one_number_that_is_written_into_a_large_argument_is_seen(library: str) 
     impl = in_memory(score)
     impl.array_library = library
     refused(lambda: impl.keydiff.score(np.zeros((1, 1, 4097, 2))), "into its argument keys", Violation)
+
+
+def test_a_write_into_a_state_is_seen() -> None:
+    def append(cache: Any, keys: np.ndarray, values: np.ndarray) -> Any:
+        cache.positions[...] = 7
+        return cache
+
+    impl = Implementation("mine", {"keydiff": types.SimpleNamespace(append=append)})
+    arguments = fitting("keydiff.append", optional=True).values()
+    refused(lambda: impl.keydiff.append(*arguments), "into its argument cache", Violation)
 
 
 @pytest.mark.parametrize("device", ["cuda:9", "abacus"])
