@@ -9,7 +9,6 @@ import os
 import zlib
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
@@ -243,11 +242,6 @@ def seeded_cases(
         value_dim=st.sampled_from(head_dims),
         num_queries=st.integers(1, 3),
     )
-
-
-def paired_cases(**bounds: Any) -> st.SearchStrategy[Case]:
-    """The seeded cases of RoPE, whose channels come in pairs: their number is even."""
-    return seeded_cases(**bounds, head_dims=EVEN_DIMS)
 
 
 # Lengths at which long inputs break: one token less or more than whole tiles, splits, and what 15, 16 and 8 +

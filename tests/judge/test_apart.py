@@ -117,12 +117,12 @@ def test_a_failure_beside_a_function_without_its_gpu_counts(tmp_path: Path) -> N
         "knorm.py": "def score(keys):\n    return (keys * keys).sum(-1)\n",
     }
     asked = (laid(tmp_path, files), "--law", "cosine_to_the_anchor or minus_the_norm")
-    gpu = "keydiff.score needs a GPU, and this machine has none"
     told = judge(*asked, code=1).stdout
-    assert f"FAIL: 1 law of mathematics fails, 1 law needs a GPU: {gpu}" in told.splitlines()[-1]
-    assert "KN-1 does not hold" in told and gpu not in "".join(told.splitlines()[:-1])
-    told = judge(*asked, "--method", "keydiff", code=2)
-    assert f"nothing was judged: {gpu}" in told.stdout + told.stderr
+    assert (
+        "KN-1 does not hold" in told
+        and "FAIL: 1 law of mathematics fails, 1 law needs a GPU: keydiff" in told
+    )
+    assert "nothing was judged: keydiff.score" in judge(*asked, "--method", "keydiff", code=2).stdout
 
 
 RAISES_LATE = """

@@ -65,5 +65,4 @@ def test_tensors_go_and_come_as_they_are(numbers):
 
 
 def test_an_answer_compares_as_a_plain_array_does():
-    """A masked array leaves out what it masks."""
     assert type(to_numpy(np.ma.masked_array([1.0], mask=[True]))) is np.ndarray

@@ -27,7 +27,6 @@ from evictionary.spec_tests.judge.compare import agrees
 from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import Implementation, UnusableImplementation, load
 from evictionary.spec_tests.judge.law import load_laws
-from evictionary.spec_tests.judge.misfits import fitting
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.judge.process import Program, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Violation
@@ -391,24 +390,14 @@ def test_an_implementation_that_writes_into_its_inputs_is_told_so_and_it_counts_
 
 
 @pytest.mark.parametrize("library", ["numpy", "torch"])
-def test_one_number_that_is_written_into_a_large_argument_is_seen(library: str) -> None:
-    def score(keys: Any) -> Any:
-        keys[0, 0, 4000, 0] = np.inf
-        return keys[..., 0]
+def test_one_number_that_is_written_into_a_large_state_is_seen(library: str) -> None:
+    def attend(queries: Any, cache: Any) -> None:
+        cache.values[4000, 0] = np.inf
 
-    impl = in_memory(score)
-    impl.array_library = library
-    refused(lambda: impl.keydiff.score(np.zeros((1, 1, 4097, 2))), "into its argument keys", Violation)
-
-
-def test_a_write_into_a_state_is_seen() -> None:
-    def append(cache: Any, keys: np.ndarray, values: np.ndarray) -> Any:
-        cache.positions[...] = 7
-        return cache
-
-    impl = Implementation("mine", {"keydiff": types.SimpleNamespace(append=append)})
-    arguments = fitting("keydiff.append", optional=True).values()
-    refused(lambda: impl.keydiff.append(*arguments), "into its argument cache", Violation)
+    impl = Implementation("mine", {"attention": types.SimpleNamespace(attend=attend)}, array_library=library)
+    states = np.zeros((1, 1, 4097, 2))
+    held = cache.compress(states, states, np.ones(states.shape[:3], bool))
+    refused(lambda: impl.attention.attend(states, held), "into its argument cache", Violation)
 
 
 @pytest.mark.parametrize("device", ["cuda:9", "abacus"])
