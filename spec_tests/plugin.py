@@ -17,6 +17,7 @@ from evictionary.spec_tests.judge.apart import described
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk
 from evictionary.spec_tests.judge.implementation import (
+    ANY,
     CANNOT_HOLD,
     NO_GPU,
     OWN,
@@ -371,7 +372,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             subject, error = _subject(item), call.excinfo.value
             # Without such limits, a law that asks nothing is a broken law.
             narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
-            narrowed = narrowed or CANNOT_HOLD in subject.outside
+            narrowed = narrowed or CANNOT_HOLD in subject.outside or ANY in law.functions
             if why := report.unanswerable(subject, error):
                 _fail(result, law, subject, *why)
             elif reason := compiled.unsupported(error):
@@ -442,10 +443,11 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
         or (session.exitstatus == pytest.ExitCode.INTERRUPTED and config.getoption("maxfail"))
         or (session.exitstatus == pytest.ExitCode.INTERNAL_ERROR and DEATHS in config.stash)
     ):
-        if sentence := found.unanswered_with(NO_GPU):
+        sentence = found.unanswered_with(NO_GPU)
+        if line:
+            session.exitstatus, line = good if passed else bad, f"{line}: {sentence}" if sentence else line
+        elif sentence:
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
-        elif line:
-            session.exitstatus = good if passed else bad
         elif found.reasons and not found.others:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
     result = yield

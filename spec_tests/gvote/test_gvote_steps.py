@@ -412,13 +412,17 @@ def test_logits_compare_each_sample_with_each_key(impl, case, seed):
 
 @law("GV-A11", of="gvote.union", case=cases(), seed=seeds())
 def test_union_keeps_what_any_sample_votes_for(impl, case, seed):
-    """A token stays if one vote is for it; the order of the samples does not matter."""
+    """A token stays if one vote is for it, in whatever order the samples come, or if 256 are, which a count
+    in 8 bits holds as 0.
+    """
     votes = np.random.default_rng(seed).random((*case.keys.shape[:2], 3, case.keys.shape[2])) < 0.3
     for order in itertools.permutations(range(3)):
         expected = votes[:, :, 0] | votes[:, :, 1] | votes[:, :, 2]
         equal(
             impl.gvote.union(votes[:, :, list(order)]), expected, "the union is not what any sample votes for"
         )
+    many = np.repeat(votes[:, :, :1], 256, axis=2)
+    equal(impl.gvote.union(many), votes[:, :, 0], "256 equal samples are not one of them")
 
 
 @law("GV-A12", of="gvote.prune", case=seeded_cases(max_length=17), seed=seeds())

@@ -93,5 +93,6 @@ def to_numpy(value: Any) -> Any:
         value = np.asarray(value)
     if not isinstance(value, np.ndarray):
         return value
+    value = np.asarray(value)  # without what a subclass makes of a comparison
     # NumPy has no bfloat16 of its own: JAX's is of the kind V.
     return value.astype(np.float64) if value.dtype.kind in "fV" else value

@@ -43,6 +43,7 @@ from evictionary.spec_tests.judge.by_hand import (
     window_above_all,
 )
 from evictionary.spec_tests.judge.cases import (
+    EVEN_DIMS,
     KINDS,
     SPLIT_LENGTHS,
     Case,
@@ -88,6 +89,7 @@ __all__ = [
     "ANY",
     "BUDGETS",
     "EPSILON",
+    "EVEN_DIMS",
     "KINDS",
     "SPLIT_LENGTHS",
     "WITH_STRIDES",

@@ -6,11 +6,11 @@ They put to the test each seam whose arguments `ARGUMENTS` knows how to make; th
 import importlib
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 from evictionary.reference import attention, cache, momentkv
 from evictionary.spec_tests.judge.compiled import DEVICE, STOPPED
 from evictionary.spec_tests.judge.degenerate import MEMORY
+from evictionary.spec_tests.judge.domain import OutsideDomain
 from evictionary.spec_tests.judge.prelude import *
 
 SMALL = st.builds(
@@ -100,14 +100,23 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 
 def answers(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and
-    what it gives; not where it fails, of which the laws of its equation say.
+    what it gives; not where it fails, of which the laws of its equation say. Of none there is nothing to ask.
     """
-    for path in impl.asked_of_memory():
+    silent = {}
+    for path in (asked := impl.asked_of_memory()):
+        silent[path] = "no arguments are made for it"
         arguments = arguments_of(impl, path, case)
         if arguments is not None:
-            with suppress(Exception):
+            try:
                 natives = {name: impl.native(value) for name, value in arguments.items()}
-                yield path, arguments, to_numpy(impl.function(path)(**natives))
+                answer = to_numpy(impl.function(path)(**natives))
+            except Exception as error:
+                silent[path] = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            else:
+                del silent[path]
+                yield path, arguments, answer
+    if len(silent) == len(asked) and not STOPPED:
+        raise OutsideDomain("; ".join(f"{path}: {why}" for path, why in silent.items()))
 
 
 def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:

@@ -21,7 +21,7 @@ import pytest
 
 from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.degenerate import EDGE, KINDS, MATHEMATICS, MEMORY, REFUSAL
-from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.implementation import NO_GPU, Implementation
 from evictionary.spec_tests.judge.law import REQUIREMENTS, suite_version
 from evictionary.spec_tests.judge.watch import NO_MORE
 from evictionary.spec_tests.verdict.coverage import functions as functions_by_requirement
@@ -196,11 +196,14 @@ class Verdict:
         return next((reason for reason in reasons if text in reason), "")
 
     def in_a_line(self, required: list[str]) -> tuple[bool, str]:
-        """Whether the verdict is good, and why; an empty line where nothing was judged."""
+        """Whether the verdict is good, and why; an empty line where nothing was judged, or a GPU is all that
+        is missing.
+        """
         entries = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
         own = [entry for column, entry in entries if column != PAPER]
         silent = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" in entry]
         faulty = [entry for entry in silent if entry["unanswered"].startswith(compiled.FAULT)]
+        elsewhere = [entry for entry in silent if NO_GPU in entry["unanswered"]]
         wrong = [entry for entry in own if entry["outcome"] == "fail" and "unanswered" not in entry]
         reasons = [
             *(
@@ -208,12 +211,13 @@ class Verdict:
                 for kind, of in _by_kind(filter(self._counts, wrong))
             ),
             _count(len(faulty), "meets a fault of compiled code", "meet a fault of compiled code"),
-            _count(len(silent) - len(faulty), "has no answer", "have no answer"),
+            _count(len(silent) - len(faulty) - len(elsewhere), "has no answer", "have no answer"),
             f"{self.other_failures} other failures" if self.other_failures else "",
             f"{len(missing)} of the required are not provided" if (missing := self.missing(required)) else "",
         ]
-        if any(reasons):
-            return False, f"FAIL: {', '.join(filter(None, reasons))}"
+        if any(reasons) or elsewhere:
+            reasons += [_count(len(elsewhere), "needs a GPU", "need a GPU")] * any(reasons)
+            return False, f"FAIL: {', '.join(filter(None, reasons))}" * any(reasons)
         reasons = [
             _count(sum(entry["outcome"] == "pass" for _, entry in entries), "holds", "hold"),
             *(
@@ -345,7 +349,7 @@ class Verdict:
             # Of one requirement a report that names the mistake comes first: it says most.
             (
                 not self._counts(entry),
-                NO_MORE in entry["message"],
+                NO_MORE in entry["message"] or NO_GPU in entry["message"],
                 KINDS.index(entry["kind"]),
                 order.index(name),
                 "\n  misconception" not in entry["message"],

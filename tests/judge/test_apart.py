@@ -111,6 +111,20 @@ def test_a_function_that_closes_the_standard_output_has_failed(tmp_path: Path) -
     assert told == "FAIL: 1 law has no answer"
 
 
+def test_a_failure_beside_a_function_without_its_gpu_counts(tmp_path: Path) -> None:
+    files = {
+        "keydiff.py": "def score(keys):\n    raise RuntimeError('Found no NVIDIA driver on your system')\n",
+        "knorm.py": "def score(keys):\n    return (keys * keys).sum(-1)\n",
+    }
+    asked = (laid(tmp_path, files), "--law", "cosine_to_the_anchor or minus_the_norm")
+    told = judge(*asked, code=1).stdout
+    assert (
+        "KN-1 does not hold" in told
+        and "FAIL: 1 law of mathematics fails, 1 law needs a GPU: keydiff" in told
+    )
+    assert "nothing was judged: keydiff.score" in judge(*asked, "--method", "keydiff", code=2).stdout
+
+
 RAISES_LATE = """
 import numpy as np
 

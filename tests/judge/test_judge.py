@@ -104,6 +104,16 @@ def test_the_laws_of_memory_ask_the_functions_of_the_methods_alone() -> None:
     } - set(NOT_SEAMS)
 
 
+def test_a_law_of_memory_that_can_call_nothing_does_not_apply(tmp_path: Path) -> None:
+    files = {"rope.py": "def rotate(*_): ...", "knorm.py": "import numpy\ndef score(keys): 1 / 0"}
+    memory = verdicts(laid(tmp_path, files), "--law", "strides_do_not_matter", code=2)["MEM-4"]
+    assert (memory["verdict"], memory["reason"]) == (
+        "not applicable",
+        "knorm.score: it raises ZeroDivisionError: division by zero; "
+        "rope.rotate: no arguments are made for it",
+    )
+
+
 @pytest.mark.parametrize(("said", "library"), [("", "torch"), ('ARRAY_LIBRARY = "numpy"\n', "numpy")])
 def test_a_file_says_with_which_library_it_computes(tmp_path: Path, said: str, library: str) -> None:
     (tmp_path / "knorm.py").write_text(f"import torch\n{said}def score(keys):\n    return keys.sum(-1)\n")

@@ -62,3 +62,7 @@ def test_tensors_go_and_come_as_they_are(numbers):
     tensor = from_numpy(array, "torch", "bfloat16")
     assert library_of(type(tensor)) == "torch"
     np.testing.assert_array_equal(to_numpy(tensor), array, strict=True)
+
+
+def test_an_answer_compares_as_a_plain_array_does():
+    assert type(to_numpy(np.ma.masked_array([1.0], mask=[True]))) is np.ndarray

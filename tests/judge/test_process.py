@@ -389,6 +389,17 @@ def test_an_implementation_that_writes_into_its_inputs_is_told_so_and_it_counts_
         impl.keydiff.score(KEYS)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_one_number_that_is_written_into_a_large_state_is_seen(library: str) -> None:
+    def attend(queries: Any, cache: Any) -> None:
+        cache.values[4000, 0] = np.inf
+
+    impl = Implementation("mine", {"attention": types.SimpleNamespace(attend=attend)}, array_library=library)
+    states = np.zeros((1, 1, 4097, 2))
+    held = cache.compress(states, states, np.ones(states.shape[:3], bool))
+    refused(lambda: impl.attention.attend(states, held), "into its argument cache", Violation)
+
+
 @pytest.mark.parametrize("device", ["cuda:9", "abacus"])
 def test_a_device_that_is_not_here_is_a_sentence(tmp_path: Path, device: str) -> None:
     file = saved(tmp_path / "keydiff.py", "import torch\ndef score(keys): return -keys.norm(dim=-1)")
