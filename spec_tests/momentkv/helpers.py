@@ -22,8 +22,19 @@ def some(case, seed, shape=None):
     return generator.random(shape) < share
 
 
-def moments_of(keys, values, evicted):
+def moments_of(keys, values, evicted=True):
+    evicted = np.broadcast_to(evicted, keys.shape[:-1])
     return momentkv.update(momentkv.no_moments(keys, values), keys, values, evicted)
+
+
+def moments_in_loops(keys, values, evicted):
+    """The moments of the evicted tokens, summed up token by token."""
+    moments = momentkv.no_moments(keys, values)
+    for item, head, token in np.argwhere(evicted):
+        key, value = keys[item, head, token], values[item, head, token]
+        for total, term in zip(moments, (1, key, value, np.outer(value, key)), strict=True):
+            total[item, head] += term
+    return moments
 
 
 def held(impl, moments):
@@ -44,9 +55,23 @@ def situation(impl, case, seed):
     return case.queries[:, :, 0], case.keys, case.values, moments
 
 
-def whole(case):
-    """Keys, values and query as whole numbers from -2 to 2."""
-    return tuple(np.clip(np.round(array), -2, 2) for array in (case.keys, case.values, case.queries[:, :, 0]))
+def whole(case, seed):
+    """Query, keys and values as whole numbers from -2 to 2, and a mask of some tokens."""
+    states = case.queries[:, :, 0], case.keys, case.values
+    return *(np.clip(np.round(array), -2, 2) for array in states), some(case, seed)
+
+
+def heads_apart(impl, path, query, *states):
+    """What `path` gives for each KV head alone, with its moments and its readers, put together again."""
+
+    def of_head(state, own):
+        return Moments(*(field[own] for field in state)) if isinstance(state, Moments) else state[own]
+
+    found = [
+        impl.call(path, query[readers], *(of_head(state, own) for state in states))
+        for own, readers in heads_alone(query, states[0])
+    ]
+    return np.concatenate(found, axis=1).reshape(len(query), -1, found[0].shape[-1])
 
 
 def recovers(impl, moments, pick, **another_way):
