@@ -54,8 +54,7 @@ def test_each_head_keeps_its_floor(impl, case, budget, percent):
     """Each head keeps at least floor(alpha * budget) tokens, and what it keeps are its own best. Every other
     head scores less than the rest.
     """
-    apart = 4 * (np.arange(case.num_kv_heads) % 2)[:, None]
-    scores = impl.round(case.keys[..., 0] - apart)
+    scores = impl.round(case.keys[..., 0] - (4 * (np.arange(case.num_kv_heads) % 2)[:, None]))
     kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
     require_mask(kept, scores.shape, "the selection")
     floor = percent * min(budget, scores.shape[2]) // 100

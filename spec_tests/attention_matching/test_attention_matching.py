@@ -66,8 +66,7 @@ def check_optimum(matrix, target, got, wrong, of_target, of_weights):
 def test_the_score_is_the_root_mean_square_of_the_attention(impl, case, seed, count):
     """Of all queries of all query heads of the group, each of which sees every key; also query by query."""
     queries, keys = reference_queries(case, seed, count), impl.round(case.keys)
-    by_hand = root_mean_square(queries, keys)
-    agrees(impl, SCORE, keys, queries, by_hand=by_hand, size=1 + np.abs(keys).max())
+    agrees(impl, SCORE, keys, queries, by_hand=root_mean_square(queries, keys), size=1 + np.abs(keys).max())
 
 
 @law("AM-1", of=SELECT, case=cases(max_length=33), seed=seeds(), count=counts, share=shares())
@@ -172,8 +171,7 @@ def test_single_weights_are_cut_off_at_the_bounds(impl):
 def exponentials(impl, rows, keys):
     """e^(s - h) of rows [M, D] and keys [T, D], h the largest logit of a row; what they may be wrong by."""
     logits, errors = rows @ keys.T / np.sqrt(keys.shape[-1]), logit_errors(impl, rows, keys)
-    top = logits.max(axis=-1, keepdims=True)
-    powers = np.exp(logits - top)
+    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
     errors = errors + errors.max(axis=-1, keepdims=True) + rounding(impl)
     return powers, np.minimum(powers * np.expm1(np.minimum(errors, 50)), 1) + 1e-37
 

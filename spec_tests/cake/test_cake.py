@@ -87,8 +87,7 @@ def test_two_queries_of_zero_keys(impl, tau1, tau2):
     2 / 144.
     """
     got = impl.cake.preference(*np.zeros((2, 1, 2, 4, 2)), window_size=2, tau1=tau1, tau2=tau2)
-    spread = 4 * (math.log(3) / 3 + math.log(4) / 4)
-    wanted = np.array([spread ** (1 / tau1) * (2 / 144) ** (1 / tau2)])
+    wanted = np.array([(4 * (math.log(3) / 3 + math.log(4) / 4)) ** (1 / tau1) * (2 / 144) ** (1 / tau2)])
     near(got, wanted, within(impl) * (1 + wanted), "the preference")
 
 

@@ -5,7 +5,8 @@ from evictionary.spec_tests.judge.prelude import *
 SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
 
 
-STATISTICS = "expected_attention.query_statistics"
+STATISTICS, CONTRIBUTION = "expected_attention.query_statistics", "expected_attention.contribution"
+epsilons = st.sampled_from([0.02, 0.0, 0.5])
 
 
 grouped = st.one_of(tiny_cases(), tiny_cases(group=2), seeded_cases())
@@ -18,6 +19,13 @@ def statistics(impl, case):
     queries = case.queries
     covariance = np.swapaxes(queries, -1, -2) @ queries / 4 + np.eye(queries.shape[-1]) / 4
     return impl.round(queries.mean(axis=2)), impl.round(covariance)
+
+
+def updates(impl, case, seed):
+    """Weights that sum to 1 (up to the dtype), values, and W_o from D_v to another number of channels."""
+    generator, values = np.random.default_rng(seed), impl.round(case.values)
+    weights = impl.round(generator.dirichlet(np.ones(values.shape[2]), size=values.shape[:2]))
+    return weights, values, impl.round(generator.normal(size=(values.shape[-1] + 1, values.shape[-1])))
 
 
 ROPE = "expected_attention.average_rope"

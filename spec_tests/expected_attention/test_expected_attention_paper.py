@@ -20,6 +20,8 @@ from evictionary.reference.selection import budget, top_k
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.papers.tables import printed
 
+REMOVED = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)  # the columns of RULER with less than the full cache
+
 
 def scores(name):
     """A printed table, {model: {method: scores}}: first the full cache, then smaller ones; RULER's at 4k
@@ -116,12 +118,9 @@ def test_only_the_mean_is_that_of_the_position_mixture(seed):
     horizon, position = 8, seed % 100
     turns = [average_rotation(6, position=position + j, horizon=1) for j in range(horizon)]
     centre = sum(turn @ mean for turn in turns) / horizon
-    spread = (
-        sum(
-            turn @ covariance @ turn.T + np.outer(turn @ mean - centre, turn @ mean - centre)
-            for turn in turns
-        )
-        / horizon
+    apart = [turn @ mean - centre for turn in turns]
+    spread = np.mean([turn @ covariance @ turn.T for turn in turns], axis=0) + np.cov(
+        apart, rowvar=False, bias=True
     )
     paper_mean, paper_covariance = average_rope(mean, covariance, position=position, horizon=horizon)
     assert np.abs(paper_mean - centre).max() < 1e-12
@@ -236,8 +235,7 @@ def test_a_more_important_head_keeps_more(seed):
     """AdaKV on these scores: a head whose values are ten times as long keeps more, and the layer keeps
     what it was given.
     """
-    generator = np.random.default_rng(seed)
-    keys, values, noise = generator.normal(size=(3, 1, 2, 40, 4))
+    keys, values, noise = np.random.default_rng(seed).normal(size=(3, 1, 2, 40, 4))
     values = values / np.linalg.norm(values, axis=-1, keepdims=True) * np.array([10.0, 1.0])[:, None, None]
     kept = ada_kv.select(score(keys, values, noise[:, :, 0], np.zeros((1, 2, 4, 4))), 10, floor_ratio=0.2)
     assert kept.sum(axis=-1).tolist() == [[18, 2]]
@@ -272,8 +270,7 @@ def test_the_cache_is_only_half_as_small_at_its_peak():
     """48 tokens with target 4 and interval 4 end at a cache 12 times smaller; before the last compression
     it is 6 times smaller.
     """
-    generator = np.random.default_rng(0)
-    states = generator.normal(size=(48, 3, 1, 1, 2))
+    states = np.random.default_rng(0).normal(size=(48, 3, 1, 1, 2))
     nothing = np.empty((1, 1, 0, 2))
     state = Decoding(nothing, nothing, np.empty((1, 1, 0), dtype=int), nothing, position=0, steps=0)
     sizes = []
@@ -303,8 +300,7 @@ def test_ruler_is_won_for_two_models_of_three():
     90 %.
     """
     ruler = scores("ruler")
-    removed = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)
-    assert [wins(ruler, model, removed) for model in ruler] == [(10, 0), (10, 0), (2, 1)]
+    assert [wins(ruler, model, REMOVED) for model in ruler] == [(10, 0), (10, 0), (2, 1)]
     llama = ruler["Llama3.1-8B"]
     for column in (5, 11):
         assert sorted(llama, key=lambda method: -llama[method][column]).index("Expected Attention") == 3
@@ -340,12 +336,11 @@ def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
     Llama3.1.
     """
     ruler = scores("ruler")
-    removed = (1, 2, 3, 4, 5, 7, 8, 9, 10, 11)
     others = {
         model: {name: row for name, row in ruler[model].items() if name != "Expected Attention"}
         for model in ruler
     }
-    counts = [sum(best(others, model, column) == ["KeyDiff"] for column in removed) for model in ruler]
+    counts = [sum(best(others, model, column) == ["KeyDiff"] for column in REMOVED) for model in ruler]
     assert counts == [7, 10, 3]
 
 

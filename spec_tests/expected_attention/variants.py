@@ -191,8 +191,7 @@ def torch_step(state, query, key, value, *, target, interval=512, buffer_size=12
     statistics = torch_complex_pairs(
         *torch_products_with_ones(after.queries), position=after.position, **window
     )
-    scores = torch_in_float32(after.keys, after.values, *statistics, epsilon=epsilon)
-    kept = torch_top(scores, target)
+    kept = torch_top(torch_in_float32(after.keys, after.values, *statistics, epsilon=epsilon), target)
     keys, values, positions = (
         rows[kept].unflatten(0, (*kept.shape[:2], target))
         for rows in (after.keys, after.values, after.positions)

@@ -74,8 +74,7 @@ def test_layer_norm_does_not_make_a_channel_gaussian():
     """Tokens of +-1, half of each, pass layer norm and RMS norm unchanged: a channel takes two values,
     with kurtosis 1, not 3.
     """
-    generator = np.random.default_rng(0)
-    states = generator.permuted(np.tile([1.0, -1.0], (2000, 8)), axis=1)
+    states = np.random.default_rng(0).permuted(np.tile([1.0, -1.0], (2000, 8)), axis=1)
     centred = states - states.mean(axis=1, keepdims=True)
     layer_norm = centred / centred.std(axis=1, keepdims=True)
     rms_norm = states / np.sqrt((states**2).mean(axis=1, keepdims=True))
@@ -89,8 +88,7 @@ def test_layer_norm_evens_out_the_lengths_of_tokens():
     """What does hold: of Gaussian tokens of lengths 1 and 10 a channel has kurtosis 5.9 before RMS norm,
     and 2.9 after it.
     """
-    generator = np.random.default_rng(0)
-    states = generator.normal(size=(40_000, 64)) * np.repeat([1.0, 10.0], 20_000)[:, None]
+    states = np.random.default_rng(0).normal(size=(40_000, 64)) * np.repeat([1.0, 10.0], 20_000)[:, None]
     normed = states / np.sqrt((states**2).mean(axis=1, keepdims=True))
     before, after = ((x**4).mean() / (x**2).mean() ** 2 for x in (states, normed))
     assert abs(before - 5.88) < 0.1 and abs(after - 3 * 64 / 66) < 0.1
@@ -135,8 +133,7 @@ def test_no_query_is_promised_mass_p():
 def test_the_union_takes_any_size_up_to_all_votes(votes):
     """With B_0 = 1 seven samples keep 1 token if they agree, 7 if none do, and any number between."""
     keys, query = one_hot(*range(8), size=8), one_hot(7, size=8)[:, :, 0]
-    samples = one_hot(*(sample % votes for sample in range(7)), size=8)
-    assert select(query, keys, samples).sum() == votes
+    assert select(query, keys, one_hot(*(sample % votes for sample in range(7)), size=8)).sum() == votes
 
 
 @law("GV-A11", share=st.sampled_from([0.02, 0.1, 0.3]), samples=st.sampled_from([1, 8, 32]))
@@ -146,8 +143,7 @@ def test_a_token_that_few_queries_need_is_often_missed(share, samples):
     """
     generator = np.random.default_rng([int(1000 * share), samples])
     trials = 4000
-    needs = generator.random((trials, 1, samples)) < share
-    channel = np.where(needs, 0, 1)
+    channel = np.where(generator.random((trials, 1, samples)) < share, 0, 1)
     keys = np.repeat(np.repeat(one_hot(0, 1, size=2), trials, axis=0), 1, axis=1)
     kept = select(np.repeat(one_hot(1, size=2)[:, :, 0], trials, axis=0), keys, 8.0 * np.eye(2)[channel])
     expected = 1 - (1 - share) ** samples
@@ -176,8 +172,7 @@ def test_the_logits_are_a_fixed_share_of_the_cache():
     """
 
     def share(samples, length, num_query_heads=32, num_kv_heads=8, head_dim=128):
-        logits = num_query_heads * samples * length
-        return logits / (2 * num_kv_heads * length * head_dim)
+        return (num_query_heads * samples * length) / (2 * num_kv_heads * length * head_dim)
 
     assert share(8, 4096) == share(8, 131072) == 0.125
     assert share(64, 131072) == 1

@@ -70,8 +70,7 @@ def test_a_mask_on_the_diagonal_too_leaves_the_first_token_nothing():
     """Read with the diagonal, the upper triangular mask of -inf hides every key from the first token; it
     means strictly above.
     """
-    hidden = np.triu(np.ones((2, 2), dtype=bool))
-    assert hidden[0].all()
+    assert np.triu(np.ones((2, 2), dtype=bool))[0].all()
     assert np.array_equal(
         causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]]
     )
@@ -227,8 +226,7 @@ def test_the_printed_total_leaves_out_d_products(length, head_dim):
     """
     counted = count(keydiff_theory.score_step_by_step, length, head_dim)
     assert counted == keydiff_theory.operation_count(length, head_dim)
-    printed = 6 * length * head_dim + head_dim + 18 * length + 12
-    assert keydiff_theory.flops(counted) == printed + head_dim
+    assert keydiff_theory.flops(counted) == (6 * length * head_dim + head_dim + 18 * length + 12) + head_dim
 
 
 @law("KD-T4")
@@ -307,8 +305,7 @@ def test_a_heavy_key_has_a_large_logit(seed, length, head_dim, largest):
 @law("KD-C1")
 def test_the_logit_bound_is_attained():
     """With n keys at -M q the bound on the logit is an equality."""
-    keys = np.array([[-3.0]] * 7 + [[1.5]])
-    weight = float(softmax(keys @ np.ones(1))[-1])
+    weight = float(softmax(np.array([[-3.0]] * 7 + [[1.5]]) @ np.ones(1))[-1])
     assert 3 * keydiff_theory.alignment_bound(7, weight, 3.0) == pytest.approx(1.5)
 
 

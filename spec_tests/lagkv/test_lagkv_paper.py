@@ -310,8 +310,7 @@ def test_normalising_erases_the_variance_of_the_channels():
     """A channel a hundred times as wide in both partitions normalises to the same numbers: its variance is
     gone, by design.
     """
-    generator = np.random.default_rng(0)
-    states, following = generator.normal(size=(2, 64, 4))
+    states, following = np.random.default_rng(0).normal(size=(2, 64, 4))
     wide = np.array([128.0, 1, 1, 1])
     assert (wide * states).var(axis=0)[0] > 100 * states.var(axis=0).max()
     assert normalise(wide * states, wide * following).var(axis=0) == pytest.approx(
@@ -325,8 +324,7 @@ def test_two_whole_layers_are_memory_too():
     50 % more than LagKV.
     """
     for layers, more in ((32, 0.4375), (28, 0.5)):
-        kept = (2 + (layers - 2) * 0.125) / layers
-        assert kept / 0.125 - 1 == more
+        assert ((2 + (layers - 2) * 0.125) / layers) / 0.125 - 1 == more
 
 
 @law("LK-S11")

@@ -197,8 +197,7 @@ def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
 def test_what_does_not_fit_the_stream_is_refused(impl, bad):
     """Bad settings raise ValueError naming the argument."""
     states, settings = [np.ones((1, 2, 6, 3))] * 2, {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2}
-    stream = impl.lagkv.step(None, *states, **settings)
-    refused(impl, bad[0], STEP, stream, *states, **settings | dict([bad]))
+    refused(impl, bad[0], STEP, impl.lagkv.step(None, *states, **settings), *states, **settings | dict([bad]))
 
 
 @law("LK-14", of=LOCAL_SCORE, case=cases())

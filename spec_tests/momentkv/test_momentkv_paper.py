@@ -291,8 +291,7 @@ def test_the_residual_is_not_that_of_a_regression():
     keys = np.array([[-2.0], [2.0]])
     moments = moments_of(keys, keys)
     assert momentkv.residual(keys, keys, moments).tolist() == [[6.0], [-6.0]]
-    slope = momentkv.recover(moments).covariance / (keys.T @ keys)
-    assert (keys - keys @ slope.T == 0).all()
+    assert (keys - keys @ (momentkv.recover(moments).covariance / (keys.T @ keys)).T == 0).all()
 
 
 @law("MK-10R")
@@ -503,8 +502,7 @@ def test_the_output_mixes_with_stale_means():
     states = np.ones(1), np.zeros(1), np.ones(1), keys, values, moments_of(keys, keys)
     literal, left, _, after = theory.algorithm_1(*states, budget=1)
     assert left.tolist() == [[0.0]] and after.count == 2
-    step = mended(*states, budget=1)
-    assert step.output.item() == pytest.approx((0 + 1 + 4) / 3)
+    assert mended(*states, budget=1).output.item() == pytest.approx((0 + 1 + 4) / 3)
     assert literal.item() == pytest.approx(4 / 3)
 
 
@@ -555,8 +553,7 @@ def test_the_printed_step_mixes_as_its_lines_say(seed):
     mean_key, mean_value = gone_keys.mean(axis=0), gone_values.mean(axis=0)
     spread = (gone_values - mean_value).T @ (gone_keys - mean_key)
     *weights, share = np.exp(np.vstack([left_keys, mean_key]) @ query / math.sqrt(2)) * [1, 1, 1, 1, 1, n]
-    estimate = mean_value + spread @ query / (n * math.sqrt(2))
-    total = weights @ left_values + share * estimate
+    total = weights @ left_values + share * (mean_value + spread @ query / (n * math.sqrt(2)))
     assert np.abs(output - total / (share + sum(weights))).max() < 1e-12
 
 
@@ -606,8 +603,7 @@ def test_the_printed_weight_overflows_where_the_log_form_does_not():
     """At a logit of 1000 equation 12 is infinity over infinity; equation 37 gives 1/2."""
     with np.errstate(over="ignore", invalid="ignore"):
         assert np.isnan(theory.mixing_weight(np.exp(np.array(1000.0)), np.exp(np.array(1000.0))))
-    logs = momentkv.log_mixing_weights(np.array(1000.0), np.array(1000.0))
-    assert np.exp(logs[0]) == pytest.approx(0.5)
+    assert np.exp(momentkv.log_mixing_weights(np.array(1000.0), np.array(1000.0))[0]) == pytest.approx(0.5)
 
 
 # Tables and figures
@@ -763,8 +759,7 @@ def test_the_last_row_of_the_ablation_has_another_baseline():
     SnapKV.
     """
     assert AVERAGES["llama"]["MomentKV"][:3] == BOTH and AVERAGES["llama"]["SnapKV"][:3] == BASE
-    budgets = hundredths(np.subtract(AVERAGES["llama"]["Ada-KV"][:3], BASE))
-    assert budgets == [1.82, 1.29, 0.26]
+    assert hundredths(np.subtract(AVERAGES["llama"]["Ada-KV"][:3], BASE)) == [1.82, 1.29, 0.26]
     assert (np.array(MI) < AVERAGES["llama"]["Ada-KV"][:3]).all()
     assert hundredths([AVERAGES["llama"]["Ada-KV"][0] - MI[0]]) == [1.25]
 

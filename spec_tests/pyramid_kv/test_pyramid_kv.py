@@ -106,8 +106,7 @@ def test_three_layers_beside_a_window_of_four(impl):
 @law("PY-1", of=PYRAMID)
 def test_three_layers_of_ten(impl):
     """Budget 10, three layers, beta 2: 15, 10 and 5, exactly."""
-    got = list(impl.pyramid_kv.budgets(10, 3, beta=2))
-    equal(got, [15, 10, 5], "other budgets")
+    equal(list(impl.pyramid_kv.budgets(10, 3, beta=2)), [15, 10, 5], "other budgets")
 
 
 @law(

@@ -22,8 +22,7 @@ def bounds_by_hand(query, low, high):
     without rounding.
     """
     low, high = (for_each_reader(each, query) for each in (low, high))
-    products = query[:, :, None] * np.where(query[:, :, None] > 0, high, low)
-    return np.apply_along_axis(math.fsum, -1, products)
+    return np.apply_along_axis(math.fsum, -1, query[:, :, None] * np.where(query[:, :, None] > 0, high, low))
 
 
 @law("QU-1", of=PAGES, case=cases(), seed=seeds(), page_size=sizes)
@@ -50,8 +49,7 @@ def test_bounds_kept_token_by_token_are_those_of_all_keys_at_once(impl, case, pa
     keys = impl.round(case.keys)
     kept = keys[:, :, :1], keys[:, :, :1]
     for place in range(1, keys.shape[2]):
-        count = (place - 1) % page_size + 1
-        kept = impl.quest.append(*kept, keys[:, :, place], count, page_size=page_size)
+        kept = impl.quest.append(*kept, keys[:, :, place], (place - 1) % page_size + 1, page_size=page_size)
     equal(np.array(kept), box(keys, page_size), "another bound than of all keys at once")
 
 

@@ -79,8 +79,7 @@ def test_each_row_loses_its_latest_similar_key_alone(impl, rows):
     similarity = np.array(rows) / 4
     expected = similarity.copy()
     for row in expected:
-        similar = np.flatnonzero(row > 0.5)
-        row[similar[-1:]] = 0
+        row[np.flatnonzero(row > 0.5)[-1:]] = 0
     equal(
         impl.rkv.without_latest(similarity), expected, "other cosines are left out than the latest above 1/2"
     )

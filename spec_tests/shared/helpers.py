@@ -1,8 +1,6 @@
 """What several files of the laws of shared use."""
 
-import numpy as np
-
-from evictionary.spec_tests.judge.by_hand import linear
+from evictionary.spec_tests.judge.prelude import *
 
 
 def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
@@ -10,6 +8,23 @@ def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     share = generator.choice([0.0, 0.2, 0.5, 1.0], size=(*shape[:-1], 1))
     return generator.random(shape) < share
+
+
+def quarters(seed, *shape):
+    """Normal numbers in quarters: the same in every dtype."""
+    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4
+
+
+def mirrored(generator, size):
+    """An orthogonal map [size, size] that exchanges channels and turns some around."""
+    return np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=(size, 1))
+
+
+def holds_tokens(cache, keys, values):
+    """Raise Violation unless a cache holds the keys and the values of the tokens at its positions."""
+    for name, states in (("keys", keys), ("values", values)):
+        wanted = np.take_along_axis(states, cache.positions[..., None], axis=-2)
+        equal(getattr(cache, name), wanted, f"the {name} are not those of the tokens at the positions")
 
 
 def most_some_few(case):

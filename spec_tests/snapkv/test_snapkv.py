@@ -86,8 +86,7 @@ def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
     5 and 4 of them.
     """
     got = scored(impl, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
-    share = sum(1 / seen for seen in range(9, 41)) / 32
-    expected = share * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
+    expected = (sum(1 / seen for seen in range(9, 41)) / 32) * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
     equal(np.isinf(got[0, 0]), np.arange(40) >= 8, "the window is not the last 32 tokens")
     near(got[0, 0, :8], expected, within(impl, roundings=0) + 1e-12, "the pooled share of each query")
 

@@ -135,8 +135,7 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
     keys = rotate(np.concatenate([0 * first, 3 * first], axis=-1), np.array([5]))
     direction = rotate(np.concatenate([2 * first, 0 * first], axis=-1), np.array([7]))[0]
     got = impl.triattention.logits(keys, direction, 0.5 * first[0])
-    expected = np.array([6 * np.cos(2 - np.pi / 2) + 1.5])
-    near(got, expected, 8 * rounding(impl, 3), "S")
+    near(got, np.array([6 * np.cos(2 - np.pi / 2) + 1.5]), 8 * rounding(impl, 3), "S")
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=TRAITS), seed=seeds())
