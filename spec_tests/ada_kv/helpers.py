@@ -1,28 +1,9 @@
 """What several files of the laws of ada_kv use."""
 
-import inspect
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
-import numpy as np
-
-from evictionary.spec_tests.judge.compare import equal, require_mask, selects
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import sorted_choice
-
-
-def without(path: str, argument: str) -> Callable[[Any], str]:
-    """A `not_for`: the law asks for an argument with a default that older implementations of the function
-    do not take.
-    """
-
-    def reason(impl: Any) -> str:
-        stem, name = path.split(".")
-        parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
-        takes = any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
-        return "" if takes else f"its {path} takes no {argument}"
-
-    return reason
 
 
 def as_good(kept, expected, scores, protected, what):

@@ -1,7 +1,8 @@
 """Laws of AdaKV: AD-1, AD-2, AD-3."""
 
-from evictionary.spec_tests.ada_kv.helpers import as_good, shared_by_hand, shared_by_sorting, without
+from evictionary.spec_tests.ada_kv.helpers import as_good, shared_by_hand, shared_by_sorting
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import without
 
 SELECT = "ada_kv.select"
 LAYERS = st.builds(

@@ -4,7 +4,7 @@ recomputed from its tables.
 
 import pytest
 
-from evictionary.reference import ada_kv
+from evictionary.reference import ada_kv, expected_attention_theory as theory, rope, selection
 from evictionary.reference.expected_attention import (
     Decoding,
     average_rope,
@@ -14,9 +14,6 @@ from evictionary.reference.expected_attention import (
     query_statistics,
     score,
 )
-from evictionary.reference.expected_attention_theory import removal_error, update_norms
-from evictionary.reference.rope import rotate
-from evictionary.reference.selection import budget, top_k
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.papers.tables import printed
 
@@ -72,7 +69,7 @@ def test_the_largest_update_can_be_the_one_to_evict():
     changes nothing.
     """
     weights, values, w_o = np.array([0.5, 0.3, 0.2]), np.array([[1.0], [2.0], [-0.5]]), np.eye(1)
-    norms, errors = update_norms(weights, values, w_o), removal_error(weights, values, w_o)
+    norms, errors = theory.update_norms(weights, values, w_o), theory.removal_error(weights, values, w_o)
     assert np.argsort(norms).tolist() == [2, 0, 1]
     assert np.abs(norms - [0.5, 0.6, 0.1]).max() < 1e-15
     assert np.abs(errors - [0, 3 / 7, 3 / 8]).max() < 1e-15
@@ -224,7 +221,7 @@ def test_a_small_epsilon_can_turn_the_ranking_over():
     values[0, 0, 1] = 2
     one = np.ones((1, 1, 1))
     order = [
-        top_k(score(keys, values, one, np.zeros((1, 1, 1, 1)), epsilon=eps), 1)[0, 0].argmax()
+        selection.top_k(score(keys, values, one, np.zeros((1, 1, 1, 1)), epsilon=eps), 1)[0, 0].argmax()
         for eps in (0, 0.02)
     ]
     assert order == [0, 1]
@@ -255,7 +252,7 @@ def test_the_printed_einsum_raises():
 @law("EA-L1")
 def test_the_printed_budget_loses_tokens():
     """int(10 (1 - 0.9)) keeps no token at all and int(100 (1 - 0.34)) 65 of 66: 34 of 300 pairs lose one."""
-    assert (int(10 * (1 - 0.9)), budget(10, 0.9)) == (0, 1)
+    assert (int(10 * (1 - 0.9)), selection.budget(10, 0.9)) == (0, 1)
     lost = [
         (n, percent)
         for n, percent in itertools.product((100, 1000, 4096), range(100))
@@ -286,7 +283,7 @@ def test_the_position_changes_the_statistics(seed):
     differ.
     """
     mean, covariance = moments(seed)
-    keys = rotate(np.random.default_rng(seed).normal(size=(20, 6)), np.arange(3980, 4000))
+    keys = rope.rotate(np.random.default_rng(seed).normal(size=(20, 6)), np.arange(3980, 4000))
     true, buffered = (
         log_expected_scores(keys, *average_rope(mean, covariance, position=position))
         for position in (4000, 128)

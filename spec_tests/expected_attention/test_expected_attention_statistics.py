@@ -1,7 +1,6 @@
 """Laws of what Expected Attention builds on, and of its query statistics: EA-1 to EA-6."""
 
-from evictionary.reference.expected_attention import average_rotation
-from evictionary.reference.rope import rotate
+from evictionary.reference import rope
 from evictionary.spec_tests.expected_attention.helpers import (
     ROPE,
     STATISTICS,
@@ -45,7 +44,7 @@ def test_the_horizon_is_512_and_the_base_10000_unless_given(impl, case, position
 def test_one_position_is_a_rotation(impl, case, position):
     """With horizon 1 the mean is turned as RoPE turns a query at `position`, and no length is lost."""
     mean, covariance = before_rope(impl, case)
-    rotated = rotate(mean, np.full(mean.shape[-2], position))
+    rotated = rope.rotate(mean, np.full(mean.shape[-2], position))
     _, turned = averages(impl, mean, covariance, position=position, horizon=1, expected=(rotated, None))
     before, after = (np.trace(states, axis1=-2, axis2=-1) for states in (covariance, turned))
     rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + 1)
@@ -70,7 +69,7 @@ def test_the_average_is_over_the_positions_one_by_one(impl, case, position, hori
     """The mean turned to each position of the window, by a loop, and averaged."""
     mean, covariance = before_rope(impl, case)
     places = range(position, position + horizon)
-    turned = np.mean([rotate(mean, np.full(mean.shape[-2], place), theta) for place in places], axis=0)
+    turned = np.mean([rope.rotate(mean, np.full(mean.shape[-2], place), theta) for place in places], axis=0)
     settings = {"position": position, "horizon": horizon, "theta": theta}
     averages(impl, mean, covariance, **settings, expected=(turned, None))
 
@@ -275,7 +274,8 @@ def test_the_average_rotation_never_lengthens(impl, position, horizon, dim):
     # A matrix made of whole numbers alone has no dtype to follow: float32 is what every implementation can
     # do.
     error = 2.0**-23 * (position + horizon)
-    near(got, average_rotation(dim, position=position, horizon=horizon), error, "the average rotation")
+    expected = oracle("expected_attention.average_rotation")(dim, position=position, horizon=horizon)
+    near(got, expected, error, "the average rotation")
     gram = got.T @ got
     squares = np.diag(gram)
     require(squares.max() <= 1 + 4 * error, "the average rotation lengthens a vector", np.eye(dim), gram)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from evictionary.reference.attention import attention_logits, softmax
+from evictionary.reference import attention, lagkv_theory
 from evictionary.reference.lagkv import (
     compression_ratio,
     keep_ratio_for,
@@ -18,7 +18,6 @@ from evictionary.reference.lagkv import (
     retained_length,
     tokens_per_partition,
 )
-from evictionary.reference.lagkv_theory import attention_weights
 from evictionary.spec_tests.judge.law import law
 from evictionary.spec_tests.papers.tables import printed
 
@@ -372,6 +371,6 @@ def test_without_a_mask_the_past_changes():
     weight 1 on itself.
     """
     states = np.zeros((2, 1))
-    assert softmax(attention_logits(states, states)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
-    assert attention_weights(states, states).tolist() == [[1.0, 0.0], [0.5, 0.5]]
-    assert attention_weights(states[:1], states[:1]).tolist() == [[1.0]]
+    assert attention.softmax(attention.attention_logits(states, states)).tolist() == [[0.5, 0.5], [0.5, 0.5]]
+    assert lagkv_theory.attention_weights(states, states).tolist() == [[1.0, 0.0], [0.5, 0.5]]
+    assert lagkv_theory.attention_weights(states[:1], states[:1]).tolist() == [[1.0]]

@@ -3,7 +3,7 @@
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import attention_by_hand
+from evictionary.spec_tests.shared.helpers import attention_by_hand, mirrored
 
 UPDATE, SCORE = "momentkv.update", "momentkv.score"
 
@@ -115,22 +115,10 @@ def turn(seed, query, keys, values, moments):
     way.
     """
     generator = np.random.default_rng(seed)
-    k_order, v_order = generator.permutation(keys.shape[-1]), generator.permutation(values.shape[-1])
-    k_sign, v_sign = (generator.choice([-1.0, 1.0], size=array.shape[-1]) for array in (keys, values))
-    turned = Moments(
-        moments.count,
-        moments.key_sum[..., k_order] * k_sign,
-        moments.value_sum[..., v_order] * v_sign,
-        moments.value_key_sum[..., v_order, :][..., k_order] * v_sign[:, None] * k_sign,
-    )
-    return (
-        query[..., k_order] * k_sign,
-        keys[..., k_order] * k_sign,
-        values[..., v_order] * v_sign,
-        turned,
-        v_order,
-        v_sign,
-    )
+    of_keys, of_values = (mirrored(generator, states.shape[-1]) for states in (keys, values))
+    products = of_values.T @ moments.value_key_sum @ of_keys
+    turned = Moments(moments.count, moments.key_sum @ of_keys, moments.value_sum @ of_values, products)
+    return query @ of_keys, keys @ of_keys, values @ of_values, turned, of_values
 
 
 def scale_values(impl, values, moments, factor):

@@ -4,9 +4,7 @@ its tables recomputed.
 
 import pytest
 
-from evictionary.reference import momentkv, momentkv_theory as theory
-from evictionary.reference.attention import attention
-from evictionary.reference.momentkv import Moments
+from evictionary.reference import attention, momentkv, momentkv_theory as theory
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import moments_of
 
@@ -37,7 +35,9 @@ def outputs(query, keys, values, kept):
     kept = np.asarray(kept)
     head = [each[None, None] for each in (query, keys, values, kept)]
     corrected = momentkv.attend(*head, moments_of(*head[1:3], ~head[3]))[0, 0]
-    exact, renormalised = (attention(query[None], keys[of], values[of])[0] for of in (kept | True, kept))
+    exact, renormalised = (
+        attention.attention(query[None], keys[of], values[of])[0] for of in (kept | True, kept)
+    )
     return exact, renormalised, corrected
 
 
@@ -265,7 +265,7 @@ def test_high_attention_does_not_protect_a_token():
     keys, values = single([[0.0], [10.0]], [[2.0], [1.0]])
     query, moments = np.ones((1, 1, 1)), moments_of(evicted_keys, evicted_values)
     scores = momentkv.score(query, keys, values, moments)[0, 0]
-    assert attention(query, keys[0], np.array([[[0.0], [1.0]]]))[0, 0, 0] > 0.9999
+    assert attention.attention(query, keys[0], np.array([[[0.0], [1.0]]]))[0, 0, 0] > 0.9999
     assert scores[1] == 0 < scores[0]
 
 
@@ -471,7 +471,7 @@ def test_when_the_correction_does_not_hurt(case, size):
 def mended(*states, budget):
     """One step of the mended algorithm for one head, which takes what `algorithm_1` takes."""
     *states, moments = states
-    batched = Moments(*(field[None, None] for field in moments))
+    batched = momentkv.Moments(*(field[None, None] for field in moments))
     return momentkv.decode_step(*(state[None, None] for state in states), batched, budget)
 
 

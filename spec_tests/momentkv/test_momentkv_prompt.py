@@ -1,8 +1,9 @@
 """Laws of MomentKV's prompt as its section 5.1 has it: the heads of a layer share the budget (MK-P2)."""
 
-from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
+from evictionary.spec_tests.ada_kv.helpers import shared_by_hand
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, check_prompt, prompt
+from evictionary.spec_tests.shared.helpers import without
 
 no_sharing = without(SELECT_PROMPT, "floor_ratio")
 

@@ -1,7 +1,6 @@
 """Laws of the correction that is never worse: MB-1 to MB-7."""
 
 from evictionary.reference import momentkv, momentkv_bounded
-from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import moments_of, short_cases, some, whole
 
@@ -22,7 +21,7 @@ def evicted_set(case, shift, scale):
     """One query of each head, and its evicted tokens: whole numbers, the values moved, the query scaled;
     exact in every dtype.
     """
-    keys, values, query = whole(case)
+    query, keys, values, _ = whole(case, 0)
     values, query = values + shift, for_heads(query, case) * scale
     gone = np.ones(keys.shape[:3], dtype=bool)
     return query, keys, values, moments_of(keys, values, gone), bounds_of(keys, values, gone)
@@ -55,14 +54,13 @@ def decoding(case, seed, shift, scale):
     """The arguments of attend, and the outputs of full attention, of the retained tokens alone and of
     MomentKV.
     """
-    keys, values, query = whole(case)
-    query = query * scale
+    query, keys, values, kept = whole(case, seed + 1)
+    query, kept[..., 0] = query * scale, True
     # The evicted tokens are moved: a correction has something to do, and may miss.
     gone_keys, gone_values = (
         np.clip(np.round(states), -2, 2) for states in (case.next_keys, case.next_values)
     )
-    evicted, kept = some(case, seed, gone_keys.shape[:3]), some(case, seed + 1)
-    kept[..., 0] = True
+    evicted = some(case, seed, gone_keys.shape[:3])
     gone = gone_keys, gone_values + shift, evicted
     arguments = query, keys, values, kept, moments_of(*gone), bounds_of(*gone)
     every = (np.concatenate(pair, axis=2) for pair in zip((keys, values, kept), gone, strict=True))
@@ -414,6 +412,6 @@ def test_a_long_prompt_agrees(impl, case):
     """Of thousands of tokens all but every sixteenth evicted: the output is that of the reference."""
     keys, values, query = (impl.round(states) for states in (case.keys, case.values, case.queries[:, :, 0]))
     kept = np.broadcast_to(np.arange(case.length) % 16 == 0, keys.shape[:3])
-    moments = Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept)))
+    moments = momentkv.Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept)))
     arguments = query, keys, values, kept, moments, bounds_of(keys, values, ~kept)
     agrees(impl, ATTEND, *arguments, what="the output of a long prompt")

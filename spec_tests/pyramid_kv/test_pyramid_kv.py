@@ -1,7 +1,7 @@
 """Laws of PyramidKV: PY-1 to PY-3."""
 
-from evictionary.spec_tests.ada_kv.helpers import without
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import without
 
 PYRAMID = "pyramid_kv.budgets"
 counts: dict[str, Any] = {

@@ -1,5 +1,8 @@
 """What several files of the laws of shared use."""
 
+import inspect
+from collections.abc import Callable
+
 from evictionary.spec_tests.judge.prelude import *
 
 
@@ -8,6 +11,49 @@ def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:
     generator = np.random.default_rng(seed)
     share = generator.choice([0.0, 0.2, 0.5, 1.0], size=(*shape[:-1], 1))
     return generator.random(shape) < share
+
+
+def takes(impl: Implementation, path: str, argument: str) -> bool:
+    """Whether the function has this argument, which older implementations of it may lack."""
+    stem, name = path.split(".")
+    parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
+    return any(
+        each.name == argument or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters
+    )
+
+
+def without(path: str, argument: str) -> Callable[[Any], str]:
+    """A `not_for`: the law asks for an argument with a default that older implementations of the function
+    do not take.
+    """
+    return lambda impl: "" if takes(impl, path, argument) else f"its {path} takes no {argument}"
+
+
+def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
+    """Raise Violation unless the call is refused by the name of the argument, or a NaN shows where that is
+    enough.
+    """
+    parameters = inspect.signature(oracle(path)).parameters
+    by_name = {
+        name: value
+        for name, value in wrong.given.items()
+        if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+    }
+    by_place = [value for name, value in wrong.given.items() if name not in by_name]
+    if not wrong.shows:
+        refused(impl, wrong.argument, path, *by_place, **by_name)
+        return
+    try:
+        got = impl.call(path, *by_place, **by_name)
+    except Violation:
+        raise
+    except Exception as error:
+        if impl.strict and not isinstance(error, ValueError):
+            raise
+        return
+    every = got if isinstance(got, tuple) else [got]
+    shown = any(np.isnan(np.asarray(each, dtype=np.float64)).any() for each in every)
+    require(shown, f"{wrong.what} passes in silence", np.nan, got)
 
 
 def quarters(seed, *shape):
