@@ -1,10 +1,5 @@
 """What the GVote paper says, recomputed: GV-O, GV-C1 to GV-C9, GV-F3, and the size of the union."""
 
-import itertools
-
-import numpy as np
-from hypothesis import strategies as st
-
 from evictionary.reference.cache import compress
 from evictionary.reference.gvote import (
     algorithm_1,
@@ -18,7 +13,7 @@ from evictionary.reference.gvote import (
 )
 from evictionary.reference.gvote_theory import attention_overlap, optimal_keep_set
 from evictionary.reference.rope import rotate
-from evictionary.spec_tests.judge.law import law
+from evictionary.spec_tests.judge.prelude import *
 
 
 def one_hot(*channels, size=4):
@@ -61,9 +56,8 @@ def test_the_cache_is_linear_in_the_length(length):
     """
 
     def stored(tokens):
-        cache = compress(
-            np.ones((1, 2, tokens, 4)), np.ones((1, 2, tokens, 4)), np.ones((1, 2, tokens), dtype=bool)
-        )
+        states = np.ones((1, 2, tokens, 4))
+        cache = compress(states, states, np.ones((1, 2, tokens), dtype=bool))
         return cache.keys.size + cache.values.size
 
     assert stored(2 * length) == 2 * stored(length) == 2 * 2 * 2 * 4 * length
@@ -144,7 +138,7 @@ def test_a_token_that_few_queries_need_is_often_missed(share, samples):
     generator = np.random.default_rng([int(1000 * share), samples])
     trials = 4000
     channel = np.where(generator.random((trials, 1, samples)) < share, 0, 1)
-    keys = np.repeat(np.repeat(one_hot(0, 1, size=2), trials, axis=0), 1, axis=1)
+    keys = np.repeat(one_hot(0, 1, size=2), trials, axis=0)
     kept = select(np.repeat(one_hot(1, size=2)[:, :, 0], trials, axis=0), keys, 8.0 * np.eye(2)[channel])
     expected = 1 - (1 - share) ** samples
     assert abs(kept[:, 0, 0].mean() - expected) < 6 * np.sqrt(expected * (1 - expected) / trials) + 1e-12
@@ -205,11 +199,7 @@ def test_the_sampled_queries_have_the_mean_of_the_real_ones(seed):
     mean hidden state.
     """
     generator = np.random.default_rng(seed)
-    hidden, weight, noise = (
-        generator.normal(size=(9, 3)),
-        generator.normal(size=(3, 2)),
-        generator.normal(size=(4, 3)),
-    )
+    hidden, weight, noise = (generator.normal(size=shape) for shape in ((9, 3), (3, 2), (4, 3)))
     mean, variance = hidden_statistics(hidden, sink_size=2)
     sampled = project(sample_hidden_states(mean, variance, np.concatenate([noise, -noise])), weight)
     assert np.allclose(sampled.mean(axis=0), project(hidden[2:], weight).mean(axis=0), rtol=0, atol=1e-12)

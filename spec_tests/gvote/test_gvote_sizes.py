@@ -117,7 +117,7 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
     query, keys = query / 4, impl.round(case.keys)  # attention so flat that its nucleus is long
     kept = impl.gvote.select(query, keys, sampled, p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    must, may = np.zeros(keys.shape[1:3], dtype=bool), np.zeros(keys.shape[1:3], dtype=bool)
+    must, may = np.zeros((2, *keys.shape[1:3]), dtype=bool)
     for reader in range(query.shape[1]):
         head = reader // case.group
         weights = weights_in_parts(query[0, reader : reader + 1], keys[0, head])
@@ -245,10 +245,8 @@ def every_other(impl, case, p):
     keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    slack, count = (
-        mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length),
-        seen.sum(axis=1)[:, None],
-    )
+    slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    count = seen.sum(axis=1)[:, None]
     return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
 
@@ -269,10 +267,8 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     states = of_dtype(impl, case.keys[:, 0])
     observed = states[:, 4:]
     mean = observed.mean(axis=1)
-    variance = (
-        sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
-        / observed.shape[1]
-    )
+    squares = (np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
+    variance = sum(squares) / observed.shape[1]
     slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
     got = impl.gvote.hidden_statistics(states)
     near(got[0], mean, slack * size, "the mean of a long prompt")

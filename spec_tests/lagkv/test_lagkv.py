@@ -9,6 +9,8 @@ from evictionary.spec_tests.lagkv.helpers import (
     RETAINED,
     SCORE,
     SELECT,
+    asked,
+    by_oracle,
     caches,
     check_partitions,
     hundredths,
@@ -45,10 +47,10 @@ def check_loops(impl, case):
     """
     # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure
     # rounding.
-    inputs = [np.round(8 * states) / 8 for states in partitions(case)]
-    keys, values, next_keys, next_values = [
+    inputs = (np.round(8 * states) / 8 for states in partitions(case))
+    keys, values, next_keys, next_values = (
         impl.round(np.where(np.abs(each) > 64, np.sign(each), each)) for each in inputs
-    ]
+    )
     by_hand = np.zeros(keys.shape[:3])
     for place in np.ndindex(keys.shape[:2]):
         for states, following in ((keys, next_keys), (values, next_values)):
@@ -105,14 +107,10 @@ def test_an_affine_map_of_the_channels_changes_nothing(impl, case, seed):
     generator = np.random.default_rng(seed)
     # whole numbers: the map is exact in every dtype
     whole = [np.round(states) for states in partitions(case)]
-    mapped = list(whole)
-    for first, second in ((0, 2), (1, 3)):
-        channels = whole[first].shape[-1]
-        scale, shift = (
-            2.0 ** generator.integers(-2, 3, size=channels),
-            generator.integers(-4, 5, size=channels) * 1.0,
-        )
-        mapped[first], mapped[second] = whole[first] * scale + shift, whole[second] * scale + shift
+    sizes = [each.shape[-1] for each in whole[:2]]
+    scales = [2.0 ** generator.integers(-2, 3, size=size) for size in sizes]
+    shifts = [generator.integers(-4, 5, size=size) for size in sizes]
+    mapped = (x * scale + shift for x, scale, shift in zip(whole, 2 * scales, 2 * shifts, strict=True))
     agrees(impl, SCORE, *whole, got=impl.lagkv.score(*mapped), what="the score after the affine map")
 
 
@@ -160,13 +158,8 @@ def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
     permuted = (
         states[..., order] for states, order in zip(partitions(case), (k_order, v_order) * 2, strict=True)
     )
-    agrees(
-        impl,
-        SCORE,
-        *partitions(case),
-        got=impl.lagkv.score(*permuted),
-        what="the score with permuted channels",
-    )
+    got = impl.lagkv.score(*permuted)
+    agrees(impl, SCORE, *partitions(case), got=got, what="the score with permuted channels")
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties",)))
@@ -296,10 +289,9 @@ def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
     """Every head keeps retained_length(T) tokens, the sinks and everything from the last partition on
     among them.
     """
-    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
-    kept = impl.lagkv.select(case.keys, case.values, **settings)
+    kept = impl.lagkv.select(case.keys, case.values, **asked(percent, sink, lag))
     require_mask(kept, case.keys.shape[:3], "the selection")
-    expected = impl.lagkv.retained_length(case.length, **settings)
+    expected = impl.lagkv.retained_length(case.length, **asked(percent, sink, lag))
     equal(kept.sum(axis=-1), expected, "the mask keeps another number of tokens than LK-12 says")
     equal(kept[..., :sink], True, "a sink token was evicted")
     end = sink + max(0, (case.length - sink) // lag - 1) * lag
@@ -309,8 +301,8 @@ def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
 @law("LK-12", of=SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
     """Partition by partition, floor(rL) tokens are kept and none evicted scores more than one kept."""
-    kept = impl.lagkv.select(case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
-    check_partitions(impl, kept, case, percent, sink, lag)
+    kept = impl.lagkv.select(case.keys, case.values, **asked(percent, sink, lag))
+    check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl))
 
 
 @law(
@@ -481,39 +473,29 @@ def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink
     """What a partition keeps is decided by itself and the next one: other tokens further on change
     nothing.
     """
-    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
-    before = impl.lagkv.select(case.keys, case.values, **settings)
+    before = impl.lagkv.select(case.keys, case.values, **asked(percent, sink, lag))
     decided = sink + ((case.length - sink) // lag // 2) * lag
     pairs = ((case.keys, case.next_keys), (case.values, case.next_values))
     others = (
         np.concatenate([mine[:, :, : decided + lag], next_[:, :, decided + lag :]], axis=2)
         for mine, next_ in pairs
     )
-    after = impl.lagkv.select(*others, **settings)
+    after = impl.lagkv.select(*others, **asked(percent, sink, lag))
     equal(after[..., :decided], before[..., :decided], "tokens after the next partition changed what is kept")
 
 
 @law("LK-12", of=SELECT, kind="refusal", name=st.sampled_from(["keep_ratio", "sink_size", "lag_size"]))
 def test_bad_settings_are_refused(impl, name):
     """keep_ratio above 1, a negative sink_size or a lag_size of 0 raise ValueError naming the argument."""
-    settings = {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2} | {
-        name: {"keep_ratio": 1.5, "sink_size": -1, "lag_size": 0}[name]
-    }
-    refused(impl, name, SELECT, np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
+    bad, states = {"keep_ratio": 1.5, "sink_size": -1, "lag_size": 0}, np.ones((1, 1, 8, 2))
+    refused(impl, name, SELECT, states, states, **asked(50, 1, 2) | {name: bad[name]})
 
 
 @law("LK-11", of=SCORE, kind="refusal")
 def test_disagreeing_shapes_are_refused(impl):
     """Values of another number of tokens than the keys raise ValueError."""
-    refused(
-        impl,
-        "values",
-        SCORE,
-        np.ones((1, 1, 3, 2)),
-        np.ones((1, 1, 4, 2)),
-        np.ones((1, 1, 3, 2)),
-        np.ones((1, 1, 3, 2)),
-    )
+    states = np.ones((1, 1, 3, 2))
+    refused(impl, "values", SCORE, states, np.ones((1, 1, 4, 2)), states, states)
 
 
 @law("LK-11", of=SCORE, kind="refusal", name=st.sampled_from(["next_keys", "next_values"]))
