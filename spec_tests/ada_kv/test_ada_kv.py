@@ -46,8 +46,11 @@ def test_of_equal_scores_the_lower_head_then_position_stays(impl, case, budget, 
         shared_by_hand(layer, budget, percent / 100, none)
         for layer, none in zip(scores, nothing, strict=True)
     ]
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
-    equal(kept, np.array(expected), "a tie went elsewhere")
+    equal(
+        impl.ada_kv.select(scores, budget, floor_ratio=percent / 100),
+        np.array(expected),
+        "a tie went elsewhere",
+    )
 
 
 @law("AD-2", of=SELECT, case=LAYERS, budget=st.integers(0, 40), percent=hundredths)
@@ -151,8 +154,11 @@ def test_of_equal_scores_of_a_long_layer_the_lower_head_then_position_stays(impl
     scores = impl.round(np.concatenate([case.keys[..., 0], case.keys[:, :, ::-1, 0]], axis=1))
     budget = min(2048, case.length // 2)
     expected = shared_by_sorting(scores, budget, percent, np.zeros(scores.shape, dtype=bool))
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
-    equal(kept, expected, "a tie of a long layer went elsewhere")
+    equal(
+        impl.ada_kv.select(scores, budget, floor_ratio=percent / 100),
+        expected,
+        "a tie of a long layer went elsewhere",
+    )
 
 
 @law(

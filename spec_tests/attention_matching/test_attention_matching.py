@@ -39,8 +39,7 @@ def every_key(queries, keys):
 
 def root_mean_square(queries, keys):
     """AM-1 from the attention of each query."""
-    squares = every_key(queries, keys) ** 2
-    return np.sqrt(over_group(squares.mean(axis=2), keys.shape[1]))
+    return np.sqrt(over_group((every_key(queries, keys) ** 2).mean(axis=2), keys.shape[1]))
 
 
 def gap(matrix, target, weights):
@@ -285,8 +284,12 @@ def fitted(impl, case, seed, count, share, sign=np.positive):
         impl.round(sign(case.values)),
     )
     kept = some_kept(keys, seed, share)
-    draw = np.random.default_rng(seed)
-    bias = np.round(8 * draw.uniform(-3, 3, size=(*keys.shape[:2], int(kept[0, 0].sum())))) / 8
+    bias = (
+        np.round(
+            8 * np.random.default_rng(seed).uniform(-3, 3, size=(*keys.shape[:2], int(kept[0, 0].sum())))
+        )
+        / 8
+    )
     systems = {}
     for place, rows in of_heads(queries, keys):
         logits, errors = rows @ keys[place].T / np.sqrt(keys.shape[-1]), logit_errors(impl, rows, keys[place])

@@ -55,8 +55,14 @@ def test_the_next_kept_tokens_have_equal_shares(impl, case, seed, merge_size):
 def test_the_probability_is_the_attention_beside_the_mean_of_the_receivers(impl, case, seed, merge_size):
     """Token by token, cut off at 1; 0 for a kept token, and where no kept token comes later."""
     _, attention, kept = given(impl, case, seed)
-    by_hand = by_attention(attention, kept, merge_size)
-    agrees(impl, PROBABILITIES, attention, kept, merge_size=merge_size, by_hand=by_hand)
+    agrees(
+        impl,
+        PROBABILITIES,
+        attention,
+        kept,
+        merge_size=merge_size,
+        by_hand=by_attention(attention, kept, merge_size),
+    )
 
 
 @law("CAM-2", of=PROBABILITIES, kind="edge", received=st.sampled_from([0, 1 / 8, 4]))

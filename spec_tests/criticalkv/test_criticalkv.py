@@ -151,8 +151,13 @@ def test_the_first_stage_stays_inside_the_result(impl, case, seed, share):
     )
     got = scored(impl, queries, case.keys, case.values, w_o, budget=budget, window_size=1)
     allowed = second_stage(impl, queries, case, w_o, window_size=1)
-    kept = impl.selection.top_k(got, budget)
-    selects(kept, allowed.expected, budget, slack=allowed.largest, protected=np.isinf(got))
+    selects(
+        impl.selection.top_k(got, budget),
+        allowed.expected,
+        budget,
+        slack=allowed.largest,
+        protected=np.isinf(got),
+    )
 
 
 @law("CK-4", of=SCORE)
@@ -288,8 +293,9 @@ def test_every_token_of_a_long_prompt_has_its_score(impl, case):
     """
     queries, importance, wrong = long_importance(impl, case)
     values, w_o = impl.round(case.values), output_projection(case, case.seed)
-    projected = for_each_reader(values, queries) @ w_o
-    norms = over_group(np.abs(projected).sum(axis=-1), case.num_kv_heads)[..., :-1]
+    norms = over_group(np.abs(for_each_reader(values, queries) @ w_o).sum(axis=-1), case.num_kv_heads)[
+        ..., :-1
+    ]
     got = scored(impl, queries, case.keys, values, w_o, budget=2052, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than the second stage")
     first = np.isinf(got[..., :-1])

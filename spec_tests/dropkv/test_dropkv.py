@@ -64,8 +64,15 @@ def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
     errors = removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2
     expected = over_group(errors, case.num_kv_heads)
     expected[..., -1] = np.inf
-    more = 1e-6 * float(np.abs(values).max() ** 2)
-    scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)
+    scores(
+        impl,
+        queries,
+        *states,
+        window_size=1,
+        kernel_size=1,
+        expected=expected,
+        more=1e-6 * float(np.abs(values).max() ** 2),
+    )
 
 
 @law("DK-1", of=SCORE)
@@ -212,8 +219,13 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 )
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
-    states = [np.ones((1, 1, 5, 2))] * 3
-    refused(impl, bad[0], SCORE, *states, **{"window_size": 2, "kernel_size": 3} | dict([bad]))
+    refused(
+        impl,
+        bad[0],
+        SCORE,
+        *([np.ones((1, 1, 5, 2))] * 3),
+        **{"window_size": 2, "kernel_size": 3} | dict([bad]),
+    )
 
 
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))

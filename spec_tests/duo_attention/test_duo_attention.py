@@ -233,5 +233,9 @@ def test_the_loss_is_the_mean_squared_distance_and_the_sum_of_the_gates(impl, se
     got = impl.duo_attention.training_loss(states, wanted, gates, penalty=penalty)
     squares = [(x - y) ** 2 for x, y in zip(states.flat, wanted.flat, strict=True)]
     expected = sum(squares) / len(squares) + penalty * sum(gates.flat)
-    slack = rounding(impl, states.size + gates.size) * (1 + expected)
-    near(np.array(got), np.array(expected), slack, "the loss")
+    near(
+        np.array(got),
+        np.array(expected),
+        rounding(impl, states.size + gates.size) * (1 + expected),
+        "the loss",
+    )

@@ -30,8 +30,14 @@ def test_score_is_expected_attention_times_the_norm_of_the_value(impl, case, eps
 def test_epsilon_is_two_hundredths_unless_given(impl, case):
     """Without an epsilon the score is the one with epsilon = 0.02."""
     inputs = arguments(impl, case)
-    got = impl.expected_attention.score(*inputs)
-    agrees(impl, SCORE, *inputs, epsilon=0.02, got=got, what="the score by default")
+    agrees(
+        impl,
+        SCORE,
+        *inputs,
+        epsilon=0.02,
+        got=impl.expected_attention.score(*inputs),
+        what="the score by default",
+    )
 
 
 def check_loops(impl, case, epsilon):
@@ -92,8 +98,13 @@ def test_one_turn_of_queries_and_keys_changes_nothing(impl, case, seed):
     generator = np.random.default_rng(seed)
     turn, other = (mirrored(generator, states.shape[-1]) for states in (keys, values))
     turned = keys @ turn, values @ other, mean @ turn, turn.T @ covariance @ turn
-    got = impl.expected_attention.score(*turned)
-    agrees(impl, SCORE, *inputs, got=got, what="the score of the turned states")
+    agrees(
+        impl,
+        SCORE,
+        *inputs,
+        got=impl.expected_attention.score(*turned),
+        what="the score of the turned states",
+    )
 
 
 @law("EA-9", of=SCORE, case=seeded_cases(min_length=2, groups=(1, 2, 3)), epsilon=epsilons)
@@ -285,8 +296,14 @@ def test_without_variance_it_is_the_attention_of_the_mean_query(impl, case):
     weights = causal_weights(mean[:, :, None], for_each_reader(keys, mean))[:, :, 0]
     expected = over_group(weights, keys.shape[1]) * lengths(values)
     states = keys, values, mean, np.zeros_like(covariance)
-    more = 1e-12 * float(np.abs(expected).max(initial=0))
-    agrees(impl, SCORE, *states, epsilon=0.0, expected=expected, more=more)
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        epsilon=0.0,
+        expected=expected,
+        more=1e-12 * float(np.abs(expected).max(initial=0)),
+    )
 
 
 @law("EA-7", of=SCORE, case=grouped)

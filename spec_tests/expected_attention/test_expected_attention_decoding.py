@@ -183,8 +183,9 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
     equal(sizes, (521, 511, 128), "compressed before 512 steps, or the buffer is not of 128 queries")
     compressed = impl.expected_attention.decode_step(state._replace(steps=511), *token, target=200)
     relative = compressed._replace(positions=compressed.positions - (position - 521))
-    candidates = places - (position - 521)
-    check_compression(impl, relative, queries[:, :, -128:], keys, values, candidates, position, 200)
+    check_compression(
+        impl, relative, queries[:, :, -128:], keys, values, places - (position - 521), position, 200
+    )
 
 
 def check_start(impl, seed, length, buffer_size=None):

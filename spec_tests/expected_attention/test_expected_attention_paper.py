@@ -337,8 +337,11 @@ def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
         model: {name: row for name, row in ruler[model].items() if name != "Expected Attention"}
         for model in ruler
     }
-    counts = [sum(best(others, model, column) == ["KeyDiff"] for column in REMOVED) for model in ruler]
-    assert counts == [7, 10, 3]
+    assert [sum(best(others, model, column) == ["KeyDiff"] for column in REMOVED) for model in ruler] == [
+        7,
+        10,
+        3,
+    ]
 
 
 @law("EA-T2")

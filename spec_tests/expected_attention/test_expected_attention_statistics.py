@@ -234,8 +234,7 @@ def test_the_norm_of_an_update_is_weight_times_norm(impl, case, seed):
     """a_i |W_o v_i|."""
     weights, values, w_o = states = updates(impl, case, seed)
     expected = weights * lengths(linear(values, w_o.T))
-    path = "expected_attention_theory.update_norms"
-    agrees(impl, path, *states, by_hand=expected, size=expected.max())
+    agrees(impl, "expected_attention_theory.update_norms", *states, by_hand=expected, size=expected.max())
 
 
 @law("EA-4S", of="expected_attention_theory.removal_error", case=cases(min_length=2), seed=seeds())
@@ -251,8 +250,7 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
     for token in range(tokens):
         others = np.arange(tokens) != token
         left = weights[..., others] / weights[..., others].sum(axis=-1, keepdims=True)
-        without = (left[..., None] * values[:, :, others]).sum(axis=2)
-        expected[..., token] = lengths((full - without) @ w_o.T)
+        expected[..., token] = lengths((full - (left[..., None] * values[:, :, others]).sum(axis=2)) @ w_o.T)
     more = 1e-12 * float(np.abs(values).max() * np.abs(w_o).sum())
     agrees(
         impl, "expected_attention_theory.removal_error", weights, values, w_o, expected=expected, more=more

@@ -87,8 +87,7 @@ def test_more_samples_keep_more(impl, case, seed, samples):
         None,
         full,
     )
-    shuffled = np.concatenate([sampled[:, :, ::-1], sampled[:, :, :1]], axis=2)
-    got = impl.gvote.select(query, keys, shuffled)
+    got = impl.gvote.select(query, keys, np.concatenate([sampled[:, :, ::-1], sampled[:, :, :1]], axis=2))
     equal(got, full, "the order of the samples, or one that came twice, changes the selection")
     alone, repeated = (
         impl.gvote.select(query, keys, np.repeat(sampled[:, :, :1], count, axis=2)) for count in (1, samples)

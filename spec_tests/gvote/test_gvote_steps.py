@@ -57,8 +57,14 @@ def test_output_is_the_weighted_sum_of_the_values(impl, case):
     """o = sum_t A_t v_t; a one-hot weight gives the value of that token."""
     weights, values = impl.round(np.abs(case.keys[..., 0])), impl.round(case.values)
     by_hand = sum(weights[..., token, None] * values[:, :, token] for token in range(weights.shape[-1]))
-    size = weights.sum(axis=-1).max() * np.abs(values).max()
-    agrees(impl, "gvote_theory.output", weights, values, by_hand=by_hand, size=size)
+    agrees(
+        impl,
+        "gvote_theory.output",
+        weights,
+        values,
+        by_hand=by_hand,
+        size=weights.sum(axis=-1).max() * np.abs(values).max(),
+    )
     for token, one_hot in enumerate(np.eye(weights.shape[-1])):
         got = impl.gvote_theory.output(np.broadcast_to(one_hot, weights.shape).copy(), values)
         equal(got, values[:, :, token], f"all weight on token {token} does not give its value")
@@ -305,8 +311,14 @@ def test_projection_is_the_linear_layer(impl, case, seed):
     channels, generator, keys = case.keys.shape[-1], np.random.default_rng(seed), impl.round(case.keys)
     weight, bias = (impl.round(generator.normal(size=shape)) for shape in ((channels, 5), 5))
     for layer, added in (((weight,), 0.0), ((weight, bias), bias)):
-        by_hand = linear(keys, weight) + added
-        agrees(impl, "gvote.project", keys, *layer, by_hand=by_hand, size=channels * np.abs(case.keys).max())
+        agrees(
+            impl,
+            "gvote.project",
+            keys,
+            *layer,
+            by_hand=linear(keys, weight) + added,
+            size=channels * np.abs(case.keys).max(),
+        )
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
     parts = sum(impl.gvote.project(x, weight) for x in (states, other))
     together = impl.gvote.project(states + other, weight)
@@ -395,8 +407,9 @@ def test_union_keeps_what_any_sample_votes_for(impl, case, seed):
     votes = np.random.default_rng(seed).random((*case.keys.shape[:2], 3, case.keys.shape[2])) < 0.3
     expected = votes[:, :, 0] | votes[:, :, 1] | votes[:, :, 2]
     for order in itertools.permutations(range(3)):
-        got = impl.gvote.union(votes[:, :, list(order)])
-        equal(got, expected, "the union is not what any sample votes for")
+        equal(
+            impl.gvote.union(votes[:, :, list(order)]), expected, "the union is not what any sample votes for"
+        )
 
 
 @law("GV-A12", of="gvote.prune", case=seeded_cases(max_length=17), seed=seeds())
@@ -431,8 +444,7 @@ def test_the_optimal_set_contains_every_nucleus(impl, first, seed, p):
     nuclei = gvote.nucleus(attention, p)
     least = np.where(nuclei, attention, np.inf).min(axis=-1, keepdims=True)
     above, inside = attention > least, attention >= least
-    enough = (got & inside).sum(axis=-1) >= nuclei.sum(axis=-1)
-    served = not (above & ~got).any() and enough.all()
+    served = not (above & ~got).any() and ((got & inside).sum(axis=-1) >= nuclei.sum(axis=-1)).all()
     needed = not (got & ~inside.any(axis=0)).any() and got.sum() <= nuclei.sum()
     require(served, "a future query misses a part of its nucleus", nuclei, got)
     require(needed, "a token is kept that no future query needs", nuclei, got)

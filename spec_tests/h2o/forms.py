@@ -56,8 +56,9 @@ def received_query_by_query(queries, keys):
     out = np.zeros(keys.shape[:-1])
     before = keys.shape[-2] - queries.shape[-2]
     for row in range(queries.shape[-2]):
-        seen = keys[..., : before + row + 1, :]
-        logits = (seen @ queries[..., row, :, None])[..., 0] / np.sqrt(keys.shape[-1])
+        logits = (keys[..., : before + row + 1, :] @ queries[..., row, :, None])[..., 0] / np.sqrt(
+            keys.shape[-1]
+        )
         powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
         out[..., : before + row + 1] += powers / powers.sum(axis=-1, keepdims=True)
     return out

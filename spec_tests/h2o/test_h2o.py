@@ -97,8 +97,9 @@ def test_the_recent_half_rounds_up(impl, budget):
     """
     kept = impl.h2o.select(np.ones((1, 1, 9, 2)), np.zeros((1, 1, 9, 2)), budget=budget)
     place = np.arange(9)
-    expected = (place < budget // 2) | (place >= 9 - (budget + 1) // 2)
-    equal(kept, expected[None, None], "other tokens are kept")
+    equal(
+        kept, ((place < budget // 2) | (place >= 9 - (budget + 1) // 2))[None, None], "other tokens are kept"
+    )
 
 
 @law("H2-1", of=SELECT)
@@ -170,8 +171,12 @@ def test_much_and_little_attention_adds_up(impl, case):
     slack = rounding(impl, case.length**2) * expected + (2.0**-23 if impl.dtype == "float16" else 0)
     # logits may be rounded to the dtype
     slack += np.where(seen == 0, 0, np.expm1(apart * final_rounding(impl) / 2) * expected)
-    got = impl.h2o.score(queries, keys)
-    near(got, np.broadcast_to(expected, keys.shape[:3]), slack, "the score of a long prompt")
+    near(
+        impl.h2o.score(queries, keys),
+        np.broadcast_to(expected, keys.shape[:3]),
+        slack,
+        "the score of a long prompt",
+    )
 
 
 @law("H2-1", of=SELECT, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
@@ -179,8 +184,13 @@ def test_half_of_a_large_budget_is_recent(impl, case):
     """Of a thousand tokens the last 257 stay, and the 257 heavy hitters among the others."""
     queries, keys, expected, slack = long_prompt(impl, case)
     recent = np.broadcast_to(np.arange(case.length) >= case.length - 257, expected.shape)
-    kept = impl.h2o.select(queries, keys, budget=514)
-    selects(kept, expected, min(514, case.length), slack=slack, protected=recent)
+    selects(
+        impl.h2o.select(queries, keys, budget=514),
+        expected,
+        min(514, case.length),
+        slack=slack,
+        protected=recent,
+    )
 
 
 @law("H2-1", of=SCORE, examples=2, case=paper_cases(groups=(2, 1)))

@@ -129,8 +129,11 @@ def test_a_zero_key_scores_zero(impl, case, zero_at):
     keys = case.keys.copy()
     keys[:, :, zero_at % keys.shape[2]] = 0
     for states in (keys, np.zeros_like(keys)):
-        zero = np.abs(states).max(axis=-1) == 0
-        equal(impl.keydiff.score(states)[zero], 0, "the score of a zero key is not 0")
+        equal(
+            impl.keydiff.score(states)[(np.abs(states).max(axis=-1) == 0)],
+            0,
+            "the score of a zero key is not 0",
+        )
 
 
 @law("KD-8", of=SCORE)
@@ -262,8 +265,9 @@ def test_no_exchange_improves_the_problem_of_a_long_prompt(impl, case, budget):
     """
     keys = impl.round(case.keys + 2)
     scores, slack = scores_in_parts(impl, keys)
-    kept = impl.selection.top_k(impl.keydiff.score(keys), budget)
-    selects(kept, scores, min(budget, case.length), slack=slack)
+    selects(
+        impl.selection.top_k(impl.keydiff.score(keys), budget), scores, min(budget, case.length), slack=slack
+    )
 
 
 @law(

@@ -123,8 +123,10 @@ def test_the_mean_of_a_random_subset_is_near_the_mean(case):
             ((directions[..., list(chosen), :].mean(axis=-2) - mean) ** 2).sum(axis=-1)
             for chosen in itertools.combinations(range(length), budget)
         ]
-        expected = spread * (length - budget) / (budget * (length - 1))
-        assert np.abs(np.mean(errors, axis=0) - expected).max() <= 1e-12
+        assert (
+            np.abs(np.mean(errors, axis=0) - (spread * (length - budget) / (budget * (length - 1)))).max()
+            <= 1e-12
+        )
 
 
 @law("KD-O", scale=st.sampled_from([1, 4, 64, 1024]))

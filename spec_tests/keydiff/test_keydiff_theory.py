@@ -137,8 +137,9 @@ def test_the_euclidean_variant_keeps_what_is_far_from_the_mean(impl, case):
     agrees(impl, EUCLID, case.keys)
     keys = impl.round(case.keys)
     pairs = ((keys[..., :, None, :] - keys[..., None, :, :]) ** 2).sum(axis=(-2, -1))
-    common = pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2
-    assert np.ptp(common, axis=-1).max() <= 1e-11 * max(1, pairs.max())
+    assert np.ptp(pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2, axis=-1).max() <= 1e-11 * max(
+        1, pairs.max()
+    )
 
 
 @law("KD-T3", of=EUCLID, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
@@ -147,8 +148,14 @@ def test_the_euclidean_variant_knows_no_origin(impl, case, seed):
     keys = np.clip(np.round(case.keys), -8, 8)
     shift = np.random.default_rng(seed).integers(-4, 5, size=keys.shape[-1]) * 1.0
     got = impl.keydiff_variants.euclidean_score(keys + shift)
-    more = within(impl, roundings=0) + 1e-12
-    agrees(impl, EUCLID, keys, got=got, more=more, what="the score of the moved keys")
+    agrees(
+        impl,
+        EUCLID,
+        keys,
+        got=got,
+        more=within(impl, roundings=0) + 1e-12,
+        what="the score of the moved keys",
+    )
 
 
 @law("KD-T3", of=(DOT, EUCLID, "keydiff.score"))

@@ -134,8 +134,15 @@ def test_a_channel_constant_in_the_next_partition_counts_as_zero(impl, case, see
     next_keys[..., channel] = 0.5
     other_keys = keys.copy()
     other_keys[..., channel] = generator.integers(-8, 9, size=keys.shape[:-1])
-    got = impl.lagkv.score(other_keys, values, next_keys, next_values)
-    agrees(impl, SCORE, keys, values, next_keys, next_values, got=got)
+    agrees(
+        impl,
+        SCORE,
+        keys,
+        values,
+        next_keys,
+        next_values,
+        got=impl.lagkv.score(other_keys, values, next_keys, next_values),
+    )
 
 
 @law("LK-9", of=SCORE)
@@ -158,16 +165,26 @@ def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
     permuted = (
         states[..., order] for states, order in zip(partitions(case), (k_order, v_order) * 2, strict=True)
     )
-    got = impl.lagkv.score(*permuted)
-    agrees(impl, SCORE, *partitions(case), got=got, what="the score with permuted channels")
+    agrees(
+        impl,
+        SCORE,
+        *partitions(case),
+        got=impl.lagkv.score(*permuted),
+        what="the score with permuted channels",
+    )
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties",)))
 def test_large_states_do_not_overflow(impl, case):
     """States a thousand times larger, as in the outlier channels of trained models, give the same score."""
     states = [np.round(each) for each in partitions(case)]
-    got = impl.lagkv.score(*(1024 * each for each in states))
-    agrees(impl, SCORE, *states, got=got, what="the score of large states")
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        got=impl.lagkv.score(*(1024 * each for each in states)),
+        what="the score of large states",
+    )
 
 
 @law("LK-10", of=SCORE, case=cases(), seed=seeds())

@@ -59,8 +59,15 @@ def test_heads_stand_side_by_side(impl, case, seed):
     by_head = sum(
         weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads)
     )
-    size = np.abs(values).max() * np.abs(output_weight).sum()
-    agrees(impl, OUTPUT, weights, values, output_weight, by_hand=by_head, size=size)
+    agrees(
+        impl,
+        OUTPUT,
+        weights,
+        values,
+        output_weight,
+        by_hand=by_head,
+        size=np.abs(values).max() * np.abs(output_weight).sum(),
+    )
 
 
 @law("LK-3", of=WEIGHTS, case=seeded_cases(max_length=17))
@@ -194,8 +201,9 @@ def test_what_does_not_fit_the_stream_is_refused(impl, bad):
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
     states = case.keys, case.values
-    got = impl.lagkv_variants.local_score(*states)
-    agrees(impl, SCORE, *states, *states, got=got, what="the local score")
+    agrees(
+        impl, SCORE, *states, *states, got=impl.lagkv_variants.local_score(*states), what="the local score"
+    )
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())
@@ -216,8 +224,7 @@ def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, s
     it could be scored.
     """
     kept = impl.lagkv_variants.local_select(case.keys, case.values, **asked(percent, sink, lag))
-    scored = by_oracle(impl, LOCAL_SCORE, takes=2)
-    check_partitions(kept, case.keys, case.values, percent, sink, lag, scored)
+    check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl, LOCAL_SCORE, takes=2))
 
 
 @law("LK-15", of=LOCAL_SCORE)
@@ -242,8 +249,9 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     """
     settings = {"layer": 2} | asked(percent, sink, lag)
     kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
-    scored = by_oracle(impl, "knorm.score", takes=1)
-    check_partitions(kept, case.keys, case.values, percent, sink, lag, scored)
+    check_partitions(
+        kept, case.keys, case.values, percent, sink, lag, by_oracle(impl, "knorm.score", takes=1)
+    )
     others = impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings)
     equal(others, kept, "other values changed what is kept")
 

@@ -336,8 +336,9 @@ def test_another_stream_gives_the_same_numbers(impl, case):
 
 
 def lazy_memory_only(impl):
-    copied = "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
-    return torch_only(impl) or copied
+    return torch_only(impl) or (
+        "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
+    )
 
 
 @law("MEM-7", of=ANY, not_for=lazy_memory_only)

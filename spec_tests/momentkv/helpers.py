@@ -50,8 +50,9 @@ def situation(impl, case, seed):
     """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next
     partition.
     """
-    evicted = some(case, seed, case.next_keys.shape[:3])
-    moments = held(impl, moments_of(case.next_keys, case.next_values, evicted))
+    moments = held(
+        impl, moments_of(case.next_keys, case.next_values, some(case, seed, case.next_keys.shape[:3]))
+    )
     return case.queries[:, :, 0], case.keys, case.values, moments
 
 

@@ -54,8 +54,9 @@ def test_one_token_at_a_time_gives_the_same_moments(impl, case, seed):
     _, keys, values, evicted = whole(case, seed)
     moments = empty = momentkv.no_moments(keys, values)
     for token in np.random.default_rng(seed).permutation(keys.shape[2]):
-        now = evicted & (np.arange(keys.shape[2]) == token)
-        moments = Moments(*impl.momentkv.update(moments, keys, values, now))
+        moments = Moments(
+            *impl.momentkv.update(moments, keys, values, evicted & (np.arange(keys.shape[2]) == token))
+        )
         moments = moments._replace(count=moments.count.astype(np.int64))
     at_once = impl.momentkv.update(empty, keys, values, evicted)
     expected = moments_in_loops(keys, values, evicted)
@@ -70,8 +71,15 @@ def test_what_stays_does_not_count(impl, case, seed):
     evicted = some(case, seed)
     empty = momentkv.no_moments(case.keys, case.values)
     others = (np.where(evicted[..., None], states, 3.0) for states in (case.keys, case.values))
-    got = impl.momentkv.update(empty, *others, evicted)
-    same_moments(impl, UPDATE, empty, case.keys, case.values, evicted, got=got)
+    same_moments(
+        impl,
+        UPDATE,
+        empty,
+        case.keys,
+        case.values,
+        evicted,
+        got=impl.momentkv.update(empty, *others, evicted),
+    )
 
 
 @law("MK-25", of="momentkv.merge", case=short_cases, seed=seeds())

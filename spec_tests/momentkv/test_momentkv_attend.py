@@ -68,8 +68,15 @@ def test_what_is_not_kept_is_not_read(impl, case, seed):
     query, keys, values, moments = situation(impl, case, seed)
     kept = some(case, seed + 1)
     other_keys, other_values = (np.where(kept[..., None], states, 2.5) for states in (keys, values))
-    got = impl.momentkv.attend(query, other_keys, other_values, kept, moments)
-    attends(impl, query, keys, values, kept, moments, got=got)
+    attends(
+        impl,
+        query,
+        keys,
+        values,
+        kept,
+        moments,
+        got=impl.momentkv.attend(query, other_keys, other_values, kept, moments),
+    )
 
 
 def loses_nothing(impl, query, keys, values, kept):
@@ -105,8 +112,9 @@ def test_a_small_covariance_moves_the_output(impl, power):
     """
     keys, values = np.array([[[[2.0, 0, 0, 0], [-2, 0, 0, 0]]]]), np.array([[[[1.0], [-1]]]]) * 2.0**-power
     query, nothing = np.array([[[1.0, 0, 0, 0]]]), np.zeros((1, 1, 2), dtype=bool)
-    expected = np.array([[[2.0**-power]]])
-    attends(impl, query, keys, values, nothing, moments_of(keys, values), expected=expected)
+    attends(
+        impl, query, keys, values, nothing, moments_of(keys, values), expected=np.array([[[2.0**-power]]])
+    )
 
 
 def weights_by_hand(query, keys, kept):
@@ -282,8 +290,12 @@ def test_the_residual_is_what_the_model_leaves(impl, case, seed):
     agrees(impl, "momentkv.residual", keys, values, moments)
     agrees(impl, "momentkv.residual_norm", keys, values, moments)
     expected = values - momentkv.approximate_evicted(keys, Moments(*(field[:, :, None] for field in moments)))
-    size = max(1.0, np.abs(expected).max())
-    near(momentkv.residual(keys, values, moments), expected, 1e-9 * size, "v - fhat(k)")
+    near(
+        momentkv.residual(keys, values, moments),
+        expected,
+        1e-9 * max(1.0, np.abs(expected).max()),
+        "v - fhat(k)",
+    )
 
 
 def spread_of_means(moments):

@@ -61,8 +61,9 @@ def estimate(impl, queries, moments):
     outer = np.outer(moments.value_sum, moments.key_sum) / float(moments.count)
     mean = moments.value_sum / float(moments.count)
     magnitude = np.abs(mean) + np.abs(queries) @ (np.abs(moments.value_key_sum) + np.abs(outer)).T / scale
-    slack = rounding(impl, queries.shape[-1]) * magnitude
-    return mean + queries @ (moments.value_key_sum - outer).T / scale, slack
+    return mean + queries @ (moments.value_key_sum - outer).T / scale, rounding(
+        impl, queries.shape[-1]
+    ) * magnitude
 
 
 def looked_at(case):
@@ -143,8 +144,12 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
         of_share = share * (1 - share) * np.expm1(of_logs + rounding(impl, case.length))[:, None]
         slack[0, readers] = share * output_slack(impl, queries, keys[0, head, kept], values[0, head, kept])
         slack[0, readers] += of_share * np.abs(retained - evicted_part) + (1 - share) * of_estimate
-    got = impl.momentkv.attend(query, keys, values, ~evicted, moments)
-    near(got, expected, slack, "the output over a long cache")
+    near(
+        impl.momentkv.attend(query, keys, values, ~evicted, moments),
+        expected,
+        slack,
+        "the output over a long cache",
+    )
 
 
 @law("MK-25", of=UPDATE, examples=2, case=long_cases(LONG_KINDS))

@@ -191,8 +191,13 @@ def test_a_shift_of_all_logits_changes_no_weight(impl, case, shift):
     logits = np.clip(np.round(case.keys * 4) / 4, -8, 8)
     shift = math.copysign(min(abs(shift), 2.0), shift) if impl.dtype in ("float16", "bfloat16") else shift
     weights = np.array([math.exp(logit) for logit in logits.flat]).reshape(logits.shape)
-    expected = weights / weights.sum(axis=-1, keepdims=True)
-    agrees(impl, "momentkv_theory.shifted_softmax", logits, shift, also=expected)
+    agrees(
+        impl,
+        "momentkv_theory.shifted_softmax",
+        logits,
+        shift,
+        also=weights / weights.sum(axis=-1, keepdims=True),
+    )
 
 
 CENTRED = "momentkv_theory.centred_logits"
@@ -229,8 +234,12 @@ def test_centred_logits_sum_to_zero(impl, case):
 @law("MK-16", of="momentkv_theory.centred_output", case=heads)
 def test_centring_leaves_the_evicted_output_as_it_is(impl, case):
     """The softmax of the centred logits over the values is f_E."""
-    full = oracle("momentkv_theory.full_output")
-    agrees(impl, "momentkv_theory.centred_output", *one_query(impl, case), also=full)
+    agrees(
+        impl,
+        "momentkv_theory.centred_output",
+        *one_query(impl, case),
+        also=oracle("momentkv_theory.full_output"),
+    )
 
 
 @law("MK-8", of=("momentkv_theory.centred_output", "momentkv_theory.sub_outputs"), case=heads, seed=seeds())

@@ -277,8 +277,9 @@ def torch_step(query, new_key, new_value, keys, values, moments, budget):
 def prompt_query_by_query(queries, keys, values, *, chunk_size=4):
     """Each query over the tokens that it sees, the chunks padded and the padding not counted."""
     length = keys.shape[2]
-    alpha = streamed(queries, keys).reshape(*keys.shape[:2], -1, length).mean(axis=2)
-    each = alpha * np.linalg.norm(values, axis=-1)
+    each = streamed(queries, keys).reshape(*keys.shape[:2], -1, length).mean(axis=2) * np.linalg.norm(
+        values, axis=-1
+    )
     padded = np.pad(each, [(0, 0), (0, 0), (0, -length % chunk_size)]).reshape(
         *keys.shape[:2], -1, chunk_size
     )

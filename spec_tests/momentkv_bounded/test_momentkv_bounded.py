@@ -60,8 +60,7 @@ def decoding(case, seed, shift, scale):
     gone_keys, gone_values = (
         np.clip(np.round(states), -2, 2) for states in (case.next_keys, case.next_values)
     )
-    evicted = some(case, seed, gone_keys.shape[:3])
-    gone = gone_keys, gone_values + shift, evicted
+    gone = gone_keys, gone_values + shift, some(case, seed, gone_keys.shape[:3])
     arguments = query, keys, values, kept, moments_of(*gone), bounds_of(*gone)
     every = (np.concatenate(pair, axis=2) for pair in zip((keys, values, kept), gone, strict=True))
     full = attention(query, *(for_each_reader(states, query) for states in every))[0]

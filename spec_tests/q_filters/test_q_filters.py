@@ -42,8 +42,12 @@ def test_most_queries_point_ahead(impl, case, seed):
     require(
         ((products > 0).mean(axis=-1) > 0.5).all(), "most queries point against the direction", queries, got
     )
-    turned = impl.q_filters.main_direction(-queries)
-    near(turned, -got, 4 * error(impl), "the direction of the queries turned around")
+    near(
+        impl.q_filters.main_direction(-queries),
+        -got,
+        4 * error(impl),
+        "the direction of the queries turned around",
+    )
 
 
 @law("QF-1", of=DIRECTION)

@@ -88,8 +88,11 @@ def test_a_head_attends_to_the_pages_with_the_highest_bounds(impl, case, pages, 
     budget = count * page_size + min(more % page_size, max(0, keys.shape[2] - 1 - count * page_size))
     got = impl.quest.select(query, keys, 2, budget=budget, page_size=page_size)
     require_mask(got, (*query.shape[:2], keys.shape[2]), "what is attended to")
-    pages_of = got[..., ::page_size].repeat(page_size, axis=-1)
-    equal(got, pages_of[..., : keys.shape[2]], "a page is attended to in part")
+    equal(
+        got,
+        got[..., ::page_size].repeat(page_size, axis=-1)[..., : keys.shape[2]],
+        "a page is attended to in part",
+    )
     last = np.broadcast_to(np.arange(low.shape[2]) == low.shape[2] - 1, scores.shape)
     slack = impl.allowance(BOUNDS, query, low, high).wider(0)
     selects(got[..., ::page_size], scores, count, slack=lambda: slack.largest, protected=last)

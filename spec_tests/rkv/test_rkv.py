@@ -136,8 +136,9 @@ def test_the_threshold_is_the_callers(impl, threshold):
     itself the later axis.
     """
     keys = np.array([[[[1.0, 0], [0, 8], [4, 3]]]])
-    means = {0.5: [0.8 / 3, 0, 0], 0.7: [0, 0.6 / 3, 0.6 / 3], 0.9: [0.8 / 3, 0.6 / 3, 1.4 / 3]}
-    powers = np.exp(means[threshold])
+    powers = np.exp(
+        {0.5: [0.8 / 3, 0, 0], 0.7: [0, 0.6 / 3, 0.6 / 3], 0.9: [0.8 / 3, 0.6 / 3, 1.4 / 3]}[threshold]
+    )
     agrees(
         impl,
         REDUNDANCY,
@@ -226,8 +227,13 @@ def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window
         min(length, window_size + int(share * length)),
         impl.allowance(SCORE, queries, keys, **settings),
     )
-    kept = impl.selection.top_k(got, budget)
-    selects(kept, allowed.expected, budget, slack=allowed.largest + more, protected=window)
+    selects(
+        impl.selection.top_k(got, budget),
+        allowed.expected,
+        budget,
+        slack=allowed.largest + more,
+        protected=window,
+    )
 
 
 @law("RK-5", of=SCORE)

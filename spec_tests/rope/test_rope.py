@@ -172,8 +172,12 @@ def test_rotations_add_up(impl, case, first, second):
         # channels.
         slack = 2 * turned(impl, keys, at_first)[1] + turned(impl, halfway, at_then)[1]
         expected, slack_of_sum = turned(impl, keys, at_sum)
-        got = impl.rope.rotate(halfway, at_then)
-        near(got, expected, slack + slack_of_sum, f"turning by {first} and then by {then}")
+        near(
+            impl.rope.rotate(halfway, at_then),
+            expected,
+            slack + slack_of_sum,
+            f"turning by {first} and then by {then}",
+        )
 
 
 @law("ROPE-5", of=ROTATE, case=seeded_cases(min_length=2), seed=seeds())

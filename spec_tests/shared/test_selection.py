@@ -111,8 +111,9 @@ def test_protected_tokens_are_kept_first(impl, scores, data):
     protected = np.array(data.draw(st.lists(st.booleans(), min_size=length, max_size=length)))
     count = data.draw(st.integers(int(protected.sum()), length))
     row = np.array([[scores]])
-    got = impl.selection.top_k(row, count, protected[None, None])
-    selects(got, row, count, protected=protected[None, None])
+    selects(
+        impl.selection.top_k(row, count, protected[None, None]), row, count, protected=protected[None, None]
+    )
 
 
 @law("SEL-4", of="selection.top_k")

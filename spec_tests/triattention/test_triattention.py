@@ -188,8 +188,11 @@ def test_two_heads_score_by_hand(impl):
 def test_equal_keys_score_zero(impl):
     """Without any deviation nothing is divided: all scores are 0."""
     keys = np.broadcast_to([3.0, 4], (1, 1, 4, 2))
-    got = impl.triattention.score(keys, np.ones((1, 2, 2)), np.ones((1, 2, 1)))
-    equal(got, 0.0, "equal keys have different scores")
+    equal(
+        impl.triattention.score(keys, np.ones((1, 2, 2)), np.ones((1, 2, 1))),
+        0.0,
+        "equal keys have different scores",
+    )
 
 
 @law("TA-4", of=SCORE, examples=2, case=long_cases(groups=(2,), lengths=(16_385, 8_191), head_dims=(64, 80)))
