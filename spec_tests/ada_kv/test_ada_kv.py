@@ -2,7 +2,7 @@
 
 from evictionary.spec_tests.ada_kv.helpers import as_good, shared_by_hand, shared_by_sorting
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import without
+from evictionary.spec_tests.shared.helpers import a_mask, without
 
 SELECT = "ada_kv.select"
 LAYERS = st.builds(
@@ -17,12 +17,23 @@ LAYERS = st.builds(
 hundredths = st.integers(0, 100)
 
 
+def chosen(impl, scores, budget, percent, **settings):
+    """What each head keeps with a floor of so many hundredths; Violation unless it is a mask."""
+    got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, **settings)
+    return a_mask(got, scores.shape)
+
+
+def one_by_one(scores, budget, percent, protected):
+    """AdaKV token by token, for each layer."""
+    layers = zip(scores, protected, strict=True)
+    return np.array([shared_by_hand(layer, budget, percent / 100, mask) for layer, mask in layers])
+
+
 @law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40), percent=hundredths)
 def test_the_layer_total_is_exact(impl, case, budget, percent):
     """Each batch item keeps exactly H_kv * min(budget, T) tokens, however they fall on the heads."""
     scores = impl.round(case.keys[..., 0])
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
-    require_mask(kept, scores.shape, "the selection")
+    kept = chosen(impl, scores, budget, percent)
     expected = scores.shape[1] * min(budget, scores.shape[2])
     equal(kept.sum(axis=(1, 2)), expected, "the layer keeps another number of tokens")
 
@@ -31,8 +42,7 @@ def test_the_layer_total_is_exact(impl, case, budget, percent):
 def test_without_a_floor_it_is_one_top_k_over_the_layer(impl, case, budget):
     """With floor_ratio 0 no evicted token scores more than a kept one of any head."""
     scores = impl.round(case.keys[..., 0])
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=0.0)
-    require_mask(kept, scores.shape, "the selection")
+    kept = chosen(impl, scores, budget, 0)
     layer = scores.reshape(scores.shape[0], -1)
     selects(kept.reshape(layer.shape), layer, scores.shape[1] * min(budget, scores.shape[2]))
 
@@ -41,11 +51,7 @@ def test_without_a_floor_it_is_one_top_k_over_the_layer(impl, case, budget):
 def test_of_equal_scores_the_lower_head_then_position_stays(impl, case, budget, percent):
     """Which of equal scores stay is our decision: as if every token were taken one by one, in their order."""
     scores = impl.round(case.keys[..., 0])
-    nothing = np.zeros(scores.shape, dtype=bool)
-    expected = [
-        shared_by_hand(layer, budget, percent / 100, none)
-        for layer, none in zip(scores, nothing, strict=True)
-    ]
+    expected = one_by_one(scores, budget, percent, np.zeros(scores.shape, dtype=bool))
     equal(
         impl.ada_kv.select(scores, budget, floor_ratio=percent / 100),
         np.array(expected),
@@ -59,8 +65,7 @@ def test_each_head_keeps_its_floor(impl, case, budget, percent):
     head scores less than the rest.
     """
     scores = impl.round(case.keys[..., 0] - (4 * (np.arange(case.num_kv_heads) % 2)[:, None]))
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
-    require_mask(kept, scores.shape, "the selection")
+    kept = chosen(impl, scores, budget, percent)
     floor = percent * min(budget, scores.shape[2]) // 100
     require(
         (kept.sum(axis=-1) >= floor).all(),
@@ -111,8 +116,7 @@ def test_no_selection_with_the_floor_scores_more(impl, rows, budget, percent):
     scores: all are tried.
     """
     scores = np.array([rows], dtype=np.float64)
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100)
-    require_mask(kept, scores.shape, "the selection")
+    kept = chosen(impl, scores, budget, percent)
     floor = percent * budget // 100
     best = max(
         sum(scores.flat[list(chosen)])
@@ -179,16 +183,12 @@ def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed,
     scores = impl.round(case.keys[..., 0] + generator.choice([0, 100], size=(*case.keys.shape[:2], 1)))
     rank = generator.random(scores.shape).argsort(axis=-1).argsort(axis=-1)
     protected = rank < generator.integers(0, min(budget, scores.shape[2]) + 1, size=(*scores.shape[:2], 1))
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
-    require_mask(kept, scores.shape, "the selection")
+    kept = chosen(impl, scores, budget, percent, protected=protected)
     require(kept[protected].all(), "a protected token is evicted", protected, kept)
     total = scores.shape[1] * min(budget, scores.shape[2])
     equal(kept.sum(axis=(1, 2)), total, "the layer keeps another number of tokens")
-    expected = [
-        shared_by_hand(layer, budget, percent / 100, mask)
-        for layer, mask in zip(scores, protected, strict=True)
-    ]
-    as_good(kept, np.array(expected), scores, protected, "tokens of other scores are kept than one by one")
+    expected = one_by_one(scores, budget, percent, protected)
+    as_good(kept, expected, scores, protected, "tokens of other scores are kept than one by one")
 
 
 @law(
@@ -207,8 +207,7 @@ def test_no_selection_with_the_protected_tokens_scores_more(impl, rows, safe, bu
     scores = np.array([rows], dtype=np.float64)
     protected = np.array([[[bool(bits >> place & 1) for place in range(3)] for bits in safe]])
     protected &= protected.cumsum(axis=-1) <= budget
-    kept = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, protected=protected)
-    require_mask(kept, scores.shape, "the selection")
+    kept = chosen(impl, scores, budget, percent, protected=protected)
     least = [int(taken) + percent * (budget - int(taken)) // 100 for taken in protected[0].sum(axis=-1)]
     best = max(
         sum(scores.flat[list(chosen)])

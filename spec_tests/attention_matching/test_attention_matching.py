@@ -1,6 +1,7 @@
 """Laws of Attention Matching: AM-1 to AM-6."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import quarters
 
 SELECT, SCORE, BOUNDED, BIAS, VALUES, ATTEND = (
     f"attention_matching.{name}"
@@ -13,8 +14,7 @@ counts = st.sampled_from([1, 2, 5, 17])
 
 def reference_queries(case, seed, count):
     """Queries [B, H_q, M, D] in quarters: the same in every dtype."""
-    shape = (*case.queries.shape[:2], count, case.keys.shape[-1])
-    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4
+    return quarters(seed, *case.queries.shape[:2], count, case.keys.shape[-1])
 
 
 def some_kept(keys, seed, share):

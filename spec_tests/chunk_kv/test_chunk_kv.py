@@ -1,6 +1,7 @@
 """Laws of ChunkKV: CH-1, CH-2, CH-3."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import a_mask
 
 CHOOSE, MEANS = "chunk_kv.choose", "chunk_kv.chunk_means"
 sizes = st.sampled_from([1, 2, 3, 4, 7, 10, 40])
@@ -40,8 +41,7 @@ def test_an_infinite_score_decides_for_its_chunk(impl):
 def test_a_head_keeps_whole_chunks_and_at_most_one_in_part(impl, case, budget, chunk_size):
     """Each head keeps exactly min(budget, T) tokens; of the chunk that is kept in part its best."""
     scores = impl.round(case.keys[..., 0])
-    kept = impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size)
-    require_mask(kept, scores.shape, "the choice")
+    kept = a_mask(impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size), scores.shape)
     equal(kept.sum(axis=-1), min(budget, scores.shape[-1]), "a head keeps another number of tokens")
     for head in np.ndindex(scores.shape[:2]):
         parts = [part for part in chunks(scores.shape[-1], chunk_size) if len(set(kept[head][part])) == 2]
@@ -54,8 +54,7 @@ def test_a_head_keeps_whole_chunks_and_at_most_one_in_part(impl, case, budget, c
 def test_no_evicted_chunk_has_a_higher_mean_than_a_kept_one(impl, case, budget, chunk_size):
     """A chunk of which a token stays scores at least as much as each chunk of which a token goes."""
     scores = impl.round(case.keys[..., 0])
-    kept = impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size)
-    require_mask(kept, scores.shape, "the choice")
+    kept = a_mask(impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size), scores.shape)
     means = means_by_hand(scores, chunk_size)
     slack = 2 * impl.allowance(MEANS, scores, chunk_size=chunk_size).largest
     for head in np.ndindex(scores.shape[:2]):
@@ -115,8 +114,7 @@ def test_a_long_row_keeps_its_best_chunks(impl, case, chunk_size):
     """Rows of up to 131,072 tokens of whole scores keep half of their chunks, the best."""
     scores = np.round(4 * case.keys[..., : case.length // chunk_size * chunk_size, 0])
     count = scores.shape[-1] // chunk_size // 2
-    kept = impl.chunk_kv.choose(scores, count * chunk_size, chunk_size=chunk_size)
-    require_mask(kept, scores.shape, "the choice")
+    kept = a_mask(impl.chunk_kv.choose(scores, count * chunk_size, chunk_size=chunk_size), scores.shape)
     sums = scores.reshape(*scores.shape[:-1], -1, chunk_size).sum(axis=-1)
     kept = kept.reshape(*sums.shape, chunk_size)
     equal(kept.all(axis=-1), kept.any(axis=-1), "a chunk is kept in part")

@@ -1,6 +1,7 @@
 """Laws of CriticalKV with DefensiveKV's aggregation: CK-1 to CK-5."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import latest, quarters, two_readers
 
 NORMS, DEFEND, IMPORTANCE, SCORE, BOUND = (
     f"criticalkv.{name}" for name in ("projected_norms", "defend", "importance", "score", "error_bound")
@@ -20,8 +21,7 @@ def scored(impl, *states, **settings):
 
 def output_projection(case, seed, hidden=3):
     """W_o of each query head in quarters, [H_q, D_v, hidden]: the same in every dtype."""
-    shape = (case.queries.shape[1], case.values.shape[-1], hidden)
-    return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4
+    return quarters(seed, case.queries.shape[1], case.values.shape[-1], hidden)
 
 
 @law("CK-1", of=NORMS, case=cases(), seed=seeds())
@@ -131,9 +131,8 @@ def test_half_of_the_budget_goes_by_attention(impl, case, seed, window_size, sha
     budget = max(1, int(share * 2 * case.length))
     attended = impl.allowance(IMPORTANCE, queries, case.keys, **settings)
     got = scored(impl, queries, case.keys, case.values, w_o, budget=budget, **settings)
-    recent = np.broadcast_to(np.arange(case.length) >= case.length - window, got.shape)
     ranked = np.concatenate([attended.expected, np.full((*got.shape[:2], window), np.inf)], axis=-1)
-    first = min(case.length, max(window, budget // 2))
+    first, recent = min(case.length, max(window, budget // 2)), latest(got.shape, window)
     selects(np.isinf(got), ranked, first, slack=attended.largest, protected=recent, what="the first stage")
     allowed = second_stage(impl, queries, case, w_o, **settings)
     allowed.check(np.where(np.isinf(got), allowed.expected, got), "the second stage")
@@ -207,18 +206,10 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; their W_o go the same
     way.
     """
-    keys, queries, w_o = (
-        np.zeros((1, 2, 3, width(impl))),
-        np.zeros((1, 4, 1, width(impl))),
-        np.zeros((4, width(impl), 1)),
-    )
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:, :, 0] = 16
+    (queries, keys), w_o = two_readers(width(impl), 3), np.zeros((4, width(impl), 1))
     w_o[:, 0, 0] = [1, 1, 2, 4]
-    values = np.ones((1, 2, 3, width(impl)))
-    got = scored(impl, queries, keys, values, w_o, budget=1, window_size=1, kernel_size=1, epsilon=0.0)[
-        ..., 0
-    ]
+    states, settings = (queries, keys, np.ones_like(keys), w_o), {"window_size": 1, "kernel_size": 1}
+    got = scored(impl, *states, budget=1, epsilon=0.0, **settings)[..., 0]
     near(got, np.array([[1 / 3, 3]]), 0.02, "the score where query head h reads KV head h // G")
 
 

@@ -2,6 +2,7 @@
 
 from evictionary.reference.expected_attention_theory import removal_error
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import latest, softmax, two_readers, window_scored
 
 SCORE = "dropkv.score"
 windows = st.sampled_from([1, 2, 3, 8, 32])
@@ -9,12 +10,8 @@ kernels = st.sampled_from([1, 3, 7])
 MODERATE = ("normal", "ties", "duplicate_keys", "constant_channel", "tiny", "drift")
 
 
-def scored(impl, queries, keys, values, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
-    number.
-    """
-    got = impl.dropkv.score(queries, keys, values, **settings)
-    return window_above_all(got, keys, settings.get("window_size", 32))
+def scored(impl, *states, **settings):
+    return window_scored(impl, SCORE, *states, **settings)
 
 
 def scores(impl, *states, **another_way):
@@ -34,11 +31,6 @@ def removed(logits, values):
         others = np.arange(logits.shape[-1]) != token
         changes[..., token] = lengths(full - softmax(logits[..., others]) @ values[..., others, :])
     return changes
-
-
-def softmax(logits):
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
 
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds())
@@ -166,15 +158,8 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     whole.
     """
     states = prompt_queries(case, seed), case.keys, case.values
-    window = np.broadcast_to(
-        np.arange(case.keys.shape[2]) >= case.keys.shape[2] - window_size, case.keys.shape[:3]
-    )
-    got = scored(impl, *states, window_size=window_size)
-    equal(
-        np.isinf(got),
-        window,
-        "the window does not score more than all tokens before it, or one of these is infinite",
-    )
+    got, window = scored(impl, *states, window_size=window_size), latest(case.keys.shape[:3], window_size)
+    equal(np.isinf(got), window, "another token than those of the window scores more than all others")
     require((got >= 0).all(), "a score is negative", 0.0, got)
     got = impl.round(got)  # as top-k gets them: a kernel in half precision may answer with float32 scores
     if np.isinf(got[~window]).any():
@@ -201,13 +186,8 @@ def test_the_defaults_are_those_of_the_public_code(impl):
 @law("DK-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries, values = (
-        np.zeros((1, heads, tokens, width(impl))) for heads, tokens in ((2, 3), (4, 1), (2, 3))
-    )
-    keys[..., 0, 0] = 16
-    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
-    values[..., 0, 0] = 2
-    got = scored(impl, queries, keys, values, window_size=1, kernel_size=1)[..., 0]
+    queries, keys = two_readers(width(impl), 3)
+    got = scored(impl, queries, keys, keys / 8, window_size=1, kernel_size=1)[..., 0]
     near(got, np.array([[4 / 9, 4]]), 0.02, "the score where query head h reads KV head h // G")
 
 

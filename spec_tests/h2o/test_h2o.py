@@ -1,6 +1,7 @@
 """Laws of H2O: H2-1."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import latest, two_readers
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 
@@ -57,11 +58,8 @@ def test_equal_keys_score_by_how_long_they_were_seen(impl):
 @law("H2-1", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 2, 2)), np.zeros((1, 4, 2, 2))
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
-    expected = np.array([[[1.5, 0.5], [2, 0]]])
-    near(impl.h2o.score(queries, keys), expected, 1e-3, "the score where query head h reads KV head h // G")
+    got, expected = impl.h2o.score(*two_readers(2, 2, queries=2)), np.array([[[1.5, 0.5], [2, 0]]])
+    near(got, expected, 1e-3, "the score where query head h reads KV head h // G")
 
 
 @law("H2-1", of=SCORE, length=st.sampled_from([31, 32, 33, 63, 64, 65, 129]), last=st.integers(1, 129))
@@ -86,7 +84,7 @@ def test_half_of_the_budget_is_recent(impl, case, seed, share):
     budget = 2 * max(1, int(share * (length + 2) / 2))
     allowed = impl.allowance(SCORE, queries, case.keys)
     kept = impl.h2o.select(queries, case.keys, budget=budget)
-    recent = np.broadcast_to(np.arange(length) >= length - budget // 2, case.keys.shape[:3])
+    recent = latest(case.keys.shape[:3], budget // 2)
     selects(kept, allowed.expected, min(budget, length), slack=lambda: allowed.largest, protected=recent)
 
 

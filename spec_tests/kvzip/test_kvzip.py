@@ -1,6 +1,7 @@
 """Laws of KVzip: KZ-1 to KZ-3."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import a_mask, quarters
 
 ATTENTION, SCORE, TOP_R = "kvzip.replay_attention", "kvzip.score", "kvzip.top_r"
 counts = st.sampled_from([1, 2, 5, 17])
@@ -9,10 +10,9 @@ REPLAYS = ((300, 3, 2), (2048, 1, 1))  # queries, batch items, query heads of a 
 
 def replay(case, seed, count):
     """Queries [B, H_q, M, D] and keys [B, H_kv, M, D] of the replay, in quarters: the same in every dtype."""
-    draw = np.random.default_rng(seed)
     batch, heads, _, width = case.keys.shape
-    shapes = ((batch, case.queries.shape[1], count, width), (batch, heads, count, width))
-    return tuple(np.round(4 * draw.normal(size=shape)) / 4 for shape in shapes)
+    readers = case.queries.shape[1]
+    return np.split(quarters(seed, batch, readers + heads, count, width), [readers], axis=1)
 
 
 def by_hand(keys, queries, replay_keys):
@@ -105,8 +105,7 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 
 def check_shared(impl, scores, budget):
     """Raise Violation unless all layers and heads of scores [N, B, H, T] share their budgets."""
-    kept = impl.kvzip.top_r(scores, budget)
-    require_mask(kept, scores.shape, "the selection")
+    kept = a_mask(impl.kvzip.top_r(scores, budget), scores.shape)
     kept, of_item = (np.swapaxes(each, 0, 1).reshape(scores.shape[1], -1) for each in (kept, scores))
     selects(kept, of_item, min(budget, scores.shape[3]) * scores.shape[0] * scores.shape[2])
 

@@ -30,11 +30,16 @@ def test_bad_arguments_are_refused(impl, bad):
     refuses_misfits(impl, ATTEND, bad)
 
 
+def kept_situation(impl, case, seed):
+    """The arguments of attend: those of score, and some of the retained tokens kept."""
+    *states, moments = situation(impl, case, seed)
+    return *states, some(case, seed + 1), moments
+
+
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_output_mixes_the_retained_and_the_estimated_part(impl, case, seed):
     """what_R f_R + (1 - what_R) fhat_E; heads that keep nothing, or have evicted nothing, among them."""
-    query, keys, values, moments = situation(impl, case, seed)
-    attends(impl, query, keys, values, some(case, seed + 1), moments)
+    attends(impl, *kept_situation(impl, case, seed))
 
 
 @law("MK-12", of=ATTEND, case=cases(max_length=17), seed=seeds())
@@ -42,8 +47,7 @@ def test_output_equals_the_loops(impl, case, seed):
     """One numerator and one denominator summed in plain loops, the moments entering as one more token,
     give the same output.
     """
-    query, keys, values, moments = situation(impl, case, seed)
-    attends(impl, query, keys, values, some(case, seed + 1), moments, also=attend_in_loops)
+    attends(impl, *kept_situation(impl, case, seed), also=attend_in_loops)
 
 
 @law("MK-2", of=ATTEND, case=cases(), seed=seeds())
@@ -188,8 +192,8 @@ def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
     """One orthogonal map of keys, query and moments changes nothing; another of the values maps the
     output.
     """
-    *states, moments = situation(impl, case, seed)
-    kept, (*turned, turned_moments, of_values) = some(case, seed), turn(seed, *states, moments)
+    *states, kept, moments = kept_situation(impl, case, seed)
+    *turned, turned_moments, of_values = turn(seed, *states, moments)
     got = impl.momentkv.attend(*turned, kept, turned_moments)
     attends(impl, *states, kept, moments, got=got, expected=lambda output: output @ of_values)
 
@@ -197,8 +201,7 @@ def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))
 def test_the_output_is_of_first_degree_in_the_values(impl, case, seed, power):
     """Doubling retained and evicted values doubles the output (powers of two, so nothing is rounded)."""
-    query, keys, values, moments = situation(impl, case, seed)
-    kept = some(case, seed)
+    query, keys, values, kept, moments = kept_situation(impl, case, seed)
     values, moments, scaled_values, scaled_moments = scale_values(impl, values, moments, 2.0**power)
     got = attends(impl, query, keys, values, kept, moments)
     attends(impl, query, keys, scaled_values, kept, scaled_moments, got=got * 2.0**power)
@@ -209,8 +212,7 @@ def test_each_query_head_reads_its_own_kv_head(impl, case, seed):
     """Query head h reads KV head h // G and its moments: every KV head alone, with its query heads, gives
     the same output.
     """
-    *states, moments = situation(impl, case, seed)
-    states = *states, some(case, seed + 1), moments
+    states = kept_situation(impl, case, seed)
     attends(impl, *states, got=heads_apart(impl, ATTEND, *states))
 
 
@@ -309,8 +311,8 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
     """what_R f_R + (1 - what_R) vbar: value_key_sum may be anything; in plain loops the evicted tokens are
     n_e times their mean.
     """
-    query, keys, values, moments = impl.rounded(situation(impl, case, seed))
-    kept, path = some(case, seed + 1), "momentkv_theory.attend_zeroth_order"
+    query, keys, values, kept, moments = impl.rounded(kept_situation(impl, case, seed))
+    path = "momentkv_theory.attend_zeroth_order"
     without_spread = attend_in_loops(query, keys, values, kept, spread_of_means(moments))
     got = agrees(impl, path, query, keys, values, kept, moments, also=without_spread)
     other = moments._replace(value_key_sum=np.ones_like(moments.value_key_sum))

@@ -61,6 +61,54 @@ def quarters(seed, *shape):
     return np.round(4 * np.random.default_rng(seed).normal(size=shape)) / 4
 
 
+def a_mask(got, shape):
+    """The answer; Violation unless it is a boolean mask of this shape."""
+    require_mask(got, shape, "the selection")
+    return got
+
+
+def two_readers(channels, tokens, queries=1):
+    """Queries of four heads and keys of two, in which the readers of KV head 1 look at token 0 and those of
+    KV head 0 at all tokens alike.
+    """
+    looking, keys = np.zeros((1, 4, queries, channels)), np.zeros((1, 2, tokens, channels))
+    looking[0, 2:, :, 0], keys[0, :, 0, 0] = 16, 16
+    return looking, keys
+
+
+def softmax(logits):
+    """Of each row [.., T] of numbers, about their largest."""
+    powers = np.exp(logits - np.max(logits, axis=-1, keepdims=True))
+    return powers / powers.sum(axis=-1, keepdims=True)
+
+
+def latest(shape, count):
+    """A mask of the last tokens of each row."""
+    return np.broadcast_to(np.arange(shape[-1]) >= shape[-1] - count, shape)
+
+
+def window_scored(impl, path, queries, keys, *values, **settings):
+    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
+    number.
+    """
+    default = inspect.signature(oracle(path)).parameters["window_size"].default
+    got = impl.call(path, queries, keys, *values, **settings)
+    return window_above_all(got, keys, settings.get("window_size", default))
+
+
+def check_window(impl, path, states, share, more=0.0, **settings):
+    """Raise Violation unless the window scores more than all other tokens, and top-k keeps it and the best
+    of the others.
+    """
+    scores = window_scored(impl, path, *states, **settings)
+    window = latest(scores.shape, settings["window_size"])
+    equal(np.isinf(scores), window, "another token than those of the window scores more than all others")
+    allowed, length = impl.allowance(path, *states, **settings), scores.shape[2]
+    budget = min(length, settings["window_size"] + int(share * length))
+    kept = impl.selection.top_k(scores, budget)
+    selects(kept, allowed.expected, budget, slack=lambda: allowed.largest + more, protected=window)
+
+
 def mirrored(generator, size):
     """An orthogonal map [size, size] that exchanges channels and turns some around."""
     return np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=(size, 1))

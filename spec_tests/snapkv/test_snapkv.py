@@ -1,19 +1,15 @@
 """Laws of SnapKV: SN-1."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import check_window, two_readers, window_scored
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 windows = st.sampled_from([1, 2, 3, 8, 32])
 kernels = st.sampled_from([1, 3, 5, 7])
 
 
-def scored(impl, queries, keys, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
-    number.
-    """
-    return window_above_all(
-        impl.snapkv.score(queries, keys, **settings), keys, settings.get("window_size", 32)
-    )
+def scored(impl, *states, **settings):
+    return window_scored(impl, SCORE, *states, **settings)
 
 
 @law("SN-1", of=SCORE, case=cases(), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -41,18 +37,8 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     """The last tokens score more than all others, and with a budget of the window's size or more top-k
     keeps them all.
     """
-    queries, length = prompt_queries(case, seed), case.keys.shape[2]
-    scores = scored(impl, queries, case.keys, window_size=window_size)
-    window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
-    equal(
-        np.isinf(scores),
-        window,
-        "the window does not score more than all tokens before it, or one of these is infinite",
-    )
-    budget = min(length, window_size + int(share * length))
-    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
-    kept = impl.selection.top_k(scores, budget)
-    selects(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=window)
+    states = prompt_queries(case, seed), case.keys
+    check_window(impl, SCORE, states, share, window_size=window_size)
 
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds(), window_size=st.integers(1, 4))
@@ -94,10 +80,7 @@ def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
 @law("SN-1", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 3, 2)), np.zeros((1, 4, 1, 2))
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
-    got = scored(impl, queries, keys, window_size=1, kernel_size=1)[..., :2]
+    got = scored(impl, *two_readers(2, 3), window_size=1, kernel_size=1)[..., :2]
     near(got, np.array([[[1 / 3, 1 / 3], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
