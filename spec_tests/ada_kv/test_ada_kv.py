@@ -34,8 +34,11 @@ def test_the_layer_total_is_exact(impl, case, budget, percent):
     """Each batch item keeps exactly H_kv * min(budget, T) tokens, however they fall on the heads."""
     scores = impl.round(case.keys[..., 0])
     kept = chosen(impl, scores, budget, percent)
-    expected = scores.shape[1] * min(budget, scores.shape[2])
-    equal(kept.sum(axis=(1, 2)), expected, "the layer keeps another number of tokens")
+    equal(
+        kept.sum(axis=(1, 2)),
+        scores.shape[1] * min(budget, scores.shape[2]),
+        "the layer keeps another number of tokens",
+    )
 
 
 @law("AD-1", of=SELECT, case=LAYERS, budget=st.integers(0, 40))
@@ -185,8 +188,11 @@ def test_protected_tokens_stay_in_their_head_inside_the_budget(impl, case, seed,
     protected = rank < generator.integers(0, min(budget, scores.shape[2]) + 1, size=(*scores.shape[:2], 1))
     kept = chosen(impl, scores, budget, percent, protected=protected)
     require(kept[protected].all(), "a protected token is evicted", protected, kept)
-    total = scores.shape[1] * min(budget, scores.shape[2])
-    equal(kept.sum(axis=(1, 2)), total, "the layer keeps another number of tokens")
+    equal(
+        kept.sum(axis=(1, 2)),
+        scores.shape[1] * min(budget, scores.shape[2]),
+        "the layer keeps another number of tokens",
+    )
     expected = one_by_one(scores, budget, percent, protected)
     as_good(kept, expected, scores, protected, "tokens of other scores are kept than one by one")
 

@@ -85,8 +85,11 @@ def test_one_query_that_needs_a_token_outweighs_four_that_like_another(impl):
     """
     keys, queries = np.zeros((1, 1, 3, width(impl))), np.zeros((1, 1, 4, width(impl)))
     keys[0, 0, :2, 0], keys[0, 0, 2, 1], queries[0, 0, :3, 0], queries[0, 0, 3, 1] = 32, 32, 32, 32
-    kept = impl.attention_matching.select(keys, queries, budget=1)
-    equal(kept, np.array([[[False, False, True]]]), "another token is kept")
+    equal(
+        impl.attention_matching.select(keys, queries, budget=1),
+        np.array([[[False, False, True]]]),
+        "another token is kept",
+    )
 
 
 @law("AM-1", of=SCORE)
@@ -97,8 +100,12 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     keys, queries = np.zeros((1, 2, 2, width(impl))), np.zeros((1, 4, 1, width(impl)))
     keys[0, :, 0, 0], queries[0, 3, :, 0] = 32, 32
     got = impl.attention_matching.score(keys, queries)
-    expected = np.sqrt(np.array([[[1, 1], [5 / 2, 1 / 2]]]) / np.array([4, 4]))
-    near(got, expected, rounding(impl), "the score where query head h reads KV head h // G")
+    near(
+        got,
+        np.sqrt(np.array([[[1, 1], [5 / 2, 1 / 2]]]) / np.array([4, 4])),
+        rounding(impl),
+        "the score where query head h reads KV head h // G",
+    )
 
 
 @law("AM-1", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
@@ -221,8 +228,12 @@ def test_one_key_for_one_query_has_the_logarithm_of_the_mass(impl, case, seed):
     log_mass = np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     slack = 2 * logit_errors(impl, queries, keys).max(axis=-1) + 4 * rounding(impl, keys.shape[2]) + 1e-6
     expected = log_mass - logits[kept].reshape(log_mass.shape)
-    got = impl.attention_matching.fit_bias(queries, keys, kept)
-    near(got, np.minimum(expected, 3), np.where(expected < 8, slack, 6), "the bias of the only key")
+    near(
+        impl.attention_matching.fit_bias(queries, keys, kept),
+        np.minimum(expected, 3),
+        np.where(expected < 8, slack, 6),
+        "the bias of the only key",
+    )
 
 
 @law("AM-3", of=BIAS)
@@ -232,8 +243,12 @@ def test_each_line_counts_in_parts_of_its_largest_exponential(impl):
     keys[0, 0, 1, 0], queries[0, 1, 0, 0] = 4, 1
     part = np.exp(-4 / np.sqrt(keys.shape[-1]))
     got = impl.attention_matching.fit_bias(queries, keys, np.array([[[True, False]]]))
-    expected = np.log((2 + part * (1 + part)) / (1 + part**2))
-    near(got, np.array([[[expected]]]), 2 * rounding(impl) + 1e-7, "the bias of two queries of a group")
+    near(
+        got,
+        np.array([[[np.log((2 + part * (1 + part)) / (1 + part**2))]]]),
+        2 * rounding(impl) + 1e-7,
+        "the bias of two queries of a group",
+    )
 
 
 @law("AM-3", of=BIAS)

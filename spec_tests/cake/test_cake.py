@@ -47,8 +47,12 @@ def test_even_attention_has_the_entropy_ln_n_and_one_token_has_none(impl, expone
         np.full((queries, 2**exponent), 2.0**-exponent),
         np.eye(1, 2**exponent).repeat(queries, axis=0),
     )
-    got = impl.cake.dispersion(np.array([even, alone]))
-    near(got, np.array([queries * exponent * math.log(2), 0.0]), within(impl), "the entropy")
+    near(
+        impl.cake.dispersion(np.array([even, alone])),
+        np.array([queries * exponent * math.log(2), 0.0]),
+        within(impl),
+        "the entropy",
+    )
 
 
 @law("CAKE-2", of=SHIFT, seed=seeds())
@@ -161,8 +165,11 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
     order = np.argsort(-scores, axis=-1, kind="stable")
     best = [np.isin(np.arange(length), row[:count]) for row, count in zip(order, last, strict=True)]
     equal(kept, np.array(best), "the cascade keeps other tokens")
-    inside = length <= most <= len(given) * min(budget, length) + length
-    require(inside, "a whole layer is not stored, or more than the total and a layer", got=most)
+    require(
+        length <= most <= len(given) * min(budget, length) + length,
+        "a whole layer is not stored, or more than the total and a layer",
+        got=most,
+    )
 
 
 @law(

@@ -122,8 +122,17 @@ def test_a_value_is_merged_where_its_draw_is_below_its_probability(impl, case, s
     values, attention, kept = given(impl, case, seed)
     exact, size = by_attention(attention, kept, merge_size), (1 + np.abs(values).max()) * values.shape[2]
     draws = far_draws(impl, exact, seed)
-    by_hand = by_adding(values, kept, draws < exact, merge_size)
-    agrees(impl, MERGE, values, attention, kept, draws, merge_size=merge_size, by_hand=by_hand, size=size)
+    agrees(
+        impl,
+        MERGE,
+        values,
+        attention,
+        kept,
+        draws,
+        merge_size=merge_size,
+        by_hand=by_adding(values, kept, draws < exact, merge_size),
+        size=size,
+    )
 
 
 @law("CAM-4", of=MERGE, received=st.integers(0, 20))

@@ -2,8 +2,6 @@
 
 from evictionary.spec_tests.shared.variants import *
 
-ALL = ("float64", "float32", "float16", "bfloat16")
-
 
 @control("chunk_kv.chunk_means")
 def filled_up(scores, *, chunk_size=10):

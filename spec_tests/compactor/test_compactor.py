@@ -96,8 +96,13 @@ def test_an_orthogonal_sketch_is_exact(impl, case):
     """The channels in another order, turned round. Keys and their opposites have a mean of zero."""
     keys = np.concatenate([case.keys, -case.keys], axis=2)
     sketch = np.broadcast_to(-np.eye(case.head_dim)[::-1], (*keys.shape[:2], *2 * keys.shape[-1:]))
-    got = impl.compactor.sketched_leverage(keys, sketch, ridge=0.0)
-    agrees(impl, LEVERAGE, keys, got=got, what="the leverage through an orthogonal sketch")
+    agrees(
+        impl,
+        LEVERAGE,
+        keys,
+        got=impl.compactor.sketched_leverage(keys, sketch, ridge=0.0),
+        what="the leverage through an orthogonal sketch",
+    )
 
 
 @law("CO-2", of=SKETCHED)

@@ -30,8 +30,14 @@ def test_the_norm_is_the_sum_of_magnitudes_of_the_projected_value(impl, case, se
     w_o, values = output_projection(case, seed), impl.round(case.values)
     repeated = for_each_reader(values, case.queries)
     projected = np.stack([linear(repeated[:, head], w_o[head]) for head in range(w_o.shape[0])], axis=1)
-    by_hand = over_group(np.abs(projected).sum(axis=-1), values.shape[1])
-    agrees(impl, NORMS, values, w_o, by_hand=by_hand, size=float(np.abs(values).max()) * 100)
+    agrees(
+        impl,
+        NORMS,
+        values,
+        w_o,
+        by_hand=over_group(np.abs(projected).sum(axis=-1), values.shape[1]),
+        size=float(np.abs(values).max()) * 100,
+    )
 
 
 @law("CK-1", of=NORMS)
@@ -40,8 +46,11 @@ def test_two_heads_project_three_and_five(impl):
     the length.
     """
     w_o = np.array([[[1.0, 0], [0, 1]], [[4, 1], [0, 1]]])
-    got = impl.criticalkv.projected_norms(np.array([[[[1.0, -2], [2, -4]]]]), w_o)
-    equal(got, [[[4.0, 8.0]]], "the lengths are not 4 and 8")
+    equal(
+        impl.criticalkv.projected_norms(np.array([[[[1.0, -2], [2, -4]]]]), w_o),
+        [[[4.0, 8.0]]],
+        "the lengths are not 4 and 8",
+    )
 
 
 @law(
@@ -72,8 +81,15 @@ def check_importance(impl, case, seed, window_size, kernel_size):
     pooled *= weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)
     largest = pooled.max(axis=2).reshape(*keys.shape[:2], -1, count).max(axis=2)
     settings: dict = {"window_size": window, "kernel_size": kernel_size}
-    by_hand = np.maximum(largest, largest.mean(axis=-1, keepdims=True))
-    agrees(impl, IMPORTANCE, queries, keys, **settings, by_hand=by_hand, size=1 + np.abs(keys).max())
+    agrees(
+        impl,
+        IMPORTANCE,
+        queries,
+        keys,
+        **settings,
+        by_hand=np.maximum(largest, largest.mean(axis=-1, keepdims=True)),
+        size=1 + np.abs(keys).max(),
+    )
 
 
 @law("CK-3", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -164,8 +180,12 @@ def test_the_rest_goes_by_attention_times_length(impl):
     """Of four tokens with equal attention each scores by its value: (1/5 + 1e-4) times 1, 4, 2 and 8."""
     values, one = np.array([[[[1.0], [4], [2], [8], [1]]]]), np.ones((1, 1, 1, 1))
     got = scored(impl, one, np.zeros((1, 1, 5, 1)), values, one[0], budget=1, window_size=1, kernel_size=1)
-    expected = np.array([[[*(np.array([1, 4, 2, 8]) * (0.2 + 1e-4)), np.inf]]])
-    near(got, expected, 2e-2, "the score, (1/5 + 1e-4) times 1, 4, 2 and 8,")
+    near(
+        got,
+        np.array([[[*(np.array([1, 4, 2, 8]) * (0.2 + 1e-4)), np.inf]]]),
+        2e-2,
+        "the score, (1/5 + 1e-4) times 1, 4, 2 and 8,",
+    )
 
 
 @law("CK-4", of=SCORE)
@@ -180,9 +200,8 @@ def test_the_defaults_are_those_of_the_public_codes(impl):
     )
     states = queries, keys, np.broadcast_to(np.arange(width(impl)) == 0, keys.shape).astype(float), w_o
     for budget, infinite in ((64, 32), (66, 33)):
-        got = scored(impl, *states, budget=budget)
         equal(
-            np.isinf(got).sum(),
+            np.isinf(scored(impl, *states, budget=budget)).sum(),
             infinite,
             f"with a budget of {budget} other tokens score most than {infinite}",
         )
@@ -255,8 +274,14 @@ def test_the_bound_is_met_by_opposite_values(impl):
     """Of the values 2 and -2 with weights 3/4 and 1/4 the first is kept: the output 1 becomes 2, and the
     bound is 1.
     """
-    kept = np.array([[True, False]])
-    agrees(impl, BOUND, np.array([[0.75, 0.25]]), np.array([[2.0, 2.0]]), kept, expected=np.array([1.0]))
+    agrees(
+        impl,
+        BOUND,
+        np.array([[0.75, 0.25]]),
+        np.array([[2.0, 2.0]]),
+        np.array([[True, False]]),
+        expected=np.array([1.0]),
+    )
 
 
 @law(

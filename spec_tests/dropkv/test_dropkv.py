@@ -43,8 +43,15 @@ def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     logits = queries[:, :, -1:] @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
     by_hand = over_group(removed(logits, values)[:, :, 0] ** 2, case.num_kv_heads)
     by_hand[..., -1] = np.inf
-    size = 100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max()))
-    scores(impl, queries, *states, window_size=1, kernel_size=1, by_hand=by_hand, size=size)
+    scores(
+        impl,
+        queries,
+        *states,
+        window_size=1,
+        kernel_size=1,
+        by_hand=by_hand,
+        size=100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max())),
+    )
 
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal", "drift")), seed=seeds())

@@ -45,8 +45,12 @@ def test_a_head_that_looks_everywhere_has_a_gate_above_one_half(impl):
     """A zero query gives 1/500 to each place: the cumulated attention rises to 1, and its mean is
     501/1000.
     """
-    got = impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2)))
-    near(got, np.array([[0.501]]), rounding(impl, 500), "the gate")
+    near(
+        impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2))),
+        np.array([[0.501]]),
+        rounding(impl, 500),
+        "the gate",
+    )
 
 
 @law("DA-1", of=ESTIMATE)

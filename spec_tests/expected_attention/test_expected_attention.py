@@ -53,9 +53,14 @@ def check_loops(impl, case, epsilon):
         )
         weights = np.array([math.exp(logit - logits.max()) for logit in logits])
         expected[head] += (weights / math.fsum(weights) + epsilon) * lengths(values[head]) / group
-    more = 1e-12 * float(2 * np.abs(expected).max(initial=0))
     agrees(
-        impl, SCORE, *inputs, epsilon=epsilon, expected=expected, more=more, what="the score, against loops,"
+        impl,
+        SCORE,
+        *inputs,
+        epsilon=epsilon,
+        expected=expected,
+        more=1e-12 * float(2 * np.abs(expected).max(initial=0)),
+        what="the score, against loops,",
     )
 
 
@@ -160,8 +165,15 @@ def test_the_output_projection_may_weigh_the_value(impl, case, seed):
         expected = (weights + 0.02) * lengths(projected)
         agrees(impl, CONTRIBUTION, weights, values, 0.02, *given, by_hand=expected, size=expected.max())
     turn = mirrored(np.random.default_rng(seed), values.shape[-1])
-    got = impl.expected_attention.contribution(weights, values, 0.02, turn)
-    agrees(impl, CONTRIBUTION, weights, values, 0.02, got=got, what="the contribution with W_o turned")
+    agrees(
+        impl,
+        CONTRIBUTION,
+        weights,
+        values,
+        0.02,
+        got=impl.expected_attention.contribution(weights, values, 0.02, turn),
+        what="the contribution with W_o turned",
+    )
 
 
 FITTING = {
@@ -200,8 +212,12 @@ def test_the_weights_of_a_head_sum_to_one(impl, case):
     """Over values of norm 1, and without epsilon, the scores of every head are positive and sum to 1."""
     keys, values, *statistics = arguments(impl, case)
     states = keys, np.broadcast_to(np.arange(values.shape[-1]) == 0, values.shape).astype(float), *statistics
-    got = impl.expected_attention.score(*states, epsilon=0.0)
-    totals(got, 1, impl.allowance(SCORE, *states, epsilon=0.0), "the weights of a head")
+    totals(
+        impl.expected_attention.score(*states, epsilon=0.0),
+        1,
+        impl.allowance(SCORE, *states, epsilon=0.0),
+        "the weights of a head",
+    )
 
 
 @law("EA-8", of=SCORE, case=grouped, shift=st.sampled_from([0.5, -3.0, 64.0, -64.0]))
@@ -312,8 +328,13 @@ def test_halving_the_keys_and_doubling_the_queries_changes_nothing(impl, case):
     the key twice.
     """
     keys, values, mean, covariance = inputs = arguments(impl, case)
-    got = impl.expected_attention.score(keys / 2, values, 2 * mean, 4 * covariance)
-    agrees(impl, SCORE, *inputs, got=got, what="the score of the scaled states")
+    agrees(
+        impl,
+        SCORE,
+        *inputs,
+        got=impl.expected_attention.score(keys / 2, values, 2 * mean, 4 * covariance),
+        what="the score of the scaled states",
+    )
 
 
 @law("EA-L1", of="expected_attention.listing_1", case=seeded_cases(), percent=st.integers(0, 99))

@@ -225,8 +225,14 @@ def test_reconstruction_error_is_the_mean_norm_of_the_difference(impl, case):
     size = min(case.keys.shape[2], case.next_keys.shape[2])
     hidden, compressed = impl.rounded((case.keys[:, :, :size], case.next_keys[:, :, :size]))
     norms = lengths(hidden - compressed)
-    by_hand = np.array([[math.fsum(row) / size for row in rows] for rows in norms])
-    agrees(impl, path, hidden, compressed, by_hand=by_hand, size=norms.max())
+    agrees(
+        impl,
+        path,
+        hidden,
+        compressed,
+        by_hand=np.array([[math.fsum(row) / size for row in rows] for rows in norms]),
+        size=norms.max(),
+    )
     equal(impl.call(path, hidden, hidden), 0, "equal states have a reconstruction error")
 
 

@@ -251,9 +251,14 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
         others = np.arange(tokens) != token
         left = weights[..., others] / weights[..., others].sum(axis=-1, keepdims=True)
         expected[..., token] = lengths((full - (left[..., None] * values[:, :, others]).sum(axis=2)) @ w_o.T)
-    more = 1e-12 * float(np.abs(values).max() * np.abs(w_o).sum())
     agrees(
-        impl, "expected_attention_theory.removal_error", weights, values, w_o, expected=expected, more=more
+        impl,
+        "expected_attention_theory.removal_error",
+        weights,
+        values,
+        w_o,
+        expected=expected,
+        more=1e-12 * float(np.abs(values).max() * np.abs(w_o).sum()),
     )
 
 

@@ -92,8 +92,11 @@ def test_a_long_row_keeps_its_own_number(impl, case, budget):
 def test_a_long_row_keeps_the_lower_of_equal_scores(impl, case, budget):
     """Each of several rows of up to 131,072 tokens keeps the first b_h of a stable sort by falling score."""
     scores, budgets = long_scores(impl, case, budget)
-    got = impl.gvote.top_each(scores, budgets)
-    equal(got, first_of_each(scores, budgets), "a long row keeps other tokens than a stable sort")
+    equal(
+        impl.gvote.top_each(scores, budgets),
+        first_of_each(scores, budgets),
+        "a long row keeps other tokens than a stable sort",
+    )
 
 
 def long_scores(impl, case, budget):

@@ -32,8 +32,14 @@ def exact_weights(draw, max_length=6):
 def test_weights_are_the_softmax_of_the_scaled_logits(impl, case):
     """exp(q . k_t / sqrt(D)), divided by its sum over the tokens; also computed token by token."""
     keys, query = impl.round(for_each_reader(case.keys, case.queries)), impl.round(case.queries[:, :, 0])
-    by_hand = causal_weights(query[:, :, None], keys)[:, :, 0]
-    agrees(impl, WEIGHTS, query, keys, by_hand=by_hand, size=1 + np.abs(query).max() * np.abs(keys).max())
+    agrees(
+        impl,
+        WEIGHTS,
+        query,
+        keys,
+        by_hand=causal_weights(query[:, :, None], keys)[:, :, 0],
+        size=1 + np.abs(query).max() * np.abs(keys).max(),
+    )
 
 
 @law("GV-A1", of=WEIGHTS, size=st.sampled_from([1.0, 1e2, 1e4]), length=st.sampled_from([1, 2, 17]))
@@ -133,8 +139,11 @@ def test_of_equal_weights_those_at_the_lower_positions_are_in_the_nucleus(impl, 
     """As many tokens as are in the nucleus come first in a stable sort by falling weight, and they are it."""
     kept = impl.gvote.nucleus(weights, p)
     require_mask(kept, weights.shape, "the nucleus")
-    expected = first_of_each(weights[None], kept.sum(keepdims=True))[0]
-    equal(kept, expected, "of equal weights one at a higher position is in the nucleus")
+    equal(
+        kept,
+        first_of_each(weights[None], kept.sum(keepdims=True))[0],
+        "of equal weights one at a higher position is in the nucleus",
+    )
 
 
 @law("GV-A2", of=(NUCLEUS, WEIGHTS), case=seeded_cases(), percent=st.integers(1, 99))
@@ -189,8 +198,11 @@ def test_mass_is_the_sum_of_the_weights(impl):
     four.
     """
     for count, p in enumerate((0.25, 0.5, 0.75, 0.9375), start=1):
-        kept = impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p)
-        equal(kept, np.arange(4) < count, f"the nucleus at {p} is not the first {count}")
+        equal(
+            impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p),
+            np.arange(4) < count,
+            f"the nucleus at {p} is not the first {count}",
+        )
 
 
 @law("GV-A2", of=NUCLEUS)
@@ -255,12 +267,27 @@ def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
     of_channel = (statistics.fmean, statistics.pvariance)[pick]
     by_hand = np.array([[of_channel(channel) for channel in item.T.tolist()] for item in observed])
     how = {"pick": pick, "more": updating_errors(impl, observed)[pick]}
-    size = 1 + np.abs(observed).max(axis=1) ** 2
-    agrees(impl, path, states, sink_size=sink_size, **how, by_hand=by_hand, size=size, what=f"the {name}")
+    agrees(
+        impl,
+        path,
+        states,
+        sink_size=sink_size,
+        **how,
+        by_hand=by_hand,
+        size=1 + np.abs(observed).max(axis=1) ** 2,
+        what=f"the {name}",
+    )
     changed = states.copy()
     changed[:, :skipped] = np.random.default_rng(seed).normal(size=changed[:, :skipped].shape)
-    got = impl.gvote.hidden_statistics(changed, sink_size=sink_size)[pick]
-    agrees(impl, path, states, sink_size=sink_size, **how, got=got, what=f"the {name} with other sinks")
+    agrees(
+        impl,
+        path,
+        states,
+        sink_size=sink_size,
+        **how,
+        got=impl.gvote.hidden_statistics(changed, sink_size=sink_size)[pick],
+        what=f"the {name} with other sinks",
+    )
 
 
 @law("GV-A4", of="gvote.hidden_statistics")
@@ -269,8 +296,12 @@ def test_the_variance_survives_a_large_mean(impl):
     offset = min(2.0**-10 / accumulating(impl), 2.0**-2 / final_rounding(impl))
     states = offset + np.arange(4.0)[:, None]
     slack = updating_errors(impl, states)[1] + final_rounding(impl)
-    got = impl.gvote.hidden_statistics(states, sink_size=0)[1]
-    near(got, np.array([1.25]), slack, f"the variance of {offset} + 0, 1, 2, 3")
+    near(
+        impl.gvote.hidden_statistics(states, sink_size=0)[1],
+        np.array([1.25]),
+        slack,
+        f"the variance of {offset} + 0, 1, 2, 3",
+    )
 
 
 @law("GV-A5", of="gvote.sample_hidden_states", case=cases(), seed=seeds())
@@ -397,8 +428,14 @@ def test_logits_compare_each_sample_with_each_key(impl, case, seed):
     expected = np.zeros((*sampled.shape[:3], keys.shape[2]))
     for place in np.ndindex(sampled.shape[:2]):
         expected[place] = linear(sampled[place], keys[place].T) / keys.shape[-1] ** 0.5
-    size = keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max()
-    agrees(impl, "gvote.sampled_logits", sampled, keys, by_hand=expected, size=size)
+    agrees(
+        impl,
+        "gvote.sampled_logits",
+        sampled,
+        keys,
+        by_hand=expected,
+        size=keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max(),
+    )
 
 
 @law("GV-A11", of="gvote.union", case=cases(), seed=seeds())
@@ -482,5 +519,8 @@ def test_overlap_is_the_attention_on_the_candidates(impl, weights, seed):
     candidates = np.random.default_rng(seed).random(weights.shape) < 0.5
     expected = sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen)
     for tokens, wanted in ((candidates, expected), (candidates | True, 1), (candidates & False, 0)):
-        got = impl.gvote_theory.attention_overlap(weights, tokens)
-        equal(float(got), wanted, "the overlap is not the attention on the candidates")
+        equal(
+            float(impl.gvote_theory.attention_overlap(weights, tokens)),
+            wanted,
+            "the overlap is not the attention on the candidates",
+        )

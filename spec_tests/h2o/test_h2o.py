@@ -51,8 +51,12 @@ def test_equal_keys_score_by_how_long_they_were_seen(impl):
     """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and
     1/4.
     """
-    got = impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)))
-    near(got, np.array([[[25, 13, 7, 3]]]) / 12, 0.02, "the score, the sum of 1/(m+1),")
+    near(
+        impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2))),
+        np.array([[[25, 13, 7, 3]]]) / 12,
+        0.02,
+        "the score, the sum of 1/(m+1),",
+    )
 
 
 @law("H2-1", of=SCORE)
@@ -108,8 +112,11 @@ def test_each_head_chooses_for_itself(impl):
     keys = np.zeros((1, 2, 4, 2))
     keys[0, 0, 0] = keys[0, 1, 1] = 5
     kept = impl.h2o.select(np.ones((1, 2, 4, 2)), keys, budget=2)
-    expected = np.array([[[True, False, False, True], [False, True, False, True]]])
-    equal(kept, expected, "a head keeps what another one chose")
+    equal(
+        kept,
+        np.array([[[True, False, False, True], [False, True, False, True]]]),
+        "a head keeps what another one chose",
+    )
 
 
 @law("H2-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, -1, 1.5]))

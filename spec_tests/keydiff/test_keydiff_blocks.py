@@ -147,8 +147,15 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     size = np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
     how = {"by_hand": causal_weights(queries, keys) @ values, "size": size}
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
-    got = impl.keydiff_theory.cached_attention(*new, backwards)
-    agrees(impl, CACHED, *new, cache, got=got, **how, what="attention to the reversed cache")
+    agrees(
+        impl,
+        CACHED,
+        *new,
+        cache,
+        got=impl.keydiff_theory.cached_attention(*new, backwards),
+        **how,
+        what="attention to the reversed cache",
+    )
 
 
 @law("KD-3", of="keydiff.append", case=tiny_cases(min_length=2))
@@ -180,8 +187,11 @@ def test_eviction_keeps_a_subset_whole_and_in_order(impl, case, seed):
     got = impl.keydiff.evict(cache, kept)
     for name in ("keys", "values", "positions"):
         rows = getattr(cache, name)[kept]  # head by head, as many of each
-        wanted = rows.reshape(*kept.shape[:2], budget, *rows.shape[1:])
-        equal(getattr(got, name), wanted, f"the {name} of a head are not those of its kept tokens")
+        equal(
+            getattr(got, name),
+            rows.reshape(*kept.shape[:2], budget, *rows.shape[1:]),
+            f"the {name} of a head are not those of its kept tokens",
+        )
     equal(got.seen, cache.seen, "eviction changes how many tokens were seen")
 
 

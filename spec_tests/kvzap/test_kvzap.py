@@ -38,8 +38,11 @@ def test_a_token_below_the_threshold_goes_when_it_leaves_the_window(
     """Each by itself, whatever other tokens, heads and batch items score. At the threshold it stays."""
     scores = quarters(seed, 2, 3, length)
     scores[..., seed % 7 : seed % 7 + 1] = np.copysign(np.inf, scores[..., seed % 7 : seed % 7 + 1])
-    kept = impl.kvzap.dms(scores, threshold=threshold, window_size=window_size)
-    equal(kept, by_hand(scores, threshold, window_size), "another token stays")
+    equal(
+        impl.kvzap.dms(scores, threshold=threshold, window_size=window_size),
+        by_hand(scores, threshold, window_size),
+        "another token stays",
+    )
 
 
 @law("ZA-1", of=DMS, seed=seeds(), length=lengths_of, window_size=windows)
@@ -67,8 +70,15 @@ def test_bad_settings_are_refused(impl, bad):
 def test_the_score_is_the_product_with_the_weights_and_a_bias(impl, case, seed, heads):
     """Number by number, with the weights of each KV head, so two surrogates added score their sum."""
     states, weights = impl.round(case.keys[:, 0]), quarters(seed, case.batch, heads, case.head_dim)
-    size = 1 + (np.abs(states) @ np.swapaxes(np.abs(weights), 1, 2)).max()
-    agrees(impl, SCORE, states, weights, weights[..., 0], by_hand=scores_by_hand, size=size)
+    agrees(
+        impl,
+        SCORE,
+        states,
+        weights,
+        weights[..., 0],
+        by_hand=scores_by_hand,
+        size=1 + (np.abs(states) @ np.swapaxes(np.abs(weights), 1, 2)).max(),
+    )
 
 
 @law("ZA-2", of=SCORE)
@@ -116,8 +126,12 @@ def test_one_token_by_hand(impl):
     zero, w_o = np.zeros((1, 1, 1, 2)), np.array([[[4.0, 0, 0], [0, 1, 0]]])
     for length, size, share in ((3, 5, 1.2), (0, 5, 1e-30), (3, 0, 1e-30)):
         value, state = np.array([[[[length, 0.0]]]]), np.array([[[0.6, 0.8, 0]]]) * size
-        got = impl.kvzap.target(zero, value, w_o, zero, zero, state)
-        near(got, np.full((1, 1, 1), np.log(share)), 70 * rounding(impl), "the target")
+        near(
+            impl.kvzap.target(zero, value, w_o, zero, zero, state),
+            np.full((1, 1, 1), np.log(share)),
+            70 * rounding(impl),
+            "the target",
+        )
 
 
 @law("ZA-3", of=TARGET, examples=1, seed=seeds())
@@ -130,8 +144,12 @@ def test_a_long_replay_counts_to_its_last_query(impl, seed):
     got = impl.kvzap.target(
         keys, np.ones((1, 1, 130, 1)), np.full((2, 1, 1), 2.0), queries, more, np.full((1, 300, 1), 2.0)
     )
-    expected = np.where(np.arange(130) == seed % 130, 0, -np.log(131))[None, None]
-    near(got, expected, 6 * rounding(impl, 430), "the target by a replay of 300")
+    near(
+        got,
+        np.where(np.arange(130) == seed % 130, 0, -np.log(131))[None, None],
+        6 * rounding(impl, 430),
+        "the target by a replay of 300",
+    )
 
 
 @law("ZA-4", of=FIT, seed=seeds(), length=lengths_of, ridge=st.sampled_from([1.0, 0.25, 16.0]))
@@ -194,8 +212,11 @@ def test_tokens_one_by_one_stay_as_all_at_once(impl, seed, length, window_size):
         kept = impl.kvzap.select(keys, recent, *surrogate, **settings)
         require_mask(kept, keys.shape[:3], "the selection of a step")
         stored = stored[kept[0, 0]]
-    expected = by_hand(scores_by_hand(states, *surrogate), **settings)
-    equal(stored, np.flatnonzero(expected), "token by token others stay")
+    equal(
+        stored,
+        np.flatnonzero(by_hand(scores_by_hand(states, *surrogate), **settings)),
+        "token by token others stay",
+    )
 
 
 @law("ZA-5", of=SELECT)

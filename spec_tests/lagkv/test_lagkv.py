@@ -212,8 +212,15 @@ def test_a_channel_without_a_range_counts_as_zero(impl):
     keys = np.array([[[[0.0, 1, 7], [0, 0, 7]]]])
     following = np.array([[[[0.0, 0, 5], [1, 1, 5]]]])
     weight = math.exp(1 / math.sqrt(3))
-    expected = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
-    agrees(impl, SCORE, keys, np.zeros_like(keys), following, np.zeros_like(keys), expected=expected)
+    agrees(
+        impl,
+        SCORE,
+        keys,
+        np.zeros_like(keys),
+        following,
+        np.zeros_like(keys),
+        expected=0.5 + np.array([[[weight, 1.0]]]) / (weight + 1),
+    )
 
 
 @law("LK-10", of=SCORE)
@@ -221,8 +228,15 @@ def test_the_deviation_is_that_of_a_sample(impl):
     """Two channels at 0 and 1 deviate by 1/sqrt(2) (ddof=1), not by 1/2; the softmax has no temperature."""
     keys, following = np.array([[[[0.0, 1], [0, 0]]]]), np.array([[[[0.0, 0], [1, 1]]]])
     weight = math.exp(1 / math.sqrt(2))
-    expected = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
-    agrees(impl, SCORE, keys, np.zeros_like(keys), following, following, expected=expected)
+    agrees(
+        impl,
+        SCORE,
+        keys,
+        np.zeros_like(keys),
+        following,
+        following,
+        expected=0.5 + np.array([[[weight, 1.0]]]) / (weight + 1),
+    )
 
 
 @law("LK-10", of=SCORE, kind="edge", case=cases(), keys_too=st.booleans())
@@ -416,8 +430,12 @@ def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     """Below S + 2L tokens the reason names that number; from there on there is none."""
     shortest = sink + 2 * lag
     got = impl.lagkv.why_nothing_removed(shortest + more, sink_size=sink, lag_size=lag)
-    explained = str(shortest) in str(got) if more < 0 else got is None
-    require(explained, f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
+    require(
+        str(shortest) in str(got) if more < 0 else got is None,
+        f"a cache of {shortest + more} tokens is explained by {got!r}",
+        shortest,
+        got,
+    )
 
 
 @law(

@@ -97,8 +97,11 @@ def test_new_tokens_come_after_the_cached_ones(impl, case):
     """Cat[K : k] holds the cached tokens first, each unchanged; an empty cache is allowed."""
     for cached in (case.keys, case.keys[:, :, :0]):
         got = impl.lagkv.append(cached, case.next_keys)
-        wanted = impl.round(np.concatenate([cached, case.next_keys], axis=2))
-        equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
+        equal(
+            got,
+            impl.round(np.concatenate([cached, case.next_keys], axis=2)),
+            "the new tokens do not follow the cached ones unchanged",
+        )
 
 
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
@@ -118,8 +121,12 @@ def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, 
     next partition.
     """
     *_, (kept, end, _) = streamed(impl, case, percent, sink, lag, seed)
-    ascending = (np.diff(end.positions, axis=-1) > 0).all()
-    require(ascending, "the positions of a head are not distinct and ascending", None, end.positions)
+    require(
+        (np.diff(end.positions, axis=-1) > 0).all(),
+        "the positions of a head are not distinct and ascending",
+        None,
+        end.positions,
+    )
     check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl))
 
 

@@ -151,8 +151,13 @@ def test_no_entry_of_the_covariance_is_too_small_to_count(impl, power):
     cut.
     """
     keys = np.array([[[[2.0], [-2.0]]]])
-    expected = np.array([[[[2.0 ** (2 - power)]]]])
-    agrees(impl, "momentkv.recover", moments_of(keys, keys / 2 ** (power + 1)), pick=2, expected=expected)
+    agrees(
+        impl,
+        "momentkv.recover",
+        moments_of(keys, keys / 2 ** (power + 1)),
+        pick=2,
+        expected=np.array([[[[2.0 ** (2 - power)]]]]),
+    )
 
 
 @law("MK-25", of=UPDATE, kind="refusal", bad=st.sampled_from(["evicted", "moments", "values"]))
@@ -213,8 +218,16 @@ def test_a_predicted_token_scores_zero(impl, power):
         root * scale * np.array([[[[1.0], [-1.0], [1.0]]]]),
     )
     what = f"the score of the residuals 0, 2 and 1, times {root} (values 1, -1 and 1, predictions 1, 1 and 2)"
-    also = root * scale * np.array([[[0, 2, 1]]]) / 3
-    agrees(impl, SCORE, np.zeros((1, 1, root**2)), keys, values, moments, also=also, what=what)
+    agrees(
+        impl,
+        SCORE,
+        np.zeros((1, 1, root**2)),
+        keys,
+        values,
+        moments,
+        also=root * scale * np.array([[[0, 2, 1]]]) / 3,
+        what=what,
+    )
 
 
 @law("MK-10", of=SCORE)
@@ -299,5 +312,11 @@ def test_batch_items_do_not_see_each_other(impl, case):
     """Item 1 scores the same beside another item 0."""
     query, keys, values, moments = states = situation(impl, case, 3)
     other = (np.concatenate([each[:1] * 0 + 3, each[1:]]) for each in (keys, values))
-    got = impl.momentkv.score(query, *other, moments)[1:]
-    agrees(impl, SCORE, *states, got=got, expected=lambda scores: scores[1:], what="the score of item 1")
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        got=impl.momentkv.score(query, *other, moments)[1:],
+        expected=lambda scores: scores[1:],
+        what="the score of item 1",
+    )

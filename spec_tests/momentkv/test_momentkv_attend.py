@@ -194,8 +194,14 @@ def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
     """
     *states, kept, moments = kept_situation(impl, case, seed)
     *turned, turned_moments, of_values = turn(seed, *states, moments)
-    got = impl.momentkv.attend(*turned, kept, turned_moments)
-    attends(impl, *states, kept, moments, got=got, expected=lambda output: output @ of_values)
+    attends(
+        impl,
+        *states,
+        kept,
+        moments,
+        got=impl.momentkv.attend(*turned, kept, turned_moments),
+        expected=lambda output: output @ of_values,
+    )
 
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))

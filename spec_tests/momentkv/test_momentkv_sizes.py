@@ -116,8 +116,12 @@ def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
         expected[0, np.arange(len(tokens))[:, None] // each.group, tokens] = 1 / (4 * each.group)
         expected *= np.linalg.norm(values, axis=-1)
         slack = rounding(impl, each.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
-        got = impl.momentkv.score(queries, keys, values, moments)
-        near(got, expected, slack, f"the score of a cache of {each.length} tokens")
+        near(
+            impl.momentkv.score(queries, keys, values, moments),
+            expected,
+            slack,
+            f"the score of a cache of {each.length} tokens",
+        )
 
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))

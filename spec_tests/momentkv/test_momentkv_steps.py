@@ -51,11 +51,24 @@ def check_bookkeeping(impl, case, seed, budget):
     for place in np.ndindex(keys.shape[:2]):
         rows = iter(np.hstack([all_keys[place], all_values[place]]).tolist())
         in_order = all(row in rows for row in np.hstack([left_keys[place], left_values[place]]).tolist())
-        what = "the tokens left are not in position order, or a key lost its value"
-        require(in_order, what, None, left_keys[place])
+        require(
+            in_order,
+            "the tokens left are not in position order, or a key lost its value",
+            None,
+            left_keys[place],
+        )
     fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
-    kept = np.ones(left_keys.shape[:3], dtype=bool)
-    agrees(impl, ATTEND, query, left_keys, left_values, kept, fresh, got=output, also=attend_in_loops)
+    agrees(
+        impl,
+        ATTEND,
+        query,
+        left_keys,
+        left_values,
+        np.ones(left_keys.shape[:3], dtype=bool),
+        fresh,
+        got=output,
+        also=attend_in_loops,
+    )
 
 
 @law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))

@@ -114,8 +114,9 @@ def test_the_output_is_the_mixture_of_the_sub_outputs(impl, case, seed):
     full = impl.momentkv_theory.full_output(query, keys, values)
     slack = impl.allowance("momentkv_theory.full_output", query, keys, values).largest
     for pick, what in enumerate(("w_R", "w_E")):
-        share = {"pick": pick, "got": got[pick], "also": expected[..., pick], "what": what}
-        agrees(impl, "momentkv_theory.mass", query, keys, kept, **share)
+        agrees(
+            impl, "momentkv_theory.mass", query, keys, kept, pick=pick, also=expected[..., pick], what=what
+        )
         of_share = impl.allowance("momentkv_theory.mass", query, keys, kept, pick=pick).largest
         of_output = impl.allowance("momentkv_theory.sub_outputs", query, keys, values, kept, pick=pick)
         slack += of_share * np.abs(values).max() + of_output.largest
@@ -132,8 +133,14 @@ fractions = st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0]).map(lambda share
 @law("MK-4", of="momentkv_theory.eviction_error", retained=vectors, evicted=vectors, share=fractions)
 def test_the_eviction_error_is_mass_times_divergence(impl, retained, evicted, share):
     """f - f_R = w_E (f_E - f_R), with f the mixture."""
-    expected = (1 - share) * retained + share * evicted - retained
-    agrees(impl, "momentkv_theory.eviction_error", retained, evicted, share, also=expected)
+    agrees(
+        impl,
+        "momentkv_theory.eviction_error",
+        retained,
+        evicted,
+        share,
+        also=(1 - share) * retained + share * evicted - retained,
+    )
 
 
 @law("MK-5", of="momentkv_theory.split_divergence", retained=vectors.filter(np.any), evicted=vectors)
@@ -320,8 +327,13 @@ def test_the_bound_of_the_denominator_is_the_printed_number(impl, case):
 def test_the_bound_of_the_numerator_is_the_printed_number(impl, case):
     """n sigma^2 V_max e^sigma / 2."""
     terms, _ = expanded(impl, case)
-    expected = case.length * half_spread(terms) * terms.largest_value
-    agrees(impl, "momentkv_theory.remainder_bounds", terms, pick=1, also=expected)
+    agrees(
+        impl,
+        "momentkv_theory.remainder_bounds",
+        terms,
+        pick=1,
+        also=case.length * half_spread(terms) * terms.largest_value,
+    )
 
 
 @law("MK-27", of="momentkv_theory.inverse_to_first_order", case=heads)

@@ -190,8 +190,16 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
     inside = (low <= paper) & (paper <= high)
     loops(np.where(inside, exact, 0), np.where(inside, paper, 0), 10)
     truth = attention(query, keys, values)[0]
-    what = "the bounded estimate is farther from f_E than MomentKV's"
-    no_farther(impl, ESTIMATE, query, *bounds, other=paper, truth=truth, values=values, what=what)
+    no_farther(
+        impl,
+        ESTIMATE,
+        query,
+        *bounds,
+        other=paper,
+        truth=truth,
+        values=values,
+        what="the bounded estimate is farther from f_E than MomentKV's",
+    )
 
 
 @law("MB-5", of=ESTIMATE)
@@ -206,8 +214,15 @@ def test_no_estimate_lies_beyond_all_values(impl):
 def test_it_is_never_worse_than_momentkv(impl, case, seed, shift, scale):
     """Never farther from attention over all tokens than MomentKV's output is."""
     arguments, full, _, paper = decoding(case, seed, shift, scale)
-    what = "the output is farther from full attention than MomentKV's"
-    no_farther(impl, ATTEND, *arguments, other=paper, truth=full, values=arguments[2], what=what)
+    no_farther(
+        impl,
+        ATTEND,
+        *arguments,
+        other=paper,
+        truth=full,
+        values=arguments[2],
+        what="the output is farther from full attention than MomentKV's",
+    )
 
 
 @law("MB-6", of=ATTEND)
@@ -231,16 +246,27 @@ def test_the_plain_case_is_momentkv(impl):
     """
     keys, values = np.zeros((1, 1, 4, 2)), np.array([[[[0.0], [2], [4], [6]]]])
     kept, query = np.array([[[True, False, False, False]]]), np.ones((1, 1, 2))
-    got = impl.momentkv_bounded.attend(query, keys, values, kept, *held(keys, values, ~kept))
-    near(got, np.full((1, 1, 1), 3.0), 0.02, "the mean of 0, 2, 4, 6")
+    near(
+        impl.momentkv_bounded.attend(query, keys, values, kept, *held(keys, values, ~kept)),
+        np.full((1, 1, 1), 3.0),
+        0.02,
+        "the mean of 0, 2, 4, 6",
+    )
 
 
 @law("MB-7", of=CERTIFIED, case=short_cases, seed=seeds(), shift=shifts, scale=scales)
 def test_it_is_never_worse_than_no_correction(impl, case, seed, shift, scale):
     """Never farther from attention over all tokens than the retained tokens alone are."""
     arguments, full, retained, _ = decoding(case, seed, shift, scale)
-    what = "the output is farther from full attention than no correction"
-    no_farther(impl, CERTIFIED, *arguments, other=retained, truth=full, values=arguments[2], what=what)
+    no_farther(
+        impl,
+        CERTIFIED,
+        *arguments,
+        other=retained,
+        truth=full,
+        values=arguments[2],
+        what="the output is farther from full attention than no correction",
+    )
 
 
 ends = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0])

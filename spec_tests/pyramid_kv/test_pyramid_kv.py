@@ -22,8 +22,12 @@ def layers_of(impl, budget, num_layers, *, most=None, least=1, **settings):
         num_layers * (budget if most is None else min(budget, most)),
         "the budgets have another total",
     )
-    inside = least <= min(got) and (most is None or max(got) <= most)
-    require(inside, f"budgets from {min(got)} to {max(got)} of {most} tokens", (least, most), got)
+    require(
+        least <= min(got) and (most is None or max(got) <= most),
+        f"budgets from {min(got)} to {max(got)} of {most} tokens",
+        (least, most),
+        got,
+    )
     return np.array(got)
 
 

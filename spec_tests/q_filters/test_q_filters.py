@@ -53,8 +53,12 @@ def test_most_queries_point_ahead(impl, case, seed):
 @law("QF-1", of=DIRECTION)
 def test_the_majority_decides_and_not_the_sum(impl):
     """Two queries (1, 0) and one (-3, 0): two of three point along (1, 0), although the sum points back."""
-    got = impl.q_filters.main_direction(np.array([[1.0, 0], [1, 0], [-3, 0]]))
-    near(got, np.array([1.0, 0]), error(impl), "the direction")
+    near(
+        impl.q_filters.main_direction(np.array([[1.0, 0], [1, 0], [-3, 0]])),
+        np.array([1.0, 0]),
+        error(impl),
+        "the direction",
+    )
 
 
 @law("QF-1", of=DIRECTION)
@@ -83,8 +87,12 @@ def test_the_mean_is_not_taken_away(impl):
     """(3, 1), (3, 1), (3, -1), (3, -1): channel 0 holds the squares. Without their mean, (3, 0), channel 1
     would.
     """
-    got = impl.q_filters.main_direction(np.array([[3.0, 1], [3, 1], [3, -1], [3, -1]]))
-    near(got, np.array([1.0, 0]), error(impl), "the direction")
+    near(
+        impl.q_filters.main_direction(np.array([[3.0, 1], [3, 1], [3, -1], [3, -1]])),
+        np.array([1.0, 0]),
+        error(impl),
+        "the direction",
+    )
 
 
 @law("QF-2", of=CALIBRATE)
@@ -93,8 +101,12 @@ def test_the_filter_is_the_mean_of_the_group(impl):
     cancel.
     """
     axes = np.array([[2.0, 0], [0, 3], [5, 0], [-1, 0]])
-    got = impl.q_filters.calibrate(np.repeat(axes[None, :, None], 3, axis=2), 2)
-    near(got, np.array([[[0.5, 0.5], [0, 0]]]), error(impl), "the filters")
+    near(
+        impl.q_filters.calibrate(np.repeat(axes[None, :, None], 3, axis=2), 2),
+        np.array([[[0.5, 0.5], [0, 0]]]),
+        error(impl),
+        "the filters",
+    )
 
 
 @law("QF-2", of=(CALIBRATE, DIRECTION), case=seeded_cases(kinds=("drift",), min_length=5), seed=seeds())

@@ -200,8 +200,14 @@ def test_the_defaults_are_those_of_the_public_code(impl):
     1/16.
     """
     states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
-    expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
-    agrees(impl, SCORE, *states, got=scored(impl, *states), expected=expected, what="the score")
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        got=scored(impl, *states),
+        expected=np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None],
+        what="the score",
+    )
 
 
 @law("RK-5", of=SCORE)
@@ -351,8 +357,16 @@ def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case
         expected = share * oracle(IMPORTANCE)(queries, keys, **settings) - (1 - share) * redundancy[..., :-2]
         expected = np.concatenate([expected, np.full((*keys.shape[:2], 2), np.inf)], axis=-1)
     settings |= {"importance_share": share}
-    got = scored(impl, queries, keys, path=RELEASED, **settings)
-    agrees(impl, RELEASED, queries, keys, **settings, got=got, more=doubt(impl, keys), by_hand=expected)
+    agrees(
+        impl,
+        RELEASED,
+        queries,
+        keys,
+        **settings,
+        got=scored(impl, queries, keys, path=RELEASED, **settings),
+        more=doubt(impl, keys),
+        by_hand=expected,
+    )
 
 
 @law("RK-6", of=RELEASED)

@@ -189,8 +189,12 @@ def test_each_token_turns_by_its_own_position(impl, case, seed):
     positions = generator.integers(0, 5000, size=case.length)
     order = generator.permutation(case.length)
     expected, slack = turned(impl, impl.round(case.keys), positions)
-    got = impl.rope.rotate(case.keys[:, :, order], positions[order])
-    near(got, expected[:, :, order], slack, "the permuted rotation")
+    near(
+        impl.rope.rotate(case.keys[:, :, order], positions[order]),
+        expected[:, :, order],
+        slack,
+        "the permuted rotation",
+    )
 
 
 @law(

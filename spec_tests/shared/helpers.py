@@ -105,8 +105,13 @@ def check_window(impl, path, states, share, more=0.0, **settings):
     equal(np.isinf(scores), window, "another token than those of the window scores more than all others")
     allowed, length = impl.allowance(path, *states, **settings), scores.shape[2]
     budget = min(length, settings["window_size"] + int(share * length))
-    kept = impl.selection.top_k(scores, budget)
-    selects(kept, allowed.expected, budget, slack=lambda: allowed.largest + more, protected=window)
+    selects(
+        impl.selection.top_k(scores, budget),
+        allowed.expected,
+        budget,
+        slack=lambda: allowed.largest + more,
+        protected=window,
+    )
 
 
 def mirrored(generator, size):

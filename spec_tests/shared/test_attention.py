@@ -115,8 +115,11 @@ def test_each_query_head_stands_beside_its_kv_head(impl, case):
     """
     queries, keys = impl.rounded((case.queries, case.keys))
     grouped, shared = impl.attention.by_group(queries, keys)
-    expected = np.stack([queries[:, head :: case.group] for head in range(case.group)], axis=2)
-    equal(grouped, expected, "query head h is not at [h // G, h % G]")
+    equal(
+        grouped,
+        np.stack([queries[:, head :: case.group] for head in range(case.group)], axis=2),
+        "query head h is not at [h // G, h % G]",
+    )
     equal(shared, keys[:, :, None], "the keys are not those of the KV heads in their order")
 
 
@@ -216,8 +219,12 @@ def test_no_split_of_a_long_cache_is_lost(impl, case):
     outputs = [attention_in_parts(*states)[0] for states in zip(by_head, keys[0], values[0], strict=True)]
     expected = np.concatenate(outputs)[None, :, None]
     cache = reference_cache.compress(keys, values, np.ones(keys.shape[:3], dtype=bool))
-    got = impl.attention.attend(queries[:, :, None], cache)[0]
-    near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
+    near(
+        impl.attention.attend(queries[:, :, None], cache)[0],
+        expected,
+        rounding(impl, case.length) * expected.max(),
+        "the output over a long cache",
+    )
 
 
 @law(

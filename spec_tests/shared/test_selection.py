@@ -122,8 +122,11 @@ def test_each_row_protects_its_own(impl):
     are.
     """
     protected = np.array([[[False, False, True]] * 3] * 2)
-    got = impl.selection.top_k(np.zeros((2, 3, 3)), 1, protected)
-    equal(got, protected, "a row does not keep the one token that it protects")
+    equal(
+        impl.selection.top_k(np.zeros((2, 3, 3)), 1, protected),
+        protected,
+        "a row does not keep the one token that it protects",
+    )
 
 
 def not_counted(impl) -> str:
@@ -189,8 +192,11 @@ def test_a_hundred_thousand_equal_scores_are_counted(impl, case):
     """
     scores = impl.round(case.keys[..., 0])
     expected = sorted_choice(scores, case.length * 3 // 4, np.zeros(scores.shape, dtype=bool))
-    got = impl.selection.top_k(scores, case.length * 3 // 4)
-    equal(got, expected, "other tokens of a saturated row are kept than by a stable sort")
+    equal(
+        impl.selection.top_k(scores, case.length * 3 // 4),
+        expected,
+        "other tokens of a saturated row are kept than by a stable sort",
+    )
 
 
 @law("SEL-4", of="selection.top_k", examples=5, case=long_rows(), share=shares())

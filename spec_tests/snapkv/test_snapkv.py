@@ -28,8 +28,16 @@ def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_si
         by_hand[..., token] = (
             received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
         )
-    got = scored(impl, queries, keys, **settings)
-    agrees(impl, SCORE, queries, keys, **settings, got=got, by_hand=by_hand, size=1 + np.abs(keys).max())
+    agrees(
+        impl,
+        SCORE,
+        queries,
+        keys,
+        **settings,
+        got=scored(impl, queries, keys, **settings),
+        by_hand=by_hand,
+        size=1 + np.abs(keys).max(),
+    )
 
 
 @law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())

@@ -24,8 +24,14 @@ def test_score_is_the_mean_attention_of_the_last_query(impl, case):
     """
     queries, keys = impl.rounded((last_queries(case), case.keys))
     last = queries[:, :, -1:]
-    by_hand = over_heads(keys)(causal_weights(last, for_each_reader(keys, last)))
-    agrees(impl, SCORE, queries, keys, by_hand=by_hand, size=1 + np.abs(keys).max() * np.abs(last).max())
+    agrees(
+        impl,
+        SCORE,
+        queries,
+        keys,
+        by_hand=over_heads(keys)(causal_weights(last, for_each_reader(keys, last))),
+        size=1 + np.abs(keys).max() * np.abs(last).max(),
+    )
 
 
 @law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())

@@ -32,8 +32,15 @@ def test_the_slack_is_what_the_mean_hides_of_the_lengths(impl, case):
     states = pairs(impl.round(case.keys))
     size = float(np.abs(states).max())
     slack = agrees(impl, STATISTICS, case.keys)[1]
-    by_hand = np.abs(states).mean(axis=-2) - np.abs(states.mean(axis=-2))
-    agrees(impl, STATISTICS, case.keys, pick=1, got=slack, by_hand=by_hand, size=size)
+    agrees(
+        impl,
+        STATISTICS,
+        case.keys,
+        pick=1,
+        got=slack,
+        by_hand=np.abs(states).mean(axis=-2) - np.abs(states.mean(axis=-2)),
+        size=size,
+    )
     least = -within(impl, pick=1, roundings=0) - 1e-12 * size
     require(slack.min() >= least, "a mean is longer than the mean length", 0.0, slack)
 
@@ -134,8 +141,12 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
     first = np.eye(width(impl, 2) // 2)[:1]
     keys = rotate(np.concatenate([0 * first, 3 * first], axis=-1), np.array([5]))
     direction = rotate(np.concatenate([2 * first, 0 * first], axis=-1), np.array([7]))[0]
-    got = impl.triattention.logits(keys, direction, 0.5 * first[0])
-    near(got, np.array([6 * np.cos(2 - np.pi / 2) + 1.5]), 8 * rounding(impl, 3), "S")
+    near(
+        impl.triattention.logits(keys, direction, 0.5 * first[0]),
+        np.array([6 * np.cos(2 - np.pi / 2) + 1.5]),
+        8 * rounding(impl, 3),
+        "S",
+    )
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=TRAITS), seed=seeds())
@@ -162,8 +173,15 @@ def test_the_scale_of_a_head_does_not_count(impl, case, seed):
     direction, slack = states = calibrated(case, seed)
     factors = 2.0 ** np.random.default_rng(seed).integers(-1, 2, size=(*direction.shape[:2], 1))
     got = impl.triattention.score(case.keys, direction * factors, slack * factors)
-    more = impl.allowance(SCORE, case.keys, *states).errors()
-    agrees(impl, SCORE, case.keys, *states, got=got, more=more, what="the score of rescaled heads")
+    agrees(
+        impl,
+        SCORE,
+        case.keys,
+        *states,
+        got=got,
+        more=impl.allowance(SCORE, case.keys, *states).errors(),
+        what="the score of rescaled heads",
+    )
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(min_length=2, kinds=("normal", "drift")), seed=seeds())
@@ -203,5 +221,12 @@ def test_a_long_prompt_is_standardised_over_all_of_its_tokens(impl, case):
     rows = np.repeat(np.abs(states), 2, axis=1) @ slack[..., None]
     rows = rows[..., 0] + (np.repeat(np.conj(states), 2, axis=1) @ pairs(direction)[..., None])[..., 0].real
     standard = (rows - rows.mean(axis=-1, keepdims=True)) / rows.std(axis=-1, keepdims=True)
-    expected = standard.reshape(1, case.num_kv_heads, 2, -1).max(axis=2)
-    agrees(impl, SCORE, case.keys, direction, slack, expected=expected, more=1e-9)
+    agrees(
+        impl,
+        SCORE,
+        case.keys,
+        direction,
+        slack,
+        expected=standard.reshape(1, case.num_kv_heads, 2, -1).max(axis=2),
+        more=1e-9,
+    )
