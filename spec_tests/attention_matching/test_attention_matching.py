@@ -1,7 +1,7 @@
 """Laws of Attention Matching: AM-1 to AM-6."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import quarters
+from evictionary.spec_tests.shared.helpers import quarters, refuses
 
 SELECT, SCORE, BOUNDED, BIAS, VALUES, ATTEND = (
     f"attention_matching.{name}"
@@ -393,8 +393,7 @@ def test_where_all_keys_are_kept_the_values_stay(impl, case, seed, count):
 @law("AM-4", of=VALUES, kind="refusal")
 def test_a_bias_of_other_keys_is_refused(impl):
     """Three numbers for a head that keeps two keys raise ValueError."""
-    states, kept = np.ones((1, 1, 3, 2)), np.array([[[True, True, False]]])
-    refused(impl, "bias", VALUES, states[:, :, :1], states, states, kept, np.zeros((1, 1, 3)))
+    refuses(impl, VALUES, "bias", np.zeros((1, 2, 3)), kept=np.arange(4) < np.full((1, 2, 1), 2))
 
 
 @law("AM-5", of=ATTEND, case=cases(max_length=33), seed=seeds())

@@ -1,6 +1,7 @@
 """Laws of CAKE: CAKE-1 to CAKE-6."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuses
 
 DISPERSION, SHIFT, PREFERENCE = "cake.dispersion", "cake.shift", "cake.preference"
 SHARED, CASCADE = "cake.budgets", "cake_theory.cascade"
@@ -178,19 +179,15 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
     kind="refusal",
     bad=st.sampled_from(
         [
-            {"budget": 0},
-            {"num_layers": 1},
-            {"length": 2.5},
-            {"window_size": -1},
-            {"tau1": 0.0},
-            {"tau2": 0.05},
+            (SHARED, "budget", 0),
+            (SHARED, "num_layers", 1),
+            (SHARED, "length", 2.5),
+            (SHARED, "window_size", -1),
+            (PREFERENCE, "tau1", 0.0),
+            (PREFERENCE, "tau2", 0.05),
         ]
     ),
 )
 def test_bad_settings_are_refused(impl, bad):
     """Counts out of range, fewer layers than preferences, and temperatures below 0.1 raise ValueError."""
-    (name,), states = bad, np.ones((1, 1, 5, 2))
-    if name.startswith("tau"):
-        refused(impl, name, PREFERENCE, states, states, window_size=2, **bad)
-    else:
-        refused(impl, name, SHARED, **{"budget": 4, "preferences": np.ones(2)} | bad)
+    refuses(impl, *bad)

@@ -1,7 +1,7 @@
 """Laws of ChunkKV: CH-1, CH-2, CH-3."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import a_mask
+from evictionary.spec_tests.shared.helpers import a_mask, refuses
 
 CHOOSE, MEANS = "chunk_kv.choose", "chunk_kv.chunk_means"
 sizes = st.sampled_from([1, 2, 3, 4, 7, 10, 40])
@@ -124,5 +124,4 @@ def test_a_long_row_keeps_its_best_chunks(impl, case, chunk_size):
 @law("CH-1", of=CHOOSE, kind="refusal", bad=st.sampled_from([("budget", -1), ("chunk_size", 0)]))
 def test_bad_settings_are_refused(impl, bad):
     """A negative budget and chunks of no token raise ValueError naming the argument."""
-    settings = {"budget": 1, "chunk_size": 2} | dict([bad])
-    refused(impl, bad[0], CHOOSE, np.zeros((1, 2, 3)), settings.pop("budget"), **settings)
+    refuses(impl, CHOOSE, *bad)

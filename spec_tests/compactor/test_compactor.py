@@ -1,6 +1,7 @@
 """Laws of Compactor: CO-1 to CO-5."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuses
 
 LEVERAGE, SKETCHED, CHUNKS, SCORE = (
     f"compactor.{name}" for name in ("leverage", "sketched_leverage", "chunk_attention", "score")
@@ -195,6 +196,5 @@ def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case,
 )
 def test_bad_settings_are_refused(impl, name):
     """A ratio, a number of tokens, a size of a chunk and a ridge below 0 raise ValueError naming them."""
-    settings = {"compression_ratio": 0.5} | {name: -1}
-    refused(impl, name, SCORE, *np.ones((4, 1, 1, 16, 2)), np.ones((1, 1, 2, 3)), **settings)
-    refused(impl, "ridge", LEVERAGE, np.ones((1, 1, 3, 2)), ridge=-1.0)
+    refuses(impl, SCORE, name, -1, sink_size=1, recent_size=1)
+    refuses(impl, LEVERAGE, "ridge", -1.0)

@@ -1,7 +1,7 @@
 """Laws of CriticalKV with DefensiveKV's aggregation: CK-1 to CK-5."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import latest, quarters, two_readers
+from evictionary.spec_tests.shared.helpers import latest, quarters, refuses, two_readers
 
 NORMS, DEFEND, IMPORTANCE, SCORE, BOUND = (
     f"criticalkv.{name}" for name in ("projected_norms", "defend", "importance", "score", "error_bound")
@@ -245,8 +245,7 @@ BAD = [
 @law("CK-4", of=SCORE, kind="refusal", bad=st.sampled_from(BAD))
 def test_bad_settings_are_refused(impl, bad):
     """An empty window, an even kernel, no budget, a share beyond 1 or a negative epsilon raise ValueError."""
-    states, settings = [np.ones((1, 1, 5, 2))] * 3, {"budget": 3, "window_size": 2, "kernel_size": 3}
-    refused(impl, bad[0], "criticalkv.score", *states, np.ones((1, 2, 2)), **settings | dict([bad]))
+    refuses(impl, SCORE, *bad)
 
 
 @law("CK-5", of=BOUND, case=seeded_cases(min_length=2), seed=seeds(), share=shares())

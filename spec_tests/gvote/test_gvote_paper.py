@@ -213,8 +213,7 @@ def test_an_averaged_query_may_rank_as_none_of_the_rotated_ones():
     """
     # D = 4: pairs (0, 2) and (1, 3) turn by 1 and 0.01 radians a position; 22 positions are 7 half turns,
     # nearly.
-    query = np.array([[1.0, 0.5, 0, 0]])
-    keys = np.array([[1.0, 0, 0, 0], [-1, 0, 0, 0], [0, 0.4, 0, 0]])
+    query, keys = np.array([[1.0, 0.5, 0, 0]]), np.array([[1.0, 0, 0, 0], [-1, 0, 0, 0], [0, 0.4, 0, 0]])
     rotated = [rotate(query, np.array(place)) for place in (0, 22)]
     best = [int(np.argmax(sampled_logits(each, keys))) for each in rotated]
     averaged = int(np.argmax(sampled_logits((rotated[0] + rotated[1]) / 2, keys)))

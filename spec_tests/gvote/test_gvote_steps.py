@@ -15,6 +15,7 @@ from evictionary.spec_tests.gvote.helpers import (
     whole,
 )
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuses
 
 NUCLEUS = "gvote.nucleus"
 # The p of a nucleus: sixteenths, which with weights in sixteenths leave nothing to rounding.
@@ -218,13 +219,14 @@ def test_many_small_weights_add_up(impl):
     "GV-A2",
     of=NUCLEUS,
     kind="refusal",
-    bad=st.sampled_from([("p", 1.01), ("p", -0.1), ("p", float("nan")), ("attention", 0.5)]),
+    bad=st.sampled_from(
+        [("p", 1.01), ("p", -0.1), ("p", float("nan")), ("attention", np.array([0.5, -0.25]))]
+    ),
 )
 def test_a_bad_nucleus_is_refused(impl, bad):
     """A p outside [0, 1] and a negative weight raise ValueError."""
-    name, p = bad
-    assume(impl.reads_numbers or name != "attention")
-    refused(impl, name, NUCLEUS, np.array([0.5, -0.25 if name == "attention" else 0.5]), p)
+    assume(impl.reads_numbers or bad[0] != "attention")
+    refuses(impl, NUCLEUS, *bad)
 
 
 @law("GV-A3", of="gvote.single_step_budget", seed=seeds(), length=st.integers(1, 9))

@@ -314,8 +314,7 @@ def test_a_heavy_key_need_not_be_aligned():
     """Ten keys at -20 q and one short key at a right angle to q: it draws more than .9999999 of the weight
     with a cosine of 0.
     """
-    query = np.array([1.0, 0])
-    keys = np.array([[-20.0, 0]] * 10 + [[0, 0.1]])
+    query, keys = np.array([1.0, 0]), np.array([[-20.0, 0]] * 10 + [[0, 0.1]])
     weight = float(attention.softmax(keys @ query)[-1])
     assert weight > 0.9999999
     assert cosine(keys[-1], query) == 0
@@ -366,8 +365,7 @@ def test_the_converse_does_not_hold():
     """With kbar at 120 degrees from q, the most distinct key is that opposite to kbar; the key along q
     draws twice its logit.
     """
-    query = np.array([1.0, 0])
-    mean = np.array([-0.5, -math.sqrt(0.75)])
+    query, mean = np.array([1.0, 0]), np.array([-0.5, -math.sqrt(0.75)])
     assert cosine(-mean, mean) == pytest.approx(-1) and cosine(query, mean) == pytest.approx(-0.5)
     assert -mean @ query == pytest.approx(0.5) and query @ query == 1
 

@@ -6,7 +6,7 @@ import statistics
 
 from evictionary.reference import keydiff, keydiff_theory
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import mirrored
+from evictionary.spec_tests.shared.helpers import mirrored, refuses
 
 MEDIAN, RAW, DOT, EUCLID = (
     f"keydiff_variants.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean")
@@ -201,7 +201,7 @@ def test_the_share_is_of_the_budget_and_exact(impl):
 @law("KD-T11", of=RECENT, kind="refusal", bad=st.sampled_from([("budget", 0), ("recent_ratio", 1.5)]))
 def test_bad_shares_are_refused(impl, bad):
     """A budget of 0 or a share above 1 raise ValueError."""
-    refused(impl, bad[0], RECENT, np.ones((1, 1, 3, 2)), **{"budget": 2, "recent_ratio": 0.5} | dict([bad]))
+    refuses(impl, RECENT, *bad)
 
 
 @law(

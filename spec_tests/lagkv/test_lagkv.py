@@ -17,6 +17,7 @@ from evictionary.spec_tests.lagkv.helpers import (
     lags,
     sinks,
 )
+from evictionary.spec_tests.shared.helpers import refuses
 
 # What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks,
 # prompts of 128K.
@@ -209,8 +210,7 @@ def test_a_channel_without_a_range_counts_as_zero(impl):
     """The third channel is 5 in the whole next partition, and 7 here: the tokens are (0, 1, 0) and (0, 0, 0),
     of deviations 1/sqrt(3) and 0.
     """
-    keys = np.array([[[[0.0, 1, 7], [0, 0, 7]]]])
-    following = np.array([[[[0.0, 0, 5], [1, 1, 5]]]])
+    keys, following = np.array([[[[0.0, 1, 7], [0, 0, 7]]]]), np.array([[[[0.0, 0, 5], [1, 1, 5]]]])
     weight = math.exp(1 / math.sqrt(3))
     agrees(
         impl,
@@ -277,8 +277,7 @@ def test_exchanging_keys_and_values_changes_nothing(impl, case):
 @law("LK-11", of=SCORE)
 def test_the_reference_is_the_next_partition(impl):
     """The range comes from the partition after; its own range would give other numbers."""
-    keys = np.array([[[[0.0, 0], [4, 0], [0, 1]]]])
-    following = np.array([[[[0.0, 0], [1, 8]]]])
+    keys, following = np.array([[[[0.0, 0], [4, 0], [0, 1]]]]), np.array([[[[0.0, 0], [1, 8]]]])
     agrees(impl, SCORE, keys, keys, following, following)
 
 
@@ -519,23 +518,22 @@ def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink
     equal(after[..., :decided], before[..., :decided], "tokens after the next partition changed what is kept")
 
 
-@law("LK-12", of=SELECT, kind="refusal", name=st.sampled_from(["keep_ratio", "sink_size", "lag_size"]))
-def test_bad_settings_are_refused(impl, name):
+BAD = [("keep_ratio", 1.5), ("sink_size", -1), ("lag_size", 0)]
+
+
+@law("LK-12", of=SELECT, kind="refusal", bad=st.sampled_from(BAD))
+def test_bad_settings_are_refused(impl, bad):
     """keep_ratio above 1, a negative sink_size or a lag_size of 0 raise ValueError naming the argument."""
-    bad, states = {"keep_ratio": 1.5, "sink_size": -1, "lag_size": 0}, np.ones((1, 1, 8, 2))
-    refused(impl, name, SELECT, states, states, **asked(50, 1, 2) | {name: bad[name]})
+    refuses(impl, SELECT, *bad)
 
 
 @law("LK-11", of=SCORE, kind="refusal")
 def test_disagreeing_shapes_are_refused(impl):
     """Values of another number of tokens than the keys raise ValueError."""
-    states = np.ones((1, 1, 3, 2))
-    refused(impl, "values", SCORE, states, np.ones((1, 1, 4, 2)), states, states)
+    refuses(impl, SCORE, "values", np.ones((1, 2, 5, 3)))
 
 
 @law("LK-11", of=SCORE, kind="refusal", name=st.sampled_from(["next_keys", "next_values"]))
 def test_a_next_partition_of_other_channels_is_refused(impl, name):
     """The next partition must have the channels of this one; ValueError names the argument that has not."""
-    inputs = {part: np.ones((1, 1, 3, 2)) for part in ("keys", "values", "next_keys", "next_values")}
-    inputs[name] = np.ones((1, 1, 3, 5))
-    refused(impl, name, SCORE, *inputs.values())
+    refuses(impl, SCORE, name, np.ones((1, 2, 2, 5)))

@@ -15,7 +15,7 @@ from evictionary.spec_tests.lagkv.helpers import (
     sinks,
     states_at,
 )
-from evictionary.spec_tests.shared.helpers import holds_tokens
+from evictionary.spec_tests.shared.helpers import holds_tokens, refuses
 
 PROJECT, WEIGHTS, OUTPUT = (
     f"lagkv_theory.{name}" for name in ("project", "attention_weights", "attention_output")
@@ -274,8 +274,10 @@ def test_the_first_layers_keep_everything(impl, case, layer, skipped):
         equal(kept.all(), layer < first or case.length < 4, f"layer {layer} with the first {first} skipped")
 
 
-@law("LK-16", of=NORM_SELECT, kind="refusal", name=st.sampled_from(["layer", "keep_ratio", "lag_size"]))
-def test_bad_settings_of_the_variant_are_refused(impl, name):
+BAD = [("layer", -1), ("keep_ratio", 1.5), ("lag_size", 0)]
+
+
+@law("LK-16", of=NORM_SELECT, kind="refusal", bad=st.sampled_from(BAD))
+def test_bad_settings_of_the_variant_are_refused(impl, bad):
     """A negative layer and the bad settings of select raise ValueError naming the argument."""
-    bad, states = {"layer": -1, "keep_ratio": 1.5, "lag_size": 0}, np.ones((1, 1, 8, 2))
-    refused(impl, name, NORM_SELECT, states, states, **{"layer": 2} | asked(50, 1, 2) | {name: bad[name]})
+    refuses(impl, NORM_SELECT, *bad)

@@ -69,18 +69,9 @@ def test_a_head_without_any_token_gives_zero(impl, case):
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_what_is_not_kept_is_not_read(impl, case, seed):
     """The output does not change where the keys and values that are not kept do."""
-    query, keys, values, moments = situation(impl, case, seed)
-    kept = some(case, seed + 1)
-    other_keys, other_values = (np.where(kept[..., None], states, 2.5) for states in (keys, values))
-    attends(
-        impl,
-        query,
-        keys,
-        values,
-        kept,
-        moments,
-        got=impl.momentkv.attend(query, other_keys, other_values, kept, moments),
-    )
+    query, keys, values, kept, moments = states = kept_situation(impl, case, seed)
+    others = (np.where(kept[..., None], each, 2.5) for each in (keys, values))
+    attends(impl, *states, got=impl.momentkv.attend(query, *others, kept, moments))
 
 
 def loses_nothing(impl, query, keys, values, kept):

@@ -17,6 +17,7 @@ from evictionary.spec_tests.momentkv.helpers import (
     situation,
     whole,
 )
+from evictionary.spec_tests.shared.helpers import refuses
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 
@@ -161,8 +162,7 @@ def test_of_equal_scores_the_earlier_token_stays(impl, signs):
 @law("MK-A1", of=STEP, kind="refusal")
 def test_bad_steps_are_refused(impl):
     """A budget of 0 raises ValueError naming the argument."""
-    keys, new = np.ones((1, 2, 3, 2)), np.ones((1, 2, 2))
-    refused(impl, "budget", STEP, new, new, new, keys, keys, momentkv.no_moments(keys, keys), 0)
+    refuses(impl, STEP, "budget", 0)
 
 
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
@@ -202,5 +202,4 @@ def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
 @law("MK-P", of=SCORE_PROMPT, kind="refusal")
 def test_bad_prompts_are_refused(impl):
     """A chunk of 0 raises ValueError naming the argument."""
-    states = np.ones((1, 2, 3, 2))
-    refused(impl, "chunk_size", SCORE_PROMPT, states[:, :, :2], states, states, chunk_size=0)
+    refuses(impl, SCORE_PROMPT, "chunk_size", 0)

@@ -1,6 +1,7 @@
 """Laws of Quest: QU-1 to QU-4."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuses
 
 SELECT, PAGES, APPEND, BOUNDS, ATTEND = (
     f"quest.{name}" for name in ("select", "page_bounds", "append", "bounds", "attend")
@@ -165,11 +166,13 @@ def test_of_equal_pages_the_earlier_are_chosen(impl, pages):
     )
 
 
-@law("QU-3", of=SELECT, kind="refusal", bad=st.sampled_from(["budget", "page_size", "layer_index"]))
+BAD = [("budget", 0), ("page_size", 0), ("layer_index", -1)]
+
+
+@law("QU-3", of=SELECT, kind="refusal", bad=st.sampled_from(BAD))
 def test_bad_settings_are_refused(impl, bad):
     """No budget, pages of no token, and a layer below the first raise ValueError naming the argument."""
-    given = {"layer_index": 2, "budget": 4, "page_size": 2} | {bad: 0 if bad != "layer_index" else -1}
-    refused(impl, bad, SELECT, np.ones((1, 2, 3)), np.ones((1, 1, 9, 3)), **given)
+    refuses(impl, SELECT, *bad, budget=3, page_size=2)
 
 
 @law("QU-4", of=ATTEND, case=cases(), seed=seeds(), share=shares())

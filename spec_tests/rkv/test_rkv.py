@@ -1,7 +1,7 @@
 """Laws of R-KV: RK-1 to RK-6."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import check_window, softmax, two_readers, window_scored
+from evictionary.spec_tests.shared.helpers import check_window, refuses, softmax, two_readers, window_scored
 
 SIMILARITIES, LATEST, REDUNDANCY, IMPORTANCE, SCORE = (
     f"rkv.{name}" for name in ("similarities", "without_latest", "redundancy", "importance", "score")
@@ -243,14 +243,7 @@ BAD = [
 @law("RK-5", of=SCORE, kind="refusal", bad=st.sampled_from(BAD))
 def test_bad_settings_are_refused(impl, bad):
     """An empty window, an even kernel or a share beyond 1 raise ValueError."""
-    refused(
-        impl,
-        bad[0],
-        "rkv.score",
-        np.ones((1, 1, 5, 2)),
-        np.ones((1, 1, 5, 2)),
-        **{"window_size": 2, "kernel_size": 3} | dict([bad]),
-    )
+    refuses(impl, SCORE, *bad)
 
 
 @law(

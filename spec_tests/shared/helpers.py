@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable
 
+from evictionary.spec_tests.judge.misfits import fitting
 from evictionary.spec_tests.judge.prelude import *
 
 
@@ -54,6 +55,11 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
     every = got if isinstance(got, tuple) else [got]
     shown = any(np.isnan(np.asarray(each, dtype=np.float64)).any() for each in every)
     require(shown, f"{wrong.what} passes in silence", np.nan, got)
+
+
+def refuses(impl: Implementation, path: str, argument: str, value: Any, **settings: Any) -> None:
+    """Raise Violation unless this value is refused by the name of its argument, beside others that fit."""
+    refuse(impl, path, Misfit(argument, "", fitting(path) | settings | {argument: value}))
 
 
 def quarters(seed, *shape):
