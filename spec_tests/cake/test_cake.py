@@ -82,8 +82,17 @@ def test_the_preference_is_the_product_of_both(impl, case, seed, window_size, ta
     weights = causal_weights(queries[:, :, before:], for_each_reader(keys, queries))[..., :before]
     spread, moved = (each(weights).sum(axis=1) for each in (entropy_by_hand, variance_by_hand))
     by_hand = spread ** (1 / tau1) * moved ** (1 / tau2) if before else np.zeros(len(keys))
-    settings = {"window_size": window_size, "tau1": tau1, "tau2": tau2}
-    agrees(impl, PREFERENCE, queries, keys, **settings, by_hand=by_hand, size=100 + by_hand)
+    agrees(
+        impl,
+        PREFERENCE,
+        queries,
+        keys,
+        window_size=window_size,
+        tau1=tau1,
+        tau2=tau2,
+        by_hand=by_hand,
+        size=100 + by_hand,
+    )
 
 
 @law("CAKE-3", of=PREFERENCE, tau1=st.sampled_from([0.4, 1, 2, 64]), tau2=st.sampled_from([0.5, 1, 4]))

@@ -165,8 +165,17 @@ def test_the_score_blends_leverage_and_attention(impl, case, seed, ratio, ends):
         pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
         outliers = standard(hat((plain - plain.mean(axis=2, keepdims=True)) @ states[4], 0.01))
         by_hand[:, :, middle] = ratio * outliers + standard(pooled)
-    settings = {"compression_ratio": ratio, "sink_size": ends, "recent_size": 2, "chunk_size": 5}
-    agrees(impl, SCORE, *states, **settings, by_hand=by_hand, size=1e8)
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        compression_ratio=ratio,
+        sink_size=ends,
+        recent_size=2,
+        chunk_size=5,
+        by_hand=by_hand,
+        size=1e8,
+    )
 
 
 @law("CO-5", of=SCORE, kind="edge", length=st.integers(1, 20))

@@ -80,13 +80,13 @@ def check_importance(impl, case, seed, window_size, kernel_size):
     total = pooled.sum(axis=-1, keepdims=True)
     pooled *= weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)
     largest = pooled.max(axis=2).reshape(*keys.shape[:2], -1, count).max(axis=2)
-    settings: dict = {"window_size": window, "kernel_size": kernel_size}
     agrees(
         impl,
         IMPORTANCE,
         queries,
         keys,
-        **settings,
+        window_size=window,
+        kernel_size=kernel_size,
         by_hand=np.maximum(largest, largest.mean(axis=-1, keepdims=True)),
         size=1 + np.abs(keys).max(),
     )

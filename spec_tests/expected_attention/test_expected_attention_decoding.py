@@ -126,8 +126,16 @@ def test_decoding_compresses_every_interval(
     """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the
     latest queries.
     """
-    settings = {"interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
-    check_stream(impl, states(impl, seed, group, length + 12), length, target, **settings)
+    check_stream(
+        impl,
+        states(impl, seed, group, length + 12),
+        length,
+        target,
+        interval=interval,
+        buffer_size=buffer_size,
+        horizon=4,
+        epsilon=epsilon,
+    )
 
 
 @law("EA-10", of=STEP, examples=1, seed=seeds())

@@ -71,8 +71,7 @@ def test_the_average_is_over_the_positions_one_by_one(impl, case, position, hori
     mean, covariance = before_rope(impl, case)
     places = range(position, position + horizon)
     turned = np.mean([rope.rotate(mean, np.full(mean.shape[-2], place), theta) for place in places], axis=0)
-    settings = {"position": position, "horizon": horizon, "theta": theta}
-    averages(impl, mean, covariance, **settings, expected=(turned, None))
+    averages(impl, mean, covariance, position=position, horizon=horizon, theta=theta, expected=(turned, None))
 
 
 @law("EA-6", of=ROPE, case=grouped, position=positions, horizon=horizons)
@@ -97,8 +96,16 @@ def test_mean_and_covariance_are_turned_alike(impl, case, position, horizon):
     # of the outer product, rounded to the dtype
     more = 4 * largest**2 * final_rounding(impl) + 4 * largest * error
     outer = got[..., None] * got[..., None, :]
-    settings = {"position": position, "horizon": horizon, "got": (got, turned)}
-    averages(impl, mean, covariance, **settings, expected=(None, outer), more=(0.0, more))
+    averages(
+        impl,
+        mean,
+        covariance,
+        position=position,
+        horizon=horizon,
+        got=(got, turned),
+        expected=(None, outer),
+        more=(0.0, more),
+    )
 
 
 @law(
@@ -168,8 +175,15 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
         sizes = np.abs(states[pick]) @ np.abs(w_q.T)
         sizes = np.abs(w_q) @ sizes if pick else sizes
         more = (final_rounding(impl) + 1e-12) * sizes
-        how = {"pick": pick, "got": got[pick], "expected": direct, "more": (more.max(), more.mean())}
-        agrees(impl, "expected_attention.project_statistics", *states, **how)
+        agrees(
+            impl,
+            "expected_attention.project_statistics",
+            *states,
+            pick=pick,
+            got=got[pick],
+            expected=direct,
+            more=(more.max(), more.mean()),
+        )
 
 
 @law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))

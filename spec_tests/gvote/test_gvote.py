@@ -299,8 +299,18 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
         float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys)
     )
     moved = angle_error(impl, case.length + horizon) * longest * longest_key / case.head_dim**0.5
-    settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
-    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
+    got = impl.gvote.algorithm_1(
+        query,
+        keys,
+        case.values,
+        hidden,
+        weight,
+        noise,
+        p=0.5,
+        sink_size=sink_size,
+        horizon=horizon,
+        theta=theta,
+    )
     kept = np.zeros(keys.shape[:3], dtype=bool)
     for item, head, rows in cache.heads(cache.CompressedCache(*got)):
         kept[item, head, got[2][rows]] = True

@@ -402,8 +402,15 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     moved = angle_error(impl, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
     places = range(position, position + horizon)
     by_hand = np.mean([rope.rotate(queries, np.array(place), theta) for place in places], axis=0)
-    how = {"size": 1 + np.abs(queries).max(), "more": (moved.max(), moved.mean())}
-    got = agrees(impl, path, queries, **settings, by_hand=by_hand, **how)
+    got = agrees(
+        impl,
+        path,
+        queries,
+        **settings,
+        by_hand=by_hand,
+        size=1 + np.abs(queries).max(),
+        more=(moved.max(), moved.mean()),
+    )
     before, after = (np.linalg.norm(states, axis=-1) for states in (queries, got))
     error = impl.allowance(path, queries, **settings).largest + moved.max()
     slack = 4 * final_rounding(impl) * before + queries.shape[-1] * error

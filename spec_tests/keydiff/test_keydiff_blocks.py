@@ -145,7 +145,6 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     )
     keys, values = (np.concatenate(pair, axis=-2) for pair in zip(cache[:2], states, strict=True))
     size = np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
-    how = {"by_hand": causal_weights(queries, keys) @ values, "size": size}
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
     agrees(
         impl,
@@ -153,7 +152,8 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
         *new,
         cache,
         got=impl.keydiff_theory.cached_attention(*new, backwards),
-        **how,
+        by_hand=causal_weights(queries, keys) @ values,
+        size=size,
         what="attention to the reversed cache",
     )
 

@@ -217,8 +217,9 @@ def less_the_mean_logit(query, keys):
 
 def centred_late(impl, query, keys):
     """What centred logits may be wrong by where the logits are centred, and not the keys."""
-    holds = {"dtype": impl.dtype, "unrepresentable": impl.unrepresentable}
-    return allowance(less_the_mean_logit, query, keys, **holds).errors()
+    return allowance(
+        less_the_mean_logit, query, keys, dtype=impl.dtype, unrepresentable=impl.unrepresentable
+    ).errors()
 
 
 @law("MK-14", of=CENTRED, case=heads)

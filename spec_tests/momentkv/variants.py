@@ -27,10 +27,13 @@ WIDE = (*NUMPY, "bfloat16")
 
 # The moments
 
-control(UPDATE, dtypes=NUMPY, name="token_by_token")(forms.update_token_by_token)
-control(UPDATE, dtypes=NUMPY, name="gathered")(forms.update_head_by_head)
-control(RECOVER, dtypes=NUMPY, name="means_first")(forms.means_by_divide)
-control(RECOVER, dtypes=NUMPY, name="value_mean_outside")(forms.means_by_maximum)
+for path, name, form in (
+    (UPDATE, "token_by_token", forms.update_token_by_token),
+    (UPDATE, "gathered", forms.update_head_by_head),
+    (RECOVER, "means_first", forms.means_by_divide),
+    (RECOVER, "value_mean_outside", forms.means_by_maximum),
+):
+    control(path, dtypes=NUMPY, name=name)(form)
 
 
 @control(UPDATE, dtypes=NUMPY)

@@ -16,11 +16,9 @@ def scored(impl, *states, path=SCORE, **settings):
 
 
 def cosines(keys):
-    """The cosines of the keys of one head, [T, T], 0 for a key with itself."""
-    rows = directions(keys)
-    return np.array(
-        [[0.0 if i == j else float(rows[i] @ rows[j]) for j in range(len(rows))] for i in range(len(rows))]
-    )
+    """The cosines of the keys of one head, [T, T], key by key, 0 for a key with itself."""
+    rows, others = directions(keys), ~np.eye(len(keys), dtype=bool)
+    return np.array([np.where(other, rows @ row, 0) for row, other in zip(rows, others, strict=True)])
 
 
 def counted(similarity, threshold=0.5, otherwise=()):
@@ -152,8 +150,16 @@ def check_importance(impl, case, seed, window_size, kernel_size):
             logits = (keys[item, head, :before] @ readers.T / keys.shape[-1] ** 0.5).max(axis=-1)
             received += softmax(logits) / window
         expected[item, head] = [received[max(0, t - reach) : t + reach + 1].max() for t in range(before)]
-    settings: dict = {"window_size": window, "kernel_size": kernel_size}
-    agrees(impl, IMPORTANCE, queries, keys, **settings, by_hand=expected, size=1 + np.abs(keys).max())
+    agrees(
+        impl,
+        IMPORTANCE,
+        queries,
+        keys,
+        window_size=window,
+        kernel_size=kernel_size,
+        by_hand=expected,
+        size=1 + np.abs(keys).max(),
+    )
 
 
 @law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -226,8 +232,9 @@ def test_a_peak_lifts_three_neighbours_to_each_side(impl):
 @law("RK-5", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    settings = {"window_size": 1, "kernel_size": 1, "importance_share": 1.0}
-    got = scored(impl, *two_readers(width(impl), 3), **settings)[..., :2]
+    got = scored(impl, *two_readers(width(impl), 3), window_size=1, kernel_size=1, importance_share=1.0)[
+        ..., :2
+    ]
     near(got, np.array([[[0.5, 0.5], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
@@ -256,7 +263,7 @@ def test_copies_among_a_thousand_keys_are_counted(impl, case):
     """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which
     is forgiven.
     """
-    expected = of_copies(impl.round(case.keys))
+    expected = by_hand(impl.round(case.keys))[0]
     near(
         impl.rkv.redundancy(case.keys),
         expected,
@@ -279,17 +286,6 @@ def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
         means[end - 2 : end] = (copies - 2) / count, 0
     expected = np.broadcast_to(np.exp(means) / np.exp(means).sum(), keys.shape[:3])
     near(impl.rkv.redundancy(keys), expected, rounding(impl) * expected, "the redundancy of copies")
-
-
-def of_copies(keys):
-    """The redundancy of keys [B, H, T, D] of which a few distinct ones are copies, row by row."""
-    found = np.zeros(keys.shape[:3])
-    for place in np.ndindex(keys.shape[:2]):
-        rows = directions(keys[place])
-        similarity = rows @ rows.T
-        np.fill_diagonal(similarity, 0)
-        found[place] = counted(similarity)
-    return found
 
 
 @law("RK-4", of=IMPORTANCE, examples=2, case=long_cases(groups=(8, 2, 1), lengths=(16_385, 4097)))
@@ -327,7 +323,7 @@ def test_a_thousand_tokens_have_their_scores(impl, case):
     too.
     """
     attended = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1)
-    repeated = of_copies(impl.round(case.keys))
+    repeated = by_hand(impl.round(case.keys))[0]
     expected = 0.07 * attended.expected - 0.93 * repeated[..., :-1]
     got = scored(impl, case.queries, case.keys, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than those before it")

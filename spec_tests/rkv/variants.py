@@ -48,8 +48,7 @@ def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
         logits = np.stack(
             [np.einsum("bhtd,bhd->bht", before, queries[:, g::group, place]) for g in range(group)]
         )
-        powers = np.exp(logits.max(axis=0) - logits.max(axis=(0, -1))[..., None])
-        total = total + powers / powers.sum(axis=-1, keepdims=True)
+        total = total + softmax_by_maximum(logits.max(axis=0))
     padded = np.pad(total, [(0, 0), (0, 0), (kernel_size // 2, kernel_size // 2)])
     return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1).max(
         axis=-1
