@@ -19,8 +19,7 @@ hundredths = st.integers(0, 100)
 
 def chosen(impl, scores, budget, percent, **settings):
     """What each head keeps with a floor of so many hundredths; Violation unless it is a mask."""
-    got = impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, **settings)
-    return a_mask(got, scores.shape)
+    return a_mask(impl.ada_kv.select(scores, budget, floor_ratio=percent / 100, **settings), scores.shape)
 
 
 def one_by_one(scores, budget, percent, protected):

@@ -145,8 +145,11 @@ def states_of(case, seed, count):
     """Queries [B, H_q, M, D] of at most `count` last tokens, in quarters, and the keys and values of the
     case.
     """
-    queries = quarters(seed, *case.queries.shape[:2], min(count, case.length), case.head_dim)
-    return queries, case.keys, case.values
+    return (
+        quarters(seed, *case.queries.shape[:2], min(count, case.length), case.head_dim),
+        case.keys,
+        case.values,
+    )
 
 
 many: dict[str, Any] = {

@@ -2,10 +2,10 @@
 
 from evictionary.spec_tests.judge.prelude import *
 
-SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
-
-
-STATISTICS, CONTRIBUTION = "expected_attention.query_statistics", "expected_attention.contribution"
+SCORE, WEIGHTS, STATISTICS, CONTRIBUTION, ROPE = (
+    f"expected_attention.{name}"
+    for name in ("score", "expected_weights", "query_statistics", "contribution", "average_rope")
+)
 epsilons = st.sampled_from([0.02, 0.0, 0.5])
 
 
@@ -26,9 +26,6 @@ def updates(impl, case, seed):
     generator, values = np.random.default_rng(seed), impl.round(case.values)
     weights = impl.round(generator.dirichlet(np.ones(values.shape[2]), size=values.shape[:2]))
     return weights, values, impl.round(generator.normal(size=(values.shape[-1] + 1, values.shape[-1])))
-
-
-ROPE = "expected_attention.average_rope"
 
 
 def before_rope(impl, case):

@@ -220,11 +220,10 @@ def test_a_small_epsilon_can_turn_the_ranking_over():
     keys, values = logits.reshape(1, 1, -1, 1), np.ones((1, 1, 1000, 1))
     values[0, 0, 1] = 2
     one = np.ones((1, 1, 1))
-    order = [
+    assert [
         selection.top_k(score(keys, values, one, np.zeros((1, 1, 1, 1)), epsilon=eps), 1)[0, 0].argmax()
         for eps in (0, 0.02)
-    ]
-    assert order == [0, 1]
+    ] == [0, 1]
 
 
 @law("EA-H", seed=seeds())
@@ -315,16 +314,25 @@ def test_half_the_cache_is_not_free_for_two_models_of_three():
     """
     ruler = scores("ruler")
     rows = [ruler[model]["Expected Attention"] for model in ruler]
-    lost = [round(100 * (1 - row[at + 3] / row[at]), 1) for row in rows for at in (0, 6)]
-    assert lost == [0.6, 0.2, 2.6, 10.9, 3.3, 7.9]
+    assert [round(100 * (1 - row[at + 3] / row[at]), 1) for row in rows for at in (0, 6)] == [
+        0.6,
+        0.2,
+        2.6,
+        10.9,
+        3.3,
+        7.9,
+    ]
 
     def at_60(row):
         return round(100 * (1 - (0.6 * row[3] + 0.4 * row[4]) / row[0]), 1)
 
     assert [at_60(row[at:]) for row in rows for at in (0, 6)] == [3.3, 3.3, 8.7, 18.4, 10.1, 16.3]
     # On LongBench it holds for the two models that section 4.1 names, and not for the third.
-    longbench = {model: at_60(table["Expected Attention"]) for model, table in scores("longbench").items()}
-    assert longbench == {"Qwen3-8B": -1.3, "Gemma3-12B": 12.5, "Llama3.1-8B": 0.1}
+    assert {model: at_60(table["Expected Attention"]) for model, table in scores("longbench").items()} == {
+        "Qwen3-8B": -1.3,
+        "Gemma3-12B": 12.5,
+        "Llama3.1-8B": 0.1,
+    }
 
 
 @law("EA-S3")

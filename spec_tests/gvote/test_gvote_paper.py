@@ -105,8 +105,9 @@ def test_a_further_candidate_never_lowers_the_overlap(seed, extra):
     generator = np.random.default_rng(seed)
     attention = generator.dirichlet(np.full(9, 0.3))
     candidates = generator.random(9) < 0.5
-    more = candidates | (np.arange(9) == extra)
-    assert attention_overlap(attention, more) >= attention_overlap(attention, candidates)
+    assert attention_overlap(attention, candidates | (np.arange(9) == extra)) >= attention_overlap(
+        attention, candidates
+    )
     assert attention_overlap(attention, nucleus(attention, 0.95)) >= 0.95 - 1e-12
 
 
@@ -153,11 +154,10 @@ def test_the_gathered_cache_grows_with_p():
     """
     keys, query = one_hot(*range(8), size=8), np.zeros((1, 1, 8))
     hidden, weight = np.zeros((1, 8, 2)), np.zeros((1, 2, 8))
-    sizes = [
+    assert [
         algorithm_1(query, keys, keys, hidden, weight, np.zeros((1, 3, 2)), p=p).lengths.item()
         for p in (0.25, 0.5, 1.0)
-    ]
-    assert sizes == [2, 4, 8]
+    ] == [2, 4, 8]
 
 
 @law("GV-C8")

@@ -270,8 +270,10 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     states = of_dtype(impl, case.keys[:, 0])
     observed = states[:, 4:]
     mean = observed.mean(axis=1)
-    squares = (np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
-    variance = sum(squares) / observed.shape[1]
+    variance = (
+        sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
+        / observed.shape[1]
+    )
     slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
     got = impl.gvote.hidden_statistics(states)
     near(got[0], mean, slack * size, "the mean of a long prompt")

@@ -355,8 +355,12 @@ def test_projection_is_the_linear_layer(impl, case, seed):
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
     parts = sum(impl.gvote.project(x, weight) for x in (states, other))
     together = impl.gvote.project(states + other, weight)
-    slack = final_rounding(impl) * np.abs(together).max(initial=1) * channels
-    near(parts, together, slack, "the sum of two projections")
+    near(
+        parts,
+        together,
+        final_rounding(impl) * np.abs(together).max(initial=1) * channels,
+        "the sum of two projections",
+    )
 
 
 @law(
@@ -393,8 +397,11 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no
     query grows.
     """
-    odd = case.queries.shape[-1] % 2
-    even = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1) if odd else case.queries
+    even = (
+        np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1)
+        if (case.queries.shape[-1] % 2)
+        else case.queries
+    )
     path, queries = "gvote.rotate_by_average", impl.round(even)
     settings = {"position": position, "horizon": horizon, "theta": theta}
     # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair

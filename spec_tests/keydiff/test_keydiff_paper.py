@@ -70,11 +70,10 @@ def test_the_mean_of_the_keys_is_another_anchor():
     last against the mean.
     """
     keys = np.array([[10.0, 0], [0, 1], [0.2, 1], [1, 1]])
-    ranks = [
+    assert [
         np.argsort(-scored(keys), kind="stable").tolist()
         for scored in (keydiff.score, keydiff_variants.raw_mean_score)
-    ]
-    assert ranks == [[0, 1, 2, 3], [1, 2, 3, 0]]
+    ] == [[0, 1, 2, 3], [1, 2, 3, 0]]
 
 
 @law("KD-O")

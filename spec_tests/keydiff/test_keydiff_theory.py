@@ -106,8 +106,13 @@ def test_the_dot_product_variant_sums_the_dot_products(impl, case):
     mean of the keys.
     """
     keys = impl.round(case.keys)
-    pairs = -(keys @ np.swapaxes(keys, -1, -2)).mean(axis=-1)
-    agrees(impl, DOT, keys, by_hand=pairs, size=(keys**2).sum(axis=-1).max())
+    agrees(
+        impl,
+        DOT,
+        keys,
+        by_hand=-(keys @ np.swapaxes(keys, -1, -2)).mean(axis=-1),
+        size=(keys**2).sum(axis=-1).max(),
+    )
 
 
 @law("KD-T3", of=DOT, case=cases(), exponent=st.integers(-2, 2))
@@ -254,8 +259,12 @@ def test_alignment_bound_is_the_formula(impl, count, percent, largest):
     """a / M - 1 with a = log n + log(w / (1 - w)), in natural logarithms."""
     expected = (math.log(count) + math.log(percent) - math.log(100 - percent)) / largest - 1
     got = float(impl.keydiff_theory.alignment_bound(count, percent / 100, largest))
-    slack = 8 * final_rounding(impl) * (1 + 14 / largest)
-    require(abs(got - expected) <= slack, "the bound is another number", expected, got)
+    require(
+        abs(got - expected) <= (8 * final_rounding(impl) * (1 + 14 / largest)),
+        "the bound is another number",
+        expected,
+        got,
+    )
 
 
 @law("KD-C1", of=BOUND, kind="refusal", name=st.sampled_from(["count", "weight", "largest_norm"]))
@@ -273,8 +282,12 @@ def test_squared_cosines_with_a_basis_sum_to_one(impl, case, seed):
     basis = mirrored(np.random.default_rng(seed), vector.size)
     by_hand = linear(vector, basis.T) ** 2 / (math.fsum(vector**2) or 1.0)
     total, one = agrees(impl, SQUARES, vector, basis, by_hand=by_hand).sum(), float(vector.any())
-    slack = vector.size * within(impl, roundings=1)
-    require(abs(total - one) <= slack, "the squared cosines do not sum to 1", one, total)
+    require(
+        abs(total - one) <= (vector.size * within(impl, roundings=1)),
+        "the squared cosines do not sum to 1",
+        one,
+        total,
+    )
 
 
 @law(

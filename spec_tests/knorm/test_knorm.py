@@ -26,8 +26,13 @@ def test_shorter_keys_score_higher(impl, case, seed):
 @law("KN-1", of="knorm.score")
 def test_a_three_four_key_scores_minus_five(impl):
     """|(3, 4)| = 5, and a zero key has none."""
-    keys = np.array([[[[3.0, 4.0], [0, 0]]]])
-    agrees(impl, "knorm.score", keys, expected=np.array([[[-5.0, 0.0]]]), what="the score")
+    agrees(
+        impl,
+        "knorm.score",
+        np.array([[[[3.0, 4.0], [0, 0]]]]),
+        expected=np.array([[[-5.0, 0.0]]]),
+        what="the score",
+    )
 
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(kinds=("moving_mean", "minute", "vast", "sinks")))

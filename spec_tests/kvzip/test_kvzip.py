@@ -17,8 +17,9 @@ def replay(case, seed, count):
 
 def by_hand(keys, queries, replay_keys):
     """The attention of each query of the replay on the text, [B, H_q, M, T], query by query."""
-    whole = np.concatenate([keys, replay_keys], axis=2)
-    return causal_weights(queries, for_each_reader(whole, queries))[..., : keys.shape[2]]
+    return causal_weights(queries, for_each_reader(np.concatenate([keys, replay_keys], axis=2), queries))[
+        ..., : keys.shape[2]
+    ]
 
 
 def largest(weights, keys):

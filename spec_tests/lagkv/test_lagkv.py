@@ -76,8 +76,12 @@ def test_score_is_the_sum_of_the_scores_of_keys_and_values(impl, case):
 @law("LK-10", of=SCORE, case=cases())
 def test_scores_are_positive_and_sum_to_two(impl, case):
     """Two softmaxes over the tokens of the partition: positive, at most 2, and 2 in total."""
-    allowed = impl.allowance(SCORE, *partitions(case))
-    totals(impl.lagkv.score(*partitions(case)), 2, allowed, "the scores of a partition")
+    totals(
+        impl.lagkv.score(*partitions(case)),
+        2,
+        impl.allowance(SCORE, *partitions(case)),
+        "the scores of a partition",
+    )
 
 
 @law("LK-7", of=SCORE, case=cases(), seed=seeds())
@@ -122,8 +126,12 @@ def test_the_sign_of_a_channel_matters(impl):
     mirror = np.array([-1.0, 1])
     plain = impl.lagkv.score(keys, keys, following, following)
     mirrored = impl.lagkv.score(keys * mirror, keys * mirror, following * mirror, following * mirror)
-    apart = np.abs(plain - mirrored).max()
-    require(apart >= 1e-3, "mirroring a channel of both partitions changed nothing", plain, mirrored)
+    require(
+        np.abs(plain - mirrored).max() >= 1e-3,
+        "mirroring a channel of both partitions changed nothing",
+        plain,
+        mirrored,
+    )
 
 
 @law("LK-9", of=SCORE, kind="edge", case=cases(), seed=seeds())
@@ -324,8 +332,11 @@ def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
     expected = impl.lagkv.retained_length(case.length, **asked(percent, sink, lag))
     equal(kept.sum(axis=-1), expected, "the mask keeps another number of tokens than LK-12 says")
     equal(kept[..., :sink], True, "a sink token was evicted")
-    end = sink + max(0, (case.length - sink) // lag - 1) * lag
-    equal(kept[..., end:], True, "a token of the sliding window was evicted")
+    equal(
+        kept[..., (sink + max(0, (case.length - sink) // lag - 1) * lag) :],
+        True,
+        "a token of the sliding window was evicted",
+    )
 
 
 @law("LK-12", of=SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)

@@ -74,8 +74,9 @@ def test_heads_stand_side_by_side(impl, case, seed):
 def test_attention_weights_are_a_causal_softmax(impl, case):
     """Row t is the softmax of q_t . k_j / sqrt(d_h) over j <= t, and zero after t."""
     queries, keys = impl.round(case.next_keys), impl.round(case.keys)
-    size = np.abs(queries).max() * np.abs(keys).max()
-    got = agrees(impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=size)
+    got = agrees(
+        impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=np.abs(queries).max() * np.abs(keys).max()
+    )
     equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
 
 

@@ -5,7 +5,10 @@ from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import attention_by_hand, mirrored
 
-UPDATE, SCORE = "momentkv.update", "momentkv.score"
+UPDATE, SCORE, ATTEND, PARTITION, SCORE_PROMPT, SELECT_PROMPT = (
+    f"momentkv.{name}"
+    for name in ("update", "score", "attend", "log_evicted_partition", "score_prompt", "select_prompt")
+)
 
 
 # Whole numbers of few bits: their sums and products are exact in every dtype.
@@ -133,9 +136,6 @@ def scale_values(impl, values, moments, factor):
     return values, moments, values * factor, held(impl, scaled)
 
 
-ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
-
-
 def attends(impl, query, keys, values, kept, moments, **another_way):
     """`agrees` of the output: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight
     is.
@@ -170,9 +170,6 @@ def attend_in_loops(query, keys, values, kept, moments):
             )
             output[item, reader, 0] = (1 - weight) * output[item, reader, 0] + weight * estimate
     return output[:, :, 0]
-
-
-SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
 
 
 def prompt(case, seed, window=0):

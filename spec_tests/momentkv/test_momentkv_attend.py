@@ -61,8 +61,9 @@ def test_without_moments_it_is_plain_attention_over_the_kept(impl, case, seed):
 def test_a_head_without_any_token_gives_zero(impl, case):
     """A head that keeps nothing and has evicted nothing has the output 0, not NaN."""
     query, keys, values = case.queries[:, :, 0], case.keys, case.values
-    nothing = np.zeros(keys.shape[:3], dtype=bool)
-    got = impl.momentkv.attend(query, keys, values, nothing, momentkv.no_moments(keys, values))
+    got = impl.momentkv.attend(
+        query, keys, values, np.zeros(keys.shape[:3], dtype=bool), momentkv.no_moments(keys, values)
+    )
     equal(got, 0, "the output of a head that keeps nothing and has evicted nothing is not 0")
 
 

@@ -5,11 +5,11 @@ from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import moments_of, short_cases, some, whole
 from evictionary.spec_tests.shared.helpers import attention_by_hand
 
-UPDATE, RANGE, MASS = (
-    f"momentkv_bounded.{name}" for name in ("update", "logit_range", "log_partition_bounds")
+RANGE, MASS, BOX, ESTIMATE = (
+    f"momentkv_bounded.{name}"
+    for name in ("logit_range", "log_partition_bounds", "evicted_bounds", "bounded_evicted")
 )
-BOX, ESTIMATE = "momentkv_bounded.evicted_bounds", "momentkv_bounded.bounded_evicted"
-ATTEND, CERTIFIED = "momentkv_bounded.attend", "momentkv_bounded.attend_certified"
+UPDATE, ATTEND, CERTIFIED = (f"momentkv_bounded.{name}" for name in ("update", "attend", "attend_certified"))
 shifts = st.sampled_from([0.0, 2.0])
 scales = st.sampled_from([0.125, 1.0])
 

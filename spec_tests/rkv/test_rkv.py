@@ -295,8 +295,7 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     """
     queries, keys = impl.round(case.queries), impl.round(case.keys)
     by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
-    logits = (by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1])
-    weights = softmax(logits)
+    weights = softmax((by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1]))
     slack = softmax_slack(impl, weights, logit_errors(impl, by_head, keys[:, :, :-1]).max(axis=2))
     near(
         impl.rkv.importance(queries, keys, window_size=1),

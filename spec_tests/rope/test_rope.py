@@ -117,8 +117,12 @@ def test_a_rotation_keeps_the_norm_of_each_pair(impl, case, offset):
     keys, positions = impl.round(case.keys), positions_of(case, offset)
     _, slack = turned(impl, keys, positions)
     before = np.hypot(*np.split(keys, 2, axis=-1))
-    after = np.hypot(*np.split(impl.rope.rotate(keys, positions), 2, axis=-1))
-    near(after, before, 2 * slack, "the length of a pair")
+    near(
+        np.hypot(*np.split(impl.rope.rotate(keys, positions), 2, axis=-1)),
+        before,
+        2 * slack,
+        "the length of a pair",
+    )
 
 
 @law(

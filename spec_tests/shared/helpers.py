@@ -98,8 +98,9 @@ def window_scored(impl, path, queries, keys, *values, **settings):
     number.
     """
     default = inspect.signature(oracle(path)).parameters["window_size"].default
-    got = impl.call(path, queries, keys, *values, **settings)
-    return window_above_all(got, keys, settings.get("window_size", default))
+    return window_above_all(
+        impl.call(path, queries, keys, *values, **settings), keys, settings.get("window_size", default)
+    )
 
 
 def check_window(impl, path, states, share, more=0.0, **settings):

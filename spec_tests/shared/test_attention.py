@@ -135,8 +135,14 @@ def test_causal_attention_is_the_softmax_over_the_tokens_so_far(impl, case, seed
     """Each query attends with scale 1/sqrt(D) to the tokens up to its own; also computed query by query
     over what it can see.
     """
-    queries = last_queries(case, seed)
-    agrees(impl, CAUSAL, queries, case.keys, by_hand=causal_weights, size=1 + np.abs(case.keys).max())
+    agrees(
+        impl,
+        CAUSAL,
+        last_queries(case, seed),
+        case.keys,
+        by_hand=causal_weights,
+        size=1 + np.abs(case.keys).max(),
+    )
 
 
 @law("ATT-6", of=CAUSAL, case=seeded_cases(max_length=33), seed=seeds(), size=st.sampled_from([1.0, 1e4]))

@@ -67,8 +67,9 @@ def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset)
     """
     mean = impl.round(case.keys[:, :, 0])
     offsets = [2**power for power in range(17) if 2**power <= max_offset]
-    turned = [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets]
-    expected = np.mean(turned, axis=0)
+    expected = np.mean(
+        [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets], axis=0
+    )
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)
     slack = (angle_error(impl, position + max_offset) + rounding(impl, len(offsets))) * np.tile(
         np.abs(pairs(mean)), 2
