@@ -266,8 +266,9 @@ def test_a_bias_is_at_least_minus_three(impl):
 @law("AM-3", of=BIAS, kind="edge", case=cases(max_length=33), seed=seeds(), count=counts)
 def test_where_all_keys_are_kept_the_bias_is_zero(impl, case, seed, count):
     """Nothing is missing, so of the many optima the cache as it was is taken."""
-    queries = reference_queries(case, seed, count)
-    got = impl.attention_matching.fit_bias(queries, case.keys, np.ones(case.keys.shape[:3], dtype=bool))
+    got = impl.attention_matching.fit_bias(
+        reference_queries(case, seed, count), case.keys, np.ones(case.keys.shape[:3], dtype=bool)
+    )
     near(got, np.zeros(case.keys.shape[:3]), 1e-6, "the bias where all keys are kept")
 
 

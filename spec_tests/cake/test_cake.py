@@ -125,8 +125,12 @@ def test_the_total_is_exact_and_each_layer_has_its_share(impl, given, budget, le
     equal(int(got.sum()), len(given) * mean, "the budgets have another total")
     least = min(mean, max(1, window))
     require(least <= got.min() and got.max() <= length, "a budget out of range", (least, length), got)
-    steps = np.diff(got[order])[np.diff(given[order]) > 0]
-    require((steps >= 0).all(), "a layer with more preference has a smaller budget", given, got)
+    require(
+        (np.diff(got[order])[np.diff(given[order]) > 0] >= 0).all(),
+        "a layer with more preference has a smaller budget",
+        given,
+        got,
+    )
     shares = least + given * (len(given) * (mean - least)) / max(given.sum(), 2.0**-24)
     if given.any() and shares.max() <= length:
         near(got.astype(float), shares, len(given), "a budget, from its share,")

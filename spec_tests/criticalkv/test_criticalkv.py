@@ -121,8 +121,9 @@ def test_pooling_takes_nothing_from_the_ends(impl):
 @law("CK-3", of=IMPORTANCE, kind="edge")
 def test_a_query_that_sees_the_window_alone_says_nothing(impl):
     """The key of the window outweighs the others by e^2000: their importance is 0, where 0/0 would be NaN."""
-    keys = np.array([[[[-1000.0], [-1000], [1000]]]])
-    got = impl.criticalkv.importance(np.ones((1, 1, 1, 1)), keys, window_size=1, kernel_size=1)
+    got = impl.criticalkv.importance(
+        np.ones((1, 1, 1, 1)), np.array([[[[-1000.0], [-1000], [1000]]]]), window_size=1, kernel_size=1
+    )
     equal(got, np.zeros((1, 1, 2)), "the importance of tokens without attention is not 0")
 
 

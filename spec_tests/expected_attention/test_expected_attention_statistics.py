@@ -212,8 +212,12 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
                 what="the values elsewhere",
             )
         else:
-            slack = 4 * (allowed.largest + more)
-            near(lengths(there[pick]), lengths(allowed.expected), slack, f"the length of {name} elsewhere")
+            near(
+                lengths(there[pick]),
+                lengths(allowed.expected),
+                4 * (allowed.largest + more),
+                f"the length of {name} elsewhere",
+            )
     logits = [queries @ keys.T for queries, keys, _ in (here, there)]
     bound = 16 * float(np.abs(here[0]).max() * np.abs(here[1]).max()) * (4 * final_rounding(impl) + turned)
     near(logits[1], logits[0], bound, "the logits where all positions move together")
@@ -291,8 +295,12 @@ def test_the_average_rotation_never_lengthens(impl, position, horizon, dim):
     # A matrix made of whole numbers alone has no dtype to follow: float32 is what every implementation can
     # do.
     error = 2.0**-23 * (position + horizon)
-    expected = oracle("expected_attention.average_rotation")(dim, position=position, horizon=horizon)
-    near(got, expected, error, "the average rotation")
+    near(
+        got,
+        oracle("expected_attention.average_rotation")(dim, position=position, horizon=horizon),
+        error,
+        "the average rotation",
+    )
     gram = got.T @ got
     squares = np.diag(gram)
     require(squares.max() <= 1 + 4 * error, "the average rotation lengthens a vector", np.eye(dim), gram)

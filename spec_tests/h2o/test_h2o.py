@@ -88,8 +88,13 @@ def test_half_of_the_budget_is_recent(impl, case, seed, share):
     budget = 2 * max(1, int(share * (length + 2) / 2))
     allowed = impl.allowance(SCORE, queries, case.keys)
     kept = impl.h2o.select(queries, case.keys, budget=budget)
-    recent = latest(case.keys.shape[:3], budget // 2)
-    selects(kept, allowed.expected, min(budget, length), slack=lambda: allowed.largest, protected=recent)
+    selects(
+        kept,
+        allowed.expected,
+        min(budget, length),
+        slack=lambda: allowed.largest,
+        protected=latest(case.keys.shape[:3], budget // 2),
+    )
 
 
 @law("H2-1", of=SELECT, kind="edge", budget=st.integers(1, 9))

@@ -72,8 +72,11 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
         expected, slack = scores.expected, lambda: scores.largest
     selects(kept, expected, wanted, slack=slack, what="the step")
     for name, states, source in (("keys", after.keys, before.keys), ("values", after.values, before.values)):
-        rows = source[kept].reshape(*after.positions.shape, -1)
-        equal(states, rows, f"the cache's {name} are not those of the tokens at its positions")
+        equal(
+            states,
+            source[kept].reshape(*after.positions.shape, -1),
+            f"the cache's {name} are not those of the tokens at its positions",
+        )
 
 
 @law("KD-1", of="keydiff_theory.transformer_block", case=cases())

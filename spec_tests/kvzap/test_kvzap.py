@@ -85,8 +85,11 @@ def test_the_score_is_the_product_with_the_weights_and_a_bias(impl, case, seed, 
 @law("ZA-2", of=SCORE)
 def test_the_scores_of_states_in_half_precision_are_sums_in_float32(impl):
     """256 + 1 - 256 + 171 is 172; a sum in bfloat16 or float16 would lose some of it, here 4,096 times."""
-    states = np.tile([256.0, 1, -256, 171], 4096)[None, None]
-    got = impl.kvzap.score(states, np.tile([1.0, 1, 1, 0], 4096)[None, None], np.zeros((1, 1)))
+    got = impl.kvzap.score(
+        np.tile([256.0, 1, -256, 171], 4096)[None, None],
+        np.tile([1.0, 1, 1, 0], 4096)[None, None],
+        np.zeros((1, 1)),
+    )
     near(got, np.array([[[4096.0]]]), 4096 * final_rounding(impl), "the score")
 
 

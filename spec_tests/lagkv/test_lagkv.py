@@ -419,8 +419,12 @@ def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budg
     settings = {"sink_size": sink, "lag_size": lag}
     ratio, said = impl.lagkv.keep_ratio_for(length, budget, **settings), f"keep_ratio_for({length}, {budget})"
     require(0 <= ratio <= 1, f"{said} = {ratio}, wanted in [0, 1]", None, ratio)
-    must_go = budget < length and length >= sink + 2 * lag
-    require(ratio == 1 or must_go, f"{said} = {ratio} where nothing has to go, or can", 1, ratio)
+    require(
+        ratio == 1 or (budget < length and length >= sink + 2 * lag),
+        f"{said} = {ratio} where nothing has to go, or can",
+        1,
+        ratio,
+    )
     least, got = (impl.lagkv.retained_length(length, keep_ratio=each, **settings) for each in (0, ratio))
     require(
         got <= max(budget, least),

@@ -111,8 +111,9 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
     matrix.
     """
     new = int(np.random.default_rng(seed).integers(1, case.length))
-    cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
-    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
+    got = impl.lagkv_theory.attention_weights(
+        case.next_keys[:, :, -new:], impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
+    )
     agrees(impl, WEIGHTS, case.next_keys, case.keys, got=got, expected=lambda weights: weights[:, :, -new:])
 
 
@@ -260,8 +261,11 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     check_partitions(
         kept, case.keys, case.values, percent, sink, lag, by_oracle(impl, "knorm.score", takes=1)
     )
-    others = impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings)
-    equal(others, kept, "other values changed what is kept")
+    equal(
+        impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings),
+        kept,
+        "other values changed what is kept",
+    )
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))

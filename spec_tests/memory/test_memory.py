@@ -48,8 +48,12 @@ SEAMS = (
 
 
 def moments_of(case: Case) -> momentkv.Moments:
-    empty = momentkv.no_moments(case.keys, case.values)
-    return momentkv.update(empty, case.next_keys, case.next_values, mask(case, case.keys.shape[:3], 0.5))
+    return momentkv.update(
+        momentkv.no_moments(case.keys, case.values),
+        case.next_keys,
+        case.next_values,
+        mask(case, case.keys.shape[:3], 0.5),
+    )
 
 
 def in_pages(case: Case) -> cache.PagedCache:

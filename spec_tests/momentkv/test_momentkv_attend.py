@@ -311,8 +311,16 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
     """
     query, keys, values, kept, moments = impl.rounded(kept_situation(impl, case, seed))
     path = "momentkv_theory.attend_zeroth_order"
-    without_spread = attend_in_loops(query, keys, values, kept, spread_of_means(moments))
-    got = agrees(impl, path, query, keys, values, kept, moments, also=without_spread)
+    got = agrees(
+        impl,
+        path,
+        query,
+        keys,
+        values,
+        kept,
+        moments,
+        also=attend_in_loops(query, keys, values, kept, spread_of_means(moments)),
+    )
     other = moments._replace(value_key_sum=np.ones_like(moments.value_key_sum))
     equal(impl.call(path, query, keys, values, kept, other), got, "value_key_sum plays a part")
 

@@ -127,8 +127,9 @@ def test_the_approximation_may_leave_the_convex_hull():
 def test_the_second_term_need_not_be_perpendicular():
     """Evicted keys 0 and 2 with values 1 and 3: the query-adaptive term is parallel to the mean value."""
     moments = moments_of(np.array([[0.0], [2]]), np.array([[1.0, 0], [3, 0]]))
-    adaptive = momentkv.approximate_evicted(np.array([1.0]), moments) - momentkv.recover(moments).mean_value
-    assert adaptive.tolist() == [1.0, 0.0]
+    assert (
+        momentkv.approximate_evicted(np.array([1.0]), moments) - momentkv.recover(moments).mean_value
+    ).tolist() == [1.0, 0.0]
 
 
 @law("MK-17", case=evicted_sets, size=sizes)

@@ -354,8 +354,12 @@ def test_the_approximation_errors_are_their_lines(impl, case):
     """R_num / n - A R_den / n^2 as printed, and (R_num - R_den fhat_E) / B exactly."""
     terms, n = expanded(impl, case)[0], case.length
     remainder = terms.denominator_remainder[..., None]
-    printed = terms.numerator_remainder / n - terms.numerator * remainder / n**2
-    agrees(impl, "momentkv_theory.approximation_error", terms, also=printed)
+    agrees(
+        impl,
+        "momentkv_theory.approximation_error",
+        terms,
+        also=terms.numerator_remainder / n - terms.numerator * remainder / n**2,
+    )
     approximate = (terms.mean_part + terms.linear_part) / n
     exact = (terms.numerator_remainder - remainder * approximate) / terms.denominator[..., None]
     agrees(impl, "momentkv_theory.approximation_error_exactly", terms, also=exact)

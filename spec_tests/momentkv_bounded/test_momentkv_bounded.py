@@ -63,8 +63,12 @@ def no_farther(impl, path, *arguments, other, truth, values, what):
     """
     got = agrees(impl, path, *arguments)
     worse = lengths(got - truth) - lengths(other - truth)
-    slack = 1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5
-    require((worse <= slack).all(), f"{what}, by {worse.max():.3g}", other, got)
+    require(
+        (worse <= (1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5)).all(),
+        f"{what}, by {worse.max():.3g}",
+        other,
+        got,
+    )
 
 
 def encloses(impl, path, *arguments, least, most, what):
@@ -206,8 +210,12 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
 def test_no_estimate_lies_beyond_all_values(impl):
     """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 5; the largest value is 2."""
     keys, values = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]])
-    got = impl.momentkv_bounded.bounded_evicted(np.full((1, 1, 1), 4.0), *held(keys, values))
-    lies(impl, got, between=(0, 2), what="the estimate")
+    lies(
+        impl,
+        impl.momentkv_bounded.bounded_evicted(np.full((1, 1, 1), 4.0), *held(keys, values)),
+        between=(0, 2),
+        what="the estimate",
+    )
 
 
 @law("MB-6", of=ATTEND, case=short_cases, seed=seeds(), shift=shifts, scale=scales)

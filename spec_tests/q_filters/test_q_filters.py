@@ -124,8 +124,12 @@ def test_each_filter_is_that_of_its_own_heads(impl, case, seed):
         return
     got = impl.q_filters.calibrate(queries, case.num_kv_heads)
     alone = [impl.q_filters.main_direction(queries[:, head]) for head in range(shape[1])]
-    expected = np.stack(alone, axis=1).reshape(case.batch, case.num_kv_heads, case.group, -1).mean(axis=2)
-    near(got, expected, 2 * error(impl), "the filters")
+    near(
+        got,
+        np.stack(alone, axis=1).reshape(case.batch, case.num_kv_heads, case.group, -1).mean(axis=2),
+        2 * error(impl),
+        "the filters",
+    )
 
 
 @law("QF-3", of=SCORE, case=cases())

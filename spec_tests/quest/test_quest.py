@@ -150,8 +150,11 @@ def test_a_budget_of_all_tokens_attends_to_all_and_one_below_a_page_to_the_last(
     got = impl.quest.select(query, case.keys, 2, budget=length, page_size=page_size)
     equal(got, np.ones((*query.shape[:2], length), dtype=bool), "a token is left out of a full budget")
     few = impl.quest.select(query, case.keys, 2, budget=1, page_size=page_size)
-    last = np.arange(length) >= (length - 1) // page_size * page_size
-    equal(few, np.broadcast_to(last, few.shape), "another page than the last")
+    equal(
+        few,
+        np.broadcast_to(np.arange(length) >= (length - 1) // page_size * page_size, few.shape),
+        "another page than the last",
+    )
 
 
 @law("QU-3", of=SELECT, kind="edge", pages=st.integers(1, 6))

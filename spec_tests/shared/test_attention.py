@@ -24,8 +24,16 @@ def check_attend(impl, case, seed, pick, what):
     queries, keys, values = impl.rounded((case.queries, case.keys, case.values))
     by_hand = attention_by_hand(queries, keys, values, kept)
     size = (1 + np.abs(queries).max() * np.abs(keys).max() * case.head_dim) * (1 + np.abs(values).max())
-    cache = compressed(impl, case, kept)
-    agrees(impl, "attention.attend", queries, cache, pick=pick, by_hand=by_hand[pick], size=size, what=what)
+    agrees(
+        impl,
+        "attention.attend",
+        queries,
+        compressed(impl, case, kept),
+        pick=pick,
+        by_hand=by_hand[pick],
+        size=size,
+        what=what,
+    )
 
 
 @law("ATT-1", of="attention.attend", case=CASES, seed=seeds())
@@ -95,8 +103,9 @@ def test_large_logits_stay_finite(impl, case):
     keys = case.keys / max(np.abs(case.keys).max(), 1e-300)
     products = direction @ np.swapaxes(for_each_reader(keys, direction), -1, -2)
     size = np.sqrt(largest_product(impl, keys.shape[-1]) / max(np.abs(products).max(), 1e-2))
-    every = np.ones(case.keys.shape[:3], dtype=bool)
-    cache = reference_cache.compress(impl.round(keys * size), impl.round(case.values), every)
+    cache = reference_cache.compress(
+        impl.round(keys * size), impl.round(case.values), np.ones(case.keys.shape[:3], dtype=bool)
+    )
     output, _ = impl.attention.attend(impl.round(direction * size), cache)
     require_numbers(output, (*case.queries.shape[:3], case.values.shape[-1]), "the output")
     largest, bound = np.abs(output).max(), np.abs(case.values).max()

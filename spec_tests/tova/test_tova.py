@@ -123,8 +123,12 @@ def test_large_logits_and_single_tokens_are_finite(impl, size):
         sharp,
     )
     near(impl.tova.score(queries, queries), np.ones((1, 1, 1)), rounding(impl), "the score of a single token")
-    shared = impl.tova.score(queries, np.zeros((1, 1, 4, 4)))
-    near(shared, np.full((1, 1, 4), 0.25), rounding(impl), "the score of each of four equal keys")
+    near(
+        impl.tova.score(queries, np.zeros((1, 1, 4, 4))),
+        np.full((1, 1, 4), 0.25),
+        rounding(impl),
+        "the score of each of four equal keys",
+    )
 
 
 @law("TO-1", of=SCORE, examples=1, case=paper_cases(groups=(4, 1)))
