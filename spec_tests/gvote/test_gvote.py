@@ -228,13 +228,13 @@ def test_small_logits_still_rank(impl):
     )
 
 
-FITTING = {
+FITTING: dict[str, Any] = {
     "query": np.ones((1, 2, 4)),
     "keys": np.ones((1, 2, 3, 4)),
     "sampled_queries": np.ones((1, 2, 5, 4)),
     "p": 0.9,
 }
-BAD = {
+BAD: dict[str, dict[str, Any]] = {
     "query": {"query": np.ones((1, 2, 6))},
     "keys": {"keys": np.full((1, 2, 3, 4), np.nan)},
     "sampled_queries": {"sampled_queries": np.ones((1, 1, 5, 4))},

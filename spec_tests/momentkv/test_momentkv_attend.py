@@ -184,16 +184,10 @@ def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
     """One orthogonal map of keys, query and moments changes nothing; another of the values maps the
     output.
     """
-    *states, kept, moments = kept_situation(impl, case, seed)
-    *turned, turned_moments, of_values = turn(seed, *states, moments)
-    attends(
-        impl,
-        *states,
-        kept,
-        moments,
-        got=impl.momentkv.attend(*turned, kept, turned_moments),
-        expected=lambda output: output @ of_values,
-    )
+    query, keys, values, kept, moments = states = kept_situation(impl, case, seed)
+    *turned, turned_moments, of_values = turn(seed, query, keys, values, moments)
+    got = impl.momentkv.attend(*turned, kept, turned_moments)
+    attends(impl, *states, got=got, expected=lambda output: output @ of_values)
 
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))

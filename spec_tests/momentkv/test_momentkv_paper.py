@@ -33,8 +33,8 @@ def expanded(case, size):
 def outputs(query, keys, values, kept):
     """f, f_R and fhat of one head: query [D], keys [T, D], values [T, D_v], kept [T]."""
     kept = np.asarray(kept)
-    head = [each[None, None] for each in (query, keys, values, kept)]
-    corrected = momentkv.attend(*head, moments_of(*head[1:3], ~head[3]))[0, 0]
+    states = query[None, None], keys[None, None], values[None, None], kept[None, None]
+    corrected = momentkv.attend(*states, moments_of(*states[1:3], ~states[3]))[0, 0]
     exact, renormalised = (
         attention.attention(query[None], keys[of], values[of])[0] for of in (kept | True, kept)
     )
@@ -474,11 +474,11 @@ def test_when_the_correction_does_not_hurt(case, size):
 # Algorithm 1
 
 
-def mended(*states, budget):
+def mended(*arguments):
     """One step of the mended algorithm for one head, which takes what `algorithm_1` takes."""
-    *states, moments = states
+    *states, moments, budget = arguments
     batched = momentkv.Moments(*(field[None, None] for field in moments))
-    return momentkv.decode_step(*(state[None, None] for state in states), batched, budget)
+    return oracle("momentkv.decode_step")(*(state[None, None] for state in states), batched, budget)
 
 
 @law("MK-A1")
@@ -505,10 +505,10 @@ def test_the_output_mixes_with_stale_means():
     is 4/3.
     """
     keys, values = np.array([[0.0]]), np.array([[4.0]])
-    states = np.ones(1), np.zeros(1), np.ones(1), keys, values, moments_of(keys, keys)
-    literal, left, _, after = theory.algorithm_1(*states, budget=1)
+    arguments = np.ones(1), np.zeros(1), np.ones(1), keys, values, moments_of(keys, keys), 1
+    literal, left, _, after = theory.algorithm_1(*arguments)
     assert left.tolist() == [[0.0]] and after.count == 2
-    assert mended(*states, budget=1).output.item() == pytest.approx((0 + 1 + 4) / 3)
+    assert mended(*arguments).output.item() == pytest.approx((0 + 1 + 4) / 3)
     assert literal.item() == pytest.approx(4 / 3)
 
 
@@ -519,10 +519,10 @@ def test_both_forms_evict_the_same_tokens(seed, budget):
     gone_keys, gone_values, *states = (
         generator.normal(size=shape) for shape in [(3, 2), (3, 2), (2,), (2,), (2,), (6, 2), (6, 2)]
     )
-    states.append(moments_of(gone_keys, gone_values))
-    step = mended(*states, budget=budget)
+    arguments: Any = (*states, moments_of(gone_keys, gone_values), budget)
+    step = mended(*arguments)
     if budget < 7:
-        _, left, _, after = theory.algorithm_1(*states, budget=budget)
+        _, left, _, after = theory.algorithm_1(*arguments)
         assert np.array_equal(left, step.keys[0, 0])
         assert np.allclose(after.value_key_sum, step.moments.value_key_sum[0, 0], atol=1e-12)
     assert step.moments.count.item() + step.keys.shape[2] == 3 + 6 + 1
