@@ -1,28 +1,9 @@
 """What several files of the laws of ada_kv use."""
 
-import inspect
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
-import numpy as np
-
-from evictionary.spec_tests.judge.compare import equal, require_mask, selects
+from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import sorted_choice
-
-
-def without(path: str, argument: str) -> Callable[[Any], str]:
-    """A `not_for`: the law asks for an argument with a default that older implementations of the function
-    do not take.
-    """
-
-    def reason(impl: Any) -> str:
-        stem, name = path.split(".")
-        parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
-        takes = any(each.name == argument or each.kind is each.VAR_KEYWORD for each in parameters)
-        return "" if takes else f"its {path} takes no {argument}"
-
-    return reason
 
 
 def as_good(kept, expected, scores, protected, what):
@@ -35,8 +16,9 @@ def as_good(kept, expected, scores, protected, what):
     )
     equal(got, wanted, what)
     for head in np.ndindex(scores.shape[:2]):
-        count = int(kept[head].sum())
-        selects(kept[head], scores[head], count, protected=protected[head], what=f"head {head}")
+        selects(
+            kept[head], scores[head], int(kept[head].sum()), protected=protected[head], what=f"head {head}"
+        )
 
 
 def shared_by_sorting(scores, budget, percent, protected):
@@ -46,8 +28,9 @@ def shared_by_sorting(scores, budget, percent, protected):
     taken = int(protected[0, 0].sum())
     own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
     layer = (1, scores[0].size)
-    kept = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer))
-    return kept.reshape(scores.shape)
+    return sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(
+        scores.shape
+    )
 
 
 def shared_by_hand(scores, budget, ratio, protected):

@@ -94,8 +94,7 @@ def torch_shortest(queries, keys, values, kept, bias):
 @control(ATTEND, dtypes=NUMPY)
 def one_more_channel(queries, keys, values, bias):
     """The bias as one more channel of the keys, beside a query of 1."""
-    dtype = keys.dtype.type
-    wide = np.concatenate([keys * dtype(keys.shape[-1] ** -0.5), bias[..., None]], axis=-1)
+    wide = np.concatenate([keys * keys.dtype.type(keys.shape[-1] ** -0.5), bias[..., None]], axis=-1)
     rows = rows_of(queries, keys)
     rows = np.concatenate([rows, np.ones((*rows.shape[:3], 1), keys.dtype)], axis=-1)
     return (softmax_online(rows @ np.swapaxes(wide, -1, -2)) @ values).reshape(*queries.shape[:3], -1)

@@ -1,6 +1,7 @@
 """Laws of CAKE: CAKE-1 to CAKE-6."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuses
 
 DISPERSION, SHIFT, PREFERENCE = "cake.dispersion", "cake.shift", "cake.preference"
 SHARED, CASCADE = "cake.budgets", "cake_theory.cascade"
@@ -47,8 +48,12 @@ def test_even_attention_has_the_entropy_ln_n_and_one_token_has_none(impl, expone
         np.full((queries, 2**exponent), 2.0**-exponent),
         np.eye(1, 2**exponent).repeat(queries, axis=0),
     )
-    got = impl.cake.dispersion(np.array([even, alone]))
-    near(got, np.array([queries * exponent * math.log(2), 0.0]), within(impl), "the entropy")
+    near(
+        impl.cake.dispersion(np.array([even, alone])),
+        np.array([queries * exponent * math.log(2), 0.0]),
+        within(impl),
+        "the entropy",
+    )
 
 
 @law("CAKE-2", of=SHIFT, seed=seeds())
@@ -77,8 +82,17 @@ def test_the_preference_is_the_product_of_both(impl, case, seed, window_size, ta
     weights = causal_weights(queries[:, :, before:], for_each_reader(keys, queries))[..., :before]
     spread, moved = (each(weights).sum(axis=1) for each in (entropy_by_hand, variance_by_hand))
     by_hand = spread ** (1 / tau1) * moved ** (1 / tau2) if before else np.zeros(len(keys))
-    settings = {"window_size": window_size, "tau1": tau1, "tau2": tau2}
-    agrees(impl, PREFERENCE, queries, keys, **settings, by_hand=by_hand, size=100 + by_hand)
+    agrees(
+        impl,
+        PREFERENCE,
+        queries,
+        keys,
+        window_size=window_size,
+        tau1=tau1,
+        tau2=tau2,
+        by_hand=by_hand,
+        size=100 + by_hand,
+    )
 
 
 @law("CAKE-3", of=PREFERENCE, tau1=st.sampled_from([0.4, 1, 2, 64]), tau2=st.sampled_from([0.5, 1, 4]))
@@ -87,8 +101,7 @@ def test_two_queries_of_zero_keys(impl, tau1, tau2):
     2 / 144.
     """
     got = impl.cake.preference(*np.zeros((2, 1, 2, 4, 2)), window_size=2, tau1=tau1, tau2=tau2)
-    spread = 4 * (math.log(3) / 3 + math.log(4) / 4)
-    wanted = np.array([spread ** (1 / tau1) * (2 / 144) ** (1 / tau2)])
+    wanted = np.array([(4 * (math.log(3) / 3 + math.log(4) / 4)) ** (1 / tau1) * (2 / 144) ** (1 / tau2)])
     near(got, wanted, within(impl) * (1 + wanted), "the preference")
 
 
@@ -112,8 +125,12 @@ def test_the_total_is_exact_and_each_layer_has_its_share(impl, given, budget, le
     equal(int(got.sum()), len(given) * mean, "the budgets have another total")
     least = min(mean, max(1, window))
     require(least <= got.min() and got.max() <= length, "a budget out of range", (least, length), got)
-    steps = np.diff(got[order])[np.diff(given[order]) > 0]
-    require((steps >= 0).all(), "a layer with more preference has a smaller budget", given, got)
+    require(
+        (np.diff(got[order])[np.diff(given[order]) > 0] >= 0).all(),
+        "a layer with more preference has a smaller budget",
+        given,
+        got,
+    )
     shares = least + given * (len(given) * (mean - least)) / max(given.sum(), 2.0**-24)
     if given.any() and shares.max() <= length:
         near(got.astype(float), shares, len(given), "a budget, from its share,")
@@ -162,8 +179,11 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
     order = np.argsort(-scores, axis=-1, kind="stable")
     best = [np.isin(np.arange(length), row[:count]) for row, count in zip(order, last, strict=True)]
     equal(kept, np.array(best), "the cascade keeps other tokens")
-    inside = length <= most <= len(given) * min(budget, length) + length
-    require(inside, "a whole layer is not stored, or more than the total and a layer", got=most)
+    require(
+        length <= most <= len(given) * min(budget, length) + length,
+        "a whole layer is not stored, or more than the total and a layer",
+        got=most,
+    )
 
 
 @law(
@@ -172,19 +192,15 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
     kind="refusal",
     bad=st.sampled_from(
         [
-            {"budget": 0},
-            {"num_layers": 1},
-            {"length": 2.5},
-            {"window_size": -1},
-            {"tau1": 0.0},
-            {"tau2": 0.05},
+            (SHARED, "budget", 0),
+            (SHARED, "num_layers", 1),
+            (SHARED, "length", 2.5),
+            (SHARED, "window_size", -1),
+            (PREFERENCE, "tau1", 0.0),
+            (PREFERENCE, "tau2", 0.05),
         ]
     ),
 )
 def test_bad_settings_are_refused(impl, bad):
     """Counts out of range, fewer layers than preferences, and temperatures below 0.1 raise ValueError."""
-    (name,), states = bad, np.ones((1, 1, 5, 2))
-    if name.startswith("tau"):
-        refused(impl, name, PREFERENCE, states, states, window_size=2, **bad)
-    else:
-        refused(impl, name, SHARED, **{"budget": 4, "preferences": np.ones(2)} | bad)
+    refuses(impl, *bad)

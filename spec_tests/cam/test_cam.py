@@ -1,7 +1,7 @@
 """Laws of CaM: CAM-1 to CAM-5."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import draw_mask
+from evictionary.spec_tests.shared.helpers import draw_mask, refuses
 
 SHARES, PROBABILITIES, SPREAD, MERGE = "cam.shares", "cam.probabilities", "cam.spread", "cam.merge_values"
 sizes = st.sampled_from([1, 2, 3, 8, 32, 100])
@@ -55,8 +55,14 @@ def test_the_next_kept_tokens_have_equal_shares(impl, case, seed, merge_size):
 def test_the_probability_is_the_attention_beside_the_mean_of_the_receivers(impl, case, seed, merge_size):
     """Token by token, cut off at 1; 0 for a kept token, and where no kept token comes later."""
     _, attention, kept = given(impl, case, seed)
-    by_hand = by_attention(attention, kept, merge_size)
-    agrees(impl, PROBABILITIES, attention, kept, merge_size=merge_size, by_hand=by_hand)
+    agrees(
+        impl,
+        PROBABILITIES,
+        attention,
+        kept,
+        merge_size=merge_size,
+        by_hand=by_attention(attention, kept, merge_size),
+    )
 
 
 @law("CAM-2", of=PROBABILITIES, kind="edge", received=st.sampled_from([0, 1 / 8, 4]))
@@ -116,8 +122,17 @@ def test_a_value_is_merged_where_its_draw_is_below_its_probability(impl, case, s
     values, attention, kept = given(impl, case, seed)
     exact, size = by_attention(attention, kept, merge_size), (1 + np.abs(values).max()) * values.shape[2]
     draws = far_draws(impl, exact, seed)
-    by_hand = by_adding(values, kept, draws < exact, merge_size)
-    agrees(impl, MERGE, values, attention, kept, draws, merge_size=merge_size, by_hand=by_hand, size=size)
+    agrees(
+        impl,
+        MERGE,
+        values,
+        attention,
+        kept,
+        draws,
+        merge_size=merge_size,
+        by_hand=by_adding(values, kept, draws < exact, merge_size),
+        size=size,
+    )
 
 
 @law("CAM-4", of=MERGE, received=st.integers(0, 20))
@@ -155,6 +170,5 @@ def test_the_expected_output_is_that_of_the_whole_text(impl, case, seed, merge_s
 @law("CAM-1", of=(SPREAD, PROBABILITIES), kind="refusal", merge_size=st.sampled_from([0, -1, 1.5]))
 def test_a_bad_merge_size_is_refused(impl, merge_size):
     """Fewer than one token, and a number that is not whole, raise ValueError naming the argument."""
-    kept, ones = np.array([[[False, True]]]), np.ones((1, 1, 2))
-    for path, *states in ((SPREAD, ones[..., None], kept, ones), (PROBABILITIES, ones, kept)):
-        refused(impl, "merge_size", path, *states, merge_size=merge_size)
+    refuses(impl, SPREAD, "merge_size", merge_size)
+    refuses(impl, PROBABILITIES, "merge_size", merge_size)

@@ -1,6 +1,7 @@
 """Laws of ChunkKV: CH-1, CH-2, CH-3."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import a_mask, refuses
 
 CHOOSE, MEANS = "chunk_kv.choose", "chunk_kv.chunk_means"
 sizes = st.sampled_from([1, 2, 3, 4, 7, 10, 40])
@@ -30,8 +31,9 @@ def test_an_infinite_score_decides_for_its_chunk(impl):
     """A chunk with the score infinity has it for a mean, whatever else is in it; one with -infinity
     otherwise has that.
     """
-    scores = np.array([[[np.inf, 1, np.inf, -np.inf, -np.inf, 2, 3, 5]]])
-    got = impl.chunk_kv.chunk_means(scores, chunk_size=2)
+    got = impl.chunk_kv.chunk_means(
+        np.array([[[np.inf, 1, np.inf, -np.inf, -np.inf, 2, 3, 5]]]), chunk_size=2
+    )
     equal(got, [[[np.inf, np.inf, -np.inf, 4]]], "the mean of a chunk with an infinite score")
 
 
@@ -39,8 +41,7 @@ def test_an_infinite_score_decides_for_its_chunk(impl):
 def test_a_head_keeps_whole_chunks_and_at_most_one_in_part(impl, case, budget, chunk_size):
     """Each head keeps exactly min(budget, T) tokens; of the chunk that is kept in part its best."""
     scores = impl.round(case.keys[..., 0])
-    kept = impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size)
-    require_mask(kept, scores.shape, "the choice")
+    kept = a_mask(impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size), scores.shape)
     equal(kept.sum(axis=-1), min(budget, scores.shape[-1]), "a head keeps another number of tokens")
     for head in np.ndindex(scores.shape[:2]):
         parts = [part for part in chunks(scores.shape[-1], chunk_size) if len(set(kept[head][part])) == 2]
@@ -53,8 +54,7 @@ def test_a_head_keeps_whole_chunks_and_at_most_one_in_part(impl, case, budget, c
 def test_no_evicted_chunk_has_a_higher_mean_than_a_kept_one(impl, case, budget, chunk_size):
     """A chunk of which a token stays scores at least as much as each chunk of which a token goes."""
     scores = impl.round(case.keys[..., 0])
-    kept = impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size)
-    require_mask(kept, scores.shape, "the choice")
+    kept = a_mask(impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size), scores.shape)
     means = means_by_hand(scores, chunk_size)
     slack = 2 * impl.allowance(MEANS, scores, chunk_size=chunk_size).largest
     for head in np.ndindex(scores.shape[:2]):
@@ -69,8 +69,7 @@ def test_no_evicted_chunk_has_a_higher_mean_than_a_kept_one(impl, case, budget, 
 def test_five_tokens_by_hand(impl, budget):
     """Scores 7, 1 | 4, 5 | 6: the single token comes first, then 5 and 4, then the seven: means 6, 4.5, 4."""
     kept = impl.chunk_kv.choose(np.array([[[7.0, 1, 4, 5, 6]]]), budget, chunk_size=2)
-    expected = np.isin(np.arange(5), [4, 3, 2, 0, 1][:budget])
-    equal(kept, expected[None, None], "other tokens are kept")
+    equal(kept, np.isin(np.arange(5), [4, 3, 2, 0, 1][:budget])[None, None], "other tokens are kept")
 
 
 @law("CH-1", of=CHOOSE)
@@ -92,8 +91,9 @@ def test_chunks_of_one_token_or_of_all_choose_the_best_tokens(impl, case, budget
     """Then the choice is a top-k."""
     scores = impl.round(case.keys[..., 0])
     length = scores.shape[-1]
-    kept = impl.chunk_kv.choose(scores, budget, chunk_size=length if whole else 1)
-    selects(kept, scores, min(budget, length))
+    selects(
+        impl.chunk_kv.choose(scores, budget, chunk_size=length if whole else 1), scores, min(budget, length)
+    )
 
 
 @law("CH-1", of=CHOOSE, seed=seeds(), budget=budgets, chunk_size=sizes)
@@ -114,8 +114,7 @@ def test_a_long_row_keeps_its_best_chunks(impl, case, chunk_size):
     """Rows of up to 131,072 tokens of whole scores keep half of their chunks, the best."""
     scores = np.round(4 * case.keys[..., : case.length // chunk_size * chunk_size, 0])
     count = scores.shape[-1] // chunk_size // 2
-    kept = impl.chunk_kv.choose(scores, count * chunk_size, chunk_size=chunk_size)
-    require_mask(kept, scores.shape, "the choice")
+    kept = a_mask(impl.chunk_kv.choose(scores, count * chunk_size, chunk_size=chunk_size), scores.shape)
     sums = scores.reshape(*scores.shape[:-1], -1, chunk_size).sum(axis=-1)
     kept = kept.reshape(*sums.shape, chunk_size)
     equal(kept.all(axis=-1), kept.any(axis=-1), "a chunk is kept in part")
@@ -125,5 +124,4 @@ def test_a_long_row_keeps_its_best_chunks(impl, case, chunk_size):
 @law("CH-1", of=CHOOSE, kind="refusal", bad=st.sampled_from([("budget", -1), ("chunk_size", 0)]))
 def test_bad_settings_are_refused(impl, bad):
     """A negative budget and chunks of no token raise ValueError naming the argument."""
-    settings = {"budget": 1, "chunk_size": 2} | dict([bad])
-    refused(impl, bad[0], CHOOSE, np.zeros((1, 2, 3)), settings.pop("budget"), **settings)
+    refuses(impl, CHOOSE, *bad)

@@ -2,8 +2,6 @@
 
 from evictionary.spec_tests.shared.variants import *
 
-ALL = ("float64", "float32", "float16", "bfloat16")
-
 
 @control("chunk_kv.chunk_means")
 def filled_up(scores, *, chunk_size=10):
@@ -47,5 +45,4 @@ def whole_chunks_then_tokens(scores, budget, *, chunk_size=10):
     chunk_place = means.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     by_score = wide.argsort(dim=-1, descending=True, stable=True)
     order = by_score.gather(-1, chunk_place.gather(-1, by_score // chunk_size).argsort(dim=-1, stable=True))
-    kept = torch.zeros(scores.shape, dtype=torch.bool)
-    return kept.scatter_(-1, order[..., :budget], True)
+    return torch.zeros(scores.shape, dtype=torch.bool).scatter_(-1, order[..., :budget], True)

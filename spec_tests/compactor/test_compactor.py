@@ -1,6 +1,7 @@
 """Laws of Compactor: CO-1 to CO-5."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuses
 
 LEVERAGE, SKETCHED, CHUNKS, SCORE = (
     f"compactor.{name}" for name in ("leverage", "sketched_leverage", "chunk_attention", "score")
@@ -96,8 +97,13 @@ def test_an_orthogonal_sketch_is_exact(impl, case):
     """The channels in another order, turned round. Keys and their opposites have a mean of zero."""
     keys = np.concatenate([case.keys, -case.keys], axis=2)
     sketch = np.broadcast_to(-np.eye(case.head_dim)[::-1], (*keys.shape[:2], *2 * keys.shape[-1:]))
-    got = impl.compactor.sketched_leverage(keys, sketch, ridge=0.0)
-    agrees(impl, LEVERAGE, keys, got=got, what="the leverage through an orthogonal sketch")
+    agrees(
+        impl,
+        LEVERAGE,
+        keys,
+        got=impl.compactor.sketched_leverage(keys, sketch, ridge=0.0),
+        what="the leverage through an orthogonal sketch",
+    )
 
 
 @law("CO-2", of=SKETCHED)
@@ -159,8 +165,17 @@ def test_the_score_blends_leverage_and_attention(impl, case, seed, ratio, ends):
         pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
         outliers = standard(hat((plain - plain.mean(axis=2, keepdims=True)) @ states[4], 0.01))
         by_hand[:, :, middle] = ratio * outliers + standard(pooled)
-    settings = {"compression_ratio": ratio, "sink_size": ends, "recent_size": 2, "chunk_size": 5}
-    agrees(impl, SCORE, *states, **settings, by_hand=by_hand, size=1e8)
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        compression_ratio=ratio,
+        sink_size=ends,
+        recent_size=2,
+        chunk_size=5,
+        by_hand=by_hand,
+        size=1e8,
+    )
 
 
 @law("CO-5", of=SCORE, kind="edge", length=st.integers(1, 20))
@@ -190,6 +205,5 @@ def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case,
 )
 def test_bad_settings_are_refused(impl, name):
     """A ratio, a number of tokens, a size of a chunk and a ridge below 0 raise ValueError naming them."""
-    settings = {"compression_ratio": 0.5} | {name: -1}
-    refused(impl, name, SCORE, *np.ones((4, 1, 1, 16, 2)), np.ones((1, 1, 2, 3)), **settings)
-    refused(impl, "ridge", LEVERAGE, np.ones((1, 1, 3, 2)), ridge=-1.0)
+    refuses(impl, SCORE, name, -1, sink_size=1, recent_size=1)
+    refuses(impl, LEVERAGE, "ridge", -1.0)

@@ -27,5 +27,4 @@ def centred_in_the_sketch(keys, sketch, *, ridge=0.01):
 def one_matrix_with_a_mask(queries, keys, *, chunk_size=256):
     """All logits at once, -inf where query and token are of different chunks."""
     chunk = torch.arange(keys.shape[-2]) // chunk_size
-    logits = (queries @ keys.mT).masked_fill(chunk[:, None] != chunk, -torch.inf)
-    return logits.softmax(dim=-1).sum(dim=-2)
+    return (queries @ keys.mT).masked_fill(chunk[:, None] != chunk, -torch.inf).softmax(dim=-1).sum(dim=-2)

@@ -2,6 +2,7 @@
 
 from evictionary.reference.expected_attention_theory import removal_error
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import latest, refuses, softmax, two_readers, window_scored
 
 SCORE = "dropkv.score"
 windows = st.sampled_from([1, 2, 3, 8, 32])
@@ -9,12 +10,8 @@ kernels = st.sampled_from([1, 3, 7])
 MODERATE = ("normal", "ties", "duplicate_keys", "constant_channel", "tiny", "drift")
 
 
-def scored(impl, queries, keys, values, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
-    number.
-    """
-    got = impl.dropkv.score(queries, keys, values, **settings)
-    return window_above_all(got, keys, settings.get("window_size", 32))
+def scored(impl, *states, **settings):
+    return window_scored(impl, SCORE, *states, **settings)
 
 
 def scores(impl, *states, **another_way):
@@ -36,11 +33,6 @@ def removed(logits, values):
     return changes
 
 
-def softmax(logits):
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=2, kinds=MODERATE), seed=seeds())
 def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     """Attention computed again without token j: the squares of the changes of the last query's output,
@@ -51,8 +43,15 @@ def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     logits = queries[:, :, -1:] @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
     by_hand = over_group(removed(logits, values)[:, :, 0] ** 2, case.num_kv_heads)
     by_hand[..., -1] = np.inf
-    size = 100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max()))
-    scores(impl, queries, *states, window_size=1, kernel_size=1, by_hand=by_hand, size=size)
+    scores(
+        impl,
+        queries,
+        *states,
+        window_size=1,
+        kernel_size=1,
+        by_hand=by_hand,
+        size=100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max())),
+    )
 
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal", "drift")), seed=seeds())
@@ -64,8 +63,15 @@ def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
     errors = removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2
     expected = over_group(errors, case.num_kv_heads)
     expected[..., -1] = np.inf
-    more = 1e-6 * float(np.abs(values).max() ** 2)
-    scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)
+    scores(
+        impl,
+        queries,
+        *states,
+        window_size=1,
+        kernel_size=1,
+        expected=expected,
+        more=1e-6 * float(np.abs(values).max() ** 2),
+    )
 
 
 @law("DK-1", of=SCORE)
@@ -159,15 +165,8 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     whole.
     """
     states = prompt_queries(case, seed), case.keys, case.values
-    window = np.broadcast_to(
-        np.arange(case.keys.shape[2]) >= case.keys.shape[2] - window_size, case.keys.shape[:3]
-    )
-    got = scored(impl, *states, window_size=window_size)
-    equal(
-        np.isinf(got),
-        window,
-        "the window does not score more than all tokens before it, or one of these is infinite",
-    )
+    got, window = scored(impl, *states, window_size=window_size), latest(case.keys.shape[:3], window_size)
+    equal(np.isinf(got), window, "another token than those of the window scores more than all others")
     require((got >= 0).all(), "a score is negative", 0.0, got)
     got = impl.round(got)  # as top-k gets them: a kernel in half precision may answer with float32 scores
     if np.isinf(got[~window]).any():
@@ -194,13 +193,8 @@ def test_the_defaults_are_those_of_the_public_code(impl):
 @law("DK-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries, values = (
-        np.zeros((1, heads, tokens, width(impl))) for heads, tokens in ((2, 3), (4, 1), (2, 3))
-    )
-    keys[..., 0, 0] = 16
-    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
-    values[..., 0, 0] = 2
-    got = scored(impl, queries, keys, values, window_size=1, kernel_size=1)[..., 0]
+    queries, keys = two_readers(width(impl), 3)
+    got = scored(impl, queries, keys, keys / 8, window_size=1, kernel_size=1)[..., 0]
     near(got, np.array([[4 / 9, 4]]), 0.02, "the score where query head h reads KV head h // G")
 
 
@@ -212,8 +206,7 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 )
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
-    states = [np.ones((1, 1, 5, 2))] * 3
-    refused(impl, bad[0], SCORE, *states, **{"window_size": 2, "kernel_size": 3} | dict([bad]))
+    refuses(impl, SCORE, *bad)
 
 
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))

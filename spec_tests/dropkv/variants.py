@@ -40,10 +40,10 @@ def torch_changes(queries, keys, values):
     rest = powers.scatter(-1, place, 0)
     total = rest.sum(dim=-1, keepdim=True) + 1
     output = powers @ values / total
-    second = logits.scatter(-1, place, -torch.inf)
-    without = second.softmax(dim=-1) @ values
-    odds = rest / (total - rest)
-    changes = odds.square() * (values.unsqueeze(2) - output.unsqueeze(3)).square().sum(dim=-1)
+    without = logits.scatter(-1, place, -torch.inf).softmax(dim=-1) @ values
+    changes = (rest / (total - rest)).square() * (values.unsqueeze(2) - output.unsqueeze(3)).square().sum(
+        dim=-1
+    )
     chosen = (
         values.unsqueeze(2)
         .expand(-1, -1, window, -1, -1)

@@ -34,8 +34,7 @@ def torch_estimate(query_mean, key_mean, *, length=500, theta=10000.0):
 @control(SELECT, array_library="torch", dtypes=ALL)
 def torch_by_distance(keys, gates, *, threshold=0.5, sink_size=128, recent_size=256):
     places = torch.arange(keys.shape[2])
-    middle = (places >= sink_size) & (places.flip(0) >= recent_size)
-    return ~(middle & (gates < threshold)[..., None])
+    return ~(((places >= sink_size) & (places.flip(0) >= recent_size)) & (gates < threshold)[..., None])
 
 
 @control(GATED)

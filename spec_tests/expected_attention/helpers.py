@@ -2,10 +2,11 @@
 
 from evictionary.spec_tests.judge.prelude import *
 
-SCORE, WEIGHTS = "expected_attention.score", "expected_attention.expected_weights"
-
-
-STATISTICS = "expected_attention.query_statistics"
+SCORE, WEIGHTS, STATISTICS, CONTRIBUTION, ROPE = (
+    f"expected_attention.{name}"
+    for name in ("score", "expected_weights", "query_statistics", "contribution", "average_rope")
+)
+epsilons = st.sampled_from([0.02, 0.0, 0.5])
 
 
 grouped = st.one_of(tiny_cases(), tiny_cases(group=2), seeded_cases())
@@ -20,7 +21,11 @@ def statistics(impl, case):
     return impl.round(queries.mean(axis=2)), impl.round(covariance)
 
 
-ROPE = "expected_attention.average_rope"
+def updates(impl, case, seed):
+    """Weights that sum to 1 (up to the dtype), values, and W_o from D_v to another number of channels."""
+    generator, values = np.random.default_rng(seed), impl.round(case.values)
+    weights = impl.round(generator.dirichlet(np.ones(values.shape[2]), size=values.shape[:2]))
+    return weights, values, impl.round(generator.normal(size=(values.shape[-1] + 1, values.shape[-1])))
 
 
 def before_rope(impl, case):
@@ -51,13 +56,18 @@ def averages(
     got = impl.call(ROPE, mean, covariance, **asked) if got is None else got
     rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + horizon)
     for pick, size in enumerate((np.abs(mean).max(), 4 * np.abs(covariance).max())):
-        how = {
-            "pick": pick,
-            "got": got[pick],
-            "expected": expected[pick],
-            "what": ("the mean", "the covariance")[pick],
-        }
-        agrees(impl, ROPE, mean, covariance, **asked, **how, more=float(size) * rounded + more[pick])
+        agrees(
+            impl,
+            ROPE,
+            mean,
+            covariance,
+            **asked,
+            pick=pick,
+            got=got[pick],
+            expected=expected[pick],
+            what=("the mean", "the covariance")[pick],
+            more=float(size) * rounded + more[pick],
+        )
     return got
 
 

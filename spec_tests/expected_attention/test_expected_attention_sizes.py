@@ -115,8 +115,7 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
         head = reader // case.group
         logits = log_expected(mean[0, reader], factors[0, reader], keys[0, head])
         # The softmax of these logits is the attention of the query 1 on keys of one channel.
-        normaliser = attention_in_parts(np.ones((1, 1)), logits[:, None], logits[:, None])[1]
-        weights = np.exp(logits - normaliser)
+        weights = np.exp(logits - attention_in_parts(np.ones((1, 1)), logits[:, None], logits[:, None])[1])
         expected[0, head] += weights / case.group
         slack[0, head] += (
             softmax_slack(impl, weights, log_errors(impl, mean[0, reader], factors[0, reader], keys[0, head]))

@@ -191,8 +191,7 @@ def torch_step(state, query, key, value, *, target, interval=512, buffer_size=12
     statistics = torch_complex_pairs(
         *torch_products_with_ones(after.queries), position=after.position, **window
     )
-    scores = torch_in_float32(after.keys, after.values, *statistics, epsilon=epsilon)
-    kept = torch_top(scores, target)
+    kept = torch_top(torch_in_float32(after.keys, after.values, *statistics, epsilon=epsilon), target)
     keys, values, positions = (
         rows[kept].unflatten(0, (*kept.shape[:2], target))
         for rows in (after.keys, after.values, after.positions)
@@ -209,8 +208,9 @@ def factors_of_the_covariance(keys, query_mean, query_covariance):
     """One einsum for the linear part, the quadratic part key by key as the sum of all entries of Sigma
     times k k^T.
     """
-    outer = keys[..., :, None] * keys[..., None, :]
-    quadratic = (outer * query_covariance[..., None, :, :]).sum(axis=(-2, -1))
+    quadratic = ((keys[..., :, None] * keys[..., None, :]) * query_covariance[..., None, :, :]).sum(
+        axis=(-2, -1)
+    )
     dim = keys.shape[-1]
     return np.einsum("...td,...d->...t", keys, query_mean / keys.dtype.type(math.sqrt(dim))) + quadratic / (
         2 * dim

@@ -32,8 +32,7 @@ def weights_one_row_at_a_time(query, keys):
 def nucleus_by_the_tail(attention, p):
     attention = np.asarray(attention, dtype=float)
     order = np.argsort(-attention, axis=-1, kind="stable")
-    falling = np.take_along_axis(attention, order, axis=-1)
-    tail = np.cumsum(falling[..., ::-1], axis=-1)[..., ::-1]
+    tail = np.cumsum(np.take_along_axis(attention, order, axis=-1)[..., ::-1], axis=-1)[..., ::-1]
     needed = tail > float(1 - Fraction(str(p))) * tail[..., :1]
     needed[..., 0] = True
     kept = np.zeros(attention.shape, dtype=bool)

@@ -79,8 +79,7 @@ def test_more_samples_keep_more(impl, case, seed, samples):
     """Adding samples evicts nothing; neither their order nor a repeated one matters; one sample many times
     is that sample once.
     """
-    query, sampled = drawn_queries(case, seed, samples)
-    keys = whole(case)
+    (query, sampled), keys = drawn_queries(case, seed, samples), whole(case)
     full = impl.gvote.select(query, keys, sampled)
     require(
         not (impl.gvote.select(query, keys, sampled[:, :, : samples // 2]) & ~full).any(),
@@ -88,13 +87,8 @@ def test_more_samples_keep_more(impl, case, seed, samples):
         None,
         full,
     )
-    shuffled = np.concatenate([sampled[:, :, ::-1], sampled[:, :, :1]], axis=2)
-    require(
-        (impl.gvote.select(query, keys, shuffled) == full).all(),
-        "the order of the samples, or one that came twice, changes the selection",
-        full,
-        None,
-    )
+    got = impl.gvote.select(query, keys, np.concatenate([sampled[:, :, ::-1], sampled[:, :, :1]], axis=2))
+    equal(got, full, "the order of the samples, or one that came twice, changes the selection")
     alone, repeated = (
         impl.gvote.select(query, keys, np.repeat(sampled[:, :, :1], count, axis=2)) for count in (1, samples)
     )
@@ -115,17 +109,12 @@ def test_heads_do_not_see_each_other(impl, case, seed):
     """Other queries and keys in one KV head, or one batch item, leave the selection of the others as it
     is.
     """
-    query, sampled = drawn_queries(case, seed, 2)
-    keys = whole(case)
+    (query, sampled), keys = drawn_queries(case, seed, 2), whole(case)
     before = impl.gvote.select(query, keys, sampled)
     item, head = (np.random.default_rng(seed).integers(count) for count in keys.shape[:2])
     readers = slice(head * case.group, (head + 1) * case.group)
-    query, keys, sampled = query.copy(), keys.copy(), sampled.copy()
-    query[item, readers], keys[item, head], sampled[item, readers] = (
-        3,
-        keys[item, head][::-1],
-        -sampled[item, readers],
-    )
+    query[item, readers], keys[item, head] = 3, keys[item, head][::-1].copy()
+    sampled[item, readers] *= -1
     after = impl.gvote.select(query, keys, sampled)
     before[item, head] = after[item, head]
     equal(after, before, "a head's selection depends on another head or batch item")
@@ -220,8 +209,11 @@ def test_logits_a_few_roundings_apart_still_rank(impl):
     """
     keys = np.zeros((1, 1, 4, 4))
     keys[..., 0] = 1 + 4 * final_rounding(impl) * np.arange(4)
-    got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
-    equal(got, [[[False, False, True, True]]], "logits that differ count as equal")
+    equal(
+        impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5),
+        [[[False, False, True, True]]],
+        "logits that differ count as equal",
+    )
 
 
 @law("GV-A9", of=SELECT)
@@ -231,46 +223,36 @@ def test_small_logits_still_rank(impl):
     """
     keys = np.zeros((1, 1, 4, 4))
     keys[..., 0] = np.arange(4) / 2**14
-    got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
-    equal(got, [[[False, False, True, True]]], "small logits count as equal")
+    equal(
+        impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5),
+        [[[False, False, True, True]]],
+        "small logits count as equal",
+    )
 
 
-@law(
-    "GV-A11",
-    of=SELECT,
-    kind="refusal",
-    bad=st.sampled_from(["query", "keys", "sampled_queries", "queries", "p"]),
-)
+FITTING: dict[str, Any] = {
+    "query": np.ones((1, 2, 4)),
+    "keys": np.ones((1, 2, 3, 4)),
+    "sampled_queries": np.ones((1, 2, 5, 4)),
+    "p": 0.9,
+}
+BAD: dict[str, dict[str, Any]] = {
+    "query": {"query": np.ones((1, 2, 6))},
+    "keys": {"keys": np.full((1, 2, 3, 4), np.nan)},
+    "sampled_queries": {"sampled_queries": np.ones((1, 1, 5, 4))},
+    "query|queries": {"query": np.ones((1, 3, 4)), "sampled_queries": np.ones((1, 3, 5, 4))},
+    "p": {"p": 1.5},
+}
+
+
+@law("GV-A11", of=SELECT, kind="refusal", bad=st.sampled_from(list(BAD)))
 def test_arguments_that_do_not_fit_are_refused(impl, bad):
     """Wrong channels, NaN, samples of other heads, query heads that no group divides, or p above 1 raise
     ValueError.
     """
     assume(impl.reads_numbers or bad != "keys")
-    arguments = {
-        "query": np.ones((1, 2, 4)),
-        "keys": np.ones((1, 2, 3, 4)),
-        "sampled_queries": np.ones((1, 2, 5, 4)),
-        "p": 0.9,
-    }
-    if bad == "queries":
-        arguments |= {"query": np.ones((1, 3, 4)), "sampled_queries": np.ones((1, 3, 5, 4))}
-    else:
-        worse = {
-            "query": np.ones((1, 2, 6)),
-            "keys": np.full((1, 2, 3, 4), np.nan),
-            "sampled_queries": np.ones((1, 1, 5, 4)),
-            "p": 1.5,
-        }
-        arguments[bad] = worse[bad]
-    refused(
-        impl,
-        "query|queries" if bad == "queries" else bad,
-        SELECT,
-        arguments["query"],
-        arguments["keys"],
-        arguments["sampled_queries"],
-        p=arguments["p"],
-    )
+    *states, p = (FITTING | BAD[bad]).values()
+    refused(impl, bad, SELECT, *states, p=p)
 
 
 @law(
@@ -319,20 +301,28 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
         float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys)
     )
     moved = angle_error(impl, case.length + horizon) * longest * longest_key / case.head_dim**0.5
-    logits = logits.wider(moved, 0)
-    settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
-    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
+    got = impl.gvote.algorithm_1(
+        query,
+        keys,
+        case.values,
+        hidden,
+        weight,
+        noise,
+        p=0.5,
+        sink_size=sink_size,
+        horizon=horizon,
+        theta=theta,
+    )
     kept = np.zeros(keys.shape[:3], dtype=bool)
     for item, head, rows in cache.heads(cache.CompressedCache(*got)):
         kept[item, head, got[2][rows]] = True
-        require(
-            (got[1][rows] == impl.round(case.values)[item, head, kept[item, head]]).all(),
-            "the values are not those of the kept tokens",
-            None,
+        equal(
             got[1][rows],
+            impl.round(case.values)[item, head, kept[item, head]],
+            "the values are not those of the kept tokens",
         )
     weights = impl.allowance(WEIGHTS, query, np.repeat(keys, case.group, axis=1))
-    check_votes(impl, kept, weights, logits, case.num_kv_heads, 0.5)
+    check_votes(impl, kept, weights, logits.wider(moved, 0), case.num_kv_heads, 0.5)
 
 
 @law("GV-A12", of="gvote.algorithm_1")
@@ -342,8 +332,4 @@ def test_algorithm_1_keeps_as_many_as_p_asks(impl):
     got = impl.gvote.algorithm_1(
         np.ones((1, 1, 2)), keys, keys, hidden, np.ones((1, 2, 2)), np.zeros((1, 1, 2)), p=0.5
     )
-    equal(
-        np.array(len(got[2])),
-        np.array(5),
-        "half of the attention to nine equal keys keeps another number than five",
-    )
+    equal(len(got[2]), 5, "half of the attention to nine equal keys keeps another number than five")

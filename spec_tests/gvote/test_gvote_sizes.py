@@ -92,8 +92,11 @@ def test_a_long_row_keeps_its_own_number(impl, case, budget):
 def test_a_long_row_keeps_the_lower_of_equal_scores(impl, case, budget):
     """Each of several rows of up to 131,072 tokens keeps the first b_h of a stable sort by falling score."""
     scores, budgets = long_scores(impl, case, budget)
-    got = impl.gvote.top_each(scores, budgets)
-    equal(got, first_of_each(scores, budgets), "a long row keeps other tokens than a stable sort")
+    equal(
+        impl.gvote.top_each(scores, budgets),
+        first_of_each(scores, budgets),
+        "a long row keeps other tokens than a stable sort",
+    )
 
 
 def long_scores(impl, case, budget):
@@ -117,7 +120,7 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
     query, keys = query / 4, impl.round(case.keys)  # attention so flat that its nucleus is long
     kept = impl.gvote.select(query, keys, sampled, p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    must, may = np.zeros(keys.shape[1:3], dtype=bool), np.zeros(keys.shape[1:3], dtype=bool)
+    must, may = np.zeros((2, *keys.shape[1:3]), dtype=bool)
     for reader in range(query.shape[1]):
         head = reader // case.group
         weights = weights_in_parts(query[0, reader : reader + 1], keys[0, head])
@@ -245,10 +248,8 @@ def every_other(impl, case, p):
     keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    slack, count = (
-        mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length),
-        seen.sum(axis=1)[:, None],
-    )
+    slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    count = seen.sum(axis=1)[:, None]
     return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
 

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from evictionary.spec_tests.shared.forms import TOP
+from evictionary.spec_tests.shared.forms import TOP, softmax_by_maximum
 
 
 def last_places(queries, keys):
@@ -56,10 +56,10 @@ def received_query_by_query(queries, keys):
     out = np.zeros(keys.shape[:-1])
     before = keys.shape[-2] - queries.shape[-2]
     for row in range(queries.shape[-2]):
-        seen = keys[..., : before + row + 1, :]
-        logits = (seen @ queries[..., row, :, None])[..., 0] / np.sqrt(keys.shape[-1])
-        powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        out[..., : before + row + 1] += powers / powers.sum(axis=-1, keepdims=True)
+        logits = (keys[..., : before + row + 1, :] @ queries[..., row, :, None])[..., 0] / np.sqrt(
+            keys.shape[-1]
+        )
+        out[..., : before + row + 1] += softmax_by_maximum(logits)
     return out
 
 
@@ -70,10 +70,7 @@ def received_from_the_last_in_long_double(queries, keys):
         logits = np.einsum("...td,...d->...t", keys[..., :stop, :], queries[..., row, :]).astype(
             np.longdouble
         )
-        powers = np.exp(
-            (logits - logits.max(axis=-1, keepdims=True)) / np.sqrt(np.longdouble(keys.shape[-1]))
-        )
-        out[..., :stop] += powers / powers.sum(axis=-1, keepdims=True)
+        out[..., :stop] += softmax_by_maximum(logits / np.sqrt(np.longdouble(keys.shape[-1])))
         stop -= 1
     return out.astype(np.float64)
 

@@ -1,6 +1,7 @@
 """Laws of H2O: H2-1."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import latest, two_readers
 
 SCORE, SELECT = "h2o.score", "h2o.select"
 
@@ -50,18 +51,19 @@ def test_equal_keys_score_by_how_long_they_were_seen(impl):
     """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and
     1/4.
     """
-    got = impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)))
-    near(got, np.array([[[25, 13, 7, 3]]]) / 12, 0.02, "the score, the sum of 1/(m+1),")
+    near(
+        impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2))),
+        np.array([[[25, 13, 7, 3]]]) / 12,
+        0.02,
+        "the score, the sum of 1/(m+1),",
+    )
 
 
 @law("H2-1", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 2, 2)), np.zeros((1, 4, 2, 2))
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
-    expected = np.array([[[1.5, 0.5], [2, 0]]])
-    near(impl.h2o.score(queries, keys), expected, 1e-3, "the score where query head h reads KV head h // G")
+    got, expected = impl.h2o.score(*two_readers(2, 2, queries=2)), np.array([[[1.5, 0.5], [2, 0]]])
+    near(got, expected, 1e-3, "the score where query head h reads KV head h // G")
 
 
 @law("H2-1", of=SCORE, length=st.sampled_from([31, 32, 33, 63, 64, 65, 129]), last=st.integers(1, 129))
@@ -86,8 +88,13 @@ def test_half_of_the_budget_is_recent(impl, case, seed, share):
     budget = 2 * max(1, int(share * (length + 2) / 2))
     allowed = impl.allowance(SCORE, queries, case.keys)
     kept = impl.h2o.select(queries, case.keys, budget=budget)
-    recent = np.broadcast_to(np.arange(length) >= length - budget // 2, case.keys.shape[:3])
-    selects(kept, allowed.expected, min(budget, length), slack=lambda: allowed.largest, protected=recent)
+    selects(
+        kept,
+        allowed.expected,
+        min(budget, length),
+        slack=lambda: allowed.largest,
+        protected=latest(case.keys.shape[:3], budget // 2),
+    )
 
 
 @law("H2-1", of=SELECT, kind="edge", budget=st.integers(1, 9))
@@ -97,8 +104,9 @@ def test_the_recent_half_rounds_up(impl, budget):
     """
     kept = impl.h2o.select(np.ones((1, 1, 9, 2)), np.zeros((1, 1, 9, 2)), budget=budget)
     place = np.arange(9)
-    expected = (place < budget // 2) | (place >= 9 - (budget + 1) // 2)
-    equal(kept, expected[None, None], "other tokens are kept")
+    equal(
+        kept, ((place < budget // 2) | (place >= 9 - (budget + 1) // 2))[None, None], "other tokens are kept"
+    )
 
 
 @law("H2-1", of=SELECT)
@@ -109,8 +117,11 @@ def test_each_head_chooses_for_itself(impl):
     keys = np.zeros((1, 2, 4, 2))
     keys[0, 0, 0] = keys[0, 1, 1] = 5
     kept = impl.h2o.select(np.ones((1, 2, 4, 2)), keys, budget=2)
-    expected = np.array([[[True, False, False, True], [False, True, False, True]]])
-    equal(kept, expected, "a head keeps what another one chose")
+    equal(
+        kept,
+        np.array([[[True, False, False, True], [False, True, False, True]]]),
+        "a head keeps what another one chose",
+    )
 
 
 @law("H2-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, -1, 1.5]))
@@ -170,8 +181,12 @@ def test_much_and_little_attention_adds_up(impl, case):
     slack = rounding(impl, case.length**2) * expected + (2.0**-23 if impl.dtype == "float16" else 0)
     # logits may be rounded to the dtype
     slack += np.where(seen == 0, 0, np.expm1(apart * final_rounding(impl) / 2) * expected)
-    got = impl.h2o.score(queries, keys)
-    near(got, np.broadcast_to(expected, keys.shape[:3]), slack, "the score of a long prompt")
+    near(
+        impl.h2o.score(queries, keys),
+        np.broadcast_to(expected, keys.shape[:3]),
+        slack,
+        "the score of a long prompt",
+    )
 
 
 @law("H2-1", of=SELECT, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
@@ -179,8 +194,13 @@ def test_half_of_a_large_budget_is_recent(impl, case):
     """Of a thousand tokens the last 257 stay, and the 257 heavy hitters among the others."""
     queries, keys, expected, slack = long_prompt(impl, case)
     recent = np.broadcast_to(np.arange(case.length) >= case.length - 257, expected.shape)
-    kept = impl.h2o.select(queries, keys, budget=514)
-    selects(kept, expected, min(514, case.length), slack=slack, protected=recent)
+    selects(
+        impl.h2o.select(queries, keys, budget=514),
+        expected,
+        min(514, case.length),
+        slack=slack,
+        protected=recent,
+    )
 
 
 @law("H2-1", of=SCORE, examples=2, case=paper_cases(groups=(2, 1)))

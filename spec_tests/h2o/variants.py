@@ -39,8 +39,7 @@ def tokens_first(queries, keys):
     seen = np.arange(length) <= np.arange(length - queries.shape[2], length)[:, None]
     logits = np.where(seen[:, :, None, None, None], logits, -np.inf)
     powers = np.exp(logits - logits.max(axis=1, keepdims=True))
-    weights = (powers / powers.sum(axis=1, keepdims=True)).mean(axis=-1)
-    return weights[::-1].sum(axis=0).transpose(1, 2, 0)
+    return (powers / powers.sum(axis=1, keepdims=True)).mean(axis=-1)[::-1].sum(axis=0).transpose(1, 2, 0)
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
@@ -72,8 +71,7 @@ def torch_padded_blocks(queries, keys):
     for start in range(0, padded.shape[2], 16):
         rows = slice(start, start + 16)
         weights = (padded[:, :, rows] @ repeated.mT).masked_fill(unseen[rows], -torch.inf).softmax(dim=-1)
-        real = torch.arange(start, start + 16) < num_queries
-        total += weights.masked_fill(~real[:, None], 0).sum(dim=2)
+        total += weights.masked_fill(~(torch.arange(start, start + 16) < num_queries)[:, None], 0).sum(dim=2)
     return over_the_group(total, keys)
 
 

@@ -1,9 +1,6 @@
 """What several files of the laws of keydiff use."""
 
-import numpy as np
-from hypothesis import strategies as st
-
-from evictionary.spec_tests.judge.by_hand import in_parts, logit_errors, sum_errors
+from evictionary.spec_tests.judge.prelude import *
 
 paper_budgets = st.sampled_from([2048, 8192, 4096, 6144])
 

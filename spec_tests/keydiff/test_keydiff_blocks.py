@@ -5,6 +5,7 @@ processing (KD-6).
 from evictionary.reference.keydiff import Cache
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.keydiff.helpers import paper_budgets, scores_in_parts
+from evictionary.spec_tests.shared.helpers import holds_tokens, refuses
 
 ATTENTION, CACHED, EVICT = (
     "keydiff_theory.causal_attention",
@@ -71,8 +72,11 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
         expected, slack = scores.expected, lambda: scores.largest
     selects(kept, expected, wanted, slack=slack, what="the step")
     for name, states, source in (("keys", after.keys, before.keys), ("values", after.values, before.values)):
-        rows = source[kept].reshape(*after.positions.shape, -1)
-        equal(states, rows, f"the cache's {name} are not those of the tokens at its positions")
+        equal(
+            states,
+            source[kept].reshape(*after.positions.shape, -1),
+            f"the cache's {name} are not those of the tokens at its positions",
+        )
 
 
 @law("KD-1", of="keydiff_theory.transformer_block", case=cases())
@@ -114,9 +118,8 @@ def test_no_token_sees_a_later_one(impl, case, cut):
 @law("KD-2", of=ATTENTION)
 def test_attention_is_finite_at_large_logits(impl):
     """Logits of about 1e4 do not overflow: the largest takes all the weight."""
-    keys = np.array([[[[100.0, 0], [-100, 0], [0, 100]]]])
-    queries = np.full((1, 1, 3, 2), 140.0)
-    got = impl.keydiff_theory.causal_attention(queries, keys, np.array([[[[1.0], [2], [4]]]]))
+    keys, values = np.array([[[[100.0, 0], [-100, 0], [0, 100]]]]), np.array([[[[1.0], [2], [4]]]])
+    got = impl.keydiff_theory.causal_attention(np.full((1, 1, 3, 2), 140.0), keys, values)
     near(got, np.array([1, 1, 2.5]).reshape(1, 1, 3, 1), 0.02, "attention at large logits")
 
 
@@ -144,14 +147,17 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
         tuple(each[..., old:, :] for each in (own_queries(case), case.keys, case.values))
     )
     keys, values = (np.concatenate(pair, axis=-2) for pair in zip(cache[:2], states, strict=True))
-    by_hand, size = (
-        causal_weights(queries, keys) @ values,
-        np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max()),
-    )
+    size = np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
-    got = impl.keydiff_theory.cached_attention(*new, backwards)
     agrees(
-        impl, CACHED, *new, cache, got=got, by_hand=by_hand, size=size, what="attention to the reversed cache"
+        impl,
+        CACHED,
+        *new,
+        cache,
+        got=impl.keydiff_theory.cached_attention(*new, backwards),
+        by_hand=causal_weights(queries, keys) @ values,
+        size=size,
+        what="attention to the reversed cache",
     )
 
 
@@ -159,14 +165,11 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
 def test_new_tokens_come_after_the_cache(impl, case):
     """Appending keeps every number, the cache before the new tokens, and goes on counting positions."""
     half = case.keys.shape[2] // 2
-    first, second = (
-        tuple(states[..., part, :] for states in (case.keys, case.values))
-        for part in (slice(half), slice(half, None))
+    first, second = zip(
+        *(np.split(states, [half], axis=2) for states in (case.keys, case.values)), strict=True
     )
-    got, whole = (
-        impl.keydiff.append(impl.keydiff.append(None, *first), *second),
-        cache_of(case.keys, case.values),
-    )
+    got = impl.keydiff.append(impl.keydiff.append(None, *first), *second)
+    whole = cache_of(case.keys, case.values)
     for name in Cache._fields:
         equal(getattr(got, name), getattr(whole, name), f"the joined cache has other {name}")
     # Two tokens were seen and evicted: the next position is that of the sequence, not the length of the
@@ -185,15 +188,13 @@ def test_eviction_keeps_a_subset_whole_and_in_order(impl, case, seed):
     budget = generator.integers(1, case.keys.shape[2] + 1)
     kept = generator.random(case.keys.shape[:3]).argsort(axis=-1) < budget
     got = impl.keydiff.evict(cache, kept)
-    for item, head in np.ndindex(kept.shape[:2]):
-        rows = np.flatnonzero(kept[item, head])
-        for name in ("keys", "values", "positions"):
-            wanted = getattr(cache, name)[item, head][rows]
-            equal(
-                getattr(got, name)[item, head],
-                wanted,
-                f"the {name} of a head are not those of its kept tokens",
-            )
+    for name in ("keys", "values", "positions"):
+        rows = getattr(cache, name)[kept]  # head by head, as many of each
+        equal(
+            getattr(got, name),
+            rows.reshape(*kept.shape[:2], budget, *rows.shape[1:]),
+            f"the {name} of a head are not those of its kept tokens",
+        )
     equal(got.seen, cache.seen, "eviction changes how many tokens were seen")
 
 
@@ -210,14 +211,9 @@ def test_a_policy_keeps_the_best_of_the_aggregated_weights(impl, seed, budget):
     attended to (H2O).
     """
     weights = np.random.default_rng(seed).integers(0, 16, size=(2, 3, 4, 5)) / 64
-    last = impl.keydiff_theory.attention_policy(
-        weights, budget, aggregate=lambda attention: attention[..., -1, :]
-    )
-    selects(last, weights[..., -1, :], min(budget, 5), what="the policy of the last row")
-    summed = impl.keydiff_theory.attention_policy(
-        weights, budget, aggregate=lambda attention: attention.sum(-2)
-    )
-    selects(summed, weights.sum(axis=-2), min(budget, 5), what="the policy of the column sums")
+    for aggregate, what in ((lambda a: a[..., -1, :], "last row"), (lambda a: a.sum(axis=-2), "column sums")):
+        kept = impl.keydiff_theory.attention_policy(weights, budget, aggregate=aggregate)
+        selects(kept, aggregate(weights), min(budget, 5), what=f"the policy of the {what}")
 
 
 @law("KD-6", of=BLOCK, case=cases(), budget=budgets, block_size=block_sizes)
@@ -270,9 +266,7 @@ def test_a_prompt_is_its_blocks_one_after_another(impl, case, budget, block_size
         "the prompt keeps other positions than its blocks one after another",
     )
     equal(got.seen, keys.shape[2], "the prompt has seen another number of tokens")
-    for name, states in (("keys", keys), ("values", impl.round(case.values))):
-        wanted = np.take_along_axis(states, got.positions[..., None], axis=2)
-        equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")
+    holds_tokens(got, keys, impl.round(case.values))
 
 
 @law("KD-6", of=PROMPT, case=cases(), budget=budgets, more=st.integers(0, 3))
@@ -309,8 +303,7 @@ def test_of_equal_tokens_the_earlier_stays(impl):
 @law("KD-6", of=PROMPT, kind="refusal", name=st.sampled_from(["budget", "block_size"]))
 def test_bad_blocks_are_refused(impl, name):
     """A budget or block_size of 0 raises ValueError."""
-    keys = np.ones((1, 2, 3, 2))
-    refused(impl, name, PROMPT, keys, keys, **{"budget": 2, "block_size": 2, name: 0})
+    refuses(impl, PROMPT, name, 0)
 
 
 @law("KD-6", of=BLOCK, examples=2, case=long_cases(lengths=(8191, 4097, 12_289)))
@@ -324,19 +317,7 @@ def test_a_block_joins_a_cache_of_thousands(impl, case):
     keys, values = impl.round(case.keys + away), impl.round(case.values)
     cache = cache_of(keys[:, :, :first], values[:, :, :first])
     after = impl.keydiff.process_block(cache, keys[:, :, first:], values[:, :, first:], budget=2048)
-    equal(after.positions.shape, (*keys.shape[:2], 2048), "the cache holds another number of tokens")
-    kept = np.zeros(keys.shape[:3], dtype=bool)
-    np.put_along_axis(kept, after.positions, True, axis=-1)
-    scores, slack = scores_in_parts(impl, keys)
-    selects(kept, scores, 2048, slack=slack, what="the cache after the block")
-    equal(
-        after.keys, keys[kept].reshape(after.keys.shape), "the kept keys are not those at the kept positions"
-    )
-    equal(
-        after.values,
-        values[kept].reshape(after.values.shape),
-        "the kept values are not those at the kept positions",
-    )
+    check_step(impl, cache_of(keys, values), after, 2048, *scores_in_parts(impl, keys))
 
 
 @law("KD-6", of=(BLOCK, DECODE), examples=2, case=paper_cases((16_384, 8320, 6300)), budget=paper_budgets)
@@ -356,8 +337,7 @@ def test_blocks_of_128_join_a_full_cache(impl, case, budget):
             cache = impl.keydiff.decode(cache, keys[:, :, new.start], values[:, :, new.start], budget=budget)
         else:
             cache = impl.keydiff.process_block(cache, keys[:, :, new], values[:, :, new], budget=budget)
-        scores, slack = scores_in_parts(impl, before.keys)
-        check_step(impl, before, cache, budget, scores, slack)
+        check_step(impl, before, cache, budget, *scores_in_parts(impl, before.keys))
 
 
 @law("KD-6", of=PROMPT, examples=2, case=paper_cases((16_384, 32_769, 8320)), budget=paper_budgets)
@@ -378,6 +358,4 @@ def test_a_prompt_of_hundreds_of_blocks_keeps_what_is_distinct(impl, case, budge
     equal(
         distinct[got.positions].sum(axis=-1), distinct.sum(), "a distinct key was evicted, or is held twice"
     )
-    for name, states in (("keys", keys), ("values", values)):
-        wanted = np.take_along_axis(states, got.positions[..., None], axis=2)
-        equal(getattr(got, name), wanted, f"the cache's {name} are not those of its positions")
+    holds_tokens(got, keys, values)

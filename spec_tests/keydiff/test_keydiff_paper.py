@@ -6,19 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from evictionary.reference import keydiff, keydiff_theory, keydiff_variants
-from evictionary.reference.attention import softmax
-from evictionary.reference.keydiff import (
-    Cache,
-    anchor,
-    process_block,
-    process_prompt,
-    score,
-    similarity_matrix,
-    unit,
-)
-from evictionary.reference.keydiff_theory import causal_attention, pairwise_objective, relaxed_objective
-from evictionary.reference.selection import top_k
+from evictionary.reference import attention, keydiff, keydiff_theory, keydiff_variants, selection
 from evictionary.spec_tests.judge.prelude import *
 
 
@@ -30,15 +18,15 @@ from evictionary.spec_tests.judge.prelude import *
 )
 def test_streaming_in_two_parts_is_streaming_in_one(case, budget, block_size):
     """A prompt cut at a block boundary and taken up again keeps what it keeps uncut."""
-    whole = process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
+    whole = keydiff.process_prompt(case.keys, case.values, budget=budget, block_size=block_size)
     cut = (case.length // block_size + 1) // 2 * block_size
-    cache = process_prompt(
+    cache = keydiff.process_prompt(
         case.keys[:, :, :cut], case.values[:, :, :cut], budget=budget, block_size=block_size
     )
     for start in range(cut, case.length, block_size):
         block = (slice(None), slice(None), slice(start, start + block_size))
-        cache = process_block(cache, case.keys[block], case.values[block], budget=budget)
-    for name in Cache._fields:
+        cache = keydiff.process_block(cache, case.keys[block], case.values[block], budget=budget)
+    for name in keydiff.Cache._fields:
         assert np.array_equal(getattr(cache, name), getattr(whole, name))
 
 
@@ -48,8 +36,8 @@ def test_the_block_size_changes_what_is_kept():
     than one block of 3.
     """
     keys = np.array([[0.0, 1], [0, 1], [1, 0]])
-    assert process_prompt(keys, keys, budget=1, block_size=3).positions.tolist() == [2]
-    assert process_prompt(keys, keys, budget=1, block_size=2).positions.tolist() == [0]
+    assert keydiff.process_prompt(keys, keys, budget=1, block_size=3).positions.tolist() == [2]
+    assert keydiff.process_prompt(keys, keys, budget=1, block_size=2).positions.tolist() == [0]
 
 
 @law("KD-6", case=cases(min_length=2))
@@ -59,9 +47,9 @@ def test_two_keys_are_equally_far_from_their_mean(case):
     """
     for pair in np.split(case.keys[:, :, : case.keys.shape[2] // 2 * 2], case.keys.shape[2] // 2, axis=2):
         if (np.abs(pair).max(axis=-1) > 0).all():
-            first, second = np.moveaxis(score(pair), -1, 0)
+            first, second = np.moveaxis(keydiff.score(pair), -1, 0)
             # Of opposite keys the mean is rounding, and so is the cosine with it.
-            far = np.abs(anchor(pair)).max(axis=-1) > 1e-8
+            far = np.abs(keydiff.anchor(pair)).max(axis=-1) > 1e-8
             assert np.abs(first - second)[far].max(initial=0) <= 1e-7
 
 
@@ -70,10 +58,9 @@ def test_a_mask_on_the_diagonal_too_leaves_the_first_token_nothing():
     """Read with the diagonal, the upper triangular mask of -inf hides every key from the first token; it
     means strictly above.
     """
-    hidden = np.triu(np.ones((2, 2), dtype=bool))
-    assert hidden[0].all()
+    assert np.triu(np.ones((2, 2), dtype=bool))[0].all()
     assert np.array_equal(
-        causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]]
+        keydiff_theory.causal_attention(np.ones((2, 1)), np.ones((2, 1)), np.array([[1.0], [3]])), [[1], [2]]
     )
 
 
@@ -83,11 +70,10 @@ def test_the_mean_of_the_keys_is_another_anchor():
     last against the mean.
     """
     keys = np.array([[10.0, 0], [0, 1], [0.2, 1], [1, 1]])
-    ranks = [
+    assert [
         np.argsort(-scored(keys), kind="stable").tolist()
-        for scored in (score, keydiff_variants.raw_mean_score)
-    ]
-    assert ranks == [[0, 1, 2, 3], [1, 2, 3, 0]]
+        for scored in (keydiff.score, keydiff_variants.raw_mean_score)
+    ] == [[0, 1, 2, 3], [1, 2, 3, 0]]
 
 
 @law("KD-O")
@@ -96,12 +82,12 @@ def test_the_pairwise_problem_is_not_solved():
     where 0 is possible.
     """
     keys = np.array([[1.0, 0], [1, 0], [1, 0], [-1, 0], [-1, 0]])
-    similarity = similarity_matrix(keys)
+    similarity = keydiff.similarity_matrix(keys)
 
     def objective(chosen: tuple[int, ...]) -> float:
         return float(similarity[np.ix_(chosen, chosen)].sum())
 
-    kept = tuple(np.flatnonzero(top_k(score(keys), 2)).tolist())
+    kept = tuple(np.flatnonzero(selection.top_k(keydiff.score(keys), 2)).tolist())
     every = [objective(chosen) for chosen in itertools.combinations(range(5), 2)]
     # The two keys that KeyDiff keeps point in one direction: of all pairs it is one of the least diverse.
     assert objective(kept) == max(every) == 4
@@ -116,11 +102,11 @@ def test_the_rewriting_of_the_objective_holds(case, seed):
     kept = np.random.default_rng(seed).random(case.keys.shape[:3]).argsort(axis=-1) < max(
         1, case.keys.shape[2] // 2
     )
-    directions = unit(case.keys)
+    directions = keydiff.unit(case.keys)
     count = kept.sum(axis=-1)
     own_mean = (directions * kept[..., None]).sum(axis=-2) / count[..., None]
     rewritten = count * ((directions @ own_mean[..., None])[..., 0] * kept).sum(axis=-1)
-    assert np.abs(pairwise_objective(case.keys, kept) - rewritten).max() <= 1e-12
+    assert np.abs(keydiff_theory.pairwise_objective(case.keys, kept) - rewritten).max() <= 1e-12
 
 
 @law("KD-O", case=cases(min_length=2, max_length=5))
@@ -128,7 +114,7 @@ def test_the_mean_of_a_random_subset_is_near_the_mean(case):
     """Over all subsets of N of T unit keys, |mu(S) - mu|^2 is (1 - |mu|^2) (T - N) / (N (T - 1)) on
     average.
     """
-    directions, mean = unit(case.keys), anchor(case.keys)
+    directions, mean = keydiff.unit(case.keys), keydiff.anchor(case.keys)
     length = case.keys.shape[2]
     spread = (directions**2).sum(axis=(-2, -1)) / length - (mean**2).sum(axis=-1)
     for budget in range(1, length + 1):
@@ -136,8 +122,10 @@ def test_the_mean_of_a_random_subset_is_near_the_mean(case):
             ((directions[..., list(chosen), :].mean(axis=-2) - mean) ** 2).sum(axis=-1)
             for chosen in itertools.combinations(range(length), budget)
         ]
-        expected = spread * (length - budget) / (budget * (length - 1))
-        assert np.abs(np.mean(errors, axis=0) - expected).max() <= 1e-12
+        assert (
+            np.abs(np.mean(errors, axis=0) - (spread * (length - budget) / (budget * (length - 1)))).max()
+            <= 1e-12
+        )
 
 
 @law("KD-O", scale=st.sampled_from([1, 4, 64, 1024]))
@@ -146,8 +134,10 @@ def test_the_mean_of_the_kept_keys_does_not_converge(scale):
     1.06 from mu at every T.
     """
     keys = np.repeat(np.eye(2), [3 * scale, scale], axis=0)
-    kept = top_k(score(keys), scale)
-    assert np.linalg.norm(keys[kept].mean(axis=0) - anchor(keys)) == pytest.approx(0.75 * math.sqrt(2))
+    kept = selection.top_k(keydiff.score(keys), scale)
+    assert np.linalg.norm(keys[kept].mean(axis=0) - keydiff.anchor(keys)) == pytest.approx(
+        0.75 * math.sqrt(2)
+    )
 
 
 @law("KD-O")
@@ -164,8 +154,8 @@ def test_the_relaxed_optimum_bounds_nothing():
         sets = [
             np.isin(np.arange(len(keys)), chosen) for chosen in itertools.combinations(range(len(keys)), 2)
         ]
-        exact = min(pairwise_objective(keys, kept) for kept in sets)
-        relaxed = min(2 * relaxed_objective(keys, kept) for kept in sets)
+        exact = min(keydiff_theory.pairwise_objective(keys, kept) for kept in sets)
+        relaxed = min(2 * keydiff_theory.relaxed_objective(keys, kept) for kept in sets)
         assert (relaxed > exact + 0.3) == above and (relaxed < exact - 0.3) == (not above)
 
 
@@ -227,8 +217,7 @@ def test_the_printed_total_leaves_out_d_products(length, head_dim):
     """
     counted = count(keydiff_theory.score_step_by_step, length, head_dim)
     assert counted == keydiff_theory.operation_count(length, head_dim)
-    printed = 6 * length * head_dim + head_dim + 18 * length + 12
-    assert keydiff_theory.flops(counted) == printed + head_dim
+    assert keydiff_theory.flops(counted) == (6 * length * head_dim + head_dim + 18 * length + 12) + head_dim
 
 
 @law("KD-T4")
@@ -253,8 +242,10 @@ def test_the_pairwise_form_keeps_the_same_cache(case, budget):
     """
     arguments: dict[str, Any] = {"budget": budget, "block_size": 4}
     plain = keydiff.process_prompt(case.keys, case.values, **arguments)
-    pairwise = keydiff.process_prompt(case.keys, case.values, scorer=keydiff.pairwise_score, **arguments)
-    assert np.array_equal(plain.positions, pairwise.positions)
+    assert np.array_equal(
+        plain.positions,
+        keydiff.process_prompt(case.keys, case.values, scorer=keydiff.pairwise_score, **arguments).positions,
+    )
 
 
 @law("KD-T2")
@@ -296,7 +287,7 @@ def test_a_heavy_key_has_a_large_logit(seed, length, head_dim, largest):
     query = keydiff.unit(generator.normal(size=head_dim))
     keys = keydiff.unit(generator.normal(size=(length, head_dim)) + 2 * query * generator.normal())
     keys = keys * generator.uniform(0.01, 1, size=(length, 1)) * largest
-    weights = softmax(keys @ query)
+    weights = attention.softmax(keys @ query)
     for key, weight in zip(keys, weights, strict=True):
         bound = keydiff_theory.alignment_bound(length - 1, float(weight), largest)
         assert key @ query >= largest * bound - 1e-9
@@ -307,15 +298,14 @@ def test_a_heavy_key_has_a_large_logit(seed, length, head_dim, largest):
 @law("KD-C1")
 def test_the_logit_bound_is_attained():
     """With n keys at -M q the bound on the logit is an equality."""
-    keys = np.array([[-3.0]] * 7 + [[1.5]])
-    weight = float(softmax(keys @ np.ones(1))[-1])
+    weight = float(attention.softmax(np.array([[-3.0]] * 7 + [[1.5]]) @ np.ones(1))[-1])
     assert 3 * keydiff_theory.alignment_bound(7, weight, 3.0) == pytest.approx(1.5)
 
 
 @law("KD-C1")
 def test_the_cosine_bound_needs_its_hypothesis():
     """n = 1, M = 1, q = 1, k1 = -.99 and k* = -.01: the bound is -.02, the cosine -1."""
-    weight = float(softmax(np.array([-0.99, -0.01]))[1])
+    weight = float(attention.softmax(np.array([-0.99, -0.01]))[1])
     assert keydiff_theory.alignment_bound(1, weight, 1.0) == pytest.approx(-0.02)
     assert cosine(np.array([-0.01]), np.array([1.0])) == -1
 
@@ -325,9 +315,8 @@ def test_a_heavy_key_need_not_be_aligned():
     """Ten keys at -20 q and one short key at a right angle to q: it draws more than .9999999 of the weight
     with a cosine of 0.
     """
-    query = np.array([1.0, 0])
-    keys = np.array([[-20.0, 0]] * 10 + [[0, 0.1]])
-    weight = float(softmax(keys @ query)[-1])
+    query, keys = np.array([1.0, 0]), np.array([[-20.0, 0]] * 10 + [[0, 0.1]])
+    weight = float(attention.softmax(keys @ query)[-1])
     assert weight > 0.9999999
     assert cosine(keys[-1], query) == 0
     assert keydiff_theory.alignment_bound(10, weight, 20.0) == pytest.approx(0, abs=1e-6)
@@ -377,8 +366,7 @@ def test_the_converse_does_not_hold():
     """With kbar at 120 degrees from q, the most distinct key is that opposite to kbar; the key along q
     draws twice its logit.
     """
-    query = np.array([1.0, 0])
-    mean = np.array([-0.5, -math.sqrt(0.75)])
+    query, mean = np.array([1.0, 0]), np.array([-0.5, -math.sqrt(0.75)])
     assert cosine(-mean, mean) == pytest.approx(-1) and cosine(query, mean) == pytest.approx(-0.5)
     assert -mean @ query == pytest.approx(0.5) and query @ query == 1
 
@@ -416,7 +404,7 @@ def test_copies_of_a_distinct_key_are_all_kept():
     budget, volume zero.
     """
     keys = np.array([[1.0, 0, 0]] * 20 + [[0, 1, 0]] * 10 + [[0.6, 0, 0.8]] * 10)
-    kept = top_k(keydiff.score(keys), 10)
+    kept = selection.top_k(keydiff.score(keys), 10)
     assert kept[20:30].all()
     assert np.linalg.matrix_rank(keys[kept]) == 1
 
@@ -426,6 +414,7 @@ def test_a_share_of_nothing_is_keydiff():
     """With a share of 0 the variant is KeyDiff, with a share of 1 a sliding window."""
     keys = Case(length=17, num_kv_heads=2).keys
     assert np.array_equal(
-        keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=0), top_k(keydiff.score(keys), 5)
+        keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=0),
+        selection.top_k(keydiff.score(keys), 5),
     )
     assert keydiff_variants.select_with_recent(keys, budget=5, recent_ratio=Fraction(1))[..., -5:].all()

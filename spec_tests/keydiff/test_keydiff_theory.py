@@ -6,6 +6,7 @@ import statistics
 
 from evictionary.reference import keydiff, keydiff_theory
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import mirrored, refuses
 
 MEDIAN, RAW, DOT, EUCLID = (
     f"keydiff_variants.{name}_score" for name in ("median", "raw_mean", "dot_product", "euclidean")
@@ -74,17 +75,16 @@ def test_keys_of_one_length_have_one_mean(impl, case, seed):
     """
     generator = np.random.default_rng(seed)
     vector = impl.round(case.keys[0, 0, 0])
-    rows = [
-        generator.permutation(vector) * generator.choice([-1.0, 1.0], size=vector.size)
-        for _ in range(case.keys.shape[2])
-    ]
-    keys = np.array(rows)[None, None]
+    keys = np.array([[[vector @ mirrored(generator, vector.size) for _ in range(case.keys.shape[2])]]])
     raw, plain = impl.allowance(RAW, keys), impl.allowance("keydiff.score", keys)
     if np.abs(raw.expected - plain.expected).max() > 1e-6:
         return  # the keys cancel but for rounding
-    error = np.abs(impl.keydiff_variants.raw_mean_score(keys) - impl.keydiff.score(keys)).max()
-    require(
-        error <= raw.largest + plain.largest + 1e-6, f"the scores of keys of one length differ by {error:.3g}"
+    slack = raw.largest + plain.largest + 1e-6
+    near(
+        impl.keydiff_variants.raw_mean_score(keys),
+        impl.keydiff.score(keys),
+        slack,
+        "the raw mean's score of keys of one length",
     )
 
 
@@ -106,8 +106,13 @@ def test_the_dot_product_variant_sums_the_dot_products(impl, case):
     mean of the keys.
     """
     keys = impl.round(case.keys)
-    pairs = -(keys @ np.swapaxes(keys, -1, -2)).sum(axis=-1) / keys.shape[2]
-    agrees(impl, DOT, keys, by_hand=pairs, size=(keys**2).sum(axis=-1).max())
+    agrees(
+        impl,
+        DOT,
+        keys,
+        by_hand=-(keys @ np.swapaxes(keys, -1, -2)).mean(axis=-1),
+        size=(keys**2).sum(axis=-1).max(),
+    )
 
 
 @law("KD-T3", of=DOT, case=cases(), exponent=st.integers(-2, 2))
@@ -141,8 +146,9 @@ def test_the_euclidean_variant_keeps_what_is_far_from_the_mean(impl, case):
     agrees(impl, EUCLID, case.keys)
     keys = impl.round(case.keys)
     pairs = ((keys[..., :, None, :] - keys[..., None, :, :]) ** 2).sum(axis=(-2, -1))
-    common = pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2
-    assert np.ptp(common, axis=-1).max() <= 1e-11 * max(1, pairs.max())
+    assert np.ptp(pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2, axis=-1).max() <= 1e-11 * max(
+        1, pairs.max()
+    )
 
 
 @law("KD-T3", of=EUCLID, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
@@ -150,12 +156,11 @@ def test_the_euclidean_variant_knows_no_origin(impl, case, seed):
     """Moving all keys by one vector changes no distance to their mean (a cosine would change)."""
     keys = np.clip(np.round(case.keys), -8, 8)
     shift = np.random.default_rng(seed).integers(-4, 5, size=keys.shape[-1]) * 1.0
-    got = impl.keydiff_variants.euclidean_score(keys + shift)
     agrees(
         impl,
         EUCLID,
         keys,
-        got=got,
+        got=impl.keydiff_variants.euclidean_score(keys + shift),
         more=within(impl, roundings=0) + 1e-12,
         what="the score of the moved keys",
     )
@@ -195,14 +200,13 @@ def test_the_share_is_of_the_budget_and_exact(impl):
     first = np.arange(300) < 71
     keys = np.stack([~first, first], axis=-1).astype(float)[None, None]  # the first 71 are the unusual ones
     kept = impl.keydiff_variants.select_with_recent(keys, budget=100, recent_ratio=0.29)[0, 0]
-    expected = first | (np.arange(300) >= 271)
-    equal(kept, expected, "other tokens are kept than the first 71 and the last 29")
+    equal(kept, first | (np.arange(300) >= 271), "other tokens are kept than the first 71 and the last 29")
 
 
 @law("KD-T11", of=RECENT, kind="refusal", bad=st.sampled_from([("budget", 0), ("recent_ratio", 1.5)]))
 def test_bad_shares_are_refused(impl, bad):
     """A budget of 0 or a share above 1 raise ValueError."""
-    refused(impl, bad[0], RECENT, np.ones((1, 1, 3, 2)), **{"budget": 2, "recent_ratio": 0.5} | dict([bad]))
+    refuses(impl, RECENT, *bad)
 
 
 @law(
@@ -255,8 +259,12 @@ def test_alignment_bound_is_the_formula(impl, count, percent, largest):
     """a / M - 1 with a = log n + log(w / (1 - w)), in natural logarithms."""
     expected = (math.log(count) + math.log(percent) - math.log(100 - percent)) / largest - 1
     got = float(impl.keydiff_theory.alignment_bound(count, percent / 100, largest))
-    slack = 8 * final_rounding(impl) * (1 + 14 / largest)
-    require(abs(got - expected) <= slack, "the bound is another number", expected, got)
+    require(
+        abs(got - expected) <= (8 * final_rounding(impl) * (1 + 14 / largest)),
+        "the bound is another number",
+        expected,
+        got,
+    )
 
 
 @law("KD-C1", of=BOUND, kind="refusal", name=st.sampled_from(["count", "weight", "largest_norm"]))
@@ -270,17 +278,12 @@ def test_bad_bounds_are_refused(impl, name):
 @law("KD-C2", of=SQUARES, case=cases(), seed=seeds())
 def test_squared_cosines_with_a_basis_sum_to_one(impl, case, seed):
     """The squared cosines of a nonzero vector with an orthonormal basis (here signed axes) sum to 1."""
-    generator, vector = np.random.default_rng(seed), impl.round(case.keys[0, 0, 0])
-    size = vector.size
-    basis = np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=(size, 1))
-    square = math.fsum(x * x for x in vector.tolist())
-    by_hand = [
-        math.fsum(x * y for x, y in zip(row, vector.tolist(), strict=True)) ** 2 / (square or 1.0)
-        for row in basis.tolist()
-    ]
-    total, one = agrees(impl, SQUARES, vector, basis, by_hand=np.array(by_hand)).sum(), float(vector.any())
+    vector = impl.round(case.keys[0, 0, 0])
+    basis = mirrored(np.random.default_rng(seed), vector.size)
+    by_hand = linear(vector, basis.T) ** 2 / (math.fsum(vector**2) or 1.0)
+    total, one = agrees(impl, SQUARES, vector, basis, by_hand=by_hand).sum(), float(vector.any())
     require(
-        abs(total - one) <= size * within(impl, roundings=1),
+        abs(total - one) <= (vector.size * within(impl, roundings=1)),
         "the squared cosines do not sum to 1",
         one,
         total,

@@ -32,5 +32,4 @@ def torch_singular_values(hidden_states, target_scores, *, ridge=1.0):
     middle, mean = states.mean(dim=1, keepdim=True), targets.mean(dim=2, keepdim=True)
     left, sizes, right = torch.linalg.svd(states - middle, full_matrices=False)
     weights = ((targets - mean) @ left * (sizes / (sizes**2 + ridge))[:, None]) @ right
-    bias = (mean - weights @ middle.mT)[..., 0]
-    return weights.to(hidden_states.dtype), bias.to(hidden_states.dtype)
+    return weights.to(hidden_states.dtype), (mean - weights @ middle.mT)[..., 0].to(hidden_states.dtype)

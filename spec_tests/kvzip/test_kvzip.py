@@ -1,6 +1,7 @@
 """Laws of KVzip: KZ-1 to KZ-3."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import a_mask, quarters
 
 ATTENTION, SCORE, TOP_R = "kvzip.replay_attention", "kvzip.score", "kvzip.top_r"
 counts = st.sampled_from([1, 2, 5, 17])
@@ -9,16 +10,16 @@ REPLAYS = ((300, 3, 2), (2048, 1, 1))  # queries, batch items, query heads of a 
 
 def replay(case, seed, count):
     """Queries [B, H_q, M, D] and keys [B, H_kv, M, D] of the replay, in quarters: the same in every dtype."""
-    draw = np.random.default_rng(seed)
     batch, heads, _, width = case.keys.shape
-    shapes = ((batch, case.queries.shape[1], count, width), (batch, heads, count, width))
-    return tuple(np.round(4 * draw.normal(size=shape)) / 4 for shape in shapes)
+    readers = case.queries.shape[1]
+    return np.split(quarters(seed, batch, readers + heads, count, width), [readers], axis=1)
 
 
 def by_hand(keys, queries, replay_keys):
     """The attention of each query of the replay on the text, [B, H_q, M, T], query by query."""
-    whole = np.concatenate([keys, replay_keys], axis=2)
-    return causal_weights(queries, for_each_reader(whole, queries))[..., : keys.shape[2]]
+    return causal_weights(queries, for_each_reader(np.concatenate([keys, replay_keys], axis=2), queries))[
+        ..., : keys.shape[2]
+    ]
 
 
 def largest(weights, keys):
@@ -105,8 +106,7 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 
 def check_shared(impl, scores, budget):
     """Raise Violation unless all layers and heads of scores [N, B, H, T] share their budgets."""
-    kept = impl.kvzip.top_r(scores, budget)
-    require_mask(kept, scores.shape, "the selection")
+    kept = a_mask(impl.kvzip.top_r(scores, budget), scores.shape)
     kept, of_item = (np.swapaxes(each, 0, 1).reshape(scores.shape[1], -1) for each in (kept, scores))
     selects(kept, of_item, min(budget, scores.shape[3]) * scores.shape[0] * scores.shape[2])
 
@@ -114,8 +114,12 @@ def check_shared(impl, scores, budget):
 @law("KZ-3", of=TOP_R, case=seeded_cases(max_length=17), seed=seeds(), budget=st.integers(1, 20))
 def test_all_layers_and_heads_share_one_budget(impl, case, seed, budget):
     """Of three layers the highest scores of all heads stay, as many as the budget of all heads together."""
-    drawn = np.random.default_rng(seed).normal(size=(3, case.batch, case.num_kv_heads, case.length))
-    check_shared(impl, np.round(8 * drawn) / 8, budget)
+    check_shared(
+        impl,
+        np.round(8 * np.random.default_rng(seed).normal(size=(3, case.batch, case.num_kv_heads, case.length)))
+        / 8,
+        budget,
+    )
 
 
 @law("KZ-3", of=TOP_R)

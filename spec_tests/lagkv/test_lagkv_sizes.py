@@ -1,11 +1,11 @@
 """Laws of LagKV on partitions of thousands of tokens, at any scale: LK-9, LK-11, LK-12, LK-R."""
 
 from dataclasses import replace
-from typing import cast
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.lagkv.helpers import SCORE, SELECT, asked, check_partitions, states_at
+from evictionary.spec_tests.shared.helpers import holds_tokens
 
-SCORE, SELECT = "lagkv.score", "lagkv.select"
 ANY_SCALE = ("minute", "moving_mean", "vast", "normal", "sinks")
 
 
@@ -108,21 +108,15 @@ def streamed(impl, keys, values, *, sink_size, lag_size, **settings):
     """The mask that a stream ends with: the first chunk of the paper, S + 2L tokens, then up to L at a
     time.
     """
-    settings |= {"sink_size": sink_size, "lag_size": lag_size}
     lengths = np.random.default_rng(lag_size).integers(
         lag_size // 2, lag_size + 1, size=2 * keys.shape[2] // lag_size
     )
     ends = sink_size + 2 * lag_size + np.concatenate([[0], np.cumsum(lengths)])
-    start, stream = 0, cast(Any, None)
-    for stop in [*ends[ends < keys.shape[2]].tolist(), keys.shape[2]]:
-        stream = impl.lagkv.step(stream, keys[:, :, start:stop], values[:, :, start:stop], **settings)
-        start = stop
-    kept = np.zeros(keys.shape[:3], dtype=bool)
-    np.put_along_axis(kept, stream.positions, True, axis=-1)
+    cuts = [*ends[ends < keys.shape[2]].tolist(), keys.shape[2]]
+    settings |= {"sink_size": sink_size, "lag_size": lag_size}
+    *_, (kept, stream, _) = states_at(impl, keys, values, cuts, **settings)
     equal(kept.sum(axis=-1), stream.positions.shape[-1], "a position stands twice in the stream")
-    for got, states in ((stream.keys, keys), (stream.values, values)):
-        wanted = np.take_along_axis(states, stream.positions[..., None], axis=2)
-        equal(got, wanted, "a row of the stream is not the token at its position")
+    holds_tokens(stream, keys, values)
     return kept
 
 
@@ -131,21 +125,8 @@ def check_best(impl, case, choose, percent, sink, lag):
     and the window stay.
     """
     keys, values = (of_dtype(impl, states) for states in (case.keys, case.values))
-    kept = choose(impl, keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
-    require_mask(kept, keys.shape[:3], "the selection")
-    whole = (case.length - sink) // lag
-    last = sink + max(0, whole - 1) * lag
-    equal(kept[..., :sink], True, "a sink was evicted")
-    equal(kept[..., last:], True, "a token of the window was evicted")
-    if whole >= 2:
-        parts = [
-            states[:, :, sink : last + lag].reshape(*states.shape[:2], whole, lag, -1)
-            for states in (keys, values)
-        ]
-        scores, slack = expected_score(
-            impl, *(part[:, :, :-1] for part in parts), *(part[:, :, 1:] for part in parts)
-        )
-        selects(kept[..., sink:last].reshape(scores.shape), scores, percent * lag // 100, slack=slack)
+    kept = choose(impl, keys, values, **asked(percent, sink, lag))
+    check_partitions(kept, keys, values, percent, sink, lag, lambda *states: expected_score(impl, *states))
 
 
 def check_larger_half(impl, case, choose, percent, sink, lag):
@@ -168,7 +149,7 @@ def check_larger_half(impl, case, choose, percent, sink, lag):
         )
 
     keys, values = (alternating(states) for states in (case.keys, case.values))
-    kept = choose(impl, keys, values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
+    kept = choose(impl, keys, values, **asked(percent, sink, lag))
     require_mask(kept, keys.shape[:3], "the selection")
     own_kept, own_larger = (
         np.broadcast_to(rows, kept.shape)[..., sink : sink + compressed * lag].reshape(

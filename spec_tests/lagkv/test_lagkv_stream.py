@@ -6,20 +6,21 @@ from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.lagkv.helpers import (
     RETAINED,
     SCORE,
+    asked,
+    by_oracle,
     caches,
     check_partitions,
     hundredths,
     lags,
     sinks,
+    states_at,
 )
+from evictionary.spec_tests.shared.helpers import holds_tokens, refuses
 
-PROJECT, WEIGHTS, OUTPUT, APPEND = (
-    "lagkv_theory.project",
-    "lagkv_theory.attention_weights",
-    "lagkv_theory.attention_output",
-    "lagkv.append",
+PROJECT, WEIGHTS, OUTPUT = (
+    f"lagkv_theory.{name}" for name in ("project", "attention_weights", "attention_output")
 )
-STEP = "lagkv.step"
+APPEND, STEP = "lagkv.append", "lagkv.step"
 LOCAL_SCORE, LOCAL_SELECT, NORM_SELECT = (
     "lagkv_variants.local_score",
     "lagkv_variants.local_select",
@@ -34,17 +35,8 @@ def streamed(impl, case, percent, sink, lag, seed):
     generator = np.random.default_rng(seed)
     # long chunks, short ones, single tokens
     cut = generator.random(max(0, case.length - 1)) < generator.choice([0.05, 0.3, 1.0])
-    yield from states_at(impl, case, [*(np.flatnonzero(cut) + 1).tolist(), case.length], percent, sink, lag)
-
-
-def states_at(impl, case, cuts, percent, sink, lag):
-    """The same where the chunks end at `cuts`."""
-    state, settings = None, {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
-    for start, stop in itertools.pairwise([0, *cuts]):
-        state = impl.lagkv.step(state, case.keys[:, :, start:stop], case.values[:, :, start:stop], **settings)
-        kept = np.zeros(case.keys.shape[:3], dtype=bool)
-        np.put_along_axis(kept, state.positions, True, axis=-1)
-        yield kept, state, stop
+    cuts = [*(np.flatnonzero(cut) + 1).tolist(), case.length]
+    return states_at(impl, case.keys, case.values, cuts, **asked(percent, sink, lag))
 
 
 @law("LK-1", of=PROJECT, case=seeded_cases(max_length=17), width=st.integers(1, 5), seed=seeds())
@@ -67,16 +59,24 @@ def test_heads_stand_side_by_side(impl, case, seed):
     by_head = sum(
         weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads)
     )
-    size = np.abs(values).max() * np.abs(output_weight).sum()
-    agrees(impl, OUTPUT, weights, values, output_weight, by_hand=by_head, size=size)
+    agrees(
+        impl,
+        OUTPUT,
+        weights,
+        values,
+        output_weight,
+        by_hand=by_head,
+        size=np.abs(values).max() * np.abs(output_weight).sum(),
+    )
 
 
 @law("LK-3", of=WEIGHTS, case=seeded_cases(max_length=17))
 def test_attention_weights_are_a_causal_softmax(impl, case):
     """Row t is the softmax of q_t . k_j / sqrt(d_h) over j <= t, and zero after t."""
     queries, keys = impl.round(case.next_keys), impl.round(case.keys)
-    size = np.abs(queries).max() * np.abs(keys).max()
-    got = agrees(impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=size)
+    got = agrees(
+        impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=np.abs(queries).max() * np.abs(keys).max()
+    )
     equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
 
 
@@ -98,8 +98,11 @@ def test_new_tokens_come_after_the_cached_ones(impl, case):
     """Cat[K : k] holds the cached tokens first, each unchanged; an empty cache is allowed."""
     for cached in (case.keys, case.keys[:, :, :0]):
         got = impl.lagkv.append(cached, case.next_keys)
-        wanted = impl.round(np.concatenate([cached, case.next_keys], axis=2))
-        equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
+        equal(
+            got,
+            impl.round(np.concatenate([cached, case.next_keys], axis=2)),
+            "the new tokens do not follow the cached ones unchanged",
+        )
 
 
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
@@ -108,8 +111,9 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
     matrix.
     """
     new = int(np.random.default_rng(seed).integers(1, case.length))
-    cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
-    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
+    got = impl.lagkv_theory.attention_weights(
+        case.next_keys[:, :, -new:], impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
+    )
     agrees(impl, WEIGHTS, case.next_keys, case.keys, got=got, expected=lambda weights: weights[:, :, -new:])
 
 
@@ -119,9 +123,13 @@ def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, 
     next partition.
     """
     *_, (kept, end, _) = streamed(impl, case, percent, sink, lag, seed)
-    ascending = (np.diff(end.positions, axis=-1) > 0).all()
-    require(ascending, "the positions of a head are not distinct and ascending", None, end.positions)
-    check_partitions(impl, kept, case, percent, sink, lag)
+    require(
+        (np.diff(end.positions, axis=-1) > 0).all(),
+        "the positions of a head are not distinct and ascending",
+        None,
+        end.positions,
+    )
+    check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl))
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
@@ -130,9 +138,7 @@ def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink
     step.
     """
     for _, state, _ in streamed(impl, case, percent, sink, lag, seed):
-        for got, states in ((state.keys, case.keys), (state.values, case.values)):
-            wanted = np.take_along_axis(impl.round(states), state.positions[..., None], axis=2)
-            equal(got, wanted, "a row of the stream is not the token at its position")
+        holds_tokens(state, impl.round(case.keys), impl.round(case.values))
 
 
 @law("LK-R", of=(STEP, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
@@ -140,7 +146,6 @@ def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
     """After each step the cache is what it was, less some tokens, with the new ones; its length is that of
     LK-12.
     """
-    settings = {"keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
     place, before, seen = np.arange(case.length), np.zeros(case.keys.shape[:3], dtype=bool), 0
     for kept, state, stop in streamed(impl, case, percent, sink, lag, seed):
         new = (place >= seen) & (place < stop)
@@ -151,7 +156,7 @@ def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
             kept,
         )
         equal(int(state.seen), stop, "the stream has counted other tokens")
-        length = impl.lagkv.retained_length(stop, **settings)
+        length = impl.lagkv.retained_length(stop, **asked(percent, sink, lag))
         equal(kept.sum(axis=-1), length, f"after {stop} tokens the cache is not retained_length({stop}) long")
         before, seen = kept, stop
 
@@ -164,7 +169,8 @@ def test_the_chunks_of_the_paper_compress_one_partition_each(impl, case, percent
     cuts = sorted(
         {min(case.length, stop) for stop in range(sink + 2 * lag, case.length + lag, lag)} | {case.length}
     )
-    for number, (_, state, stop) in enumerate(states_at(impl, case, cuts, percent, sink, lag), start=1):
+    states = states_at(impl, case.keys, case.values, cuts, **asked(percent, sink, lag))
+    for number, (_, state, stop) in enumerate(states, start=1):
         if stop >= sink + 2 * lag and not (stop - sink) % lag:
             static = sink + number * (percent * lag // 100)
             equal(
@@ -178,7 +184,7 @@ def test_the_chunks_of_the_paper_compress_one_partition_each(impl, case, percent
 @law("LK-R", of=STEP, case=caches, lag=lags)
 def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
     """The step is pure: two continuations of one stream do not disturb each other."""
-    settings = {"keep_ratio": 0.5, "sink_size": 1, "lag_size": lag}
+    settings = asked(50, 1, lag)
     start = impl.lagkv.step(None, case.keys, case.values, **settings)
     copies = start.keys.copy(), start.values.copy(), start.positions.copy()
     first = impl.lagkv.step(start, case.next_keys, case.next_values, **settings)
@@ -196,9 +202,8 @@ def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
 )
 def test_what_does_not_fit_the_stream_is_refused(impl, bad):
     """Bad settings raise ValueError naming the argument."""
-    states, settings = [np.ones((1, 2, 6, 3))] * 2, {"keep_ratio": 0.5, "sink_size": 1, "lag_size": 2}
-    stream = impl.lagkv.step(None, *states, **settings)
-    refused(impl, bad[0], STEP, stream, *states, **settings | dict([bad]))
+    states, settings = [np.ones((1, 2, 6, 3))] * 2, asked(50, 1, 2)
+    refused(impl, bad[0], STEP, impl.lagkv.step(None, *states, **settings), *states, **settings | dict([bad]))
 
 
 @law("LK-14", of=LOCAL_SCORE, case=cases())
@@ -227,10 +232,8 @@ def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, s
     """LocalKV changes the score alone: sinks and window stay, the last partition is not compressed, though
     it could be scored.
     """
-    kept = impl.lagkv_variants.local_select(
-        case.keys, case.values, keep_ratio=percent / 100, sink_size=sink, lag_size=lag
-    )
-    check_partitions(impl, kept, case, percent, sink, lag, path=LOCAL_SCORE, takes=2)
+    kept = impl.lagkv_variants.local_select(case.keys, case.values, **asked(percent, sink, lag))
+    check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl, LOCAL_SCORE, takes=2))
 
 
 @law("LK-15", of=LOCAL_SCORE)
@@ -253,11 +256,16 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no
     part.
     """
-    settings = {"layer": 2, "keep_ratio": percent / 100, "sink_size": sink, "lag_size": lag}
+    settings = {"layer": 2} | asked(percent, sink, lag)
     kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
-    check_partitions(impl, kept, case, percent, sink, lag, path="knorm.score", takes=1)
-    others = impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings)
-    equal(others, kept, "other values changed what is kept")
+    check_partitions(
+        kept, case.keys, case.values, percent, sink, lag, by_oracle(impl, "knorm.score", takes=1)
+    )
+    equal(
+        impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings),
+        kept,
+        "other values changed what is kept",
+    )
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))
@@ -267,17 +275,14 @@ def test_the_first_layers_keep_everything(impl, case, layer, skipped):
     """
     for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
         settings = {"layer": layer, "keep_ratio": 0, "sink_size": 0, "lag_size": 2} | given
-        kept, whole = (
-            impl.lagkv_variants.norm_select(case.keys, case.values, **settings),
-            layer < first or case.length < 4,
-        )
-        equal(kept.all(), whole, f"layer {layer} with the first {first} skipped")
+        kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
+        equal(kept.all(), layer < first or case.length < 4, f"layer {layer} with the first {first} skipped")
 
 
-@law("LK-16", of=NORM_SELECT, kind="refusal", name=st.sampled_from(["layer", "keep_ratio", "lag_size"]))
-def test_bad_settings_of_the_variant_are_refused(impl, name):
+BAD = [("layer", -1), ("keep_ratio", 1.5), ("lag_size", 0)]
+
+
+@law("LK-16", of=NORM_SELECT, kind="refusal", bad=st.sampled_from(BAD))
+def test_bad_settings_of_the_variant_are_refused(impl, bad):
     """A negative layer and the bad settings of select raise ValueError naming the argument."""
-    settings = {"layer": 2, "keep_ratio": 0.5, "sink_size": 1, "lag_size": 2} | {
-        name: {"layer": -1, "keep_ratio": 1.5, "lag_size": 0}[name]
-    }
-    refused(impl, name, NORM_SELECT, np.ones((1, 1, 8, 2)), np.ones((1, 1, 8, 2)), **settings)
+    refuses(impl, NORM_SELECT, *bad)

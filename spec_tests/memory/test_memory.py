@@ -48,8 +48,12 @@ SEAMS = (
 
 
 def moments_of(case: Case) -> momentkv.Moments:
-    empty = momentkv.no_moments(case.keys, case.values)
-    return momentkv.update(empty, case.next_keys, case.next_values, mask(case, case.keys.shape[:3], 0.5))
+    return momentkv.update(
+        momentkv.no_moments(case.keys, case.values),
+        case.next_keys,
+        case.next_values,
+        mask(case, case.keys.shape[:3], 0.5),
+    )
 
 
 def in_pages(case: Case) -> cache.PagedCache:
@@ -345,8 +349,9 @@ def test_another_stream_gives_the_same_numbers(impl, case):
 
 
 def lazy_memory_only(impl):
-    copied = "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
-    return torch_only(impl) or copied
+    return torch_only(impl) or (
+        "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
+    )
 
 
 @law("MEM-7", of=ANY, not_for=lazy_memory_only)

@@ -3,9 +3,12 @@
 from evictionary.reference import momentkv
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import attention_by_hand
+from evictionary.spec_tests.shared.helpers import attention_by_hand, mirrored
 
-UPDATE, SCORE = "momentkv.update", "momentkv.score"
+UPDATE, SCORE, ATTEND, PARTITION, SCORE_PROMPT, SELECT_PROMPT = (
+    f"momentkv.{name}"
+    for name in ("update", "score", "attend", "log_evicted_partition", "score_prompt", "select_prompt")
+)
 
 
 # Whole numbers of few bits: their sums and products are exact in every dtype.
@@ -22,8 +25,19 @@ def some(case, seed, shape=None):
     return generator.random(shape) < share
 
 
-def moments_of(keys, values, evicted):
+def moments_of(keys, values, evicted=True):
+    evicted = np.broadcast_to(evicted, keys.shape[:-1])
     return momentkv.update(momentkv.no_moments(keys, values), keys, values, evicted)
+
+
+def moments_in_loops(keys, values, evicted):
+    """The moments of the evicted tokens, summed up token by token."""
+    moments = momentkv.no_moments(keys, values)
+    for item, head, token in np.argwhere(evicted):
+        key, value = keys[item, head, token], values[item, head, token]
+        for total, term in zip(moments, (1, key, value, np.outer(value, key)), strict=True):
+            total[item, head] += term
+    return moments
 
 
 def held(impl, moments):
@@ -39,14 +53,29 @@ def situation(impl, case, seed):
     """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next
     partition.
     """
-    evicted = some(case, seed, case.next_keys.shape[:3])
-    moments = held(impl, moments_of(case.next_keys, case.next_values, evicted))
+    moments = held(
+        impl, moments_of(case.next_keys, case.next_values, some(case, seed, case.next_keys.shape[:3]))
+    )
     return case.queries[:, :, 0], case.keys, case.values, moments
 
 
-def whole(case):
-    """Keys, values and query as whole numbers from -2 to 2."""
-    return tuple(np.clip(np.round(array), -2, 2) for array in (case.keys, case.values, case.queries[:, :, 0]))
+def whole(case, seed):
+    """Query, keys and values as whole numbers from -2 to 2, and a mask of some tokens."""
+    states = case.queries[:, :, 0], case.keys, case.values
+    return *(np.clip(np.round(array), -2, 2) for array in states), some(case, seed)
+
+
+def heads_apart(impl, path, query, *states):
+    """What `path` gives for each KV head alone, with its moments and its readers, put together again."""
+
+    def of_head(state, own):
+        return Moments(*(field[own] for field in state)) if isinstance(state, Moments) else state[own]
+
+    found = [
+        impl.call(path, query[readers], *(of_head(state, own) for state in states))
+        for own, readers in heads_alone(query, states[0])
+    ]
+    return np.concatenate(found, axis=1).reshape(len(query), -1, found[0].shape[-1])
 
 
 def recovers(impl, moments, pick, **another_way):
@@ -90,22 +119,10 @@ def turn(seed, query, keys, values, moments):
     way.
     """
     generator = np.random.default_rng(seed)
-    k_order, v_order = generator.permutation(keys.shape[-1]), generator.permutation(values.shape[-1])
-    k_sign, v_sign = (generator.choice([-1.0, 1.0], size=array.shape[-1]) for array in (keys, values))
-    turned = Moments(
-        moments.count,
-        moments.key_sum[..., k_order] * k_sign,
-        moments.value_sum[..., v_order] * v_sign,
-        moments.value_key_sum[..., v_order, :][..., k_order] * v_sign[:, None] * k_sign,
-    )
-    return (
-        query[..., k_order] * k_sign,
-        keys[..., k_order] * k_sign,
-        values[..., v_order] * v_sign,
-        turned,
-        v_order,
-        v_sign,
-    )
+    of_keys, of_values = (mirrored(generator, states.shape[-1]) for states in (keys, values))
+    products = of_values.T @ moments.value_key_sum @ of_keys
+    turned = Moments(moments.count, moments.key_sum @ of_keys, moments.value_sum @ of_values, products)
+    return query @ of_keys, keys @ of_keys, values @ of_values, turned, of_values
 
 
 def scale_values(impl, values, moments, factor):
@@ -117,9 +134,6 @@ def scale_values(impl, values, moments, factor):
         value_sum=moments.value_sum * factor, value_key_sum=moments.value_key_sum * factor
     )
     return values, moments, values * factor, held(impl, scaled)
-
-
-ATTEND, PARTITION = "momentkv.attend", "momentkv.log_evicted_partition"
 
 
 def attends(impl, query, keys, values, kept, moments, **another_way):
@@ -156,9 +170,6 @@ def attend_in_loops(query, keys, values, kept, moments):
             )
             output[item, reader, 0] = (1 - weight) * output[item, reader, 0] + weight * estimate
     return output[:, :, 0]
-
-
-SCORE_PROMPT, SELECT_PROMPT = "momentkv.score_prompt", "momentkv.select_prompt"
 
 
 def prompt(case, seed, window=0):

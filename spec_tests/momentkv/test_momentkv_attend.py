@@ -2,8 +2,6 @@
 (MK-T4).
 """
 
-from operator import mul
-
 from evictionary.reference import momentkv, momentkv_theory
 from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
@@ -12,6 +10,7 @@ from evictionary.spec_tests.momentkv.helpers import (
     PARTITION,
     attend_in_loops,
     attends,
+    heads_apart,
     held,
     moments_of,
     refuses_misfits,
@@ -22,6 +21,7 @@ from evictionary.spec_tests.momentkv.helpers import (
     turn,
     whole,
 )
+from evictionary.spec_tests.shared.helpers import attention_by_hand
 
 
 @law("MK-12", of=ATTEND, kind="refusal", bad=st.sampled_from(["kept", "moments", "query", "values"]))
@@ -30,11 +30,16 @@ def test_bad_arguments_are_refused(impl, bad):
     refuses_misfits(impl, ATTEND, bad)
 
 
+def kept_situation(impl, case, seed):
+    """The arguments of attend: those of score, and some of the retained tokens kept."""
+    *states, moments = situation(impl, case, seed)
+    return *states, some(case, seed + 1), moments
+
+
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_output_mixes_the_retained_and_the_estimated_part(impl, case, seed):
     """what_R f_R + (1 - what_R) fhat_E; heads that keep nothing, or have evicted nothing, among them."""
-    query, keys, values, moments = situation(impl, case, seed)
-    attends(impl, query, keys, values, some(case, seed + 1), moments)
+    attends(impl, *kept_situation(impl, case, seed))
 
 
 @law("MK-12", of=ATTEND, case=cases(max_length=17), seed=seeds())
@@ -42,8 +47,7 @@ def test_output_equals_the_loops(impl, case, seed):
     """One numerator and one denominator summed in plain loops, the moments entering as one more token,
     give the same output.
     """
-    query, keys, values, moments = situation(impl, case, seed)
-    attends(impl, query, keys, values, some(case, seed + 1), moments, also=attend_in_loops)
+    attends(impl, *kept_situation(impl, case, seed), also=attend_in_loops)
 
 
 @law("MK-2", of=ATTEND, case=cases(), seed=seeds())
@@ -57,24 +61,24 @@ def test_without_moments_it_is_plain_attention_over_the_kept(impl, case, seed):
 def test_a_head_without_any_token_gives_zero(impl, case):
     """A head that keeps nothing and has evicted nothing has the output 0, not NaN."""
     query, keys, values = case.queries[:, :, 0], case.keys, case.values
-    nothing = np.zeros(keys.shape[:3], dtype=bool)
-    got = impl.momentkv.attend(query, keys, values, nothing, momentkv.no_moments(keys, values))
+    got = impl.momentkv.attend(
+        query, keys, values, np.zeros(keys.shape[:3], dtype=bool), momentkv.no_moments(keys, values)
+    )
     equal(got, 0, "the output of a head that keeps nothing and has evicted nothing is not 0")
 
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_what_is_not_kept_is_not_read(impl, case, seed):
     """The output does not change where the keys and values that are not kept do."""
-    query, keys, values, moments = situation(impl, case, seed)
-    kept = some(case, seed + 1)
-    other_keys, other_values = (np.where(kept[..., None], states, 2.5) for states in (keys, values))
-    got = impl.momentkv.attend(query, other_keys, other_values, kept, moments)
-    attends(impl, query, keys, values, kept, moments, got=got)
+    query, keys, values, kept, moments = states = kept_situation(impl, case, seed)
+    others = (np.where(kept[..., None], each, 2.5) for each in (keys, values))
+    attends(impl, *states, got=impl.momentkv.attend(query, *others, kept, moments))
 
 
-def full_attention(query, keys, values):
-    weights = causal_weights(query[:, :, None], for_each_reader(keys, query))
-    return (weights @ for_each_reader(values, query))[:, :, 0]
+def loses_nothing(impl, query, keys, values, kept):
+    """Raise Violation unless the output is that of the full cache."""
+    full = attention_by_hand(query[:, :, None], keys, values, np.ones_like(kept))[0][:, :, 0]
+    attends(impl, query, keys, values, kept, moments_of(keys, values, ~kept), also=full)
 
 
 @law("MK-12", of=ATTEND, case=short_cases, seed=seeds())
@@ -82,18 +86,8 @@ def test_equal_evicted_keys_lose_nothing(impl, case, seed):
     """Where the evicted keys of a head are equal, the output is that of the full cache: one token is a
     special case.
     """
-    keys, values, query = whole(case)
-    kept = some(case, seed)
-    keys = np.where(kept[..., None], keys, keys[:, :, :1])
-    attends(
-        impl,
-        query,
-        keys,
-        values,
-        kept,
-        moments_of(keys, values, ~kept),
-        also=full_attention(query, keys, values),
-    )
+    query, keys, values, kept = whole(case, seed)
+    loses_nothing(impl, query, np.where(kept[..., None], keys, keys[:, :, :1]), values, kept)
 
 
 @law("MK-9", of=ATTEND, case=short_cases, seed=seeds())
@@ -101,22 +95,10 @@ def test_a_query_orthogonal_to_the_spread_loses_nothing(impl, case, seed):
     """Where the evicted keys differ only in a channel that the query does not have, the output is that of
     the full cache.
     """
-    keys, values, query = whole(case)
-    kept = some(case, seed)
+    query, keys, values, kept = whole(case, seed)
     query[..., 0] = 0
-    aligned = np.concatenate(
-        [keys[..., :1], np.broadcast_to(keys[:, :, :1, 1:], keys[..., 1:].shape)], axis=-1
-    )
-    keys = np.where(kept[..., None], keys, aligned)
-    attends(
-        impl,
-        query,
-        keys,
-        values,
-        kept,
-        moments_of(keys, values, ~kept),
-        also=full_attention(query, keys, values),
-    )
+    alike = ~kept[..., None] & (np.arange(keys.shape[-1]) > 0)
+    loses_nothing(impl, query, np.where(alike, keys[:, :, :1], keys), values, kept)
 
 
 @law("MK-C2", of=ATTEND, kind="edge", power=st.integers(0, 24))
@@ -127,38 +109,21 @@ def test_a_small_covariance_moves_the_output(impl, power):
     keys, values = np.array([[[[2.0, 0, 0, 0], [-2, 0, 0, 0]]]]), np.array([[[[1.0], [-1]]]]) * 2.0**-power
     query, nothing = np.array([[[1.0, 0, 0, 0]]]), np.zeros((1, 1, 2), dtype=bool)
     attends(
-        impl,
-        query,
-        keys,
-        values,
-        nothing,
-        moments_of(keys, values, ~nothing),
-        expected=np.array([[[2.0**-power]]]),
+        impl, query, keys, values, nothing, moments_of(keys, values), expected=np.array([[[2.0**-power]]])
     )
 
 
-def weights_in_loops(query, keys, kept):
+def weights_by_hand(query, keys, kept):
     """The weight of the kept tokens beside the estimate of the others, and beside the others themselves:
     two of [B, H_q, 1].
     """
-    weights = np.zeros((2, *query.shape[:2], 1))
-    for item, reader in np.ndindex(query.shape[:2]):
-        head = reader * keys.shape[1] // query.shape[1]
-        logits = [
-            math.fsum(map(mul, query[item, reader], key)) / math.sqrt(len(key)) for key in keys[item, head]
-        ]
-        retained, evicted = (
-            [
-                logit - max(logits)
-                for logit, stays in zip(logits, kept[item, head], strict=True)
-                if stays == side
-            ]
-            for side in (True, False)
-        )
-        of_kept, of_others = (math.fsum(map(math.exp, each)) for each in (retained, evicted))
-        estimate = len(evicted) * math.exp(math.fsum(evicted) / max(1, len(evicted)))
-        weights[:, item, reader, 0] = of_kept / (of_kept + estimate), of_kept / (of_kept + of_others)
-    return weights
+    keys, kept = for_each_reader(keys, query), for_each_reader(kept, query)
+    logits = (keys @ query[..., None])[..., 0] / math.sqrt(keys.shape[-1])
+    logits -= logits.max(axis=-1, keepdims=True)
+    of_kept, of_others = ((np.exp(logits) * side).sum(axis=-1) for side in (kept, ~kept))
+    count = (~kept).sum(axis=-1)
+    estimate = count * np.exp((logits * ~kept).sum(axis=-1) / np.maximum(1, count))
+    return [(of_kept / (of_kept + others))[..., None] for others in (estimate, of_others)]
 
 
 @law("MK-11", of=ATTEND, case=short_cases, seed=seeds())
@@ -166,10 +131,9 @@ def test_the_retained_weight_is_never_too_small(impl, case, seed):
     """With value 1 for kept and 0 for evicted tokens the output is Z_R / (Z_R + n exp(mean logit)): by
     Jensen w_R, or more.
     """
-    keys, _, query = whole(case)
-    kept = some(case, seed)
-    values = kept[..., None] * np.ones((*keys.shape[:3], 1))
-    of_estimate, true_weight = weights_in_loops(query, keys, kept)
+    query, keys, _, kept = whole(case, seed)
+    values = kept[..., None] * 1.0
+    of_estimate, true_weight = weights_by_hand(query, keys, kept)
     got = attends(impl, query, keys, values, kept, moments_of(keys, values, ~kept), also=of_estimate)
     lies(impl, got, between=(true_weight, 1), what="the weight of the retained tokens")
 
@@ -177,8 +141,7 @@ def test_the_retained_weight_is_never_too_small(impl, case, seed):
 @law("MK-12", of=ATTEND, case=short_cases, seed=seeds(), shift=st.integers(-2, 2))
 def test_a_constant_added_to_all_logits_changes_nothing(impl, case, seed, shift):
     """All keys moved by one vector, kept and evicted, and the moments with them: the output stays."""
-    keys, values, query = whole(case)
-    kept = some(case, seed)
+    query, keys, values, kept = whole(case, seed)
     move = np.zeros(keys.shape[-1])
     move[:3] = shift * np.array([1.0, -1, 2])[: keys.shape[-1]]
     still = momentkv.attend(query, keys, values, kept, moments_of(keys, values, ~kept))
@@ -190,8 +153,7 @@ def test_moving_all_values_moves_the_output(impl, case, seed, shift):
     """All values moved by one vector, kept and evicted: the output moves by the same vector, for the
     weights sum to 1.
     """
-    keys, values, query = whole(case)
-    kept = some(case, seed)
+    query, keys, values, kept = whole(case, seed)
     kept[..., 0] = True
     still = momentkv.attend(query, keys, values, kept, moments_of(keys, values, ~kept))
     moved = values + shift
@@ -222,20 +184,16 @@ def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
     """One orthogonal map of keys, query and moments changes nothing; another of the values maps the
     output.
     """
-    query, keys, values, moments = situation(impl, case, seed)
-    kept = some(case, seed)
-    turned_query, turned_keys, turned_values, turned, order, sign = turn(seed, query, keys, values, moments)
-    got = impl.momentkv.attend(turned_query, turned_keys, turned_values, kept, turned)
-    attends(
-        impl, query, keys, values, kept, moments, got=got, expected=lambda output: output[..., order] * sign
-    )
+    query, keys, values, kept, moments = states = kept_situation(impl, case, seed)
+    *turned, turned_moments, of_values = turn(seed, query, keys, values, moments)
+    got = impl.momentkv.attend(*turned, kept, turned_moments)
+    attends(impl, *states, got=got, expected=lambda output: output @ of_values)
 
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds(), power=st.sampled_from([-2, -1, 1, 2]))
 def test_the_output_is_of_first_degree_in_the_values(impl, case, seed, power):
     """Doubling retained and evicted values doubles the output (powers of two, so nothing is rounded)."""
-    query, keys, values, moments = situation(impl, case, seed)
-    kept = some(case, seed)
+    query, keys, values, kept, moments = kept_situation(impl, case, seed)
     values, moments, scaled_values, scaled_moments = scale_values(impl, values, moments, 2.0**power)
     got = attends(impl, query, keys, values, kept, moments)
     attends(impl, query, keys, scaled_values, kept, scaled_moments, got=got * 2.0**power)
@@ -246,13 +204,8 @@ def test_each_query_head_reads_its_own_kv_head(impl, case, seed):
     """Query head h reads KV head h // G and its moments: every KV head alone, with its query heads, gives
     the same output.
     """
-    query, keys, values, moments = situation(impl, case, seed)
-    kept = some(case, seed + 1)
-    output = np.zeros((*query.shape[:2], values.shape[-1]))
-    for own, readers in heads_alone(query, keys):
-        own_moments = Moments(*(field[own] for field in moments))
-        output[readers] = impl.momentkv.attend(query[readers], keys[own], values[own], kept[own], own_moments)
-    attends(impl, query, keys, values, kept, moments, got=output)
+    states = kept_situation(impl, case, seed)
+    attends(impl, *states, got=heads_apart(impl, ATTEND, *states))
 
 
 @law(
@@ -302,11 +255,8 @@ def test_the_evicted_partition_is_the_count_at_the_mean_key(impl, case, seed):
     """log n_e + q . kbar / sqrt(d), also summed up key by key, and -inf where nothing was evicted."""
     query, _, _, moments = situation(impl, case, seed)
     query = impl.round(query[:, :: query.shape[1] // case.keys.shape[1]])
-    evicted, by_hand, size = (
-        some(case, seed, case.next_keys.shape[:3]),
-        np.full(query.shape[:2], -np.inf),
-        np.ones(query.shape[:2]),
-    )
+    evicted = some(case, seed, case.next_keys.shape[:3])
+    by_hand, size = np.full(query.shape[:2], -np.inf), np.ones(query.shape[:2])
     for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
         sums, count = impl.round(case.next_keys[place][evicted[place]].sum(axis=0)), int(evicted[place].sum())
         terms = [x * y / math.sqrt(len(sums)) for x, y in zip(query[place], sums, strict=True)]
@@ -334,8 +284,12 @@ def test_the_residual_is_what_the_model_leaves(impl, case, seed):
     agrees(impl, "momentkv.residual", keys, values, moments)
     agrees(impl, "momentkv.residual_norm", keys, values, moments)
     expected = values - momentkv.approximate_evicted(keys, Moments(*(field[:, :, None] for field in moments)))
-    size = max(1.0, np.abs(expected).max())
-    near(momentkv.residual(keys, values, moments), expected, 1e-9 * size, "v - fhat(k)")
+    near(
+        momentkv.residual(keys, values, moments),
+        expected,
+        1e-9 * max(1.0, np.abs(expected).max()),
+        "v - fhat(k)",
+    )
 
 
 def spread_of_means(moments):
@@ -349,10 +303,18 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
     """what_R f_R + (1 - what_R) vbar: value_key_sum may be anything; in plain loops the evicted tokens are
     n_e times their mean.
     """
-    query, keys, values, moments = impl.rounded(situation(impl, case, seed))
-    kept, path = some(case, seed + 1), "momentkv_theory.attend_zeroth_order"
-    without_spread = attend_in_loops(query, keys, values, kept, spread_of_means(moments))
-    got = agrees(impl, path, query, keys, values, kept, moments, also=without_spread)
+    query, keys, values, kept, moments = impl.rounded(kept_situation(impl, case, seed))
+    path = "momentkv_theory.attend_zeroth_order"
+    got = agrees(
+        impl,
+        path,
+        query,
+        keys,
+        values,
+        kept,
+        moments,
+        also=attend_in_loops(query, keys, values, kept, spread_of_means(moments)),
+    )
     other = moments._replace(value_key_sum=np.ones_like(moments.value_key_sum))
     equal(impl.call(path, query, keys, values, kept, other), got, "value_key_sum plays a part")
 

@@ -1,8 +1,9 @@
 """Laws of MomentKV's prompt as its section 5.1 has it: the heads of a layer share the budget (MK-P2)."""
 
-from evictionary.spec_tests.ada_kv.helpers import shared_by_hand, without
+from evictionary.spec_tests.ada_kv.helpers import shared_by_hand
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import SCORE_PROMPT, SELECT_PROMPT, check_prompt, prompt
+from evictionary.spec_tests.shared.helpers import without
 
 no_sharing = without(SELECT_PROMPT, "floor_ratio")
 
@@ -71,8 +72,9 @@ def test_heads_share_the_budgets_of_the_paper(impl, seed, percent):
     of binary digits.
     """
     for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], batch=1, num_kv_heads=3):
-        states = prompt(case, seed, 32)
-        check_shares(impl, states, lambda safe, length=case.length: max(safe, length - 67), percent)
+        check_shares(
+            impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67), percent
+        )
 
 
 @law("MK-P2", of=SELECT_PROMPT, not_for=no_sharing, examples=1, seed=seeds())

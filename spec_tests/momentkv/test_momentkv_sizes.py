@@ -12,9 +12,9 @@ from evictionary.spec_tests.momentkv.helpers import (
     attend_in_loops,
     attends,
     held,
+    moments_in_loops,
     recovers,
     score_in_loops,
-    some,
     whole,
 )
 
@@ -43,7 +43,7 @@ def long_situation(impl, case, share):
     """Keys and values of a long prompt, a query, what of them is evicted, and its moments, as the dtype
     represents them.
     """
-    keys, values, query = impl.round(case.keys), impl.round(case.values), impl.round(case.queries[:, :, 0])
+    query, keys, values = impl.rounded((case.queries[:, :, 0], case.keys, case.values))
     evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < share
     return query, keys, values, evicted, as_held(impl, sums(keys, values, evicted))
 
@@ -61,8 +61,9 @@ def estimate(impl, queries, moments):
     outer = np.outer(moments.value_sum, moments.key_sum) / float(moments.count)
     mean = moments.value_sum / float(moments.count)
     magnitude = np.abs(mean) + np.abs(queries) @ (np.abs(moments.value_key_sum) + np.abs(outer)).T / scale
-    slack = rounding(impl, queries.shape[-1]) * magnitude
-    return mean + queries @ (moments.value_key_sum - outer).T / scale, slack
+    return mean + queries @ (moments.value_key_sum - outer).T / scale, rounding(
+        impl, queries.shape[-1]
+    ) * magnitude
 
 
 def looked_at(case):
@@ -115,8 +116,12 @@ def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
         expected[0, np.arange(len(tokens))[:, None] // each.group, tokens] = 1 / (4 * each.group)
         expected *= np.linalg.norm(values, axis=-1)
         slack = rounding(impl, each.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
-        got = impl.momentkv.score(queries, keys, values, moments)
-        near(got, expected, slack, f"the score of a cache of {each.length} tokens")
+        near(
+            impl.momentkv.score(queries, keys, values, moments),
+            expected,
+            slack,
+            f"the score of a cache of {each.length} tokens",
+        )
 
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
@@ -125,10 +130,7 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
     joins it.
     """
     query, keys, values, evicted, moments = long_situation(impl, case, 0.4)
-    expected, slack = (
-        np.zeros((*query.shape[:2], values.shape[-1])),
-        np.zeros((*query.shape[:2], values.shape[-1])),
-    )
+    expected, slack = np.zeros((2, *query.shape[:2], values.shape[-1]))
     for head in range(case.num_kv_heads):
         readers = slice(head * case.group, (head + 1) * case.group)
         queries, of_head = query[0, readers], Moments(*(field[0, head] for field in moments))
@@ -146,8 +148,12 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
         of_share = share * (1 - share) * np.expm1(of_logs + rounding(impl, case.length))[:, None]
         slack[0, readers] = share * output_slack(impl, queries, keys[0, head, kept], values[0, head, kept])
         slack[0, readers] += of_share * np.abs(retained - evicted_part) + (1 - share) * of_estimate
-    got = impl.momentkv.attend(query, keys, values, ~evicted, moments)
-    near(got, expected, slack, "the output over a long cache")
+    near(
+        impl.momentkv.attend(query, keys, values, ~evicted, moments),
+        expected,
+        slack,
+        "the output over a long cache",
+    )
 
 
 @law("MK-25", of=UPDATE, examples=2, case=long_cases(LONG_KINDS))
@@ -230,22 +236,9 @@ def test_chunks_of_a_long_prompt_score_by_the_window(impl, case):
 
 
 def exact_states(case):
-    """Queries, keys and values of whole numbers, some of them evicted, and their moments, summed up token
-    by token.
-    """
-    keys, values, query = whole(case)
-    evicted = some(case, case.seed)
-    sums = np.zeros(
-        (*keys.shape[:2], 1 + keys.shape[-1] + values.shape[-1] + keys.shape[-1] * values.shape[-1])
-    )
-    for item, head, token in np.argwhere(evicted):
-        key, value = keys[item, head, token], values[item, head, token]
-        sums[item, head] += [1, *key, *value, *np.outer(value, key).ravel()]
-    count, of_keys, of_values, products = np.split(
-        sums, np.cumsum([1, keys.shape[-1], values.shape[-1]]), axis=-1
-    )
-    products = products.reshape(*of_values.shape, keys.shape[-1])
-    return query, keys, values, evicted, Moments(count[..., 0].astype(np.int64), of_keys, of_values, products)
+    """Queries, keys and values of whole numbers, some of them evicted, and their moments."""
+    query, keys, values, evicted = whole(case, case.seed)
+    return query, keys, values, evicted, moments_in_loops(keys, values, evicted)
 
 
 @law("MK-25", of=UPDATE, examples=1, seed=seeds())
@@ -269,8 +262,8 @@ def test_means_and_covariance_at_the_budgets_of_the_paper(impl, seed):
         expected = [np.zeros(field.shape) for field in moments[1:]]
         for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
             k, v = keys[place][evicted[place]], values[place][evicted[place]]
-            means = [np.array([math.fsum(column) / len(k) for column in states.T]) for states in (k, v)]
-            for field, of_head in zip(expected, (*means, v.T @ (k - means[0])), strict=True):
+            found = k.mean(axis=0), v.mean(axis=0), v.T @ (k - k.mean(axis=0))
+            for field, of_head in zip(expected, found, strict=True):
                 field[place] = of_head
         for pick, by_hand in enumerate(expected):
             recovers(impl, moments, pick, also=by_hand, what=Recovered._fields[pick])
@@ -304,13 +297,9 @@ def test_the_estimate_at_the_budgets_of_the_paper_equals_the_loops(impl, seed):
             np.full(query.shape[:2], -np.inf),
         )
         for place in map(tuple, np.argwhere(evicted.any(axis=-1))):
-            k, v, q = (
-                keys[place][evicted[place]],
-                values[place][evicted[place]],
-                query[place] / np.sqrt(keys.shape[-1]),
-            )
-            mean_key = k.sum(axis=0) / len(k)
-            estimates[place] = (v * (1 + (k - mean_key) @ q)[:, None]).sum(axis=0) / len(k)
-            logarithms[place] = np.log(len(k)) + mean_key @ q
+            k, v, q = keys[place][evicted[place]], values[place][evicted[place]], query[place]
+            logits = k @ q / np.sqrt(len(q))
+            estimates[place] = (v * (1 + logits - logits.mean())[:, None]).mean(axis=0)
+            logarithms[place] = np.log(len(k)) + logits.mean()
         agrees(impl, "momentkv.approximate_evicted", query, moments, also=estimates)
         agrees(impl, PARTITION, query, moments, also=logarithms)

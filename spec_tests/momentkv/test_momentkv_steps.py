@@ -15,30 +15,35 @@ from evictionary.spec_tests.momentkv.helpers import (
     scores_of_prompt,
     short_cases,
     situation,
-    some,
     whole,
 )
+from evictionary.spec_tests.shared.helpers import refuses
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
+
+
+def joined(states, new):
+    """The states [B, H, T, D] of a cache and those of a new token [B, H, D]."""
+    return np.concatenate([states, new[:, :, None]], axis=2)
 
 
 def check_bookkeeping(impl, case, seed, budget):
     """Raise Violation unless a step on whole numbers leaves the budget and sums up the others, and attends
     with those sums.
     """
-    keys, values, query = whole(case)
-    new_key, new_value = (
-        np.clip(np.round(states[:, :, 0]), -2, 2) for states in (case.next_keys, case.next_values)
-    )
-    before = moments_of(keys, values, some(case, seed))  # of other tokens with the same numbers
+    query, keys, values, evicted = whole(case, seed)
+    new = [np.clip(np.round(states[:, :, 0]), -2, 2) for states in (case.next_keys, case.next_values)]
+    before = moments_of(keys, values, evicted)  # of other tokens with the same numbers
     output, left_keys, left_values, after = impl.momentkv.decode_step(
-        query, new_key, new_value, keys, values, before, budget
+        query, *new, keys, values, before, budget
     )
-    left, all_keys = min(keys.shape[2] + 1, budget), np.concatenate([keys, new_key[:, :, None]], axis=2)
-    all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
+    left, (all_keys, all_values) = min(keys.shape[2] + 1, budget), map(joined, (keys, values), new)
     require_numbers(left_keys, (*keys.shape[:2], left, keys.shape[-1]), "the keys left")
-    gone = np.broadcast_to(keys.shape[2] + 1 - left, before.count.shape)
-    equal(after[0] - before.count, gone, "the count did not grow by the tokens evicted")
+    equal(
+        after[0] - before.count,
+        np.broadcast_to(keys.shape[2] + 1 - left, before.count.shape),
+        "the count did not grow by the tokens evicted",
+    )
     sums = (all_keys.sum(axis=2), all_values.sum(axis=2), np.swapaxes(all_values, -1, -2) @ all_keys)
     still = (left_keys.sum(axis=2), left_values.sum(axis=2), np.swapaxes(left_values, -1, -2) @ left_keys)
     for name, had, total, kept_part, now in zip(
@@ -48,21 +53,26 @@ def check_bookkeeping(impl, case, seed, budget):
             now + kept_part, had + total, f"{name}: what is retained and what is summed up are not all tokens"
         )
     for place in np.ndindex(keys.shape[:2]):
-        rows = iter(np.concatenate([all_keys[place], all_values[place]], axis=-1).tolist())
-        in_order = all(
-            row in rows for row in np.concatenate([left_keys[place], left_values[place]], axis=-1).tolist()
-        )
+        rows = iter(np.hstack([all_keys[place], all_values[place]]).tolist())
+        in_order = all(row in rows for row in np.hstack([left_keys[place], left_values[place]]).tolist())
         require(
             in_order,
             "the tokens left are not in position order, or a key lost its value",
             None,
             left_keys[place],
         )
-    fresh, kept = (
-        Moments(np.asarray(after[0]).astype(np.int64), *after[1:]),
+    fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
+    agrees(
+        impl,
+        ATTEND,
+        query,
+        left_keys,
+        left_values,
         np.ones(left_keys.shape[:3], dtype=bool),
+        fresh,
+        got=output,
+        also=attend_in_loops,
     )
-    agrees(impl, ATTEND, query, left_keys, left_values, kept, fresh, got=output, also=attend_in_loops)
 
 
 @law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
@@ -85,20 +95,14 @@ def check_eviction(impl, case, seed):
     stays scores less.
     """
     query, keys, values, moments = impl.rounded(situation(impl, case, seed))
-    new_key, new_value = impl.rounded((case.next_keys[:, :, 0], case.next_values[:, :, 0]))
-    all_keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
-    all_values = np.concatenate([values, new_value[:, :, None]], axis=2)
+    new = impl.rounded((case.next_keys[:, :, 0], case.next_values[:, :, 0]))
+    all_keys, all_values = map(joined, (keys, values), new)
     expected = score_in_loops(query, all_keys, all_values, moments)
     slack = impl.allowance(SCORE, query, all_keys, all_values, moments).largest + 1e-12 * float(
         expected.max()
     )
-    _, left_keys, left_values, _ = impl.momentkv.decode_step(
-        query, new_key, new_value, keys, values, moments, keys.shape[2]
-    )
-    tokens, left = (
-        np.concatenate([all_keys, all_values], axis=-1),
-        np.concatenate([left_keys, left_values], axis=-1),
-    )
+    step = impl.momentkv.decode_step(query, *new, keys, values, moments, keys.shape[2])
+    tokens, left = (np.concatenate(pair, axis=-1) for pair in ((all_keys, all_values), step[1:3]))
     require_numbers(left, (*keys.shape[:3], tokens.shape[-1]), "the tokens left")
     for place in np.ndindex(keys.shape[:2]):
         # The first row that differs is the evicted one, or one equal to it.
@@ -116,6 +120,13 @@ def test_a_step_evicts_the_lowest_score(impl, case, seed):
     check_eviction(impl, case, seed)
 
 
+def values_left(impl, values, budget):
+    """The values that a step leaves of tokens at equal attention, of which the last is the new one."""
+    keys = np.zeros((*values.shape[:3], 2))
+    empty, old = momentkv.no_moments(keys, values), (keys[:, :, :-1], values[:, :, :-1])
+    return impl.momentkv.decode_step(keys[:, :, -1], keys[:, :, -1], values[:, :, -1], *old, empty, budget)[2]
+
+
 @law("MK-A1", of=STEP, examples=1, seed=seeds())
 def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
     """The same at budgets of 64 to 1,024 tokens, of a batch of three; of values alike but for one, that
@@ -126,12 +137,11 @@ def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
         gone = np.random.default_rng(seed).integers(case.length + 1, size=case.keys.shape[:2])
         values = np.ones((*gone.shape, case.length + 1, case.value_dim))
         np.put_along_axis(values, gone[..., None, None], 0.25, axis=2)
-        keys, query, new = np.zeros_like(case.keys), case.queries[:, :, 0], np.zeros_like(case.keys[:, :, 0])
-        empty = momentkv.no_moments(keys, case.values)
-        step = impl.momentkv.decode_step(
-            query, new, values[:, :, -1], keys, values[:, :, :-1], empty, case.length
+        equal(
+            values_left(impl, values, case.length),
+            np.ones_like(case.values),
+            f"a longer value went from a cache of {case.length} tokens",
         )
-        equal(step[2], np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
 
 
 @law("MK-A1", of=STEP)
@@ -139,48 +149,29 @@ def test_each_eviction_is_scored_anew(impl):
     """Of the values 1, 1.5, -1.25 at equal attention 1 goes first; then 1.5 is the nearer to its mean, and
     -1.25 stays.
     """
-    keys, values = np.zeros((1, 1, 3, 2)), np.array([[[[1.0], [1.5], [-1.25]]]])
-    step = impl.momentkv.decode_step(
-        np.zeros((1, 1, 2)),
-        keys[:, :, 2],
-        values[:, :, 2],
-        keys[:, :, :2],
-        values[:, :, :2],
-        momentkv.no_moments(keys, values),
-        1,
+    values = np.array([[[[1.0], [1.5], [-1.25]]]])
+    equal(
+        values_left(impl, values, 1),
+        values[:, :, 2:],
+        "the second eviction does not follow from the moments after the first",
     )
-    equal(step[2], values[:, :, 2:], "the second eviction does not follow from the moments after the first")
 
 
 @law("MK-A1", of=STEP, kind="edge", signs=st.lists(st.sampled_from([1.0, -1.0]), min_size=2, max_size=6))
 def test_of_equal_scores_the_earlier_token_stays(impl, signs):
     """Values 2 and -2 at equal attention, nothing evicted: all scores are equal, and the last token goes."""
     values = 2 * np.array(signs)[None, None, :, None]
-    keys = np.zeros((1, 1, len(signs), 2))
-    old, new = (..., slice(-1), slice(None)), (..., -1, slice(None))
-    empty = momentkv.no_moments(keys, values)
-    step = impl.momentkv.decode_step(
-        np.zeros((1, 1, 2)), keys[new], values[new], keys[old], values[old], empty, len(signs) - 1
+    equal(
+        values_left(impl, values, len(signs) - 1),
+        values[:, :, :-1],
+        "of equal scores the later token was kept",
     )
-    equal(step[2], values[old], "of equal scores the later token was kept")
 
 
 @law("MK-A1", of=STEP, kind="refusal")
 def test_bad_steps_are_refused(impl):
     """A budget of 0 raises ValueError naming the argument."""
-    keys, new = np.ones((1, 2, 3, 2)), np.ones((1, 2, 2))
-    refused(
-        impl,
-        "budget",
-        STEP,
-        new,
-        new,
-        new,
-        keys=keys,
-        values=keys,
-        moments=momentkv.no_moments(keys, keys),
-        budget=0,
-    )
+    refuses(impl, STEP, "budget", 0)
 
 
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
@@ -189,9 +180,8 @@ def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, 
     4 unless told.
     """
     states, settings = prompt(case, seed), {} if chunk is None else {"chunk_size": chunk}
-    agrees(
-        impl, SCORE_PROMPT, *states, **settings, also=scores_of_prompt(chunk or 4, *impl.rounded(states))[0]
-    )
+    expected, _ = scores_of_prompt(chunk or 4, *impl.rounded(states))
+    agrees(impl, SCORE_PROMPT, *states, **settings, also=expected)
 
 
 @law(
@@ -221,5 +211,4 @@ def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
 @law("MK-P", of=SCORE_PROMPT, kind="refusal")
 def test_bad_prompts_are_refused(impl):
     """A chunk of 0 raises ValueError naming the argument."""
-    states = np.ones((1, 2, 3, 2))
-    refused(impl, "chunk_size", SCORE_PROMPT, states[:, :, :2], states, states, chunk_size=0)
+    refuses(impl, SCORE_PROMPT, "chunk_size", 0)

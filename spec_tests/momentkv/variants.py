@@ -27,10 +27,13 @@ WIDE = (*NUMPY, "bfloat16")
 
 # The moments
 
-control(UPDATE, dtypes=NUMPY, name="token_by_token")(forms.update_token_by_token)
-control(UPDATE, dtypes=NUMPY, name="gathered")(forms.update_head_by_head)
-control(RECOVER, dtypes=NUMPY, name="means_first")(forms.means_by_divide)
-control(RECOVER, dtypes=NUMPY, name="value_mean_outside")(forms.means_by_maximum)
+for path, name, form in (
+    (UPDATE, "token_by_token", forms.update_token_by_token),
+    (UPDATE, "gathered", forms.update_head_by_head),
+    (RECOVER, "means_first", forms.means_by_divide),
+    (RECOVER, "value_mean_outside", forms.means_by_maximum),
+):
+    control(path, dtypes=NUMPY, name=name)(form)
 
 
 @control(UPDATE, dtypes=NUMPY)
@@ -118,16 +121,18 @@ control(SCORE, array_library="torch", dtypes=ALL, name="torch_widened")(in_float
 # The corrected attention
 
 
-def estimate(query, moments):
-    """fhat_E and log Zhat_E for queries [B, H_kv, G, D], NumPy: the logit and the value of one more token."""
-    root = math.sqrt(query.shape[-1])
+def estimate(query, keys, moments):
+    """The queries [B, H_kv, G, D] of each KV head, NumPy, and for each fhat_E and log Zhat_E: the value and
+    the logit of one more token.
+    """
+    root, query = math.sqrt(query.shape[-1]), query.reshape(*keys.shape[:2], -1, query.shape[-1])
     mean_key, mean_value, covariance = forms.means_by_divide(moments)
     count = np.maximum(moments.count, 1)[..., None]
     value = (
         mean_value[:, :, None] + np.einsum("bhij,bhgj->bhgi", covariance, query) / (count * root)[..., None]
     )
     logit = np.log(count) + np.einsum("bhgj,bhj->bhg", query, mean_key) / root
-    return value, np.where(moments.count[..., None] > 0, logit, -np.inf)
+    return query, value, np.where(moments.count[..., None] > 0, logit, -np.inf)
 
 
 @control(ATTEND, dtypes=NUMPY)
@@ -135,8 +140,7 @@ def one_more_token(query, keys, values, kept, moments):
     """The moments as one more token of each query head: its logit log n + sbar, its value fhat_E, one
     softmax over all.
     """
-    grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
-    value, logit = estimate(grouped, moments)
+    grouped, value, logit = estimate(query, keys, moments)
     logits = np.where(
         kept[:, :, None], grouped @ np.swapaxes(keys, -1, -2) / math.sqrt(keys.shape[-1]), -np.inf
     )
@@ -149,8 +153,7 @@ def running_maximum(query, keys, values, kept, moments):
     """Only the kept rows read, from the end, with a running maximum, sum and output, and merged with the
     estimate.
     """
-    grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
-    value, logit = estimate(grouped, moments)
+    grouped, value, logit = estimate(query, keys, moments)
     output = np.zeros((*grouped.shape[:3], values.shape[-1]), keys.dtype)
     for head in np.ndindex(keys.shape[:2]):
         rows = np.flatnonzero(kept[head])[::-1]
@@ -165,11 +168,11 @@ def split_in_two(query, keys, values, kept, moments):
     """Odd and even tokens attended apart, on a storage padded to 16, and merged with the estimate by their
     log-sum-exps.
     """
-    grouped = query.reshape(*keys.shape[:2], -1, keys.shape[-1])
+    grouped, *evicted = estimate(query, keys, moments)
     padding = [(0, 0), (0, 0), (0, -keys.shape[2] % 16)]
     keys, values = (np.pad(states, [*padding, (0, 0)], constant_values=77) for states in (keys, values))
     kept = np.pad(kept, padding)
-    parts = [estimate(grouped, moments)]
+    parts = [evicted]
     for start in (0, 1):
         logits = grouped @ np.swapaxes(keys[:, :, start::2], -1, -2) / math.sqrt(keys.shape[-1])
         logits = np.where(kept[:, :, None, start::2], logits, -np.inf)
@@ -277,8 +280,9 @@ def torch_step(query, new_key, new_value, keys, values, moments, budget):
 def prompt_query_by_query(queries, keys, values, *, chunk_size=4):
     """Each query over the tokens that it sees, the chunks padded and the padding not counted."""
     length = keys.shape[2]
-    alpha = streamed(queries, keys).reshape(*keys.shape[:2], -1, length).mean(axis=2)
-    each = alpha * np.linalg.norm(values, axis=-1)
+    each = streamed(queries, keys).reshape(*keys.shape[:2], -1, length).mean(axis=2) * np.linalg.norm(
+        values, axis=-1
+    )
     padded = np.pad(each, [(0, 0), (0, 0), (0, -length % chunk_size)]).reshape(
         *keys.shape[:2], -1, chunk_size
     )

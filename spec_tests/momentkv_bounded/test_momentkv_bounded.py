@@ -1,73 +1,59 @@
 """Laws of the correction that is never worse: MB-1 to MB-7."""
 
 from evictionary.reference import momentkv, momentkv_bounded
-from evictionary.reference.momentkv import Moments
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.momentkv.helpers import moments_of, short_cases, some, whole
+from evictionary.spec_tests.shared.helpers import attention_by_hand
 
-UPDATE, RANGE, MASS = (
-    f"momentkv_bounded.{name}" for name in ("update", "logit_range", "log_partition_bounds")
+RANGE, MASS, BOX, ESTIMATE = (
+    f"momentkv_bounded.{name}"
+    for name in ("logit_range", "log_partition_bounds", "evicted_bounds", "bounded_evicted")
 )
-BOX, ESTIMATE = "momentkv_bounded.evicted_bounds", "momentkv_bounded.bounded_evicted"
-ATTEND, CERTIFIED = "momentkv_bounded.attend", "momentkv_bounded.attend_certified"
+UPDATE, ATTEND, CERTIFIED = (f"momentkv_bounded.{name}" for name in ("update", "attend", "attend_certified"))
 shifts = st.sampled_from([0.0, 2.0])
 scales = st.sampled_from([0.125, 1.0])
 
 
-def bounds_of(keys, values, evicted):
+def bounds_of(keys, values, evicted=True):
+    evicted = np.broadcast_to(evicted, keys.shape[:-1])
     return momentkv_bounded.update(momentkv_bounded.no_bounds(keys, values), keys, values, evicted)
+
+
+def held(*evicted):
+    """The moments and the bounds of evicted tokens."""
+    return moments_of(*evicted), bounds_of(*evicted)
 
 
 def evicted_set(case, shift, scale):
     """One query of each head, and its evicted tokens: whole numbers, the values moved, the query scaled;
     exact in every dtype.
     """
-    keys, values, query = whole(case)
-    values, query = values + shift, for_heads(query, case) * scale
-    gone = np.ones(keys.shape[:3], dtype=bool)
-    return query, keys, values, moments_of(keys, values, gone), bounds_of(keys, values, gone)
+    query, keys, values, _ = whole(case, 0)
+    values, query = values + shift, query[:, :: case.group] * scale
+    return query, keys, values, *held(keys, values)
 
 
-def for_heads(query, case):
-    """The first query head of each KV head, [B, H_kv, D]."""
-    return query[:, :: case.group]
-
-
-def attention(query, keys, values, seen):
-    """Each query head by itself in plain loops: the output and the logarithm of the partition function
-    over the seen tokens.
-    """
-    output, log_partition = np.zeros((*query.shape[:2], values.shape[-1])), np.full(query.shape[:2], -np.inf)
-    for place in np.ndindex(query.shape[:2]):
-        if seen[place].any():
-            logits = keys[place][seen[place]] @ query[place] / query.shape[-1] ** 0.5
-            weights = np.exp(logits - logits.max())
-            output[place] = weights @ values[place][seen[place]] / weights.sum()
-            log_partition[place] = logits.max() + np.log(weights.sum())
-    return output, log_partition
-
-
-def everything(states):
-    return np.ones(states.shape[:3], dtype=bool)
+def attention(query, keys, values, seen=True):
+    """In plain loops the output and the logarithm of the partition function over the seen tokens."""
+    seen = np.broadcast_to(seen, keys.shape[:3])
+    return [found[:, :, 0] for found in attention_by_hand(query[:, :, None], keys, values, seen)]
 
 
 def decoding(case, seed, shift, scale):
     """The arguments of attend, and the outputs of full attention, of the retained tokens alone and of
     MomentKV.
     """
-    keys, values, query = whole(case)
+    query, keys, values, kept = whole(case, seed + 1)
     query = query * scale
+    kept[..., 0] = True
     # The evicted tokens are moved: a correction has something to do, and may miss.
     gone_keys, gone_values = (
         np.clip(np.round(states), -2, 2) for states in (case.next_keys, case.next_values)
     )
-    evicted, kept = some(case, seed, gone_keys.shape[:3]), some(case, seed + 1)
-    kept[..., 0] = True
-    gone = gone_keys, gone_values + shift, evicted
-    arguments = query, keys, values, kept, moments_of(*gone), bounds_of(*gone)
+    gone = gone_keys, gone_values + shift, some(case, seed, gone_keys.shape[:3])
+    arguments = query, keys, values, kept, *held(*gone)
     every = (np.concatenate(pair, axis=2) for pair in zip((keys, values, kept), gone, strict=True))
-    full = attention(query, *(for_each_reader(states, query) for states in every))[0]
-    retained = attention(query, *(for_each_reader(states, query) for states in (keys, values, kept)))[0]
+    full, retained = attention(query, *every)[0], attention(query, keys, values, kept)[0]
     return arguments, full, retained, momentkv.attend(*arguments[:5])
 
 
@@ -77,8 +63,12 @@ def no_farther(impl, path, *arguments, other, truth, values, what):
     """
     got = agrees(impl, path, *arguments)
     worse = lengths(got - truth) - lengths(other - truth)
-    slack = 1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5
-    require((worse <= slack).all(), f"{what}, by {worse.max():.3g}", other, got)
+    require(
+        (worse <= (1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5)).all(),
+        f"{what}, by {worse.max():.3g}",
+        other,
+        got,
+    )
 
 
 def encloses(impl, path, *arguments, least, most, what):
@@ -133,7 +123,7 @@ def test_every_logit_is_in_the_range(impl, case, scale):
 def test_the_mass_is_between_its_bounds(impl, case, scale):
     """Jensen's bound below and the chord above hold log Z_E, which loops sum."""
     query, keys, values, *bounds = evicted_set(case, 0, scale)
-    truth = attention(query, keys, values, everything(keys))[1]
+    truth = attention(query, keys, values)[1]
     encloses(impl, MASS, query, *bounds, least=truth, most=truth, what="log Z_E")
 
 
@@ -153,9 +143,7 @@ def test_two_ends_of_the_range_are_the_chord_itself(impl):
     """
     keys = np.array([[[[0.0], [0], [0], [2]], [[0.0]] * 4, [[0.0], [0], [0], [2]]]])
     evicted = np.array([[[True] * 4, [False] * 4, [False] * 3 + [True]]])
-    got = impl.momentkv_bounded.log_partition_bounds(
-        np.ones((1, 3, 1)), moments_of(keys, keys, evicted), bounds_of(keys, keys, evicted)
-    )
+    got = impl.momentkv_bounded.log_partition_bounds(np.ones((1, 3, 1)), *held(keys, keys, evicted))
     for bound, three_and_one in zip(got, (np.log(4) + 0.5, np.log(3 + np.exp(2))), strict=True):
         expected = np.array([[three_and_one, -np.inf, 2]])
         near(
@@ -170,7 +158,7 @@ def test_two_ends_of_the_range_are_the_chord_itself(impl):
 def test_the_evicted_output_is_in_its_box(impl, case, shift, scale):
     """Attention over the evicted tokens alone, by loops, is in the box."""
     query, keys, values, *bounds = evicted_set(case, shift, scale)
-    truth = attention(query, keys, values, everything(keys))[0]
+    truth = attention(query, keys, values)[0]
     encloses(impl, BOX, query, *bounds, least=truth, most=truth, what="the evicted output")
 
 
@@ -180,10 +168,7 @@ def test_two_tokens_reach_the_side_of_the_box(impl):
     sinh(1/2).
     """
     keys, values = np.array([[[[-1.0], [1]]] * 2]), np.array([[[[0.0], [2]]] * 2])
-    query, gone = np.array([[[1.0], [0.5]]]), np.ones((1, 2, 2), dtype=bool)
-    low, high = impl.momentkv_bounded.evicted_bounds(
-        query, moments_of(keys, values, gone), bounds_of(keys, values, gone)
-    )
+    low, high = impl.momentkv_bounded.evicted_bounds(np.array([[[1.0], [0.5]]]), *held(keys, values))
     side = np.array([[[0.0], [1 - np.sinh(0.5)]]])
     near(low, side, 0.02, "the lower side of the box of two tokens")
     near(high, 2 - side, 0.02, "the upper side of the box of two tokens")
@@ -208,26 +193,44 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
     low, high = momentkv_bounded.evicted_bounds(query, *bounds)
     inside = (low <= paper) & (paper <= high)
     loops(np.where(inside, exact, 0), np.where(inside, paper, 0), 10)
-    truth = attention(query, keys, values, everything(keys))[0]
-    what = "the bounded estimate is farther from f_E than MomentKV's"
-    no_farther(impl, ESTIMATE, query, *bounds, other=paper, truth=truth, values=values, what=what)
+    truth = attention(query, keys, values)[0]
+    no_farther(
+        impl,
+        ESTIMATE,
+        query,
+        *bounds,
+        other=paper,
+        truth=truth,
+        values=values,
+        what="the bounded estimate is farther from f_E than MomentKV's",
+    )
 
 
 @law("MB-5", of=ESTIMATE)
 def test_no_estimate_lies_beyond_all_values(impl):
     """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 5; the largest value is 2."""
     keys, values = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]])
-    gone, query = np.ones((1, 1, 2), dtype=bool), np.full((1, 1, 1), 4.0)
-    given = moments_of(keys, values, gone), bounds_of(keys, values, gone)
-    lies(impl, impl.momentkv_bounded.bounded_evicted(query, *given), between=(0, 2), what="the estimate")
+    lies(
+        impl,
+        impl.momentkv_bounded.bounded_evicted(np.full((1, 1, 1), 4.0), *held(keys, values)),
+        between=(0, 2),
+        what="the estimate",
+    )
 
 
 @law("MB-6", of=ATTEND, case=short_cases, seed=seeds(), shift=shifts, scale=scales)
 def test_it_is_never_worse_than_momentkv(impl, case, seed, shift, scale):
     """Never farther from attention over all tokens than MomentKV's output is."""
     arguments, full, _, paper = decoding(case, seed, shift, scale)
-    what = "the output is farther from full attention than MomentKV's"
-    no_farther(impl, ATTEND, *arguments, other=paper, truth=full, values=arguments[2], what=what)
+    no_farther(
+        impl,
+        ATTEND,
+        *arguments,
+        other=paper,
+        truth=full,
+        values=arguments[2],
+        what="the output is farther from full attention than MomentKV's",
+    )
 
 
 @law("MB-6", of=ATTEND)
@@ -236,10 +239,8 @@ def test_an_estimate_outside_the_values_is_moved_back(impl):
     of cosh(4); f_R = 0.
     """
     keys, values, zero = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]]), np.zeros((1, 1, 1, 1))
-    gone, query = np.ones((1, 1, 2), dtype=bool), np.full((1, 1, 1), 4.0)
-    got = impl.momentkv_bounded.attend(
-        query, zero, zero, gone[..., :1], moments_of(keys, values, gone), bounds_of(keys, values, gone)
-    )
+    query, kept = np.full((1, 1, 1), 4.0), np.ones((1, 1, 1), dtype=bool)
+    got = impl.momentkv_bounded.attend(query, zero, zero, kept, *held(keys, values))
     # The weight is 2/3 at least, and 2 cosh(4) / (1 + 2 cosh(4)) at most: MomentKV says 10/3, the box ends at
     # nearly 2.
     heavy = 2 * np.cosh(4) / (1 + 2 * np.cosh(4))
@@ -253,17 +254,27 @@ def test_the_plain_case_is_momentkv(impl):
     """
     keys, values = np.zeros((1, 1, 4, 2)), np.array([[[[0.0], [2], [4], [6]]]])
     kept, query = np.array([[[True, False, False, False]]]), np.ones((1, 1, 2))
-    evicted = keys, values, ~kept
-    got = impl.momentkv_bounded.attend(query, keys, values, kept, moments_of(*evicted), bounds_of(*evicted))
-    near(got, np.full((1, 1, 1), 3.0), 0.02, "the mean of 0, 2, 4, 6")
+    near(
+        impl.momentkv_bounded.attend(query, keys, values, kept, *held(keys, values, ~kept)),
+        np.full((1, 1, 1), 3.0),
+        0.02,
+        "the mean of 0, 2, 4, 6",
+    )
 
 
 @law("MB-7", of=CERTIFIED, case=short_cases, seed=seeds(), shift=shifts, scale=scales)
 def test_it_is_never_worse_than_no_correction(impl, case, seed, shift, scale):
     """Never farther from attention over all tokens than the retained tokens alone are."""
     arguments, full, retained, _ = decoding(case, seed, shift, scale)
-    what = "the output is farther from full attention than no correction"
-    no_farther(impl, CERTIFIED, *arguments, other=retained, truth=full, values=arguments[2], what=what)
+    no_farther(
+        impl,
+        CERTIFIED,
+        *arguments,
+        other=retained,
+        truth=full,
+        values=arguments[2],
+        what="the output is farther from full attention than no correction",
+    )
 
 
 ends = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0])
@@ -325,8 +336,7 @@ def test_no_corner_of_the_box_allows_more(impl, kept, gone, query):
     """
     rows = np.array([kept, *gone])[None, None]
     keys, values, evicted = rows[..., :1], rows[..., 1:], np.arange(rows.shape[2])[None, None] > 0
-    held = moments_of(keys, values, evicted), bounds_of(keys, values, evicted)
-    arguments = np.full((1, 1, 1), query), keys, values, ~evicted, *held
+    arguments = np.full((1, 1, 1), query), keys, values, ~evicted, *held(keys, values, evicted)
     for path, expected in zip((ATTEND, CERTIFIED), outputs_by_hand(query, kept, gone), strict=True):
         agrees(impl, path, *arguments)
         near(
@@ -349,9 +359,7 @@ def test_the_share_is_the_largest_that_cannot_hurt(impl):
         ((keys, values), one, np.array([[[True, False, False]]]), 1.0),
         ((apart, around), both, ~both, 0.0),
     ):
-        evicted = *states, gone
-        held = moments_of(*evicted), bounds_of(*evicted)
-        got = impl.momentkv_bounded.attend_certified(np.ones((1, 1, 1)), *states, kept, *held)
+        got = impl.momentkv_bounded.attend_certified(np.ones((1, 1, 1)), *states, kept, *held(*states, gone))
         near(
             got,
             np.full((1, 1, states[1].shape[-1]), wanted),
@@ -364,9 +372,9 @@ def test_the_share_is_the_largest_that_cannot_hurt(impl):
 def test_with_nothing_evicted_there_is_no_correction(impl):
     """No moments and infinite bounds: both outputs are that of the retained tokens."""
     keys, values = np.zeros((1, 1, 2, 1)), np.array([[[[1.0], [3]]]])
-    held = momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
+    nothing = momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
     for function in (impl.momentkv_bounded.attend, impl.momentkv_bounded.attend_certified):
-        got = function(np.ones((1, 2, 1)), keys, values, np.ones((1, 1, 2), dtype=bool), *held)
+        got = function(np.ones((1, 2, 1)), keys, values, np.ones((1, 1, 2), dtype=bool), *nothing)
         equal(np.round(got, 2), 2.0, "the output with nothing evicted is not the mean of 1 and 3")
 
 
@@ -375,16 +383,9 @@ def test_bad_arguments_are_refused(impl):
     """Infinite bounds of evicted tokens raise ValueError."""
     if not impl.reads_numbers:
         return
-    keys, values = np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5))
-    moments, bounds = momentkv.no_moments(keys, values), momentkv_bounded.no_bounds(keys, values)
-    arguments = (
-        np.ones((1, 4, 2)),
-        keys,
-        values,
-        np.ones((1, 2, 3), dtype=bool),
-        moments._replace(count=moments.count + 1),
-        bounds,
-    )
+    keys, values, kept = np.ones((1, 2, 3, 2)), np.ones((1, 2, 3, 5)), np.ones((1, 2, 3), dtype=bool)
+    moments, bounds = moments_of(keys, values), momentkv_bounded.no_bounds(keys, values)
+    arguments = np.ones((1, 4, 2)), keys, values, kept, moments, bounds
     for function in (impl.momentkv_bounded.attend, impl.momentkv_bounded.attend_certified):
         with impl.refuses("bounds"):
             function(*arguments)
@@ -397,16 +398,9 @@ def test_the_bounds_of_a_long_prompt_are_its_extremes(impl, case):
     gone = np.broadcast_to(np.arange(case.length) % 16 != 0, keys.shape[:3])
     got = impl.momentkv_bounded.update(momentkv_bounded.no_bounds(keys, values), keys, values, gone)
     for states, (low, high) in ((keys, got[:2]), (values, got[2:])):
-        equal(
-            low,
-            states[:, :, gone[0, 0]].min(axis=2),
-            "a bound of a long prompt is not the least of a channel",
-        )
-        equal(
-            high,
-            states[:, :, gone[0, 0]].max(axis=2),
-            "a bound of a long prompt is not the largest of a channel",
-        )
+        rows = states[:, :, gone[0, 0]]
+        equal(low, rows.min(axis=2), "a bound of a long prompt is not the least of a channel")
+        equal(high, rows.max(axis=2), "a bound of a long prompt is not the largest of a channel")
 
 
 @law("MB-6", of=ATTEND, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
@@ -414,6 +408,6 @@ def test_a_long_prompt_agrees(impl, case):
     """Of thousands of tokens all but every sixteenth evicted: the output is that of the reference."""
     keys, values, query = (impl.round(states) for states in (case.keys, case.values, case.queries[:, :, 0]))
     kept = np.broadcast_to(np.arange(case.length) % 16 == 0, keys.shape[:3])
-    moments = Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept)))
+    moments = momentkv.Moments(*(impl.round(field) for field in moments_of(keys, values, ~kept)))
     arguments = query, keys, values, kept, moments, bounds_of(keys, values, ~kept)
     agrees(impl, ATTEND, *arguments, what="the output of a long prompt")

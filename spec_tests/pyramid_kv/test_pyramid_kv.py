@@ -1,7 +1,7 @@
 """Laws of PyramidKV: PY-1 to PY-3."""
 
-from evictionary.spec_tests.ada_kv.helpers import without
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import without
 
 PYRAMID = "pyramid_kv.budgets"
 counts: dict[str, Any] = {
@@ -17,10 +17,17 @@ def layers_of(impl, budget, num_layers, *, most=None, least=1, **settings):
     """
     got = list(impl.pyramid_kv.budgets(budget, num_layers, **settings))
     equal(len(got), num_layers, "there is not one budget for each layer")
-    total = num_layers * (budget if most is None else min(budget, most))
-    equal(sum(got), total, "the budgets have another total")
-    inside = least <= min(got) and (most is None or max(got) <= most)
-    require(inside, f"budgets from {min(got)} to {max(got)} of {most} tokens", (least, most), got)
+    equal(
+        sum(got),
+        num_layers * (budget if most is None else min(budget, most)),
+        "the budgets have another total",
+    )
+    require(
+        least <= min(got) and (most is None or max(got) <= most),
+        f"budgets from {min(got)} to {max(got)} of {most} tokens",
+        (least, most),
+        got,
+    )
     return np.array(got)
 
 
@@ -106,8 +113,7 @@ def test_three_layers_beside_a_window_of_four(impl):
 @law("PY-1", of=PYRAMID)
 def test_three_layers_of_ten(impl):
     """Budget 10, three layers, beta 2: 15, 10 and 5, exactly."""
-    got = list(impl.pyramid_kv.budgets(10, 3, beta=2))
-    equal(got, [15, 10, 5], "other budgets")
+    equal(list(impl.pyramid_kv.budgets(10, 3, beta=2)), [15, 10, 5], "other budgets")
 
 
 @law(

@@ -1,6 +1,7 @@
 """Laws of R-KV: RK-1 to RK-6."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import check_window, refuses, softmax, two_readers, window_scored
 
 SIMILARITIES, LATEST, REDUNDANCY, IMPORTANCE, SCORE = (
     f"rkv.{name}" for name in ("similarities", "without_latest", "redundancy", "importance", "score")
@@ -10,19 +11,14 @@ windows = st.sampled_from([1, 2, 3, 8])
 kernels = st.sampled_from([1, 3, 7])
 
 
-def scored(impl, queries, keys, *, path=SCORE, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
-    number.
-    """
-    return window_above_all(impl.call(path, queries, keys, **settings), keys, settings.get("window_size", 8))
+def scored(impl, *states, path=SCORE, **settings):
+    return window_scored(impl, path, *states, **settings)
 
 
 def cosines(keys):
-    """The cosines of the keys of one head, [T, T], 0 for a key with itself."""
-    rows = directions(keys)
-    return np.array(
-        [[0.0 if i == j else float(rows[i] @ rows[j]) for j in range(len(rows))] for i in range(len(rows))]
-    )
+    """The cosines of the keys of one head, [T, T], key by key, 0 for a key with itself."""
+    rows, others = directions(keys), ~np.eye(len(keys), dtype=bool)
+    return np.array([np.where(other, rows @ row, 0) for row, other in zip(rows, others, strict=True)])
 
 
 def counted(similarity, threshold=0.5, otherwise=()):
@@ -35,8 +31,7 @@ def counted(similarity, threshold=0.5, otherwise=()):
     for row in similarity:
         similar = [place for place, cosine in enumerate(row) if cosine > threshold] or otherwise
         totals += [0.0 if similar and place == similar[-1] else cosine for place, cosine in enumerate(row)]
-    powers = np.exp(totals / len(similarity))
-    return powers / powers.sum()
+    return softmax(totals / len(similarity))
 
 
 def by_hand(keys, margin=1e-4):
@@ -79,8 +74,7 @@ def test_each_row_loses_its_latest_similar_key_alone(impl, rows):
     similarity = np.array(rows) / 4
     expected = similarity.copy()
     for row in expected:
-        similar = np.flatnonzero(row > 0.5)
-        row[similar[-1:]] = 0
+        row[np.flatnonzero(row > 0.5)[-1:]] = 0
     equal(
         impl.rkv.without_latest(similarity), expected, "other cosines are left out than the latest above 1/2"
     )
@@ -101,9 +95,8 @@ def test_the_latest_of_three_copies_is_the_least_redundant(impl):
     """Of three equal keys each row forgives the latest of the others: the column means are 2/3, 1/3 and 0,
     the row means equal. The first batch item has two copies alone.
     """
-    powers = np.exp(np.array([2, 1, 0]) / 3)
     keys = np.array([[[[4.0, 0], [0, 1], [4, 0]]], [[[2, 0], [2, 0], [2, 0]]]])
-    agrees(impl, REDUNDANCY, keys, expected=np.array([[[1 / 3] * 3], [powers / powers.sum()]]))
+    agrees(impl, REDUNDANCY, keys, expected=softmax(np.array([[[0, 0, 0]], [[2 / 3, 1 / 3, 0]]])))
 
 
 @law("RK-3", of=REDUNDANCY)
@@ -119,16 +112,8 @@ def test_a_row_without_a_similar_key_loses_nothing(impl):
     """Cosines of at most 1/2 all count, that with token 0 too: (1, 0), (0, 1) and (-1, 0) have the means
     -1/3, 0 and -1/3.
     """
-    keys = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]])
-    powers = np.exp([-1 / 3, 0, -1 / 3])
-    agrees(
-        impl,
-        REDUNDANCY,
-        keys,
-        got=impl.rkv.redundancy(keys),
-        expected=(powers / powers.sum())[None, None],
-        what="the redundancy",
-    )
+    keys, means = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]]), np.array([[[-1 / 3, 0, -1 / 3]]])
+    agrees(impl, REDUNDANCY, keys, expected=softmax(means))
 
 
 @law("RK-3", of=REDUNDANCY, threshold=st.sampled_from([0.5, 0.7, 0.9]))
@@ -137,17 +122,8 @@ def test_the_threshold_is_the_callers(impl, threshold):
     itself the later axis.
     """
     keys = np.array([[[[1.0, 0], [0, 8], [4, 3]]]])
-    means = {0.5: [0.8 / 3, 0, 0], 0.7: [0, 0.6 / 3, 0.6 / 3], 0.9: [0.8 / 3, 0.6 / 3, 1.4 / 3]}
-    powers = np.exp(means[threshold])
-    agrees(
-        impl,
-        REDUNDANCY,
-        keys,
-        threshold=threshold,
-        got=impl.rkv.redundancy(keys, threshold=threshold),
-        expected=(powers / powers.sum())[None, None],
-        what="the redundancy",
-    )
+    means = {0.5: [0.8 / 3, 0, 0], 0.7: [0, 0.6 / 3, 0.6 / 3], 0.9: [0.8 / 3, 0.6 / 3, 1.4 / 3]}[threshold]
+    agrees(impl, REDUNDANCY, keys, threshold=threshold, expected=softmax(np.array([[means]])))
 
 
 @law("RK-3", of=REDUNDANCY, case=seeded_cases(kinds=("normal", "drift", "sinks")), seed=seeds())
@@ -161,14 +137,9 @@ def test_the_length_of_a_key_does_not_count(impl, case, seed):
     near(got.sum(axis=-1), np.ones(keys.shape[:2]), slack, "the sum of the redundancies of a head")
 
 
-def before_and_window(case, seed, window_size):
-    """Queries of every token and the window, less than the tokens."""
-    return prompt_queries(case, seed), min(window_size, case.keys.shape[2] - 1)
-
-
 def check_importance(impl, case, seed, window_size, kernel_size):
     """Raise Violation unless the importance is that of plain loops."""
-    queries, window = before_and_window(case, seed, window_size)
+    queries, window = prompt_queries(case, seed), min(window_size, case.keys.shape[2] - 1)
     keys, heads, reach = impl.round(case.keys), case.keys.shape[1], kernel_size // 2
     group, before = queries.shape[1] // heads, case.keys.shape[2] - window
     expected = np.zeros((*keys.shape[:2], before))
@@ -177,11 +148,18 @@ def check_importance(impl, case, seed, window_size, kernel_size):
         for place in range(-window, 0):
             readers = queries[item, head * group : (head + 1) * group, place]
             logits = (keys[item, head, :before] @ readers.T / keys.shape[-1] ** 0.5).max(axis=-1)
-            powers = np.exp(logits - logits.max())
-            received += powers / powers.sum() / window
+            received += softmax(logits) / window
         expected[item, head] = [received[max(0, t - reach) : t + reach + 1].max() for t in range(before)]
-    settings: dict = {"window_size": window, "kernel_size": kernel_size}
-    agrees(impl, IMPORTANCE, queries, keys, **settings, by_hand=expected, size=1 + np.abs(keys).max())
+    agrees(
+        impl,
+        IMPORTANCE,
+        queries,
+        keys,
+        window_size=window,
+        kernel_size=kernel_size,
+        by_hand=expected,
+        size=1 + np.abs(keys).max(),
+    )
 
 
 @law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -213,22 +191,13 @@ def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window
     """lambda I - (1 - lambda) R before the window, more than all of it in the window, and top-k keeps the
     window.
     """
-    queries, keys, length = prompt_queries(case, seed), impl.round(case.keys), case.keys.shape[2]
-    settings = {"window_size": window_size, "importance_share": share}
-    got, more = scored(impl, queries, keys, **settings), doubt(impl, keys, 1 - share)
-    agrees(impl, SCORE, queries, keys, **settings, got=got, more=more)
-    window = np.broadcast_to(np.arange(length) >= length - window_size, got.shape)
-    equal(
-        np.isinf(got),
-        window,
-        "the window does not score more than all tokens before it, or one of these is infinite",
+    states = prompt_queries(case, seed), impl.round(case.keys)
+    settings, more = (
+        {"window_size": window_size, "importance_share": share},
+        doubt(impl, states[1], 1 - share),
     )
-    budget, allowed = (
-        min(length, window_size + int(share * length)),
-        impl.allowance(SCORE, queries, keys, **settings),
-    )
-    kept = impl.selection.top_k(got, budget)
-    selects(kept, allowed.expected, budget, slack=allowed.largest + more, protected=window)
+    agrees(impl, SCORE, *states, **settings, got=scored(impl, *states, **settings), more=more)
+    check_window(impl, SCORE, states, share, more, **settings)
 
 
 @law("RK-5", of=SCORE)
@@ -237,8 +206,14 @@ def test_the_defaults_are_those_of_the_public_code(impl):
     1/16.
     """
     states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
-    expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
-    agrees(impl, SCORE, *states, got=scored(impl, *states), expected=expected, what="the score")
+    agrees(
+        impl,
+        SCORE,
+        *states,
+        got=scored(impl, *states),
+        expected=np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None],
+        what="the score",
+    )
 
 
 @law("RK-5", of=SCORE)
@@ -257,10 +232,9 @@ def test_a_peak_lifts_three_neighbours_to_each_side(impl):
 @law("RK-5", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 3, width(impl))), np.zeros((1, 4, 1, width(impl)))
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:, :, 0] = 16
-    got = scored(impl, queries, keys, window_size=1, kernel_size=1, importance_share=1.0)[..., :2]
+    got = scored(impl, *two_readers(width(impl), 3), window_size=1, kernel_size=1, importance_share=1.0)[
+        ..., :2
+    ]
     near(got, np.array([[[0.5, 0.5], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
@@ -276,14 +250,7 @@ BAD = [
 @law("RK-5", of=SCORE, kind="refusal", bad=st.sampled_from(BAD))
 def test_bad_settings_are_refused(impl, bad):
     """An empty window, an even kernel or a share beyond 1 raise ValueError."""
-    refused(
-        impl,
-        bad[0],
-        "rkv.score",
-        np.ones((1, 1, 5, 2)),
-        np.ones((1, 1, 5, 2)),
-        **{"window_size": 2, "kernel_size": 3} | dict([bad]),
-    )
+    refuses(impl, SCORE, *bad)
 
 
 @law(
@@ -296,7 +263,7 @@ def test_copies_among_a_thousand_keys_are_counted(impl, case):
     """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which
     is forgiven.
     """
-    expected = of_copies(impl.round(case.keys))
+    expected = by_hand(impl.round(case.keys))[0]
     near(
         impl.rkv.redundancy(case.keys),
         expected,
@@ -321,17 +288,6 @@ def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
     near(impl.rkv.redundancy(keys), expected, rounding(impl) * expected, "the redundancy of copies")
 
 
-def of_copies(keys):
-    """The redundancy of keys [B, H, T, D] of which a few distinct ones are copies, row by row."""
-    found = np.zeros(keys.shape[:3])
-    for place in np.ndindex(keys.shape[:2]):
-        rows = directions(keys[place])
-        similarity = rows @ rows.T
-        np.fill_diagonal(similarity, 0)
-        found[place] = counted(similarity)
-    return found
-
-
 @law("RK-4", of=IMPORTANCE, examples=2, case=long_cases(groups=(8, 2, 1), lengths=(16_385, 4097)))
 def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     """Of thousands of tokens: the softmax of the largest logits of the group, and the largest of three
@@ -339,9 +295,7 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     """
     queries, keys = impl.round(case.queries), impl.round(case.keys)
     by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
-    logits = (by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1])
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    weights = powers / powers.sum(axis=-1, keepdims=True)
+    weights = softmax((by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1]))
     slack = softmax_slack(impl, weights, logit_errors(impl, by_head, keys[:, :, :-1]).max(axis=2))
     near(
         impl.rkv.importance(queries, keys, window_size=1),
@@ -367,10 +321,8 @@ def test_a_thousand_tokens_have_their_scores(impl, case):
     """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token
     too.
     """
-    attended, repeated = (
-        impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1),
-        of_copies(impl.round(case.keys)),
-    )
+    attended = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1)
+    repeated = by_hand(impl.round(case.keys))[0]
     expected = 0.07 * attended.expected - 0.93 * repeated[..., :-1]
     got = scored(impl, case.queries, case.keys, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than those before it")
@@ -393,8 +345,16 @@ def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case
         expected = share * oracle(IMPORTANCE)(queries, keys, **settings) - (1 - share) * redundancy[..., :-2]
         expected = np.concatenate([expected, np.full((*keys.shape[:2], 2), np.inf)], axis=-1)
     settings |= {"importance_share": share}
-    got = scored(impl, queries, keys, path=RELEASED, **settings)
-    agrees(impl, RELEASED, queries, keys, **settings, got=got, more=doubt(impl, keys), by_hand=expected)
+    agrees(
+        impl,
+        RELEASED,
+        queries,
+        keys,
+        **settings,
+        got=scored(impl, queries, keys, path=RELEASED, **settings),
+        more=doubt(impl, keys),
+        by_hand=expected,
+    )
 
 
 @law("RK-6", of=RELEASED)
@@ -404,8 +364,7 @@ def test_the_released_code_finds_token_0_the_least_redundant(impl):
     """
     keys, queries = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]]), np.zeros((1, 1, 1, 2))
     settings: dict = {"window_size": 1, "kernel_size": 1, "importance_share": 0.0}
-    powers = np.exp([0, 0, -1 / 3])
-    expected = np.append(-(powers / powers.sum())[:2], np.inf)[None, None]
+    expected = np.append(-softmax(np.array([0, 0, -1 / 3]))[:2], np.inf)[None, None]
     agrees(
         impl,
         RELEASED,

@@ -34,8 +34,7 @@ def torch_at_once(keys, *, threshold=0.5):
     similarity = directions @ directions.mT
     similarity.diagonal(dim1=-2, dim2=-1).zero_()
     similar = similarity > threshold
-    later = similar.flip(-1).cumsum(-1).flip(-1)
-    similarity[similar & (later == 1)] = 0
+    similarity[similar & (similar.flip(-1).cumsum(-1).flip(-1) == 1)] = 0
     return similarity.mean(dim=-2).softmax(dim=-1)
 
 
@@ -49,8 +48,7 @@ def query_by_query(queries, keys, *, window_size=8, kernel_size=7):
         logits = np.stack(
             [np.einsum("bhtd,bhd->bht", before, queries[:, g::group, place]) for g in range(group)]
         )
-        powers = np.exp(logits.max(axis=0) - logits.max(axis=(0, -1))[..., None])
-        total = total + powers / powers.sum(axis=-1, keepdims=True)
+        total = total + softmax_by_maximum(logits.max(axis=0))
     padded = np.pad(total, [(0, 0), (0, 0), (kernel_size // 2, kernel_size // 2)])
     return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1).max(
         axis=-1
@@ -104,7 +102,6 @@ def released_by_rows(queries, keys, *, kernel_size=7, importance_share=0.07, thr
     attended = rkv.importance(queries, keys, window_size=queries.shape[2], kernel_size=kernel_size)
     similarity = rkv.similarities(keys)
     sums = rkv.without_latest(similarity, threshold).sum(axis=-2)
-    alone = ~(similarity > threshold).any(axis=-1)
-    sums[..., 0] -= np.where(alone, similarity[..., 0], 0).sum(axis=-1)
+    sums[..., 0] -= np.where(~(similarity > threshold).any(axis=-1), similarity[..., 0], 0).sum(axis=-1)
     repeated = softmax_by_maximum(sums / keys.shape[-2])[..., : -queries.shape[2]]
     return importance_share * attended - (1 - importance_share) * repeated

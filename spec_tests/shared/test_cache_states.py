@@ -103,11 +103,7 @@ def test_a_cache_in_use_holds_what_a_plain_list_holds(impl):
     """In any order of appending, evicting, trimming and decoding: budget held, sinks kept, nothing
     regained, K and V together.
     """
-
-    class Judged(CacheInUse):
-        pass
-
-    Judged.impl = impl
     run_state_machine_as_test(
-        Judged, settings=settings(max_examples=20, stateful_step_count=12, deadline=None)
+        type("Judged", (CacheInUse,), {"impl": impl}),
+        settings=settings(max_examples=20, stateful_step_count=12, deadline=None),
     )

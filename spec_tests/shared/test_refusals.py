@@ -2,11 +2,11 @@
 there.
 """
 
-import inspect
 from collections.abc import Callable
 
 from evictionary.reference.contract import CONTRACT
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import refuse, takes
 from evictionary.spec_tests.verdict.coverage import ids_of
 
 # Where a function stands for several requirements, the one that its other laws are of.
@@ -17,48 +17,6 @@ REQUIREMENT = {
     "momentkv.attend": "MK-12",
     "rope.rotate": "ROPE-2",
 }
-
-
-def takes(impl: Implementation, path: str, argument: str) -> bool:
-    """Whether the function has this argument, which older implementations of it may lack."""
-    stem, name = path.split(".")
-    parameters = inspect.signature(getattr(impl.modules[stem], name)).parameters.values()
-    return any(
-        each.name == argument or each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters
-    )
-
-
-def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
-    """Raise Violation unless the call is refused by the name of the argument, or a NaN shows where that is
-    enough.
-    """
-    parameters = inspect.signature(oracle(path)).parameters
-    by_name = {
-        name: value
-        for name, value in wrong.given.items()
-        if parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-    }
-    by_place = [value for name, value in wrong.given.items() if name not in by_name]
-    if not wrong.shows:
-        refused(impl, wrong.argument, path, *by_place, **by_name)
-        return
-    try:
-        got = impl.call(path, *by_place, **by_name)
-    except Violation:
-        raise
-    except Exception as error:
-        if impl.strict and not isinstance(error, ValueError):
-            raise
-        return
-    require(
-        any(
-            np.isnan(np.asarray(each, dtype=np.float64)).any()
-            for each in (got if isinstance(got, tuple) else [got])
-        ),
-        f"{wrong.what} passes in silence",
-        np.nan,
-        got,
-    )
 
 
 def refusing(path: str) -> Callable[..., None]:

@@ -1,19 +1,15 @@
 """Laws of SnapKV: SN-1."""
 
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.shared.helpers import check_window, refuses, two_readers, window_scored
 
 SCORE, POOL = "snapkv.score", "snapkv.average_pool"
 windows = st.sampled_from([1, 2, 3, 8, 32])
 kernels = st.sampled_from([1, 3, 5, 7])
 
 
-def scored(impl, queries, keys, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
-    number.
-    """
-    return window_above_all(
-        impl.snapkv.score(queries, keys, **settings), keys, settings.get("window_size", 32)
-    )
+def scored(impl, *states, **settings):
+    return window_scored(impl, SCORE, *states, **settings)
 
 
 @law("SN-1", of=SCORE, case=cases(), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -32,8 +28,16 @@ def test_score_is_the_pooled_attention_of_the_window(impl, case, seed, window_si
         by_hand[..., token] = (
             received[..., max(0, token - reach) : token + reach + 1].sum(axis=-1) / kernel_size
         )
-    got = scored(impl, queries, keys, **settings)
-    agrees(impl, SCORE, queries, keys, **settings, got=got, by_hand=by_hand, size=1 + np.abs(keys).max())
+    agrees(
+        impl,
+        SCORE,
+        queries,
+        keys,
+        **settings,
+        got=scored(impl, queries, keys, **settings),
+        by_hand=by_hand,
+        size=1 + np.abs(keys).max(),
+    )
 
 
 @law("SN-1", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
@@ -41,18 +45,8 @@ def test_the_window_is_kept(impl, case, seed, window_size, share):
     """The last tokens score more than all others, and with a budget of the window's size or more top-k
     keeps them all.
     """
-    queries, length = prompt_queries(case, seed), case.keys.shape[2]
-    scores = scored(impl, queries, case.keys, window_size=window_size)
-    window = np.broadcast_to(np.arange(length) >= length - window_size, scores.shape)
-    equal(
-        np.isinf(scores),
-        window,
-        "the window does not score more than all tokens before it, or one of these is infinite",
-    )
-    budget = min(length, window_size + int(share * length))
-    allowed = impl.allowance(SCORE, queries, case.keys, window_size=window_size)
-    kept = impl.selection.top_k(scores, budget)
-    selects(kept, allowed.expected, budget, slack=lambda: allowed.largest, protected=window)
+    states = prompt_queries(case, seed), case.keys
+    check_window(impl, SCORE, states, share, window_size=window_size)
 
 
 @law("SN-1", of=SCORE, case=seeded_cases(min_length=3), seed=seeds(), window_size=st.integers(1, 4))
@@ -86,8 +80,7 @@ def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
     5 and 4 of them.
     """
     got = scored(impl, np.ones((1, 1, 40, 2)), np.zeros((1, 1, 40, 2)))
-    share = sum(1 / seen for seen in range(9, 41)) / 32
-    expected = share * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
+    expected = (sum(1 / seen for seen in range(9, 41)) / 32) * np.array([4, 5, 6, 7, 7, 6, 5, 4]) / 7
     equal(np.isinf(got[0, 0]), np.arange(40) >= 8, "the window is not the last 32 tokens")
     near(got[0, 0, :8], expected, within(impl, roundings=0) + 1e-12, "the pooled share of each query")
 
@@ -95,10 +88,7 @@ def test_the_defaults_are_a_window_of_32_and_a_kernel_of_7(impl):
 @law("SN-1", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    keys, queries = np.zeros((1, 2, 3, 2)), np.zeros((1, 4, 1, 2))
-    keys[0, :, 0, 0] = 16
-    queries[0, 2:, :, 0] = 16  # the readers of KV head 1 look at token 0
-    got = scored(impl, queries, keys, window_size=1, kernel_size=1)[..., :2]
+    got = scored(impl, *two_readers(2, 3), window_size=1, kernel_size=1)[..., :2]
     near(got, np.array([[[1 / 3, 1 / 3], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
@@ -107,8 +97,13 @@ def test_the_window_does_not_leak_into_its_neighbours(impl):
     """A window token that gets all the attention raises no score before it: only the tokens before the
     window are pooled.
     """
-    keys = np.array([[[[0.0], [0], [0], [64], [0]]]])
-    got = scored(impl, np.array([[[[64.0], [64.0]]]]), keys, window_size=2, kernel_size=3)
+    got = scored(
+        impl,
+        np.array([[[[64.0], [64.0]]]]),
+        np.array([[[[0.0], [0], [0], [64], [0]]]]),
+        window_size=2,
+        kernel_size=3,
+    )
     near(got[..., :3], np.zeros((1, 1, 3)), 1e-6, "the score of a token beside the window")
 
 
@@ -139,14 +134,7 @@ def test_pooling_is_the_mean_of_the_neighbours(impl, weights, kernel_size):
 )
 def test_bad_settings_are_refused(impl, bad):
     """An empty window or a kernel that is not odd raise ValueError."""
-    refused(
-        impl,
-        bad[0],
-        SCORE,
-        np.ones((1, 1, 5, 2)),
-        np.ones((1, 1, 5, 2)),
-        **{"window_size": 2, "kernel_size": 3} | dict([bad]),
-    )
+    refuses(impl, SCORE, *bad)
 
 
 @law("SN-1", of=SCORE, examples=1, case=paper_cases(groups=(2, 1)))
@@ -188,5 +176,9 @@ def test_long_rows_are_pooled_across_every_tile(impl, case, kernel_size):
         np.array([[np.convolve(head, np.ones(kernel_size), mode="same") for head in weights[0]]])
         / kernel_size
     )
-    slack = rounding(impl, kernel_size) * expected
-    near(impl.snapkv.average_pool(weights, kernel_size), expected, slack, "the pooled weights")
+    near(
+        impl.snapkv.average_pool(weights, kernel_size),
+        expected,
+        rounding(impl, kernel_size) * expected,
+        "the pooled weights",
+    )

@@ -110,8 +110,7 @@ def torch_all_queries(queries, keys, *, window_size=32, kernel_size=7):
     """
     window = min(window_size, keys.shape[2])
     before = keys.shape[2] - window
-    weights = torch_weights(queries, keys)[:, :, -window:]
-    received = weights.unflatten(1, (keys.shape[1], -1)).mean(dim=(2, 3))
+    received = torch_weights(queries, keys)[:, :, -window:].unflatten(1, (keys.shape[1], -1)).mean(dim=(2, 3))
     padded = torch.nn.functional.pad(received[..., :before], (kernel_size // 2, kernel_size // 2))
     pooled = padded.unfold(-1, kernel_size, 1).mean(dim=-1) if before else received[..., :0]
     return torch.nn.functional.pad(pooled, (0, window), value=torch.inf)

@@ -21,8 +21,7 @@ def tokens_first(queries, keys):
     logits = np.einsum("tbhd,bhgd->tbhg", by_token, last / keys.dtype.type(math.sqrt(keys.shape[-1])))
     top = logits.max(axis=0)
     weights = np.exp(logits - top - np.log(np.exp(logits - top).sum(axis=0)))
-    scores = np.einsum("tbhg->bt", weights) / queries.shape[1]
-    return np.repeat(scores[:, None], keys.shape[1], axis=1)
+    return np.repeat((np.einsum("tbhg->bt", weights) / queries.shape[1])[:, None], keys.shape[1], axis=1)
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)
