@@ -31,7 +31,10 @@ from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
+from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
+from evictionary.spec_tests.verdict.coverage import functions
+from evictionary.store import cell
 from tutorials.build import REPOSITORY, heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
@@ -135,7 +138,7 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    filters = {"cell": cell, "escaped": escaped, "sentence": _sentence, "verdict": _verdict}
     helpers = {
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
@@ -154,9 +157,11 @@ def _rendered(template: str, page: str, **content: Any) -> str:
             f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata
         ],
         "fence": _fence,
+        "functions": functions(),
         "heading": heading,
         "law_definition": law_definition,
         "law_links": _law_links,
+        "laws": load_laws(),
         "lessons": lessons(),
         "link_to": link_to,
         "mistake": _mistake,
@@ -166,6 +171,11 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "stored": stored,
     }
     return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
+
+
+def coverage() -> str:
+    """The coverage page: a table for each paper, a row for each requirement."""
+    return _rendered("coverage", "coverage.md") + "\n"
 
 
 def _law_links(page: str, entry: Entry) -> list[str]:

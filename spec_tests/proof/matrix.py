@@ -9,6 +9,7 @@ import argparse
 import functools
 import json
 import math
+import re
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -88,16 +89,11 @@ def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
     return "crash" if crash else "none"
 
 
+@functools.cache
 def folder_of(path: str) -> str:
     """The folder of the suite that specifies a function: `lagkv` for `lagkv_variants.score`."""
-    stem = path.partition(".")[0]
-    found = [name for name in _folders() if f"{stem}_".startswith(f"{name}_")]
-    return max(found, key=len, default="shared")
-
-
-@functools.cache
-def _folders() -> list[str]:
-    return [path.parent.name for path in SUITE.glob("*/requirements.toml")]
+    folders = (each.parent.name for each in SUITE.glob("*/requirements.toml"))
+    return max((name for name in folders if re.match(rf"{name}(_|\.)", path)), key=len, default="shared")
 
 
 def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], what: str) -> Any:

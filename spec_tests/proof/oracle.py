@@ -12,7 +12,7 @@ import sys
 import tomllib
 import types
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,7 +32,7 @@ from evictionary.spec_tests.judge.outcome import outcome, prepared, time_limit
 from evictionary.spec_tests.proof.matrix import DOCS, in_processes, laws_for
 from evictionary.spec_tests.proof.planted import copied, load_mutants, replaced
 from evictionary.spec_tests.proof.source_mutations import functions, mutations
-from evictionary.store import table
+from evictionary.store import grouped, table
 
 EQUIVALENT = SUITE / "proof" / "oracle.toml"
 SECONDS = 20
@@ -254,11 +254,8 @@ def judge(path: str, mistakes: list[tuple[str, str]], names: list[str], above: i
 
 def bank() -> dict[str, list[str]]:
     """The names of the planted mistakes by their function; those that compute with torch are no reference."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, mutant in sorted(load_mutants().items()):
-        if mutant.array_library == "numpy":
-            found[mutant.of].append(name)
-    return found
+    numeric = (each for each in load_mutants().values() if each.array_library == "numpy")
+    return grouped(sorted((each.of, each.name) for each in numeric))
 
 
 def listed() -> dict[tuple[str, str], str]:

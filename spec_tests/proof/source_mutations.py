@@ -199,8 +199,8 @@ def _alternatives(node: ast.AST) -> list[ast.AST]:
         case ast.Call():
             return _other_calls(node)
         case ast.Slice(lower=lower, upper=upper, step=step):
-            later = [ast.Slice(_one_more(lower), upper, step)] if lower and _is_computed(lower) else []
-            longer = [ast.Slice(lower, _one_more(upper), step)] if upper and _is_computed(upper) else []
+            later = [ast.Slice(_one_more(lower), upper, step)] if lower and not _is_number(lower) else []
+            longer = [ast.Slice(lower, _one_more(upper), step)] if upper and not _is_number(upper) else []
             return [*later, *longer]
         case ast.If(test=test):
             return [ast.If(ast.UnaryOp(ast.Not(), test), node.body, node.orelse)]
@@ -227,20 +227,12 @@ def _other_calls(node: ast.Call) -> list[ast.AST]:
             ast.Call(ast.Attribute(called.value, RENAMED[name], ast.Load()), node.args, node.keywords)
         )
     if name in ("range", "arange"):
-        for index, argument in enumerate(node.args):
-            if _is_computed(argument):
-                others.append(
-                    ast.Call(
-                        called,
-                        [*node.args[:index], _one_more(argument), *node.args[index + 1 :]],
-                        node.keywords,
-                    )
-                )
+        others += [
+            ast.Call(called, [*node.args[:at], _one_more(bound), *node.args[at + 1 :]], node.keywords)
+            for at, bound in enumerate(node.args)
+            if not _is_number(bound)
+        ]
     return others
-
-
-def _is_computed(bound: ast.expr) -> bool:
-    return not _is_number(bound)
 
 
 def _one_more(bound: ast.expr) -> ast.expr:

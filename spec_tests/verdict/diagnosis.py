@@ -189,7 +189,8 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
         yield f"the answer is {factor:.6g} times the right one"
     for coarse in (name for name in EPSILON if EPSILON[name] > EPSILON[dtype]):
         rounded = {
-            key: round_to(each, coarse) if _is_float(each) else each for key, each in call.arguments.items()
+            key: round_to(each, coarse) if isinstance(each, np.ndarray) and each.dtype.kind == "f" else each
+            for key, each in call.arguments.items()
         }
         for what, numbers in (
             ("the inputs", answer(function, **rounded)),
@@ -204,10 +205,6 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
             "precision does this"
         )
         yield f"the largest error is {error:.1e} of the largest number, {told}"
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
 
 def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 and a repro.
 """
 
+import re
 import shlex
 import traceback
 from fractions import Fraction
@@ -60,14 +61,14 @@ def said(
         parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         frame = _raised_in(error, implementation)
         parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
-    for match in matches:
-        above = f", right up to {match.above}" if match.above else ""
-        parts.append(
-            (
-                "misconception",
-                f"your numbers match a known bug: {match.misconception} ({match.killed_by}{above})",
-            )
+    known = "your numbers match a known bug"
+    parts += [
+        (
+            "misconception",
+            f"{known}: {each.misconception} ({each.killed_by}{each.above and f', right up to {each.above}'})",
         )
+        for each in matches
+    ]
     if not matches and (looks := sign(implementation, law)):
         parts.append(("it looks like", looks))
     if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
@@ -192,20 +193,15 @@ def repro(law: Law, implementation: Implementation) -> str:
     }
     if not all(literals.values()):
         return _asking(law, implementation)
-    if any("case." in literal for literal in literals.values()):
-        case = [f"case = {next(iter(cases.values()))!r}"]
-    else:
-        case = []
+    is_named = any("case." in literal for literal in literals.values())
+    case = [f"case = {next(iter(cases.values()))!r}"] if is_named else []
     return "\n".join(
         [
             "import numpy as np",
             *(["from evictionary.spec_tests.judge.cases import Case"] if case else []),
             *sorted({line for value in call.arguments.values() for line in _imports(value)}),
-            *(
-                ["from numpy import inf, nan"]
-                if any(_has_no_literal(value) for value in call.arguments.values())
-                else []
-            ),
+            *["from numpy import inf, nan"]
+            * any(re.search(r"\b(inf|nan)\b", each) for each in literals.values()),
             "from evictionary.spec_tests.judge.implementation import load, oracle",
             *case,
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
@@ -282,17 +278,11 @@ def _from_case(value: Any, cases: dict[str, Case], implementation: Implementatio
     return ""
 
 
-def _has_no_literal(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value).all()
-
-
 def _imports(value: Any) -> list[str]:
     """The line that `_literal` needs for a named tuple or a fraction."""
-    if isinstance(value, Fraction):
-        return ["from fractions import Fraction"]
-    return (
-        [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
-    )
+    kind = type(value)
+    is_named = isinstance(value, Fraction) or hasattr(value, "_fields")
+    return [f"from {kind.__module__} import {kind.__name__}"] if is_named else []
 
 
 def _literal(value: Any) -> str:

@@ -7,12 +7,13 @@ that tell two mistakes apart. Each case names the mistakes that it tells from th
 docs/any_language.md describes the files, `vectors.schema.json` is their schema.
 """
 
+import functools
 import hashlib
 import inspect
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from importlib.resources import files
@@ -52,8 +53,10 @@ class Example:
     arguments: dict[str, Any]
     written: dict[str, Any]
     dtype: str = "float32"
-    allowances: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by dtype
-    asked_of: dict[str, bool] = field(default_factory=dict)  # the mistakes, and whether they show in it
+
+    def __post_init__(self) -> None:
+        # both are dear, and asked for again and again
+        self.allowed, self.catches = functools.cache(self._allowed), functools.cache(self._catches)
 
     @cached_property
     def numbers(self) -> int:
@@ -90,18 +93,13 @@ class Example:
             return REFUSAL
         return EDGE if degenerate(self.function, self.arguments) else MATHEMATICS
 
-    def allowed(self, dtype: str) -> list[tuple[float, float]]:
+    def _allowed(self, dtype: str) -> list[tuple[float, float]]:
         """For each array of the result the largest and the mean error that a dtype allows; empty where
         there is no one answer.
 
         A mask or a number of tokens has one where rounding at random, which the error is measured by, does
         not change it.
         """
-        if dtype not in self.allowances:
-            self.allowances[dtype] = self._allowed(dtype)
-        return self.allowances[dtype]
-
-    def _allowed(self, dtype: str) -> list[tuple[float, float]]:
         function, found = oracle(self.function), []
         # Those without a default by position, as laws call it: what they have measured is remembered.
         leading = [
@@ -113,16 +111,9 @@ class Example:
         kwargs = {name: value for name, value in self.arguments.items() if name not in leading}
         several = isinstance(self.result, tuple | list)
         nested = several and any(isinstance(each, tuple | list) for each in self.result)
+        asked = (lambda *args, **kwargs: tuple(leaves(function(*args, **kwargs)))) if nested else function
         for place, leaf in enumerate(leaves(self.result)):
-            if nested:
-                each = allowance(
-                    lambda *args, place=place, **kwargs: leaves(function(*args, **kwargs))[place],
-                    *args,
-                    dtype=dtype,
-                    **kwargs,
-                )
-            else:
-                each = allowance(function, *args, dtype=dtype, pick=place if several else None, **kwargs)
+            each = allowance(asked, *args, dtype=dtype, pick=place if several else None, **kwargs)
             if not np.isfinite(each.largest) or (np.asarray(leaf).dtype.kind != "f" and each.largest >= 0.5):
                 return []
             found.append((each.largest, each.mean))
@@ -133,15 +124,10 @@ class Example:
         """Whether there is something to compare with that every right implementation gives."""
         return self.kind == REFUSAL or all(map(self.allowed, self.dtypes))
 
-    def catches(self, mutant: Mutant) -> bool:
+    def _catches(self, mutant: Mutant) -> bool:
         """Whether the numbers of a planted mistake lie outside what the dtype allows, or it accepts what
         is to be refused.
         """
-        if mutant.name not in self.asked_of:
-            self.asked_of[mutant.name] = self._differs(mutant)
-        return self.asked_of[mutant.name]
-
-    def _differs(self, mutant: Mutant) -> bool:
         got = answer(mutant.function, **self.arguments)
         if isinstance(got, Exception) or isinstance(self.result, ValueError):
             # a mistake that raises shows itself, and is no wrong number
