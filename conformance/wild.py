@@ -28,7 +28,7 @@ import typer
 from evictionary.errors import require
 from evictionary.evaluation.pages import markdown
 from evictionary.spec_tests.judge.law import laws_version
-from evictionary.store import put
+from evictionary.store import grouped, put
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -272,9 +272,7 @@ def told(row: dict[str, Any]) -> str:
     """A row in words: its requirements by verdict."""
     if "not reached" in row:
         return f"not reached: {row['not reached']}"
-    verdicts: dict[str, list[str]] = {}
-    for name, entry in row["requirements"].items():
-        verdicts.setdefault(entry["verdict"], []).append(name)
+    verdicts = grouped((entry["verdict"], name) for name, entry in row["requirements"].items())
     return (
         "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in verdicts.items())
         or "no law could be asked"

@@ -17,6 +17,7 @@ from markdown.extensions.toc import slugify
 from evictionary.spec_tests.judge.law import REQUIREMENTS, Law, Requirement, load_laws
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions, ids_of
+from evictionary.store import grouped
 
 ROOT = Path(__file__).parent.parent
 
@@ -119,13 +120,12 @@ def stem_of() -> dict[str, str]:
 @functools.cache
 def errata() -> dict[str, list[tuple[str, str]]]:
     """For each requirement the headings of docs/errata.md that name it, with their anchors."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for title in re.findall(
-        r"^#{3,4} (.+)$", (ROOT / "docs" / "errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE
-    ):
-        for identifier in ids_of(title):
-            found.setdefault(identifier, []).append((title.partition(": ")[2], slugify(title, "-")))
-    return found
+    page = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
+    return grouped(
+        (identifier, (title.partition(": ")[2], slugify(title, "-")))
+        for title in re.findall(r"^#{3,4} (.+)$", page, flags=re.MULTILINE)
+        for identifier in ids_of(title)
+    )
 
 
 def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> Iterator[Definition]:

@@ -248,14 +248,8 @@ def _and(conditions: Sequence[Condition]) -> str:
     return " and ".join(condition.text for condition in conditions)
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The measurements for one paper: the numbers that the rules read, and the series that the picture
-    shows.
-    """
-
-    numbers: dict[str, Number]
-    series: dict[str, Any]
+# The measurements for one paper: the numbers that the rules read, and the series that the picture shows.
+Findings = tuple[dict[str, Number], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.expected_attention import near_gaussian
+from evictionary.claims.expected_attention import errors_of, near_gaussian
 from evictionary.claims.lagkv import make_text
-from evictionary.claims.pictures import band, finish
+from evictionary.claims.pictures import by_layer, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -171,10 +171,7 @@ def _sizes(
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
     found = {name: of_texts(texts, name) for name in texts[0].values if name != "accuracy"}
-    accuracy = {
-        name: np.array([text.values["accuracy"][name] for text in texts])
-        for name in texts[0].values["accuracy"]
-    }
+    accuracy = errors_of(texts, "accuracy")
     share, kinds = found["kept_share"], [text.kind for text in texts]
     names = list(dict.fromkeys(kinds))
     places = np.array([names.index(kind) for kind in kinds])
@@ -223,19 +220,20 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "samples": [[each, float(found[f"S {each}"].mean())] for each in SWEEP_SAMPLES],
         "p": [[each, float(found[f"p {each}"].mean())] for each in SWEEP_P],
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
     (overlap, kinds), (heads, sweep) = figure.subplots(2, 2)
-    band(overlap, series["overlap"], "overlap: median and 10 to 90 % of heads")
-    band(overlap, series["pearson"], "Pearson correlation")
-    overlap.axhline(P, color="grey", linestyle="--", linewidth=1)
-    overlap.set_ylim(-0.45, 1.02)  # room for the legend
-    finish(
+    by_layer(
         overlap,
-        xlabel="layer",
+        {
+            "overlap: median and 10 to 90 % of heads": series["overlap"],
+            "Pearson correlation": series["pearson"],
+        },
+        level=P,
+        ylim=(-0.45, 1.02),  # room for the legend
         ylabel="share of attention, correlation",
         title="one synthetic query against the real one",
     )

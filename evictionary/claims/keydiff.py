@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import RATIOS, SINKS, errors_of, ranks, reconstruction
-from evictionary.claims.pictures import band, finish
+from evictionary.claims.pictures import by_layer, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -170,16 +170,15 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         )
     blocks = errors_of(texts, "error_in_blocks")
     for block in BLOCKS:
-        ours, best = (
-            blocks[f"keydiff {block}"],
-            np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0),
-        )
-        numbers.means(**{f"blocks_of_{block}_vs_best_other": ours / best})
-        numbers.means(**{f"blocks_of_{block}_vs_one_shot": ours / errors["50"]["keydiff"]})
-    for method in BY_ATTENTION:
-        numbers.means(
-            **{f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]}
-        )
+        ours, others = blocks[f"keydiff {block}"], [blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]]
+        against = {"best_other": np.min(others, axis=0), "one_shot": errors["50"]["keydiff"]}
+        numbers.means(**{f"blocks_of_{block}_vs_{name}": ours / each for name, each in against.items()})
+    numbers.means(
+        **{
+            f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]
+            for method in BY_ATTENTION
+        }
+    )
     series = {
         "error": {
             percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()
@@ -190,7 +189,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "means_by_layer": spread_by_layer(texts, "cosine_of_means"),
         "volume": {name: found[name].ravel().round(1).tolist() for name in ("keydiff", *OTHERS)},
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
@@ -203,10 +202,16 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         ylabel="mean attention received (log scale)",
         title=f"the KV head in the middle: correlation {float(example['pearson']):.2f}",
     )
-    band(layers, series["pearson_by_layer"], "Pearson: median and 10 to 90 % of heads")
-    band(layers, series["rank_by_layer"], "Spearman (ranks)")
-    layers.axhline(0, color="grey", linewidth=1)
-    finish(layers, xlabel="layer", ylabel="correlation", title="similarity of a key against its attention")
+    by_layer(
+        layers,
+        {
+            "Pearson: median and 10 to 90 % of heads": series["pearson_by_layer"],
+            "Spearman (ranks)": series["rank_by_layer"],
+        },
+        level=0,
+        ylabel="correlation",
+        title="similarity of a key against its attention",
+    )
     everything = np.concatenate([np.asarray(each) for each in series["volume"].values()])
     bins = np.linspace(everything.min(), everything.max() + 1e-9, 50).tolist()
     for name, values in series["volume"].items():
@@ -217,9 +222,13 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         ylabel="KV heads",
         title="diversity of what stays, half removed",
     )
-    band(means, series["means_by_layer"], "median and 10 to 90 % of heads")
-    means.axhline(0, color="grey", linewidth=1)
-    finish(means, xlabel="layer", ylabel="cos(mean key, mean query)", title="mean key against mean query")
+    by_layer(
+        means,
+        {"median and 10 to 90 % of heads": series["means_by_layer"]},
+        level=0,
+        ylabel="cos(mean key, mean query)",
+        title="mean key against mean query",
+    )
     for axes, (percent, error) in zip((errors, other), series["error"].items(), strict=True):
         axes.barh(list(error), list(error.values()))
         axes.invert_yaxis()

@@ -45,14 +45,13 @@ LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts, all of T tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids [P,
-    M], the numbers.
+    """Prompts of `passkey_tokens` tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids
+    [P, M], the numbers.
     """
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     question_ids: torch.Tensor
     answers: list[str]
-    length: int
 
 
 def make_text(tokenizer: Any, scale: Scale, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -176,7 +175,7 @@ def read(lab: Lab, kinds: Sequence[str]) -> Prompts:
     while stored[0]:  # the last layer first; each layer is released as soon as it is copied
         keys, values = zip(*(each.pop() for each in stored), strict=True)
         layers.append((torch.cat(keys), torch.cat(values)))
-    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, lab.scale.passkey_tokens)
+    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
@@ -202,7 +201,7 @@ def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
     each layer.
     """
     cache = compressed(prompts.layers, kept)
-    position = prompts.length
+    position = lab.scale.passkey_tokens
     # The causal mask is made for the first layer's length, so layers of other lengths have to read one token
     # at a time.
     lengths = {cache.get_seq_length(index) for index in range(len(kept))}
@@ -275,7 +274,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         ],
         "partial": {method: each.T.tolist() for method, each in score.items()},
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.pictures import band, finish
+from evictionary.claims.pictures import by_layer, finish
 from evictionary.claims.recording import Lab, Observed, Recording, Scale, as_array, of_texts, spread_by_layer
 from evictionary.optimized import h2o, momentkv as fast, snapkv, streaming_llm
 from evictionary.optimized.selection import top_k
@@ -347,7 +347,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
             name: {each: float(found[f"{name}: {each}"].mean()) for each in QUANTITIES} for name in SELECTIONS
         },
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def _ratio(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -358,17 +358,17 @@ def _ratio(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
     (mass, angle, budgets), (error, direction, hurt), (selections, gamma, spread) = figure.subplots(3, 3)
-    band(mass, series["mass"], "mean and 10 to 90 % of heads")
-    mass.axhline(0.08, color="grey", linestyle="--", linewidth=1)
-    finish(mass, xlabel="layer", ylabel="evicted mass w_E", title="H2O: attention on evicted tokens")
-    band(angle, series["cosine"], "mean and 10 to 90 % of heads")
-    angle.axhline(0, color="grey", linewidth=1)
-    finish(angle, xlabel="layer", ylabel="cos(f_R, f_E)", title="H2O: retained against evicted output")
-    for name in ("mass", "relative error"):
-        label = "evicted mass" if name == "mass" else name
-        budgets.plot(series["by_budget"]["budget"], series["by_budget"][name], marker="o", label=label)
+    for axes, name, level, ylabel, title in (
+        (mass, "mass", 0.08, "evicted mass w_E", "H2O: attention on evicted tokens"),
+        (angle, "cosine", 0, "cos(f_R, f_E)", "H2O: retained against evicted output"),
+        (direction, "direction", None, "cos(f_E, its approximation)", "direction of the approximated output"),
+    ):
+        by_layer(axes, {"mean and 10 to 90 % of heads": series[name]}, level, ylabel=ylabel, title=title)
+    sizes = series["by_budget"]["budget"]
+    for name, label in (("mass", "evicted mass"), ("relative error", "relative error")):
+        budgets.plot(sizes, series["by_budget"][name], marker="o", label=label)
     budgets.set_xscale("log", base=2)
-    budgets.set_xticks(series["by_budget"]["budget"], [str(each) for each in series["by_budget"]["budget"]])
+    budgets.set_xticks(sizes, [str(each) for each in sizes])
     finish(
         budgets,
         xlabel="tokens kept in each head (log scale)",
@@ -383,13 +383,6 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         xlabel="layer",
         ylabel="mean relative error |f - output| / |f|",
         title="MomentKV's selection: error of the output",
-    )
-    band(direction, series["direction"], "mean and 10 to 90 % of heads")
-    finish(
-        direction,
-        xlabel="layer",
-        ylabel="cos(f_E, its approximation)",
-        title="direction of the approximated output",
     )
     hurt.bar(range(len(series["hurt"])), series["hurt"])
     hurt.set(xlabel="layer", ylabel="share of steps", title="where the correction makes it worse")

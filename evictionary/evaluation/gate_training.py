@@ -132,7 +132,7 @@ class GatedModel:
             ]
         finally:
             stop()
-        return states.to(_at_least_float32(states.dtype))
+        return states.to(torch.promote_types(states.dtype, torch.float32))
 
     # called by the attention of model_hooks.py
 
@@ -169,10 +169,6 @@ def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTra
     visible = (ago >= 0) & ((ago < recent_size) | (places < sink_size))
     mask = torch.zeros(length, length, dtype=model.dtype, device=model.device)
     return mask.masked_fill(~visible, torch.finfo(model.dtype).min)[None, None]
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def prompt(tokenizer: Any, recipe: Recipe, step: int) -> tuple[torch.Tensor, int]:
@@ -215,9 +211,8 @@ def train(
     )
     for task in TASKS:  # the shortest prompt is refused now, not at the step that draws it
         tasks.get(task).make(tokenizer, recipe.shortest, recipe.seed)
-    gates = torch.ones(
-        len(gated.layers), gated.num_kv_heads, dtype=_at_least_float32(model.dtype), device=model.device
-    )
+    wide = torch.promote_types(model.dtype, torch.float32)
+    gates = torch.ones(len(gated.layers), gated.num_kv_heads, dtype=wide, device=model.device)
     optimizer = torch.optim.Adam([gates])
     curve: list[tuple[float, float]] = []
     settings = {"schema": SCHEMA, "model": file.fingerprint(model), "recipe": dataclasses.asdict(recipe)}

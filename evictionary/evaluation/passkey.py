@@ -70,7 +70,6 @@ class Passkey:
     context_ids: torch.Tensor
     question_ids: torch.Tensor
     answer: str
-    depth: float
     needle: tuple[int, int]
 
     def is_right(self, text: str) -> bool:
@@ -115,7 +114,7 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     needle = NEEDLE.format(answer)
     text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
-    return Passkey(context_ids, question_ids, answer, depth, locate(tokenizer, context_ids, needle))
+    return Passkey(context_ids, question_ids, answer, locate(tokenizer, context_ids, needle))
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:

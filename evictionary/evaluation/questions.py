@@ -98,10 +98,7 @@ def ask(
             question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True
         )
         hidden_states = output.hidden_states[-1][0]
-        while True:
-            following = int(output.logits[0, -1].argmax())
-            if following in stops:
-                break
+        while (following := int(output.logits[0, -1].argmax())) not in stops:
             token_ids.append(following)
             if len(token_ids) == max_new_tokens:
                 break

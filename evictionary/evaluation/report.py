@@ -3,7 +3,7 @@ from the network.
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -31,9 +31,7 @@ def summarise(lines: Sequence[store.Line]) -> list[Row]:
     removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in
     `failed` and are in no mean; if all of them failed, the means are None.
     """
-    groups: dict[tuple[Any, ...], list[store.Line]] = defaultdict(list)
-    for line in lines:
-        groups[line["task"], line["length"], *_place(line)].append(line)
+    groups = store.grouped(((line["task"], line["length"], *_place(line)), line) for line in lines)
     rows = []
     for group in groups.values():
         good = [line for line in group if line["error"] is None]

@@ -296,12 +296,12 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
     place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
     for addition in (*catalogue.allocators(), MOMENTS):
+        without = {name: "+".join(part for part in name.split("+") if part != addition) for name in place}
         pairs = [
-            (index, place.get("+".join(part for part in name.split("+") if part != addition), index))
+            (index, place[without[name]])
             for name, index in place.items()
-            if not rows[index]["own"]
+            if not rows[index]["own"] and name != without[name] in place
         ]
-        pairs = [(one, other) for one, other in pairs if one != other]
         if not pairs:
             continue
         changes = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]

@@ -86,16 +86,12 @@ def modules() -> dict[str, ModuleType]:
     }
 
 
-def _declared() -> dict[str, tuple[str, str, str]]:
-    """Each input that a method brought along: the stem of the method, the source and the meaning."""
-    return {
-        name: (stem, *said)
-        for stem, module in modules().items()
-        for name, said in getattr(module, "INPUTS", {}).items()
-    }
-
-
-DECLARED = _declared()
+# Each input that a method brought along: the stem of the method, the source and the meaning.
+DECLARED: dict[str, tuple[str, str, str]] = {
+    name: (stem, *said)
+    for stem, module in modules().items()
+    for name, said in getattr(module, "INPUTS", {}).items()
+}
 INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {
     name: meaning for name, (*_, meaning) in DECLARED.items()
 }

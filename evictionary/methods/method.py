@@ -312,8 +312,8 @@ class Method:
             self._require(inputs, available)
             arguments = {name: available[name] for name in inputs} | _accepted(function, options)
             label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
-            as_torch = self.as_torch and _knows_torch(function)
-            return label, call(function, label, arguments, as_torch=as_torch)
+            in_numpy = not self.as_torch or function.__module__.startswith("evictionary.reference.")
+            return label, call(function, label, arguments, as_torch=not in_numpy)
 
     def _shape(self, states: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of the mask: each KV head chooses, or each query head."""
@@ -351,11 +351,6 @@ class Method:
         """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""
         explain = getattr(self.module, "why_nothing_removed", None)
         return explain and explain(length, **_accepted(explain, self.options | self.typed_options(options)))
-
-
-def _knows_torch(function: Callable[..., Any]) -> bool:
-    """Whether a function is not from the NumPy reference."""
-    return not function.__module__.startswith("evictionary.reference.")
 
 
 def _accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:
