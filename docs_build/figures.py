@@ -25,19 +25,18 @@ from evictionary.methods import catalogue
 from evictionary.models.load import load as load_model
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "figures" / "assets" / "survivors.data.js"
+# The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may load
+# scripts.
 PREFIX = "globalThis.evictionarySurvivors = "
-"""The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may
-load scripts.
-"""
 
+# Options for methods with defaults that would leave a prompt of 300 tokens whole.
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"sink_size": 4, "lag_size": 32}}
-"""Options for methods with defaults that would leave a prompt of 300 tokens whole."""
 
 DEPTH, TOKENS, SEED = 0.4, 300, 0
+# The budgets of the figure in tokens, all below the length of the prompt.
 SMALLEST, STEP = 50, 10
-"""The budgets of the figure in tokens, all below the length of the prompt."""
+# The budget of the strips: half of the prompt.
 STRIP = 150
-"""The budget of the strips: half of the prompt."""
 
 
 def survivors(

@@ -26,10 +26,9 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 DRAWS = 1000
 CONFIDENCE = 0.95
+# Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says nothing of
+# others.
 LEAST_TEXTS = 12
-"""Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says
-nothing of others.
-"""
 
 
 @dataclass(frozen=True)

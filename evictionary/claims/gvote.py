@@ -36,10 +36,10 @@ PAPER = read_paper("gvote")
 SAMPLES, P = 8, 0.95
 SWEEP_SAMPLES = (1, 2, 4, 8, 16)
 SWEEP_P = (0.8, 0.9, 0.95, 0.975, 0.99)
+# (name, S, p) of the settings of figure 7.
 SWEEP = [(f"S {samples}", samples, P) for samples in SWEEP_SAMPLES] + [
     (f"p {p}", SAMPLES, p) for p in SWEEP_P
 ]
-"""(name, S, p) of the settings of figure 7."""
 SINKS = 4
 POSITIONS = 2
 EVERY = 8

@@ -35,6 +35,7 @@ from evictionary.reference.expected_attention_theory import correlation, reconst
 PAPER = read_paper("keydiff")
 RATIO = 0.5
 OTHERS = ("tova", "streaming_llm")
+# Tables 2 and 3: the score of each anchor and similarity.
 ANCHORS = {
     "keydiff": paper.score,
     "pairwise": paper.pairwise_score,
@@ -43,7 +44,6 @@ ANCHORS = {
     "dot": variants.dot_product_score,
     "euclidean": variants.euclidean_score,
 }
-"""Tables 2 and 3: the score of each anchor and similarity."""
 RECENT = (10, 20)
 BLOCKS = (64, 128, 256)
 BY_ATTENTION = ("tova", "snapkv")

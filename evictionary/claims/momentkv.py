@@ -21,10 +21,9 @@ PAPER = read_paper("momentkv")
 WINDOW = 32
 PROMPTS = 8
 EVERY = 3
+# What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its moment
+# residual (MI).
 BY_STEPS = ("attention", "value", "residual")
-"""What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its
-moment residual (MI).
-"""
 SELECTIONS = {
     "random": "random",
     "recent": "recent + sinks",

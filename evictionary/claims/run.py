@@ -28,8 +28,8 @@ PAPERS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
 }
+# The fields of a line of results.jsonl; model, paper, text and seed are its identity.
 FIELDS = ("model", "weights", "paper", "text", "seed", "scale", "versions", "cpu_seconds", "values")
-"""The fields of a line of results.jsonl; model, paper, text and seed are its identity."""
 
 
 @dataclass(frozen=True)

@@ -115,14 +115,10 @@ def _contest() -> types.ModuleType:
 
 def lacking(assignment: Assignment) -> str:
     """Which library this machine lacks for the assignment and how to get it, or an empty string."""
-    for module in (
-        ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ()
-    ):
-        if importlib.util.find_spec(module) is None:
-            return (
-                f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
-            )
-    return ""
+    needed = ["torch"] * (assignment.library == "torch") + ["triton"] * assignment.interpret
+    missing = next((module for module in needed if importlib.util.find_spec(module) is None), "")
+    advice = "which the assignment needs: pip install 'evictionary[torch]'"
+    return f"this machine has no {missing}, {advice}" if missing else ""
 
 
 def blocked(assignment: Assignment) -> str:

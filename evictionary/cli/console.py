@@ -244,8 +244,8 @@ def require_folder(output: Path) -> None:
     require(can_write_into(existing), f"--output: got {output}, wanted a folder that can be written, or made")
 
 
+# The least time between two lines of progress in a log file, which shows no bar.
 LOG_SECONDS = 30.0
-"""The least time between two lines of progress in a log file, which shows no bar."""
 
 
 @contextmanager

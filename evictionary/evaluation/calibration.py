@@ -14,10 +14,9 @@ from evictionary.errors import UsageError, require
 from evictionary.evaluation.questions import prefill
 from evictionary.methods.catalogue import REPLAYED
 
+# Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
+# read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 tokens.
 LEAST, MOST, PART = 256, 4096, 1024
-"""Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
-read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 tokens.
-"""
 
 
 def of_text(

@@ -29,8 +29,8 @@ from evictionary.store import Progress, replaced
 
 SCHEMA = "evictionary/gate-training/1"
 TASKS = ("passkey7", "passkey64")
+# The most tokens of an answer: 64 digits and a space, in a tokenizer of bytes.
 ANSWER = 65
-"""The most tokens of an answer: 64 digits and a space, in a tokenizer of bytes."""
 
 
 @dataclasses.dataclass(frozen=True)

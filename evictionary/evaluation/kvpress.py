@@ -32,8 +32,8 @@ from evictionary.methods import catalogue
 from evictionary.methods.method import Request
 from evictionary.methods.resolve import resolve
 
+# The inputs that a press has; calibrations and a second reading of the prompt are none of them.
 GIVEN = catalogue.SHARED.keys() - catalogue.REPLAYED - {"moments"}
-"""The inputs that a press has; calibrations and a second reading of the prompt are none of them."""
 
 
 @dataclass

@@ -11,8 +11,8 @@ import torch
 from evictionary.errors import require
 from evictionary.evaluation.questions import tokenize
 
+# Where the number stands, as a fraction of the text.
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Where the number stands, as a fraction of the text."""
 
 PLACES = (
     "harbour",
@@ -55,10 +55,9 @@ SKIES = (
 INTRODUCTION = "A secret number is hidden in the following text. Find it and remember it."
 NEEDLE = "The secret number is {0}. Remember it: {0} is the secret number."
 QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
+# The words with which the model begins its answer by itself; starting after them halves the tokens to
+# generate.
 ANSWER_START = "The secret number mentioned in the text is"
-"""The words with which the model begins its answer by itself; starting after them halves the tokens to
-generate.
-"""
 
 
 @dataclass(frozen=True)

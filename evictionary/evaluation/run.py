@@ -33,11 +33,11 @@ from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED, load as load_model
 
+# The name of the baseline that removes nothing.
 FULL = "full"
-"""The name of the baseline that removes nothing."""
 
+# The fields of a successful measurement that are never None.
 SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "versions")
-"""The fields of a successful measurement that are never None."""
 
 # nats: a token needs the context if its loss is so much smaller with the full cache than without the context
 GAIN = 1.0

@@ -34,25 +34,23 @@ from evictionary.methods.resolve import MOMENTS, resolve
 
 TASKS = ("passkey7", "needle_multikey", "variables", "copy", "perplexity")
 RATIOS = (0.5, 0.75, 0.9)
+# The options of a method that its defaults would not let evict from prompts of some hundred tokens.
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 32}}
-"""The options of a method that its defaults would not let evict from prompts of some hundred tokens."""
 
+# The summary of the study of the embedded model, on which `evictionary run` relies where no method is named.
 STORED = Path(__file__).with_name("study.json")
-"""The summary of the study of the embedded model, on which `evictionary run` relies where no method is
-named.
-"""
 
+# Bootstrap draws.
 DRAWS = 2000
-"""Bootstrap draws."""
 
+# Prompts of each task, at least: a bootstrap of fewer says nothing of others.
 LEAST = 12
-"""Prompts of each task, at least: a bootstrap of fewer says nothing of others."""
 
+# model, lengths, versions, rows (one for each composition and ratio), effects, and what is recommended at
+# each ratio, on how many prompts. A row's `own` says that the composition keeps more than was asked for: it
+# is in no comparison at that ratio. STORED has more summaries beside these fields: `docs_build.study` names
+# them.
 Summary = dict[str, Any]
-"""model, lengths, versions, rows (one for each composition and ratio), effects, and what is recommended at
-each ratio, on how many prompts. A row's `own` says that the composition keeps more than was asked for: it is
-in no comparison at that ratio. STORED has more summaries beside these fields: `docs_build.study` names them.
-"""
 
 
 @dataclass(frozen=True)

@@ -22,14 +22,13 @@ from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import selection
 from evictionary.optimized.softmax import Softmax, of_model
 
+# A callback that computes an input that only the running model knows. Its arguments: the name of the input,
+# the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that input
+# by name, and others computed with it.
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
-"""A callback that computes an input that only the running model knows. Its arguments: the name of the
-input, the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that
-input by name, and others computed with it.
-"""
 
+# The number of last queries of the prompt that `select_prompt` receives (MK-P).
 OBSERVED = 32
-"""The number of last queries of the prompt that `select_prompt` receives (MK-P)."""
 
 
 @dataclass(frozen=True)

@@ -36,23 +36,22 @@ from evictionary.store import grouped, table
 
 EQUIVALENT = SUITE / "proof" / "oracle.toml"
 SECONDS = 20
+# Inputs that each law draws: at first, to record what a function is called with, and for what was not seen
+# before.
 FEW, SOME, MANY = 3, 8, 100
-"""Inputs that each law draws: at first, to record what a function is called with, and for what was not
-seen before.
-"""
+# Laws that are asked first, and in all; the nearest ones.
 NEAR, FAR = 10, 40
-"""Laws that are asked first, and in all; the nearest ones."""
+# Calls of each law that are recorded, and of all laws; where they are fewer, the laws draw more.
 CALLS, ENOUGH = 60, 300
-"""Calls of each law that are recorded, and of all laws; where they are fewer, the laws draw more."""
+# Mistakes of one function that a process takes at a time.
 PART = 60
-"""Mistakes of one function that a process takes at a time."""
 
 BANK, PROGRAM = "by hand", "by the program"
 SEEN, SAME, LISTED, UNSEEN = "seen", "same numbers", "equivalent", "unseen"
 
 
+# Of one call, by place and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of one call, by place and by name."""
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import Any
 from evictionary.spec_tests.judge.implementation import STEMS, oracle
 from evictionary.spec_tests.proof.planted import copied
 
+# What stands for an operator or a comparison instead.
 OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub,),
     ast.Sub: (ast.Add,),
@@ -37,8 +38,8 @@ OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Eq: (ast.NotEq,),
     ast.NotEq: (ast.Eq,),
 }
-"""What stands for an operator or a comparison instead."""
 
+# What is called instead of a function.
 RENAMED = {
     "mean": "sum",
     "sum": "mean",
@@ -49,16 +50,14 @@ RENAMED = {
     "cos": "sin",
     "sin": "cos",
 }
-"""What is called instead of a function."""
 
 _DROPPED = """
 abs append centre cosine cumsum delete exp expm1 floor log log_sum_exp logaddexp max maximum median min norm
 repeat rotate softmax sort sqrt swapaxes triu unit where
 """
+# Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition
+# excepted.
 DROPPED = frozenset(_DROPPED.split())
-"""Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition
-excepted.
-"""
 
 ARGUMENTS_OF_CHECKS = {"low", "high", "closed_high"}
 CHECKS = {"array", "arrays", "as_count", "as_odd", "require_between", "require_window"}

@@ -23,6 +23,7 @@ from evictionary.spec_tests.judge.implementation import Call, Implementation, or
 from evictionary.spec_tests.judge.law import LAWS, Law
 from evictionary.spec_tests.judge.process import ProgramFailed
 from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
+from evictionary.store import grouped
 
 # How many inputs are drawn to tell mistakes apart, and how many of the largest calls are compared.
 DRAWN, COMPARED = 24, 8
@@ -114,21 +115,13 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
             quietly(given(**law.drawn)(ask))()
     answered = (call for call in asked.history if call.result is not None and call.function in functions)
     sized = [(numbers_in(tuple(call.arguments.values())), call) for call in answered]
-    found: dict[str, list[Call]] = {}
-    wrong: dict[str, list[Call]] = {}
-    for size, call in sorted(sized, key=lambda one: -one[0]):
-        # A call of plain numbers has no size that could be too small.
-        if size and not LEAST <= size <= MOST:
-            continue
-        if len(calls := found.setdefault(call.function, [])) < COMPARED:
-            calls.append(call)
+    # A call of plain numbers has no size that could be too small.
+    sized = [(size, call) for size, call in sized if not size or LEAST <= size <= MOST]
+    found = grouped((call.function, call) for _, call in sorted(sized, key=lambda one: -one[0]))
+    for function, calls in found.items():
         # A mistake that few inputs show may show on none of the largest.
-        elif len(wrong.setdefault(call.function, [])) < COMPARED and differs(
-            oracle(call.function), call, implementation.dtype
-        ):
-            wrong[call.function].append(call)
-    for function, calls in wrong.items():
-        found[function] += calls
+        wrong = (each for each in calls[COMPARED:] if differs(oracle(function), each, implementation.dtype))
+        found[function] = [*calls[:COMPARED], *itertools.islice(wrong, COMPARED)]
     return found
 
 
@@ -242,7 +235,7 @@ def numbers_in(value: Any) -> int:
 
 
 def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool:
-    return sum(not differs(function, call, dtype) for call in calls) >= 0.75 * len(calls)
+    return sum(differs(function, call, dtype) for call in calls) <= 0.25 * len(calls)
 
 
 def differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:

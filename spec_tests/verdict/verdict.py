@@ -25,12 +25,14 @@ from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.law import REQUIREMENTS, suite_version
 from evictionary.spec_tests.judge.watch import NO_MORE
 from evictionary.spec_tests.verdict.coverage import functions as functions_by_requirement
+from evictionary.store import grouped
 
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
 MOST_NAMED = 12
 UNCOUNTED = " (counted only with --strict)"
+WORDS = ("pass", "fail", "expected failure", "not judged", "not provided", "not applicable", "variant")
 
 JUDGED = pytest.StashKey[list[Implementation]]()
 FOUND: pytest.StashKey[Verdict] = pytest.StashKey()
@@ -304,14 +306,12 @@ class Verdict:
             )
             terminal.write_line(f"  {'judged as':15}{named}")
             for kind in KINDS:
-                words: dict[str, list[str]] = {}
-                for name in REQUIREMENTS:
-                    verdict, detail = self.of(name, column, kind)
-                    if verdict and (name, column) in self.laws:
-                        shown = (
-                            f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name
-                        )
-                        words.setdefault(verdict, []).append(shown)
+                words = grouped(
+                    (verdict, f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name)
+                    for name in REQUIREMENTS
+                    for verdict, detail in [self.of(name, column, kind)]
+                    if verdict and (name, column) in self.laws
+                )
                 if not words:
                     continue
                 line = [f"{len(words['pass'])} hold"] if "pass" in words else []
@@ -331,15 +331,13 @@ class Verdict:
             if executed := self._executed(one):
                 terminal.write_line(f"  {'executed':15}{executed}")
             for word in ("not applicable", "variant"):
-                found = {
-                    name: why
+                found = grouped(
+                    (why, name)
                     for (name, each), (said, why) in self.reasons.items()
-                    if each == column and said == word
-                }
-                found = {name: why for name, why in found.items() if (name, column) not in self.laws}
-                for why in dict.fromkeys(found.values()):
-                    names = ", ".join(name for name in found if found[name] == why)
-                    terminal.write_line(f"  {word:15}{names}: {why}", yellow=True)
+                    if each == column and said == word and (name, column) not in self.laws
+                )
+                for why, names in found.items():
+                    terminal.write_line(f"  {word:15}{', '.join(names)}: {why}", yellow=True)
         order = list(REQUIREMENTS)
         failures = [
             # Of one requirement a report that names the mistake comes first: it says most.
@@ -385,31 +383,19 @@ class Verdict:
 
     def _column(self, implementation: Implementation) -> dict[str, Any]:
         column = str(implementation)
-        requirements: dict[str, dict[str, Any]] = {}
-        for name, requirement in REQUIREMENTS.items():
-            verdict, detail = self.of(name, column)
-            if verdict:
-                requirements[name] = {
-                    "verdict": verdict,
-                    "reason": "" if verdict in ("pass", "fail") else detail,
-                    "kinds": {
-                        kind: self.of(name, column, kind)[0]
-                        for kind in KINDS
-                        if self.of(name, column, kind)[0]
-                    },
-                    "statement": requirement.statement,
-                    "source": requirement.source,
-                    "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
-                }
-        words = (
-            "pass",
-            "fail",
-            "expected failure",
-            "not judged",
-            "not provided",
-            "not applicable",
-            "variant",
-        )
+        requirements: dict[str, dict[str, Any]] = {
+            name: {
+                "verdict": verdict,
+                "reason": "" if verdict in ("pass", "fail") else detail,
+                "kinds": {kind: word for kind in KINDS if (word := self.of(name, column, kind)[0])},
+                "statement": requirement.statement,
+                "source": requirement.source,
+                "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
+            }
+            for name, requirement in REQUIREMENTS.items()
+            for verdict, detail in [self.of(name, column)]
+            if verdict
+        }
         counts = Counter(entry["verdict"] for entry in requirements.values())
         return {
             "name": implementation.name,
@@ -424,7 +410,7 @@ class Verdict:
                 if implementation.device == compiled.DEVICE
                 else {}
             ),
-            "counts": {word: counts[word] for word in words},
+            "counts": {word: counts[word] for word in WORDS},
             "requirements": requirements,
         }
 
@@ -433,8 +419,8 @@ class Verdict:
         folder.mkdir(parents=True, exist_ok=True)
         content = self.as_json()
         (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        passed = sum(column["counts"]["pass"] for column in content["implementations"])
-        failed = sum(column["counts"]["fail"] for column in content["implementations"])
+        counts = [column["counts"] for column in content["implementations"]]
+        passed, failed = (sum(each[word] for each in counts) for word in ("pass", "fail"))
         badge = {
             "schemaVersion": 1,
             "label": "evictionary",
