@@ -185,22 +185,22 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         f"h2o {scale.main_budget}",
         {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")},
     )
-    means = {f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")}
-    means |= {name: each.mean(axis=0) for name, each in ours.items()}
-    means |= {
-        f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")
+    of_layers: dict[str, Any] = {
+        f"h2o {budget}: {name}": np.mean for budget in scale.budgets for name in ("mass", "none")
     }
-    means["amplification"] = np.median(found[f"{main}: gamma"], axis=(0, 2, 3))
-    for budget in scale.budgets:
-        means |= {
-            f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3))
-            for name in ("mass", "none")
-        }
-    for name in SELECTIONS:
-        for quantity in QUANTITIES:
-            middle = np.median if quantity in SKEWED else np.mean
-            means[f"{name}: {quantity}"] = middle(found[f"{name}: {quantity}"], axis=(0, 2, 3))
-    return means | last
+    of_layers |= {
+        f"{name}: {quantity}": np.median if quantity in SKEWED else np.mean
+        for name in SELECTIONS
+        for quantity in QUANTITIES
+    }
+    return {
+        **{f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")},
+        **{name: each.mean(axis=0) for name, each in ours.items()},
+        **{f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")},
+        "amplification": np.median(found[f"{main}: gamma"], axis=(0, 2, 3)),
+        **{name: middle(found[name], axis=(0, 2, 3)) for name, middle in of_layers.items()},
+        **last,
+    }
 
 
 def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:
@@ -312,19 +312,17 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         size_of_change_in_half=np.abs(_ratio(found["half"], found["whole"]) - 1),
     )
     numbers.medians(amplification=found["amplification"], partition_ratio=np.exp(residual["gap"]))
-    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
-    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
-    numbers.add(
-        "share_of_layers_improved",
-        lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(),
-        first,
-        none,
-    )
-    numbers.add(
-        "reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none
-    )
-    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
-    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
+    # what is said of the means of the layers over the texts
+    of_layers: dict[str, tuple[Any, ...]] = {
+        "share_of_layers_below_005": (lambda mass: (mass < 0.05).mean(), mass),
+        "size_of_layer_cosine": (lambda cosine: np.abs(cosine).mean(), cosine),
+        "share_of_layers_improved": (lambda first, none: (first < none).mean(), first, none),
+        "reduction": (lambda first, none: (1 - first / none).mean(), first, none),
+        "direction_of_worst_layer": (np.min, direction),
+        "worst_layer_hurt": (np.max, hurt),
+    }
+    for name, (statistic, *values) in of_layers.items():
+        numbers.add(name, lambda *each, of=statistic: of(*(one.mean(axis=0) for one in each)), *values)
     by_budget = {
         name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets]
         for name in ("mass", "none")

@@ -272,18 +272,16 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
     if bare:
         implementation.domain |= Domain.read(DOMAINS[seed % len(DOMAINS)])
     silent = {"passed", "not asked"} if bare else {"passed"}
+    owed = (
+        law
+        for law in load_laws().values()
+        if control.of in law.functions and not law.missing(implementation)[0]
+        if law.kind == MATHEMATICS or not bare
+        if law.kind != EDGE or control.edges
+        if not law.examples or not seed % LONG_EVERY
+    )
     found = []
-    for law in load_laws().values():
-        if (
-            control.of not in law.functions
-            or law.missing(implementation)[0]
-            or (bare and law.kind != MATHEMATICS)
-        ):
-            continue
-        if law.kind == EDGE and not control.edges:
-            continue
-        if law.examples and seed % LONG_EVERY:
-            continue
+    for law in owed:
         word, message = outcome(law, implementation, max_examples=max_examples, seed=seed)
         if word not in silent:
             found.append(f"{name} at {dtype}, seed {seed}{', bare' * bare}: {law.name} {word}: {message}")

@@ -32,6 +32,7 @@ from evictionary.spec_tests.judge.process import member, plain
 from evictionary.spec_tests.judge.tolerance import allowance
 from evictionary.spec_tests.proof.matrix import laws_for
 from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
+from evictionary.store import grouped
 
 SCHEMA = "evictionary/vectors/1"
 INDEX, SCHEMA_FILE = "vectors.json", "vectors.schema.json"
@@ -272,22 +273,19 @@ def generate(
         pool.draw(law)
     # Other mistakes, such as a random number, show in memory and not in numbers; some are of torch alone.
     numeric = {law.requirement.id for law in laws_of()}
-    mutants: dict[str, list[Mutant]] = defaultdict(list)
-    for mutant in load_mutants().values():
-        if mutant.killed_by in numeric and not mutant.above and mutant.array_library == "numpy":
-            mutants[mutant.of].append(mutant)
+    planted = (each for each in load_mutants().values() if each.killed_by in numeric and not each.above)
+    mutants = defaultdict(list, grouped((each.of, each) for each in planted if each.array_library == "numpy"))
     chosen: dict[str, dict[str, list[Example]]] = defaultdict(dict)
     not_caught: dict[str, list[str]] = defaultdict(list)
     requirements = dict.fromkeys(law.requirement for law in laws)
     for requirement in requirements:
         advance(f"{requirement.id} {requirement.name}"[:48])
         for function in sorted(function for each, function in pool.asked if each == requirement.id):
+            own = [mutant for mutant in mutants[function] if mutant.killed_by == requirement.id]
+            smallest = {mutant.name: pool.smallest(mutant) for mutant in own}
+            not_caught[requirement.id] += [name for name, each in smallest.items() if each is None]
             chosen[function][requirement.id] = pool.plain(requirement.id, function)
-            for mutant in mutants[function]:
-                if mutant.killed_by == requirement.id:
-                    smallest = pool.smallest(mutant)
-                    chosen[function][requirement.id] += [smallest] if smallest else []
-                    not_caught[requirement.id] += [] if smallest else [mutant.name]
+            chosen[function][requirement.id] += filter(None, smallest.values())
     for function, of_requirement in chosen.items():
         if mutants[function]:
             pool.tell_apart(mutants[function], of_requirement)

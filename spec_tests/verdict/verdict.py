@@ -108,17 +108,11 @@ class Verdict:
                 if reason := properties.get("not applicable"):
                     self.reasons.setdefault((requirement, column), ("not applicable", reason))
                     continue
-                entry = {
-                    "law": name,
-                    "kind": kind,
-                    "functions": functions,
-                    "outcome": "pass" if outcome == "passed" else "fail",
-                }
-                if entry["outcome"] == "fail":
-                    entry["message"] = str(result.longrepr)
-                    entry["said"] = properties.get("said", {})
-                if "unanswered" in properties:
-                    entry["unanswered"] = properties["unanswered"]
+                entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass"}
+                if outcome != "passed":
+                    said = properties.get("said", {})
+                    entry |= {"outcome": "fail", "message": str(result.longrepr), "said": said}
+                entry |= {key: properties[key] for key in ("unanswered",) if key in properties}
                 self.laws.setdefault((requirement, column), []).append(entry)
         for requirement, column, verdict, reason in config.stash.get(LEFT_OUT, []):
             self.reasons.setdefault((requirement, column), (verdict, reason))
@@ -129,9 +123,7 @@ class Verdict:
                         "variant",
                         f"{function} is declared to be {variant}",
                     )
-        self.columns = [str(implementation) for implementation in self.judged]
-        if any(column == PAPER for _, column in self.laws):
-            self.columns.append(PAPER)
+        self.columns = [*map(str, self.judged), *[PAPER] * any(column == PAPER for _, column in self.laws)]
         # What any law has met a fault of does not hold to a law of memory either.
         laws = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
         faults = {
