@@ -77,10 +77,6 @@ class Entry:
         return self.requirement.name or self.requirement.where
 
     @property
-    def formula(self) -> str:
-        return self.requirement.tex
-
-    @property
     def layers(self) -> dict[str, tuple[Definition, ...]]:
         """The functions that compute it, by layer (NumPy, torch, Triton)."""
         return {"NumPy": self.reference, "torch": self.torch, "Triton": self.kernels}

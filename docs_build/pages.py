@@ -106,7 +106,7 @@ def _of(stems: str) -> list[Entry]:
 
 
 def _is_equation(entry: Entry) -> bool:
-    return bool(entry.formula or entry.reference or not entry.requirement.where)
+    return bool(entry.requirement.tex or entry.reference or not entry.requirement.where)
 
 
 def equations(page: str, stems: str) -> str:
@@ -120,14 +120,13 @@ def equations(page: str, stems: str) -> str:
         """The functions of a card by name; a function of several equations gets a link to the card with
         its code.
         """
-        names = []
-        for one in found:
-            elsewhere = last[one] != entry.requirement.id and not _is_program(one)
-            names.append(
-                _named(page, [one])
-                + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else "")
-            )
-        return ", ".join(names)
+        last_here = {one: last[one] for one in found if not _is_program(one)}
+        links = {
+            one: f" (quoted at [{id}](#{entries()[id].anchor}))"
+            for one, id in last_here.items()
+            if id != entry.requirement.id
+        }
+        return ", ".join(_named(page, [one]) + links.get(one, "") for one in found)
 
     def code_in(entry: Entry, found: Iterable[Definition]) -> str:
         sources = [one.source for one in found if last[one] == entry.requirement.id and not _is_program(one)]

@@ -232,16 +232,16 @@ class ByLaws(Run):
 
     def judge_steps(self, result: Judgement, explained: bool) -> None:
         """Judge the steps in their order, each where those that it needs have passed."""
-        self.explained, verdicts = explained, dict[str, str]()
+        self.explained = explained
         for step, line in zip(self.assignment.steps, result.lines, strict=True):
-            missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+            passed = {each.name for each in result.lines if each.verdict == "passed"}
+            missing = [name for name in step.needs if name not in passed]
             if step.check == compiled.DEVICE and not compiled.folder():
                 line.verdict, line.reason = "blocked", NO_EXECUTOR
             elif missing:
                 line.reason = f"needs {', '.join(missing)} first"
             elif not self.unloadable:
                 self.judge(step, line, result)
-            verdicts[step.name] = line.verdict
         if self.unloadable:
             for line in (each for each in result.lines if not each.laws):
                 line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"

@@ -71,10 +71,6 @@ class Passkey:
     answer: str
     needle: tuple[int, int]
 
-    def is_right(self, text: str) -> bool:
-        """Whether the seven digits appear in the answer; thousands separators and spaces are ignored."""
-        return self.answer in text.replace(",", "").replace(" ", "")
-
 
 def filler(draw: random.Random) -> str:
     """One short everyday sentence or two."""

@@ -195,14 +195,20 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
     """
     lengths = sorted({line["length"] for line in lines})
     asked = set(itertools.product((line["selector"] for line in lines), lengths))
-    by_prompt: dict[tuple[float, str, int], dict[tuple[str, int], store.Line]] = {}
-    for line in lines:
-        if line["error"] is None:
-            prompt = by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})
-            prompt[line["selector"], line["length"]] = line
-    whole = {key: found for key, found in by_prompt.items() if set(found) == asked}
-    found: Summary = {"model": lines[0]["model"], "lengths": lengths, "versions": lines[0]["versions"]}
-    found |= {"rows": [], "effects": [], "recommended": []}
+    by_prompt = store.grouped(
+        ((line["ratio"], line["task"], line["seed"]), ((line["selector"], line["length"]), line))
+        for line in lines
+        if line["error"] is None
+    )
+    whole = {key: dict(pairs) for key, pairs in by_prompt.items() if set(dict(pairs)) == asked}
+    found: Summary = {
+        "model": lines[0]["model"],
+        "lengths": lengths,
+        "versions": lines[0]["versions"],
+        "rows": [],
+        "effects": [],
+        "recommended": [],
+    }
     for ratio in sorted({key[0] for key in whole}):
         by_task = {
             task: prompts
