@@ -174,8 +174,10 @@ def judge(
     Raises NotReached.
     """
     with tempfile.TemporaryDirectory() as report:
-        command = [str(python), "-m", "evictionary", "judge", str(adapters / source.name), "--method", method]
-        command += ["--profile", profile, "--report", report]
+        command = [
+            *(str(python), "-m", "evictionary", "judge", str(adapters / source.name)),
+            *("--method", method, "--profile", profile, "--report", report),
+        ]
         paths = f"{ROOT}{os.pathsep}{MLX}" if source.mlx else str(ROOT)
         environment = {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": paths}
         _run(f"{method}: the judge", command, environment, 1800, codes=(0, 1))

@@ -122,8 +122,13 @@ def speed(stored: Mapping[str, Any]) -> Figure:
     names, shares = [row["method"] for row in rows], [row["share_of_prefill"] for row in rows]
     figure, (axes,) = _panels(names, [1])
     axes.bar_label(axes.barh(names, shares, color=BLUES[1]), [f"{share:.1%}" for share in shares], padding=3)
-    axes.set(xscale="log", xlim=(0.005, 4), xlabel="time, as a share of reading the prompt")
-    axes.set_xticks([0.01, 0.1, 1], ["1%", "10%", "100%"])
+    axes.set(
+        xscale="log",
+        xlim=(0.005, 4),
+        xticks=[0.01, 0.1, 1],
+        xticklabels=["1%", "10%", "100%"],
+        xlabel="time, as a share of reading the prompt",
+    )
     return figure
 
 
@@ -136,9 +141,15 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
     ):
         for name in found[str(sizes[0])]:
             axes.loglog(sizes, [found[str(size)][name]["ratio"]["value"] for size in sizes], "o-", label=name)
-        axes.set(title=dtype, xlabel="tokens", ylabel="times faster than kvpress")
-        axes.set_xticks(sizes, [f"{size // 1024}K" for size in sizes])
-        axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
+        axes.set(
+            title=dtype,
+            xlabel="tokens",
+            xticks=sizes,
+            xticklabels=[f"{size // 1024}K" for size in sizes],
+            ylabel="times faster than kvpress",
+            yticks=[0.5, 1, 2, 4, 8, 16],
+            yticklabels=["0.5", "1", "2", "4", "8", "16"],
+        )
         axes.minorticks_off()
         axes.axhline(1, color=TEXT_COLOUR, linewidth=0.8)
         axes.label_outer()
@@ -160,9 +171,8 @@ def _dots(axes: Axes, labels: Sequence[str], values: Any, label: str, ticks: Seq
     """A row of dots for each list of values, a shade for each label."""
     for column, name, colour in zip(np.transpose(values), labels, BLUES[-len(labels) :], strict=True):
         axes.semilogx(column, range(len(column)), "o", color=colour, label=name)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set(xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks], xlabel=label)
     axes.minorticks_off()
-    axes.set_xlabel(label)
     axes.grid(alpha=0.25)
     axes.figure.legend(**ABOVE)
 

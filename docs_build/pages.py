@@ -87,12 +87,6 @@ def _sentence(statement: str) -> str:
     return statement[0].upper() + statement[1:] if re.match(r"[a-z]{2,}[ ,:;-]|a ", statement) else statement
 
 
-def _verdict(words: str) -> str:
-    return " ".join(
-        f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>' for word in words.split(", ")
-    )
-
-
 def _named(page: str, found: Iterable[Definition]) -> str:
     return ", ".join(f"[`{one.name}`]({api_link(page, one)})" for one in found)
 
@@ -137,7 +131,15 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {"cell": cell, "escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    filters = {
+        "cell": cell,
+        "escaped": escaped,
+        "sentence": _sentence,
+        "verdict": lambda words: " ".join(
+            f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>'
+            for word in words.split(", ")
+        ),
+    }
     helpers = {
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
@@ -159,7 +161,11 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "functions": functions(),
         "heading": heading,
         "law_definition": law_definition,
-        "law_links": _law_links,
+        "law_links": lambda page, entry: [
+            f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})"
+            for law in entry.laws
+            for at in [law_definition(law)]
+        ],
         "laws": load_laws(),
         "lessons": lessons(),
         "link_to": link_to,
@@ -175,11 +181,6 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 def coverage() -> str:
     """The coverage page: a table for each paper, a row for each requirement."""
     return _rendered("coverage", "coverage.md") + "\n"
-
-
-def _law_links(page: str, entry: Entry) -> list[str]:
-    found = [(law, law_definition(law)) for law in entry.laws]
-    return [f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})" for law, at in found]
 
 
 def _mistake(page: str, mutant: Mutant) -> str:

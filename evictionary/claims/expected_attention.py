@@ -241,9 +241,14 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         error.barh(
             places, [np.mean(by_method[name]) for name in names], height=0.38, label=f"{label} removed"
         )
-    error.set_yticks(np.arange(len(names)) + 0.2, names)
     error.invert_yaxis()
-    finish(error, xlabel="mean |h - h_compr| (residual stream)", title="reconstruction error by method")
+    finish(
+        error,
+        yticks=np.arange(len(names)) + 0.2,
+        yticklabels=names,
+        xlabel="mean |h - h_compr| (residual stream)",
+        title="reconstruction error by method",
+    )
     by_layer(
         correlation,
         {"median and 10 to 90 % of heads": series["pearson_by_layer"]},

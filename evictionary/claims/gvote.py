@@ -262,14 +262,23 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         interpolation="none",
     )
     figure.colorbar(picture, ax=heads, label="share of the prompt kept")
-    heads.set_yticks(range(len(series["share_by_head"][0])))
-    heads.set(xlabel="layer", ylabel="KV head", title="size by head, mean over texts")
+    heads.set(
+        yticks=range(len(series["share_by_head"][0])),
+        xlabel="layer",
+        ylabel="KV head",
+        title="size by head, mean over texts",
+    )
     sweep.plot(
         *zip(*series["samples"], strict=True), marker="o", label=f"by samples S at p = {P} (lower axis)"
     )
     sweep.set_xscale("log", base=2)
-    sweep.set_xticks(SWEEP_SAMPLES, [str(each) for each in SWEEP_SAMPLES])
-    sweep.set(xlabel="samples S (log scale)", ylabel="share of the prompt kept", ylim=(0, 1.02))
+    sweep.set(
+        xticks=SWEEP_SAMPLES,
+        xticklabels=SWEEP_SAMPLES,
+        xlabel="samples S (log scale)",
+        ylabel="share of the prompt kept",
+        ylim=(0, 1.02),
+    )
     other = sweep.twiny()
     places = range(len(series["p"]))
     other.plot(
@@ -279,7 +288,6 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         color="tab:orange",
         label=f"by p at S = {SAMPLES} (upper axis)",
     )
-    other.set_xticks(places, [f"{p:g}" for p, _ in series["p"]])
-    other.set_xlabel("p")
+    other.set(xticks=places, xticklabels=[f"{p:g}" for p, _ in series["p"]], xlabel="p")
     lines = [*sweep.get_lines(), *other.get_lines()]
     sweep.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8)

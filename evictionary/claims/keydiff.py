@@ -69,8 +69,10 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     for ratio in RATIOS:
         kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
         measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
-    in_blocks = [(method, str(block), block) for block in BLOCKS for method in IN_BLOCKS]
-    in_blocks += [(method, "one shot", recording.split) for method in BY_ATTENTION]
+    in_blocks = [
+        *((method, str(block), block) for block in BLOCKS for method in IN_BLOCKS),
+        *((method, "one shot", recording.split) for method in BY_ATTENTION),
+    ]
     measured["error_in_blocks"] = {
         f"{method} {name}": error_in_blocks(lab, recording, method, block)
         for method, name, block in in_blocks
@@ -144,8 +146,10 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     }
     pearson = found["pearson"]
     numbers = PAPER.numbers([text.kind for text in texts])
-    gains = {other: found["keydiff"] - found[other] for other in OTHERS}
-    gains |= {f"{other}_unit_keys": found["keydiff unit"] - found[f"{other} unit"] for other in OTHERS}
+    gains = {
+        **{other: found["keydiff"] - found[other] for other in OTHERS},
+        **{f"{other}_unit_keys": found["keydiff unit"] - found[f"{other} unit"] for other in OTHERS},
+    }
     numbers.medians(
         pearson=pearson,
         pearson_without_sinks=found["without_sinks"],

@@ -293,9 +293,10 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     scale.axvline(series["digits"], color="grey", linestyle=":", linewidth=1, label="tokens of the number")
     scale.set_xscale("log", base=2)
     ticks = sorted({place["rL"] for place in places})
-    scale.set_xticks(ticks, [str(tick) for tick in ticks])
     finish(
         scale,
+        xticks=ticks,
+        xticklabels=ticks,
         ylim=(-0.02, 1.05),
         xlabel="rL, tokens kept of each partition (log scale)",
         ylabel="partial match",
@@ -305,12 +306,10 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         means = np.array(series["partial"][method]).mean(axis=1)
         variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
     variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
-    variants.set_xticks(
-        np.arange(len(places)) + 0.27,
-        [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places],
-    )
     finish(
         variants,
+        xticks=np.arange(len(places)) + 0.27,
+        xticklabels=[f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places],
         ylim=(0, 1.05),
         ylabel="partial match, mean over prompts",
         title="LagKV, LocalKV and the L2 norm",

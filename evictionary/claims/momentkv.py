@@ -186,12 +186,12 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")},
     )
     of_layers: dict[str, Any] = {
-        f"h2o {budget}: {name}": np.mean for budget in scale.budgets for name in ("mass", "none")
-    }
-    of_layers |= {
-        f"{name}: {quantity}": np.median if quantity in SKEWED else np.mean
-        for name in SELECTIONS
-        for quantity in QUANTITIES
+        **{f"h2o {budget}: {name}": np.mean for budget in scale.budgets for name in ("mass", "none")},
+        **{
+            f"{name}: {quantity}": np.median if quantity in SKEWED else np.mean
+            for name in SELECTIONS
+            for quantity in QUANTITIES
+        },
     }
     return {
         **{f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")},
@@ -365,9 +365,10 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     for name, label in (("mass", "evicted mass"), ("relative error", "relative error")):
         budgets.plot(sizes, series["by_budget"][name], marker="o", label=label)
     budgets.set_xscale("log", base=2)
-    budgets.set_xticks(sizes, [str(each) for each in sizes])
     finish(
         budgets,
+        xticks=sizes,
+        xticklabels=sizes,
         xlabel="tokens kept in each head (log scale)",
         ylabel="mean over heads and layers",
         title="H2O: mass and error by budget",
@@ -387,15 +388,21 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     places, drawn = np.arange(len(names)), series["by_selection"].values()
     for offset, (name, label) in enumerate((("none", "no correction"), ("first", "first order"))):
         selections.barh(places + 0.4 * offset, [each[name] for each in drawn], height=0.38, label=label)
-    selections.set_yticks(places + 0.2, [SELECTIONS[name] for name in names])
-    finish(selections, xlabel="mean relative error", title="each selection, with and without the correction")
+    finish(
+        selections,
+        yticks=places + 0.2,
+        yticklabels=[SELECTIONS[name] for name in names],
+        xlabel="mean relative error",
+        title="each selection, with and without the correction",
+    )
     for axes, name, label in (
         (gamma, "gamma", "median error / evicted mass"),
         (spread, "spread", "median sigma of E"),
     ):
         axes.barh(places, [each[name] for each in drawn])
-        axes.set_yticks(places, [])
         axes.set(
+            yticks=places,
+            yticklabels=[],
             xlabel=label,
             title=f"each selection: {'amplification' if name == 'gamma' else 'spread of the logits'}",
         )

@@ -158,8 +158,8 @@ def markdown(grade: dict[str, Any]) -> str:
             fence,
             visible(first["message"]).replace(fence, ""),
             fence,
+            *(["", f"To read: {first['read']}."] if first["read"] else []),
         ]
-        lines += ["", f"To read: {first['read']}."] if first["read"] else []
     return "\n".join(lines) + "\n"
 
 

@@ -345,9 +345,11 @@ class ByLaws(Run):
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
         parts = report.said(law, implementation, told, matches)
         # A student cannot open the grader's own files, nor run its own laws.
-        hidden = {"raised in"} if "classroom/" in dict(parts).get("raised in", "") else set[str]()
-        hidden |= {"this law alone"} if law.name.startswith(checks.OWN) else set()
-        shown = [(name, text) for name, text in parts if name not in hidden]
+        is_hidden = {
+            "raised in": "classroom/" in dict(parts).get("raised in", ""),
+            "this law alone": law.name.startswith(checks.OWN),
+        }
+        shown = [(name, text) for name, text in parts if not is_hidden.get(name)]
         line.message = plain(report.told(law, implementation, shown))
         if law.kind == REFUSAL and isinstance(told, StudentError) and not matches:
             line.message += WANTED

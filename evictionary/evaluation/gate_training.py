@@ -153,11 +153,9 @@ class GatedModel:
         each = gates.repeat_interleave(full.shape[2] // self.num_kv_heads)[:, None]
         return each * full + (1 - each) * streaming, None
 
-    def see_batch(
-        self, padding: torch.Tensor | None, position_ids: torch.Tensor | None, length: int
-    ) -> None: ...
-    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
-    def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
+    def see(self, *told: Any, **named: Any) -> None: ...
+
+    see_batch = see_hidden_states = see_end = see
 
 
 def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTrainedModel) -> torch.Tensor:

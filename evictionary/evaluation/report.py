@@ -22,6 +22,16 @@ from evictionary.methods.catalogue import BASELINES, protected
 Row = dict[str, Any]
 
 MARKERS = "osD^vP*Xh<>"
+STYLE = {
+    "axes.grid": True,
+    "axes.labelsize": 8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "grid.alpha": 0.25,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
 
 
 def summarise(lines: Sequence[store.Line]) -> list[Row]:
@@ -232,7 +242,8 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
         dpi=110,
         layout="constrained",
     )
-    grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
+    with matplotlib.rc_context(STYLE):
+        grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
     colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, the colour of random eviction
     for at, length in enumerate(lengths):
         for index in range(deep * columns):
@@ -262,14 +273,13 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                     alpha=0.85,
                     clip_on=False,
                 )
-            axes.set_title(
-                names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens", fontsize=10
+            axes.set(
+                title=names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens",
+                xlabel="cache removed, % of its bytes",
+                xlim=(0, 100),
+                ylim=(-0.03, 1.03),
             )
-            axes.set_xlabel("cache removed, % of its bytes", fontsize=8)
-            axes.set(xlim=(0, 100), ylim=(-0.03, 1.03))
-            axes.grid(alpha=0.25)
-            axes.tick_params(labelsize=8, labelbottom=True, labelleft=True)
-            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelbottom=True, labelleft=True)
     figure.supylabel("score (partial)", fontsize=9)
     handles = {
         _short(name): handle

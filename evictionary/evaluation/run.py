@@ -111,8 +111,10 @@ class Plan(store.Plan):
         found = [Setting(FULL, ratio=0.0)]
         for name, options in [*self.methods, *((name, {}) for name in BASELINES)]:
             typed = checked(name, 0.0, options, None, 0)[1]
-            found += [Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios]
-            found += [Setting(name, typed, budget=budget) for budget in self.budgets]
+            found += [
+                *(Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios),
+                *(Setting(name, typed, budget=budget) for budget in self.budgets),
+            ]
         return [setting for index, setting in enumerate(found) if setting not in found[:index]]
 
     def work(self) -> list[tuple[Unit, list[Setting]]]:

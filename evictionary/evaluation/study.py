@@ -449,8 +449,8 @@ def picture(found: Summary) -> Figure:
     marks = [
         ("the same budget for each head", "", "white"),
         *((name, name, "white") for name in COLOURS if name),
+        ("with MomentKV's correction", "", COLOURS[""]),
     ]
-    marks += [("with MomentKV's correction", "", COLOURS[""])]
     handles = [
         axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0]
         for label, name, face in marks

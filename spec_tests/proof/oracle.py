@@ -284,8 +284,10 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
         # last.
         far = {name: (laws[name].examples > 0) != (above > 0) for name in names}
         names.sort(key=lambda name: (far[name], path not in laws[name].functions, len(runs[name]), name))
-        mistakes = [(str(each), PROGRAM) for each in mutations(path)]
-        mistakes += [] if above else [(name, BANK) for name in by_hand.get(path, [])]
+        mistakes = [
+            *((str(each), PROGRAM) for each in mutations(path)),
+            *((name, BANK) for name in by_hand.get(path, []) if not above),
+        ]
         work += [
             (path, mistakes[start : start + PART], names[:FAR], above)
             for start in range(0, len(mistakes), PART)

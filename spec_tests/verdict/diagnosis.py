@@ -142,8 +142,10 @@ def sign(implementation: Implementation, law: Law | None = None) -> str:
         if law and not law.examples and law.kind == MATHEMATICS
         else {}
     )
-    found = [call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)]
-    found += sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values())))
+    found = [
+        *(call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)),
+        *sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values()))),
+    ]
     wrong = (call for call in found if differs(oracle(call.function), call, implementation.dtype))
     for call in itertools.islice(wrong, COMPARED):
         right = answer(oracle(call.function), **call.arguments)

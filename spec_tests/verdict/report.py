@@ -80,10 +80,13 @@ def said(
             )
         )
     parts += [
-        ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
-        for place, source in compiled.UNFILLED.items()
+        *(
+            ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
+            for place, source in compiled.UNFILLED.items()
+        ),
+        ("the law", law.sentence),
+        ("the equation", f"{requirement.statement} ({requirement.source})"),
     ]
-    parts += [("the law", law.sentence), ("the equation", f"{requirement.statement} ({requirement.source})")]
     if requirement.mended:
         parts.append(("what holds", requirement.mended))
     if calls:
@@ -103,9 +106,9 @@ def said(
 
 
 def _alone(law: Law, implementation: Implementation) -> str:
-    words = ["evictionary judge", _named(implementation.origin)]
-    words += [f"--dtype {implementation.dtype}" if "--dtype" in each else each for each in ASKED]
-    return f"{' '.join(words)} --law {law.name.partition('::')[2]}"
+    asked = [f"--dtype {implementation.dtype}" if "--dtype" in each else each for each in ASKED]
+    words = ["evictionary judge", _named(implementation.origin), *asked, "--law", law.name.partition("::")[2]]
+    return " ".join(words)
 
 
 def _raised_in(error: BaseException, implementation: Implementation) -> traceback.FrameSummary:

@@ -399,8 +399,10 @@ class _Pool:
         narrow = [each for each in generic if each.rows[1] not in WIDE]
         rows = [narrow[len(narrow) // 4 :], narrow[len(narrow) // 2 :], narrow[::-1]]
         wide = sorted(generic, key=lambda each: each.rows[0] < MANY_TOKENS)
-        rows += [[each for each in wide if each.rows[1] == channels] for channels in WIDE]
-        rows += [[each for each in own if each.kind == kind] for kind in (EDGE, REFUSAL)]
+        rows += [
+            *([each for each in wide if each.rows[1] == channels] for channels in WIDE),
+            *([each for each in own if each.kind == kind] for kind in (EDGE, REFUSAL)),
+        ]
         return [found for row in rows if (found := next((each for each in row if each.usable), None))]
 
 

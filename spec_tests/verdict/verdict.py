@@ -306,9 +306,9 @@ class Verdict:
                 )
                 if not words:
                     continue
-                line = [f"{len(words['pass'])} hold"] if "pass" in words else []
-                line += [
-                    f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"
+                line = [
+                    *([f"{len(words['pass'])} hold"] if "pass" in words else []),
+                    *(f"{len(of)} {word}: {', '.join(of)}" for word, of in words.items() if word != "pass"),
                 ]
                 own = [
                     each
