@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from docs_build.entries import ROOT
 from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.pictures import TEXT_COLOUR
+from evictionary.store import grouped
 
 BLUES = ("#9dc6ea", "#2f7fc1", "#123f66")
 VERDICTS = {"holds here": "#4f9d4f", "undecided": "#c9c9c9", "does not hold here": "#e0662b"}
@@ -57,10 +58,14 @@ def at_ratios(stored: Mapping[str, Any]) -> dict[str, list[Any]]:
     """For each label of the retrieval results the summaries at RATIOS; a method with its own budget has
     the same one at each.
     """
-    found: dict[str, dict[float | None, Any]] = {}
-    for row in stored["rows"][1:]:  # the first is the full cache
-        found.setdefault(row["summary"]["label"], {})[row["compression_ratio"]] = row["summary"]
-    return {label: [rows.get(ratio, rows.get(None)) for ratio in RATIOS] for label, rows in found.items()}
+    # the first is the full cache
+    found = grouped(
+        (row["summary"]["label"], (row["compression_ratio"], row["summary"])) for row in stored["rows"][1:]
+    )
+    return {
+        label: [rows.get(ratio, rows.get(None)) for ratio in RATIOS]
+        for label, rows in zip(found, map(dict, found.values()), strict=True)
+    }
 
 
 def perplexity(stored: Mapping[str, Any]) -> Figure:

@@ -203,10 +203,10 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     }
 
 
-def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def _last(prompt: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The prompt's last query by KV head [layers, H_kv, G, D], its keys and its values."""
     queries, keys, values = map(as_array, (prompt[0][:, :, -1], *prompt[1:]))
-    return [queries.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys, values]
+    return queries.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys, values
 
 
 def _outcomes(
@@ -215,13 +215,14 @@ def _outcomes(
     """`errors` of each selection, and `corrections` of the named ones: [layers, H_kv, G] by "selection:
     quantity".
     """
-    query, keys, values = _last(prompt)
-    found: dict[str, np.ndarray] = {}
-    for name, mask in kept.items():
-        given = query, keys, values, as_array(mask) > 0
-        outcome = errors(*given) | (corrections(*given) if name in corrected else {})
-        found |= {f"{name}: {quantity}": value for quantity, value in outcome.items()}
-    return found
+    last = _last(prompt)
+    masks = {name: as_array(mask) > 0 for name, mask in kept.items()}
+    wholly = {name: corrections(*last, masks[name]) if name in corrected else {} for name in kept}
+    return {
+        f"{name}: {quantity}": value
+        for name, mask in masks.items()
+        for quantity, value in (errors(*last, mask) | wholly[name]).items()
+    }
 
 
 def _of_papers(prompt: Sequence[torch.Tensor], scale: Scale) -> dict[str, torch.Tensor]:

@@ -102,10 +102,9 @@ def run(
         caches = {
             chosen.name: EvictingCache(
                 loaded, chosen, compression_ratio, options, budget, every=every, seed=seed
-            )
+            ),
+            **({FULL: EvictingCache(loaded, method=None)} if full else {}),
         }
-        if full:
-            caches[FULL] = EvictingCache(loaded, method=None)
         answers: dict[str, list[str]] = {name: [] for name in caches}
         seconds: dict[str, dict[str, float]] = {}
         with progress() as (plan, advance):

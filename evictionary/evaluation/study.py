@@ -418,11 +418,8 @@ def picture(found: Summary) -> Figure:
     """
     rows = [row for row in found["rows"] if not row["own"]]
     ratios = sorted({row["ratio"] for row in rows})
-    best: dict[str, float] = {}
-    for row in rows:
-        selector = row["method"].partition("+")[0]
-        best[selector] = min(best.get(selector, np.inf), row["cost"])
-    order = sorted(best, key=lambda name: best[name], reverse=True)
+    costs = store.grouped((row["method"].partition("+")[0], row["cost"]) for row in rows)
+    order = sorted(costs, key=lambda selector: min(costs[selector]), reverse=True)
     figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
     for axes, ratio in zip(
         figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True

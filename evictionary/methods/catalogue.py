@@ -228,17 +228,13 @@ def entry(module: ModuleType) -> Callable[..., Any] | None:
 
 def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
     """Return (inputs that it reads, options with their defaults, arguments that cannot be supplied)."""
-    inputs: list[str] = []
-    options: dict[str, Any] = {}
-    missing: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name in INPUTS:
-            inputs.append(name)
-            options |= {"calibration": ""} if name in CALIBRATED else {}
-        elif parameter.default is not parameter.empty:
-            options[name] = parameter.default
-        else:
-            missing.append(name)
-    return inputs, options, missing
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    inputs = [name for name in defaults if name in INPUTS]
+    others: dict[str, Any] = {"calibration": ""} if CALIBRATED & {*inputs} else {}
+    others |= {name: default for name, default in defaults.items() if name not in INPUTS}
+    options = {name: default for name, default in others.items() if default is not inspect.Parameter.empty}
+    return inputs, options, [name for name in others if name not in options]

@@ -341,10 +341,9 @@ def page(results: list[Result]) -> str:
         "functions named by `--only`. *Same numbers* then also means that no law draws such a size.",
         "",
     ]
-    counted = []
-    for path in dict.fromkeys(each.of for each in results):
-        count = Counter(word for each in results if each.of == path for word in (each.made, each.verdict))
-        counted.append([f"`{path}`", *(count[word] for word in (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN))])
+    words = grouped((each.of, word) for each in results for word in (each.made, each.verdict))
+    columns = (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN)
+    counted = [[f"`{path}`", *map(found.count, columns)] for path, found in words.items()]
     head = ["function", "by hand", "by the program", "seen", "same numbers", "equivalent", "unseen"]
     reasons = [
         (f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED

@@ -47,62 +47,51 @@ def said(
     """The parts of a report, each with its name, in the order in which they are read."""
     matches = misconceptions(law, implementation) if matches is None else matches
     requirement, calls = law.requirement, implementation.calls
-    parts = []
     if isinstance(error, Violation):
-        parts.append(("what is wrong", error.message))
-        parts += [
-            (name, _show(each))
-            for name, each in (("expected", error.expected), ("got", error.got))
-            if each is not None
+        given = (("expected", error.expected), ("got", error.got))
+        wrong = [
+            ("what is wrong", error.message),
+            *((name, _show(each)) for name, each in given if each is not None),
+            ("worst", _worst(error.expected, error.got)),
         ]
-        if worst := _worst(error.expected, error.got):
-            parts.append(("worst", worst))
     else:
-        parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         frame = _raised_in(error, implementation)
-        parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
-    known = "your numbers match a known bug"
-    parts += [
-        (
-            "misconception",
-            f"{known}: {each.misconception} ({each.killed_by}{each.above and f', right up to {each.above}'})",
-        )
-        for each in matches
-    ]
-    if not matches and (looks := sign(implementation, law)):
-        parts.append(("it looks like", looks))
-    if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
-        parts.append(
-            (
-                "the dtype",
-                f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in "
-                "its own",
-            )
-        )
-    parts += [
+        wrong = [
+            ("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"),
+            ("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"),
+        ]
+    known, judged_in = "your numbers match a known bug", implementation.dtype
+    own = calls[-1].dtype if calls else judged_in
+    wider = f"it answers in {own} and is judged in {judged_in}; `--dtype {own}` judges it in its own"
+    program = repro(law, implementation) if calls else ""
+    drawn = {name: each for name, each in implementation.drawn.items() if not isinstance(each, np.ndarray)}
+    # what is large is not made smaller
+    is_small = not law.examples and not implementation.domain.excludes_small
+    parts = [
+        *wrong,
+        *(
+            ("misconception", f"{known}: {each.misconception} ({each.killed_by}{above})")
+            for each in matches
+            for above in [each.above and f", right up to {each.above}"]
+        ),
+        ("it looks like", "" if matches else sign(implementation, law)),
+        ("the dtype", wider if EPSILON.get(own, 0) > EPSILON[judged_in] else ""),
         *(
             ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
             for place, source in compiled.UNFILLED.items()
         ),
         ("the law", law.sentence),
         ("the equation", f"{requirement.statement} ({requirement.source})"),
+        ("what holds", requirement.mended),
+        (
+            f"{'smallest' if is_small else 'an'} input",
+            _shortened(arguments(calls[-1].arguments)) if calls else "",
+        ),
+        (AGAIN, program),
+        ("made of", ", ".join(f"{name} = {each!r}" for name, each in drawn.items() if calls and not program)),
+        ("this law alone", _alone(law, implementation)),
     ]
-    if requirement.mended:
-        parts.append(("what holds", requirement.mended))
-    if calls:
-        # what is large is not made smaller
-        small = not law.examples and not implementation.domain.excludes_small
-        parts.append((f"{'smallest' if small else 'an'} input", _shortened(arguments(calls[-1].arguments))))
-    if calls and (program := repro(law, implementation)):
-        parts.append((AGAIN, program))
-    elif calls and implementation.drawn:
-        drawn = (
-            f"{name} = {value!r}"
-            for name, value in implementation.drawn.items()
-            if not isinstance(value, np.ndarray)
-        )
-        parts.append(("made of", ", ".join(drawn)))
-    return [*parts, ("this law alone", _alone(law, implementation))]
+    return [(name, text) for name, text in parts if text]
 
 
 def _alone(law: Law, implementation: Implementation) -> str:

@@ -451,16 +451,19 @@ def check(folder: Path) -> list[str]:
         raise ValueError(
             f"got {folder}, wanted a folder with a {INDEX} of {SCHEMA} ({type(error).__name__}: {error})"
         ) from None
-    found = []
-    for name, digest in listed.items():
-        if not (folder / name).is_file():
-            found.append(f"{name} is missing")
-        elif _digest(folder / name) != digest:
-            found.append(f"{name} has been changed: its checksum is not that of {INDEX}")
-    return found + [
-        f"{path.name} is not listed in {INDEX}"
-        for path in sorted(folder.glob("*.json"))
-        if path.name not in {*listed, INDEX}
+    here = {name: _digest(folder / name) for name in listed if (folder / name).is_file()}
+    changed = f"has been changed: its checksum is not that of {INDEX}"
+    return [
+        *(
+            f"{name} {changed if name in here else 'is missing'}"
+            for name in listed
+            if here.get(name) != listed[name]
+        ),
+        *(
+            f"{path.name} is not listed in {INDEX}"
+            for path in sorted(folder.glob("*.json"))
+            if path.name not in {*listed, INDEX}
+        ),
     ]
 
 
