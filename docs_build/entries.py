@@ -8,7 +8,6 @@ import ast
 import functools
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,16 +123,18 @@ def errata() -> dict[str, list[tuple[str, str]]]:
     )
 
 
-def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> Iterator[Definition]:
+def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> tuple[Definition, ...]:
     """The functions of a layer that compute the requirement: by the same name in the same file, or by the
     id in the docstring.
     """
     names = {(Path(definition.path).name, definition.name) for definition in reference}
-    for path in sorted((ROOT / folder).glob("*.py")):
-        for definition in definitions(f"{folder}/{path.name}").values():
-            is_named = (path.name, definition.name) in names or identifier in ids_of(definition.docstring)
-            if is_named and not definition.name.startswith("_"):
-                yield definition
+    return tuple(
+        definition
+        for path in sorted((ROOT / folder).glob("*.py"))
+        for definition in definitions(f"{folder}/{path.name}").values()
+        if (path.name, definition.name) in names or identifier in ids_of(definition.docstring)
+        if not definition.name.startswith("_")
+    )
 
 
 @functools.cache
@@ -154,10 +155,10 @@ def entries() -> dict[str, Entry]:
             REQUIREMENTS[identifier],
             PAGES[stem_of()[identifier]],
             reference,
-            tuple(_in_layer("optimized", reference, identifier)),
+            _in_layer("optimized", reference, identifier),
             # the kernel to read, where no other one is needed
-            tuple(_in_layer("optimized/kernels", reference, identifier))
-            or tuple(_in_layer("optimized/teaching", reference, identifier)),
+            _in_layer("optimized/kernels", reference, identifier)
+            or _in_layer("optimized/teaching", reference, identifier),
             tuple(law for law in laws if law.requirement.id == identifier),
             tuple(mutant for mutant in mutants if mutant.killed_by == identifier),
             tuple(errata().get(identifier, [])),

@@ -152,18 +152,10 @@ def extra_with(module: str) -> str | None:
     """The extra of this distribution that installs a module, or None where no extra does."""
     from packaging.requirements import Requirement
 
-    for text in metadata.requires("evictionary") or []:
-        requirement = Requirement(text)
-        if requirement.name == module.split(".")[0] and requirement.marker:
-            return next(
-                (
-                    extra
-                    for extra in ("torch", "model", "cluster")
-                    if requirement.marker.evaluate({"extra": extra})
-                ),
-                None,
-            )
-    return None
+    required = map(Requirement, metadata.requires("evictionary") or [])
+    markers = (each.marker for each in required if each.name == module.split(".")[0] and each.marker)
+    extras = ((extra, marker) for marker in markers for extra in ("torch", "model", "cluster"))
+    return next((extra for extra, marker in extras if marker.evaluate({"extra": extra})), None)
 
 
 def escaped(error: object) -> str:

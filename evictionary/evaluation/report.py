@@ -323,9 +323,8 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
         image = axes.imshow(np.ma.masked_invalid(scores), cmap=colours, vmin=0, vmax=1, aspect="auto")
         for down, row in enumerate(scores):
             for across, score in enumerate(row):
-                text, colour = f"{score:.2f}", "black" if score > 0.6 else "white"
-                if np.isnan(score):
-                    text, colour = "-", "black"
+                text = "-" if np.isnan(score) else f"{score:.2f}"
+                colour = "white" if score <= 0.6 else "black"
                 axes.text(across, down, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
         axes.set_yticks(range(len(table)), texts, fontsize=8)

@@ -147,13 +147,17 @@ def sign(implementation: Implementation, law: Law | None = None) -> str:
         *sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values()))),
     ]
     wrong = (call for call in found if differs(oracle(call.function), call, implementation.dtype))
-    for call in itertools.islice(wrong, COMPARED):
-        right = answer(oracle(call.function), **call.arguments)
-        if isinstance(right, np.ndarray) and (
-            looks := next(_signs(call, right, implementation.dtype, answered), "")
-        ):
-            return looks
-    return ""
+    some = itertools.islice(wrong, COMPARED)
+    rights = ((call, answer(oracle(call.function), **call.arguments)) for call in some)
+    return next(
+        (
+            looks
+            for call, right in rights
+            if isinstance(right, np.ndarray)
+            for looks in _signs(call, right, implementation.dtype, answered)
+        ),
+        "",
+    )
 
 
 def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> Iterator[str]:

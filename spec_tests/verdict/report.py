@@ -34,10 +34,11 @@ def told(law: Law, implementation: Implementation, parts: list[tuple[str, str]])
     """The parts of a report, a line each below the requirement that does not hold."""
     lines = [f"{law.requirement.id} does not hold for {_functions(law)} of {implementation}"]
     for name, text in parts:
-        if name == AGAIN:
-            lines += [f"  {name}", *(f"    {line}" for line in text.splitlines())]
-        else:
-            lines.append(f"  {name:16}{indented(text)}")
+        lines += (
+            [f"  {name}", *(f"    {line}" for line in text.splitlines())]
+            if name == AGAIN
+            else [f"  {name:16}{indented(text)}"]
+        )
     return "\n".join(lines)
 
 
@@ -258,16 +259,13 @@ def _from_case(value: Any, cases: dict[str, Case], implementation: Implementatio
     """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten
     thousand numbers.
     """
-    if not isinstance(value, np.ndarray) or value.size <= 64:
+    if not isinstance(value, np.ndarray) or value.size <= 64 or not cases:
         return ""
-    for case in cases.values():
-        for name in ("keys", "values", "next_keys", "next_values", "queries"):
-            array = implementation.round(getattr(case, name))
-            if np.array_equal(array, value):
-                return f"impl.round(case.{name})"
-            if name == "queries" and array.ndim == 4 and np.array_equal(array[:, :, 0], value):
-                return "impl.round(case.queries[:, :, 0])"
-    return ""
+    case = next(iter(cases.values()))
+    arrays = {name: getattr(case, name) for name in ("keys", "values", "next_keys", "next_values", "queries")}
+    arrays["queries[:, :, 0]"] = case.queries[:, :, 0]
+    alike = (name for name, array in arrays.items() if np.array_equal(implementation.round(array), value))
+    return next((f"impl.round(case.{name})" for name in alike), "")
 
 
 def _imports(value: Any) -> list[str]:

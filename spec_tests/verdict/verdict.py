@@ -99,8 +99,8 @@ class Verdict:
             for result in terminal.stats.get(outcome, []):
                 properties = dict(getattr(result, "user_properties", []))
                 self.others += "law" not in properties
-                if outcome != "passed" and ("law" not in properties or properties["law"][1] == PAPER):
-                    self.other_failures += 1
+                is_other = "law" not in properties or properties["law"][1] == PAPER
+                self.other_failures += outcome != "passed" and is_other
                 if "law" not in properties or (result.when != "call" and not result.failed):
                     continue
                 requirement, column, name, kind, functions = properties["law"]
@@ -116,13 +116,12 @@ class Verdict:
                 self.laws.setdefault((requirement, column), []).append(entry)
         for requirement, column, verdict, reason in config.stash.get(LEFT_OUT, []):
             self.reasons.setdefault((requirement, column), (verdict, reason))
-        for implementation in self.judged:
-            for function, variant in implementation.variants.items():
-                for requirement in requirements_of(function):
-                    self.reasons[requirement, str(implementation)] = (
-                        "variant",
-                        f"{function} is declared to be {variant}",
-                    )
+        self.reasons |= {
+            (requirement, str(implementation)): ("variant", f"{function} is declared to be {variant}")
+            for implementation in self.judged
+            for function, variant in implementation.variants.items()
+            for requirement in requirements_of(function)
+        }
         self.columns = [*map(str, self.judged), *[PAPER] * any(column == PAPER for _, column in self.laws)]
         # What any law has met a fault of does not hold to a law of memory either.
         laws = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
