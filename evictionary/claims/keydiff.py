@@ -66,9 +66,11 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2])
     )
     heads = {name: measured.pop(name)[layer, head] for name in ("similarity", "attention")}
-    for ratio in RATIOS:
-        kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
-        measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
+    prompts = [as_array(layer.keys)[:, :, : recording.split] for layer in recording.layers]
+    measured |= {
+        f"error_{100 * ratio:g}": reconstruction(lab, recording, [tables(keys, ratio) for keys in prompts])
+        for ratio in RATIOS
+    }
     in_blocks = [
         *((method, str(block), block) for block in BLOCKS for method in IN_BLOCKS),
         *((method, "one shot", recording.split) for method in BY_ATTENTION),

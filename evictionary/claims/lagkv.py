@@ -117,18 +117,22 @@ def first_digits(lab: Lab, kind: str) -> list[int]:
     context_ids, question_ids, _ = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
     space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
     asked, length = torch.cat([question_ids, space], dim=1), context_ids.shape[1]
-    reads: list[tuple[Cache, tuple[int, ...]]] = [(DynamicCache(), ())]
-    for lag in sorted(lab.scale.lag_sizes, reverse=True):
-        settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS, "lag_size": lag}
-        evicting = EvictingCache(lab.model, "lagkv", options=settings, every=lag)
-        reads.append((evicting, tuple(range(SINKS + 2 * lag, length, lag))))
-    first = []
-    for cache, ends in reads:
+
+    def first(cache: Cache, ends: tuple[int, ...]) -> int:
         for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
             lab.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
         output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
-        first.append(int(output.logits[0, -1].argmax()))
-    return first
+        return int(output.logits[0, -1].argmax())
+
+    settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS}
+    in_chunks = (
+        (EvictingCache(lab.model, "lagkv", options=settings | {"lag_size": lag}, every=lag), lag)
+        for lag in sorted(lab.scale.lag_sizes, reverse=True)
+    )
+    return [
+        first(DynamicCache(), ()),
+        *(first(cache, tuple(range(SINKS + 2 * lag, length, lag))) for cache, lag in in_chunks),
+    ]
 
 
 def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: int) -> dict[str, np.ndarray]:
@@ -183,16 +187,14 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
     settings: dict[str, Any] = {"keep_ratio": ratio, "sink_size": SINKS, "lag_size": lag}
     if method == "lagkv":
         return [fast.select(keys, values, **settings) for keys, values in prompts.layers]
-    masks = []
-    for index, (keys, values) in enumerate(prompts.layers):
-        arrays = as_array(keys), as_array(values)
-        kept = (
-            variants.local_select(*arrays, **settings)
-            if method == "local"
-            else variants.norm_select(*arrays, layer=index, **settings)
-        )
-        masks.append(torch.as_tensor(kept, device=keys.device))
-    return masks
+    arrays = ((as_array(keys), as_array(values)) for keys, values in prompts.layers)
+    kept = (
+        variants.local_select(*states, **settings)
+        if method == "local"
+        else variants.norm_select(*states, layer=layer, **settings)
+        for layer, states in enumerate(arrays)
+    )
+    return [torch.as_tensor(mask, device=prompts.question_ids.device) for mask in kept]
 
 
 @torch.no_grad()

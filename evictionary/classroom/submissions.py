@@ -47,12 +47,8 @@ def student_of(path: Path) -> str:
     """The student's id: the name of the file or folder without its ending; a name that cannot be an id
     gets a digest of its own.
     """
-    name = path.name
-    if not path.is_dir():
-        name = next(
-            (name.removesuffix(ending) for ending in (*ENDINGS, *MISTAKEN) if name.endswith(ending)),
-            path.stem,
-        )
+    ending = next((each for each in (*ENDINGS, *MISTAKEN) if path.name.endswith(each)), path.suffix)
+    name = path.name if path.is_dir() else path.name.removesuffix(ending)
     if is_id(name):
         return name
     # Old archives leave names that are not valid UTF-8; students choose others to disturb the grader.

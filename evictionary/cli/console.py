@@ -169,12 +169,10 @@ def names_in(texts: list[str] | None) -> list[str] | None:
 
 def options_in(pairs: list[str]) -> dict[str, Any]:
     """The options of a method, from texts name=value. Raises UsageError for another text."""
-    options = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        require(equals and name.strip(), f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
-        options[name.strip()] = value.strip()
-    return options
+    parts = [[part.strip() for part in pair.partition("=")] for pair in pairs]
+    for pair, (name, equals, _) in zip(pairs, parts, strict=True):
+        require(equals and name, f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
+    return {name: value for name, _, value in parts}
 
 
 def text_of(argument: str, path: Path) -> str:

@@ -211,14 +211,12 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
     if chosen.is_per_query:
         return f"{chosen.name} evicts nothing: later tokens attend to about {asked} of {length} tokens each"
     if cache.tokens_kept < length:
-        own = "own_budget" in chosen.traits
-        why = (
-            "it sets its own budget"
-            if own
-            else "no partition is shared, and the sinks and the last partition stay whole"
-        )
-        if not own and "recursive" not in chosen.traits:
-            why = "what it protects, or reads in one block, is more than that"
+        reasons = {
+            "own_budget": "it sets its own budget",
+            "recursive": "no partition is shared, and the sinks and the last partition stay whole",
+        }
+        whole = "what it protects, or reads in one block, is more than that"
+        why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), whole)
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
     reason = chosen.why_nothing_removed(length, cache.options)
     known = ", ".join(f"{name}={value}" for name, value in (chosen.options | cache.options).items())

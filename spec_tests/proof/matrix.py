@@ -10,7 +10,7 @@ import json
 import math
 import re
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,7 +24,7 @@ from evictionary.spec_tests.judge.implementation import ANY
 from evictionary.spec_tests.judge.law import SUITE, Law, laws_version, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import outcome as at_once
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
-from evictionary.store import put, table
+from evictionary.store import grouped, put, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONTROLS = DOCS / "controls.json"
@@ -40,8 +40,12 @@ def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
     """The laws that call the mutant's function, of one requirement or of all; those of its own requirement
     come first.
     """
-    found = [law for law in load_laws().values() if mutant.of in law.functions or ANY in law.functions]
-    found = [law for law in found if requirement is None or law.requirement.id == requirement]
+    found = (
+        law
+        for law in load_laws().values()
+        if mutant.of in law.functions or ANY in law.functions
+        if requirement in (None, law.requirement.id)
+    )
     return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
 
 
@@ -139,7 +143,10 @@ def _power() -> list[str]:
         json.loads(POWER.read_text(encoding="utf-8")),
         tomllib.loads(ALIVE.read_text(encoding="utf-8")),
     )
-    cells, alive = [], defaultdict(list)
+    cells = []
+    alive = grouped(
+        (name, cell.replace(" ", "/")) for cell, found in measured.items() for name in found["none"]
+    )
     today = Counter(folder_of(mutant.of) for mutant in load_mutants().values())
     for cell, found in measured.items():
         asked = sum(count for count, _ in found["judged"].values())
@@ -152,8 +159,6 @@ def _power() -> list[str]:
         cells.append(
             (*cell.split(), *dead, share, none, f"earlier: {', '.join(sorted(stale))}" * bool(stale))
         )
-        for name in found["none"]:
-            alive[name].append(cell.replace(" ", "/"))
     listed = [(reason, name) for reason, names in reasons.items() for name in names if name in alive]
     because = [(reason, f"`{name}`", ", ".join(alive[name])) for reason, name in listed]
     return [

@@ -160,9 +160,9 @@ class Verdict:
                 if entry["outcome"] != "fail" or entry["kind"] == REFUSAL:
                     continue
                 own = [requirements_of(function) for function in entry["functions"]]
-                causes = {cause for ids in own for cause in ids & failed if cause != name}
-                if any(name in ids for ids in own):
-                    causes = {cause for cause in causes if place[cause] < place[name]}
+                # of a function with several requirements the first one is the cause
+                last = place[name] if any(name in ids for ids in own) else len(place)
+                causes = {each for ids in own for each in ids & failed if each != name and place[each] < last}
                 if entry["kind"] == EDGE and name in failed:
                     causes.add(name)
                 if causes:
