@@ -277,16 +277,17 @@ def read_paper(name: str) -> Paper:
     """
     read = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
-    claims = []
-    for each in read["claims"]:
-        said: dict[str, Any] = {
-            key: tuple(map(Condition, each.pop(key, ()))) for key in ("holds_if", "possible_if")
+    lists: dict[str, Any] = {"holds_if": Condition, "possible_if": Condition, "beside": str}
+    claims: list[dict[str, Any]] = [
+        {
+            key: tuple(map(lists[key], said)) if key in lists else _one_line(said).format(**words)
+            for key, said in each.items()
         }
-        said["beside"] = tuple(each.pop("beside", ()))
-        said |= {key: _one_line(text).format(**words) for key, text in each.items()}
-        claims.append(Claim(**said))
+        for each in read["claims"]
+    ]
     meanings = {key: _one_line(text) for key, text in read["numbers"].items()}
-    return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), tuple(claims), meanings)
+    every = tuple(Claim(**each) for each in claims)
+    return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), every, meanings)
 
 
 def _one_line(text: str) -> str:

@@ -152,14 +152,16 @@ def run(
         f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB",
         *took,
         Text(note or "", "yellow"),
+        *(
+            part
+            for one in both
+            for part in (
+                Text(f"\n{one['question']}", "bold"),
+                Text(f"full cache: {one['full_answer']}" if full else "", "dim"),
+                Text(f"{chosen.name}: {one['answer']}" if full else one["answer"]),
+            )
+        ),
     ]
-    for one in both:
-        full_answer = Text(f"full cache: {one['full_answer']}" if full else "", "dim")
-        told += [
-            Text(f"\n{one['question']}", "bold"),
-            full_answer,
-            Text(f"{chosen.name}: {one['answer']}" if full else one["answer"]),
-        ]
     show(as_json, found, told, soft_wrap=True)
 
 

@@ -130,8 +130,7 @@ def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
     """
     names = list(dict.fromkeys(row["task"] for row in rows))
     table = []
-    ordered = sorted(rows, key=_place)
-    for _, group in groupby(ordered, key=_place):
+    for _, group in groupby(sorted(rows, key=_place), key=_place):
         by_task = {row["task"]: row for row in group}
         cells = [by_task.get(name) for name in names]
         scores = [
@@ -206,7 +205,6 @@ def markdown(rows: Sequence[Row]) -> str:
     for length, group in _by_length(rows):
         names, table = pivot(group)
         told = f"Partial score, and in brackets the share of exact answers or the perplexity. {doubt(group)}"
-        parts.append(f"## {length} tokens\n\n{told}\n")
         head = ["method", "asked", "protected", "cache removed", *names, "mean"]
         body = [
             [
@@ -219,7 +217,7 @@ def markdown(rows: Sequence[Row]) -> str:
             ]
             for row in table
         ]
-        parts.append(store.table(head, body, "lllr") + "\n")
+        parts.append(f"## {length} tokens\n\n{told}\n\n{store.table(head, body, 'lllr')}\n")
     return "\n".join(parts)
 
 
