@@ -51,26 +51,12 @@ def survivors(
 
     Args: pieces, the text of each token; budgets, ascending, in tokens for each head.
     """
-    found = []
     with EvictingCache(model, method=None, record=CAPTURED) as full:
         prefill(model, prompt.context_ids, full)
-        for name in method_names:
-            masks = []
-            options = OPTIONS.get(name)
-            for budget in budgets:
-                with EvictingCache.from_prefilled(
-                    model, full, name, options=options, budget=budget, seed=SEED
-                ) as cache:
-                    masks.append(kept(cache))
-            found.append(
-                {
-                    "name": name,
-                    "options": options or {},
-                    "description": catalogue.description(catalogue.definition(name)),
-                    **encode(np.stack(masks)),
-                }
-            )
-    layers, heads = masks[0].shape[:2]
+        masks = {
+            name: np.stack([_kept(model, full, name, each) for each in budgets]) for name in method_names
+        }
+    layers, heads = masks[method_names[0]].shape[1:3]
     return {
         "model": Path(str(model.config.name_or_path)).name,
         "tokens": list(pieces),
@@ -78,8 +64,22 @@ def survivors(
         "layers": layers,
         "heads": heads,
         "budgets": list(budgets),
-        "methods": found,
+        "methods": [
+            {
+                "name": name,
+                "options": OPTIONS.get(name, {}),
+                "description": catalogue.description(catalogue.definition(name)),
+                **encode(own),
+            }
+            for name, own in masks.items()
+        ],
     }
+
+
+def _kept(model: PreTrainedModel, full: EvictingCache, name: str, budget: int) -> np.ndarray:
+    settings = {"options": OPTIONS.get(name), "budget": budget, "seed": SEED}
+    with EvictingCache.from_prefilled(model, full, name, **settings) as cache:
+        return kept(cache)
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:

@@ -11,7 +11,16 @@ from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.pictures import by_layer, finish
-from evictionary.claims.recording import Lab, Observed, Recording, Scale, as_array, of_texts, spread_by_layer
+from evictionary.claims.recording import (
+    Lab,
+    Observed,
+    Recording,
+    Scale,
+    as_array,
+    of_texts,
+    spread_by_layer,
+    stacked,
+)
 from evictionary.optimized import h2o, momentkv as fast, snapkv, streaming_llm
 from evictionary.optimized.selection import top_k
 from evictionary.reference import momentkv as paper, momentkv_theory as theory
@@ -178,9 +187,7 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         return found
 
     last: dict[str, np.ndarray] = {}
-    every = list(map(measured, lengths))
-    # [prompts, layers, H_kv, G] each
-    found = {name: np.stack([each[name] for each in every]) for name in every[0]}
+    found = stacked(map(measured, lengths))  # [prompts, layers, H_kv, G] each
     main, ours = (
         f"h2o {scale.main_budget}",
         {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")},
