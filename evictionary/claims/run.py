@@ -151,11 +151,11 @@ def check_claims(
         return claims
     known = [claim.id for each in claims.values() for claim in each]
     require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
-    kept = {
-        paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)]
+    return {
+        paper: named
         for paper, each in claims.items()
+        if (named := [claim for claim in each if any(_is_named(claim.id, name) for name in only)])
     }
-    return {paper: each for paper, each in kept.items() if each}
 
 
 def _is_named(id: str, name: str) -> bool:
