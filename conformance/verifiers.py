@@ -233,8 +233,11 @@ def main() -> None:
         "FlashInfer-Bench": PACKAGES[0].partition("==")[2],
         "torch": torch.__version__,
     }
-    found: dict[str, Any] = {"versions": versions, "date": datetime.now(UTC).date().isoformat()}
-    found |= {"exploits": {}, "mistakes": {}, "right variants": {}}
+    found: dict[str, Any] = {
+        "versions": versions,
+        "date": datetime.now(UTC).date().isoformat(),
+        **{kind: {} for kind in ("exploits", "mistakes", "right variants")},
+    }
     for kind, rows in (
         ("right variants", of_functions(variants, of)),
         ("exploits", of_exploits(of["keydiff.score"])),

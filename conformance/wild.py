@@ -28,7 +28,7 @@ import typer
 from evictionary.errors import require
 from evictionary.evaluation.pages import markdown
 from evictionary.spec_tests.judge.law import laws_version
-from evictionary.store import put
+from evictionary.store import grouped, put
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent
@@ -144,9 +144,11 @@ def _with_package() -> tuple[Path, Path]:
     return python, Path(_run("the search for kvpress", [str(python), "-c", place], {}, 60).strip()).parent
 
 
-def _run(what: str, command: list[str], environment: dict[str, str], seconds: float) -> str:
+def _run(
+    what: str, command: list[str], environment: dict[str, str], seconds: float, codes: tuple[int, ...] = (0,)
+) -> str:
     """What a command prints. Raises NotReached, naming `what` was to be done and the last that the command
-    said.
+    said, where it ends with another code.
     """
     try:
         done = subprocess.run(
@@ -154,7 +156,8 @@ def _run(what: str, command: list[str], environment: dict[str, str], seconds: fl
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise NotReached(f"{what}: {error}") from error
-    require(not done.returncode, f"{what} ended with {done.returncode}: {_why(done.stderr)}", NotReached)
+    why = _why(done.stdout + done.stderr)
+    require(done.returncode in codes, f"{what} ended with {done.returncode}: {why}", NotReached)
     return done.stdout
 
 
@@ -171,22 +174,15 @@ def judge(
     Raises NotReached.
     """
     with tempfile.TemporaryDirectory() as report:
-        command = [str(python), "-m", "evictionary", "judge", str(adapters / source.name), "--method", method]
+        command = [
+            *(str(python), "-m", "evictionary", "judge", str(adapters / source.name)),
+            *("--method", method, "--profile", profile, "--report", report),
+        ]
         paths = f"{ROOT}{os.pathsep}{MLX}" if source.mlx else str(ROOT)
-        environment = os.environ | {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": paths}
-        try:
-            done = subprocess.run(
-                [*command, "--profile", profile, "--report", report],
-                env=environment, capture_output=True, text=True, timeout=1800, cwd=ROOT,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired as error:
-            raise NotReached(f"{method}: the laws took longer than {error.timeout:.0f} s") from error
+        environment = {f"WILD_{source.name.upper()}": str(folder), "PYTHONPATH": paths}
+        _run(f"{method}: the judge", command, environment, 1800, codes=(0, 1))
         file = Path(report) / "conformance.json"
-        require(
-            done.returncode in (0, 1) and file.is_file(),
-            f"{method}: the judge ended with {done.returncode}: {_why(done.stdout + done.stderr)}",
-            NotReached,
-        )
+        require(file.is_file(), f"{method}: the judge wrote no verdict", NotReached)
         verdict = json.loads(file.read_text(encoding="utf-8"))
     found = verdict["implementations"][0]["requirements"]
     return {
@@ -272,9 +268,7 @@ def told(row: dict[str, Any]) -> str:
     """A row in words: its requirements by verdict."""
     if "not reached" in row:
         return f"not reached: {row['not reached']}"
-    verdicts: dict[str, list[str]] = {}
-    for name, entry in row["requirements"].items():
-        verdicts.setdefault(entry["verdict"], []).append(name)
+    verdicts = grouped((entry["verdict"], name) for name, entry in row["requirements"].items())
     return (
         "; ".join(f"{verdict} {', '.join(names)}" for verdict, names in verdicts.items())
         or "no law could be asked"

@@ -14,6 +14,7 @@ from matplotlib.figure import Figure
 from docs_build.entries import ROOT
 from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.pictures import TEXT_COLOUR
+from evictionary.store import grouped
 
 BLUES = ("#9dc6ea", "#2f7fc1", "#123f66")
 VERDICTS = {"holds here": "#4f9d4f", "undecided": "#c9c9c9", "does not hold here": "#e0662b"}
@@ -57,10 +58,14 @@ def at_ratios(stored: Mapping[str, Any]) -> dict[str, list[Any]]:
     """For each label of the retrieval results the summaries at RATIOS; a method with its own budget has
     the same one at each.
     """
-    found: dict[str, dict[float | None, Any]] = {}
-    for row in stored["rows"][1:]:  # the first is the full cache
-        found.setdefault(row["summary"]["label"], {})[row["compression_ratio"]] = row["summary"]
-    return {label: [rows.get(ratio, rows.get(None)) for ratio in RATIOS] for label, rows in found.items()}
+    # the first is the full cache
+    found = grouped(
+        (row["summary"]["label"], (row["compression_ratio"], row["summary"])) for row in stored["rows"][1:]
+    )
+    return {
+        label: [rows.get(ratio, rows.get(None)) for ratio in RATIOS]
+        for label, rows in zip(found, map(dict, found.values()), strict=True)
+    }
 
 
 def perplexity(stored: Mapping[str, Any]) -> Figure:
@@ -122,8 +127,13 @@ def speed(stored: Mapping[str, Any]) -> Figure:
     names, shares = [row["method"] for row in rows], [row["share_of_prefill"] for row in rows]
     figure, (axes,) = _panels(names, [1])
     axes.bar_label(axes.barh(names, shares, color=BLUES[1]), [f"{share:.1%}" for share in shares], padding=3)
-    axes.set(xscale="log", xlim=(0.005, 4), xlabel="time, as a share of reading the prompt")
-    axes.set_xticks([0.01, 0.1, 1], ["1%", "10%", "100%"])
+    axes.set(
+        xscale="log",
+        xlim=(0.005, 4),
+        xticks=[0.01, 0.1, 1],
+        xticklabels=["1%", "10%", "100%"],
+        xlabel="time, as a share of reading the prompt",
+    )
     return figure
 
 
@@ -136,9 +146,15 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
     ):
         for name in found[str(sizes[0])]:
             axes.loglog(sizes, [found[str(size)][name]["ratio"]["value"] for size in sizes], "o-", label=name)
-        axes.set(title=dtype, xlabel="tokens", ylabel="times faster than kvpress")
-        axes.set_xticks(sizes, [f"{size // 1024}K" for size in sizes])
-        axes.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
+        axes.set(
+            title=dtype,
+            xlabel="tokens",
+            xticks=sizes,
+            xticklabels=[f"{size // 1024}K" for size in sizes],
+            ylabel="times faster than kvpress",
+            yticks=[0.5, 1, 2, 4, 8, 16],
+            yticklabels=["0.5", "1", "2", "4", "8", "16"],
+        )
         axes.minorticks_off()
         axes.axhline(1, color=TEXT_COLOUR, linewidth=0.8)
         axes.label_outer()
@@ -160,9 +176,8 @@ def _dots(axes: Axes, labels: Sequence[str], values: Any, label: str, ticks: Seq
     """A row of dots for each list of values, a shade for each label."""
     for column, name, colour in zip(np.transpose(values), labels, BLUES[-len(labels) :], strict=True):
         axes.semilogx(column, range(len(column)), "o", color=colour, label=name)
-    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set(xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks], xlabel=label)
     axes.minorticks_off()
-    axes.set_xlabel(label)
     axes.grid(alpha=0.25)
     axes.figure.legend(**ABOVE)
 

@@ -8,7 +8,6 @@ import ast
 import functools
 import re
 import tomllib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from markdown.extensions.toc import slugify
 from evictionary.spec_tests.judge.law import REQUIREMENTS, Law, Requirement, load_laws
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions, ids_of
+from evictionary.store import grouped
 
 ROOT = Path(__file__).parent.parent
 
@@ -76,10 +76,6 @@ class Entry:
         return self.requirement.name or self.requirement.where
 
     @property
-    def formula(self) -> str:
-        return self.requirement.tex
-
-    @property
     def layers(self) -> dict[str, tuple[Definition, ...]]:
         """The functions that compute it, by layer (NumPy, torch, Triton)."""
         return {"NumPy": self.reference, "torch": self.torch, "Triton": self.kernels}
@@ -119,25 +115,26 @@ def stem_of() -> dict[str, str]:
 @functools.cache
 def errata() -> dict[str, list[tuple[str, str]]]:
     """For each requirement the headings of docs/errata.md that name it, with their anchors."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for title in re.findall(
-        r"^#{3,4} (.+)$", (ROOT / "docs" / "errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE
-    ):
-        for identifier in ids_of(title):
-            found.setdefault(identifier, []).append((title.partition(": ")[2], slugify(title, "-")))
-    return found
+    page = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
+    return grouped(
+        (identifier, (title.partition(": ")[2], slugify(title, "-")))
+        for title in re.findall(r"^#{3,4} (.+)$", page, flags=re.MULTILINE)
+        for identifier in ids_of(title)
+    )
 
 
-def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> Iterator[Definition]:
+def _in_layer(folder: str, reference: tuple[Definition, ...], identifier: str) -> tuple[Definition, ...]:
     """The functions of a layer that compute the requirement: by the same name in the same file, or by the
     id in the docstring.
     """
     names = {(Path(definition.path).name, definition.name) for definition in reference}
-    for path in sorted((ROOT / folder).glob("*.py")):
-        for definition in definitions(f"{folder}/{path.name}").values():
-            is_named = (path.name, definition.name) in names or identifier in ids_of(definition.docstring)
-            if is_named and not definition.name.startswith("_"):
-                yield definition
+    return tuple(
+        definition
+        for path in sorted((ROOT / folder).glob("*.py"))
+        for definition in definitions(f"{folder}/{path.name}").values()
+        if (path.name, definition.name) in names or identifier in ids_of(definition.docstring)
+        if not definition.name.startswith("_")
+    )
 
 
 @functools.cache
@@ -158,10 +155,10 @@ def entries() -> dict[str, Entry]:
             REQUIREMENTS[identifier],
             PAGES[stem_of()[identifier]],
             reference,
-            tuple(_in_layer("optimized", reference, identifier)),
+            _in_layer("optimized", reference, identifier),
             # the kernel to read, where no other one is needed
-            tuple(_in_layer("optimized/kernels", reference, identifier))
-            or tuple(_in_layer("optimized/teaching", reference, identifier)),
+            _in_layer("optimized/kernels", reference, identifier)
+            or _in_layer("optimized/teaching", reference, identifier),
             tuple(law for law in laws if law.requirement.id == identifier),
             tuple(mutant for mutant in mutants if mutant.killed_by == identifier),
             tuple(errata().get(identifier, [])),

@@ -25,19 +25,18 @@ from evictionary.methods import catalogue
 from evictionary.models.load import load as load_model
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "figures" / "assets" / "survivors.data.js"
+# The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may load
+# scripts.
 PREFIX = "globalThis.evictionarySurvivors = "
-"""The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may
-load scripts.
-"""
 
+# Options for methods with defaults that would leave a prompt of 300 tokens whole.
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"sink_size": 4, "lag_size": 32}}
-"""Options for methods with defaults that would leave a prompt of 300 tokens whole."""
 
 DEPTH, TOKENS, SEED = 0.4, 300, 0
+# The budgets of the figure in tokens, all below the length of the prompt.
 SMALLEST, STEP = 50, 10
-"""The budgets of the figure in tokens, all below the length of the prompt."""
+# The budget of the strips: half of the prompt.
 STRIP = 150
-"""The budget of the strips: half of the prompt."""
 
 
 def survivors(
@@ -52,26 +51,12 @@ def survivors(
 
     Args: pieces, the text of each token; budgets, ascending, in tokens for each head.
     """
-    found = []
     with EvictingCache(model, method=None, record=CAPTURED) as full:
         prefill(model, prompt.context_ids, full)
-        for name in method_names:
-            masks = []
-            options = OPTIONS.get(name)
-            for budget in budgets:
-                with EvictingCache.from_prefilled(
-                    model, full, name, options=options, budget=budget, seed=SEED
-                ) as cache:
-                    masks.append(kept(cache))
-            found.append(
-                {
-                    "name": name,
-                    "options": options or {},
-                    "description": catalogue.description(catalogue.definition(name)),
-                    **encode(np.stack(masks)),
-                }
-            )
-    layers, heads = masks[0].shape[:2]
+        masks = {
+            name: np.stack([_kept(model, full, name, each) for each in budgets]) for name in method_names
+        }
+    layers, heads = masks[method_names[0]].shape[1:3]
     return {
         "model": Path(str(model.config.name_or_path)).name,
         "tokens": list(pieces),
@@ -79,8 +64,22 @@ def survivors(
         "layers": layers,
         "heads": heads,
         "budgets": list(budgets),
-        "methods": found,
+        "methods": [
+            {
+                "name": name,
+                "options": OPTIONS.get(name, {}),
+                "description": catalogue.description(catalogue.definition(name)),
+                **encode(own),
+            }
+            for name, own in masks.items()
+        ],
     }
+
+
+def _kept(model: PreTrainedModel, full: EvictingCache, name: str, budget: int) -> np.ndarray:
+    settings = {"options": OPTIONS.get(name), "budget": budget, "seed": SEED}
+    with EvictingCache.from_prefilled(model, full, name, **settings) as cache:
+        return kept(cache)
 
 
 def encode(masks: np.ndarray) -> dict[str, str]:

@@ -13,7 +13,6 @@ from mkdocs.structure.files import File, Files
 
 from docs_build import charts, figures, pages
 from docs_build.entries import PAGES, ROOT
-from evictionary.spec_tests.verdict import coverage
 from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
@@ -37,7 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     each lesson.
     """
     made = {
-        "coverage.md": coverage.page(),
+        "coverage.md": pages.coverage(),
         **pages.api_pages(),
         **{f"images/kept_{name}.png": picture for name, picture in figures.strips(figures.stored()).items()},
         **{f"images/results_{name}.svg": chart.svg() for name, chart in charts.CHARTS.items()},

@@ -11,6 +11,7 @@ from docs_build.entries import ROOT
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.proof.matrix import laws_for
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
+from evictionary.store import grouped
 
 OUTPUT = ROOT / "docs" / "four_laws.json"
 SHOWN = ("MK-15", "MK-31", "MK-11", "KD-O", "LK-12", "LK-13")
@@ -39,9 +40,8 @@ def main() -> None:
     """
     found = {}
     for identifier in SHOWN:
-        names: dict[str, list[str]] = {"killed": [], "not_seen": []}
-        for mutant in candidates(identifier):
-            names["killed" if dies(mutant, identifier) else "not_seen"].append(mutant.name)
+        outcomes = grouped((dies(mutant, identifier), mutant.name) for mutant in candidates(identifier))
+        names = {"killed": outcomes.get(True, []), "not_seen": outcomes.get(False, [])}
         found[identifier] = names
         print(f"{identifier}: {len(names['killed'])} killed, {len(names['not_seen'])} not seen")
     OUTPUT.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -31,7 +31,10 @@ from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
+from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
+from evictionary.spec_tests.verdict.coverage import functions
+from evictionary.store import cell
 from tutorials.build import REPOSITORY, heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
@@ -84,12 +87,6 @@ def _sentence(statement: str) -> str:
     return statement[0].upper() + statement[1:] if re.match(r"[a-z]{2,}[ ,:;-]|a ", statement) else statement
 
 
-def _verdict(words: str) -> str:
-    return " ".join(
-        f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>' for word in words.split(", ")
-    )
-
-
 def _named(page: str, found: Iterable[Definition]) -> str:
     return ", ".join(f"[`{one.name}`]({api_link(page, one)})" for one in found)
 
@@ -103,7 +100,7 @@ def _of(stems: str) -> list[Entry]:
 
 
 def _is_equation(entry: Entry) -> bool:
-    return bool(entry.formula or entry.reference or not entry.requirement.where)
+    return bool(entry.requirement.tex or entry.reference or not entry.requirement.where)
 
 
 def equations(page: str, stems: str) -> str:
@@ -117,14 +114,13 @@ def equations(page: str, stems: str) -> str:
         """The functions of a card by name; a function of several equations gets a link to the card with
         its code.
         """
-        names = []
-        for one in found:
-            elsewhere = last[one] != entry.requirement.id and not _is_program(one)
-            names.append(
-                _named(page, [one])
-                + (f" (quoted at [{last[one]}](#{entries()[last[one]].anchor}))" if elsewhere else "")
-            )
-        return ", ".join(names)
+        last_here = {one: last[one] for one in found if not _is_program(one)}
+        links = {
+            one: f" (quoted at [{id}](#{entries()[id].anchor}))"
+            for one, id in last_here.items()
+            if id != entry.requirement.id
+        }
+        return ", ".join(_named(page, [one]) + links.get(one, "") for one in found)
 
     def code_in(entry: Entry, found: Iterable[Definition]) -> str:
         sources = [one.source for one in found if last[one] == entry.requirement.id and not _is_program(one)]
@@ -135,7 +131,15 @@ def equations(page: str, stems: str) -> str:
 
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
-    filters = {"escaped": escaped, "sentence": _sentence, "verdict": _verdict}
+    filters = {
+        "cell": cell,
+        "escaped": escaped,
+        "sentence": _sentence,
+        "verdict": lambda words: " ".join(
+            f'<span class="verdict verdict-{word.partition(" ")[0]}">{word}</span>'
+            for word in words.split(", ")
+        ),
+    }
     helpers = {
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
@@ -154,9 +158,15 @@ def _rendered(template: str, page: str, **content: Any) -> str:
             f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata
         ],
         "fence": _fence,
+        "functions": functions(),
         "heading": heading,
         "law_definition": law_definition,
-        "law_links": _law_links,
+        "law_links": lambda page, entry: [
+            f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})"
+            for law in entry.laws
+            for at in [law_definition(law)]
+        ],
+        "laws": load_laws(),
         "lessons": lessons(),
         "link_to": link_to,
         "mistake": _mistake,
@@ -168,9 +178,9 @@ def _rendered(template: str, page: str, **content: Any) -> str:
     return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
 
 
-def _law_links(page: str, entry: Entry) -> list[str]:
-    found = [(law, law_definition(law)) for law in entry.laws]
-    return [f"[{escaped(law.sentence)}]({source_url(at.path, at.name)})" for law, at in found]
+def coverage() -> str:
+    """The coverage page: a table for each paper, a row for each requirement."""
+    return _rendered("coverage", "coverage.md") + "\n"
 
 
 def _mistake(page: str, mutant: Mutant) -> str:

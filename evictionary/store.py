@@ -320,6 +320,19 @@ def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
 # --------------------------------------------------------------------------------------------------------
 
 
+def grouped(pairs: Iterable[tuple[Any, Any]]) -> dict[Any, list[Any]]:
+    """The second of each pair, listed by the first, in their order."""
+    found: dict[Any, list[Any]] = {}
+    for name, value in pairs:
+        found.setdefault(name, []).append(value)
+    return found
+
+
+def cell(value: object) -> str:
+    """A cell of a Markdown table, its bars escaped."""
+    return re.sub(r"(?<!\\)\|", r"\\|", str(value))
+
+
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = "") -> str:
     """A Markdown table, without a line break at its end. `align` has a letter for each column: l, or r for
     numbers.
@@ -327,8 +340,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = ""
     Columns without a letter take the last one. A bar inside a cell is escaped.
     """
     letters = (align or "l").ljust(len(head), (align or "l")[-1])
-    lines = [head, *rows]
-    cells = [[re.sub(r"(?<!\\)\|", r"\\|", str(cell)) for cell in line] for line in lines]
-    first, *others = ["| " + " | ".join(line) + " |" for line in cells]
+    first, *others = ["| " + " | ".join(map(cell, line)) + " |" for line in [head, *rows]]
     ruler = "|" + "|".join("--:" if letter == "r" else "---" for letter in letters) + "|"
     return "\n".join([first, ruler, *others])

@@ -26,10 +26,9 @@ SIGNS: dict[str, Callable[[float, float], bool]] = {
 
 DRAWS = 1000
 CONFIDENCE = 0.95
+# Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says nothing of
+# others.
 LEAST_TEXTS = 12
-"""Fewer texts give no interval: a percentile bootstrap of two or three values repeats them and says
-nothing of others.
-"""
 
 
 @dataclass(frozen=True)
@@ -248,14 +247,8 @@ def _and(conditions: Sequence[Condition]) -> str:
     return " and ".join(condition.text for condition in conditions)
 
 
-@dataclass(frozen=True)
-class Findings:
-    """The measurements for one paper: the numbers that the rules read, and the series that the picture
-    shows.
-    """
-
-    numbers: dict[str, Number]
-    series: dict[str, Any]
+# The measurements for one paper: the numbers that the rules read, and the series that the picture shows.
+Findings = tuple[dict[str, Number], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -284,16 +277,17 @@ def read_paper(name: str) -> Paper:
     """
     read = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}
-    claims = []
-    for each in read["claims"]:
-        said: dict[str, Any] = {
-            key: tuple(map(Condition, each.pop(key, ()))) for key in ("holds_if", "possible_if")
+    lists: dict[str, Any] = {"holds_if": Condition, "possible_if": Condition, "beside": str}
+    claims: list[dict[str, Any]] = [
+        {
+            key: tuple(map(lists[key], said)) if key in lists else _one_line(said).format(**words)
+            for key, said in each.items()
         }
-        said["beside"] = tuple(each.pop("beside", ()))
-        said |= {key: _one_line(text).format(**words) for key, text in each.items()}
-        claims.append(Claim(**said))
+        for each in read["claims"]
+    ]
     meanings = {key: _one_line(text) for key, text in read["numbers"].items()}
-    return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), tuple(claims), meanings)
+    every = tuple(Claim(**each) for each in claims)
+    return Paper(read["title"], read["arxiv"], read["shown"], read.get("rows", 1), every, meanings)
 
 
 def _one_line(text: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.pictures import band, finish
+from evictionary.claims.pictures import by_layer, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -108,8 +108,8 @@ def by_output(
 def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """Measure one text."""
     measured: dict[str, Any] = stacked(_correlations(recording, layer) for layer in recording.layers)
-    for name in ("queries", "hidden"):
-        measured |= _shapes(name, [getattr(layer, STATES[name]) for layer in recording.layers])
+    for name, states in STATES.items():
+        measured |= _shapes(name, [getattr(layer, states) for layer in recording.layers])
     for ratio in RATIOS:
         draw, amount = torch.Generator().manual_seed(recording.seed), budget(recording.split, ratio)
         kept = [masks(recording, layer, amount, draw) for layer in recording.layers]
@@ -215,7 +215,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "pearson_by_layer": spread_by_layer(texts, "pearson"),
         "density": {name: (count / count.sum() / np.diff(BINS)).tolist() for name, count in counts.items()},
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def errors_of(texts: Sequence[Observed], name: str) -> dict[str, np.ndarray]:
@@ -241,15 +241,19 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         error.barh(
             places, [np.mean(by_method[name]) for name in names], height=0.38, label=f"{label} removed"
         )
-    error.set_yticks(np.arange(len(names)) + 0.2, names)
     error.invert_yaxis()
-    finish(error, xlabel="mean |h - h_compr| (residual stream)", title="reconstruction error by method")
-    band(correlation, series["pearson_by_layer"], "median and 10 to 90 % of heads")
-    correlation.axhline(0.7, linestyle="--", color="grey", linewidth=1)
     finish(
+        error,
+        yticks=np.arange(len(names)) + 0.2,
+        yticklabels=names,
+        xlabel="mean |h - h_compr| (residual stream)",
+        title="reconstruction error by method",
+    )
+    by_layer(
         correlation,
+        {"median and 10 to 90 % of heads": series["pearson_by_layer"]},
+        level=0.7,
         ylim=(-0.3, 1.02),
-        xlabel="layer",
         ylabel="Pearson correlation",
         title="expected against observed attention",
     )

@@ -10,9 +10,9 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.expected_attention import near_gaussian
+from evictionary.claims.expected_attention import errors_of, near_gaussian
 from evictionary.claims.lagkv import make_text
-from evictionary.claims.pictures import band, finish
+from evictionary.claims.pictures import by_layer, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -36,10 +36,10 @@ PAPER = read_paper("gvote")
 SAMPLES, P = 8, 0.95
 SWEEP_SAMPLES = (1, 2, 4, 8, 16)
 SWEEP_P = (0.8, 0.9, 0.95, 0.975, 0.99)
+# (name, S, p) of the settings of figure 7.
 SWEEP = [(f"S {samples}", samples, P) for samples in SWEEP_SAMPLES] + [
     (f"p {p}", SAMPLES, p) for p in SWEEP_P
 ]
-"""(name, S, p) of the settings of figure 7."""
 SINKS = 4
 POSITIONS = 2
 EVERY = 8
@@ -171,10 +171,7 @@ def _sizes(
 def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     """The numbers of all texts together."""
     found = {name: of_texts(texts, name) for name in texts[0].values if name != "accuracy"}
-    accuracy = {
-        name: np.array([text.values["accuracy"][name] for text in texts])
-        for name in texts[0].values["accuracy"]
-    }
+    accuracy = errors_of(texts, "accuracy")
     share, kinds = found["kept_share"], [text.kind for text in texts]
     names = list(dict.fromkeys(kinds))
     places = np.array([names.index(kind) for kind in kinds])
@@ -223,19 +220,20 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "samples": [[each, float(found[f"S {each}"].mean())] for each in SWEEP_SAMPLES],
         "p": [[each, float(found[f"p {each}"].mean())] for each in SWEEP_P],
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
     (overlap, kinds), (heads, sweep) = figure.subplots(2, 2)
-    band(overlap, series["overlap"], "overlap: median and 10 to 90 % of heads")
-    band(overlap, series["pearson"], "Pearson correlation")
-    overlap.axhline(P, color="grey", linestyle="--", linewidth=1)
-    overlap.set_ylim(-0.45, 1.02)  # room for the legend
-    finish(
+    by_layer(
         overlap,
-        xlabel="layer",
+        {
+            "overlap: median and 10 to 90 % of heads": series["overlap"],
+            "Pearson correlation": series["pearson"],
+        },
+        level=P,
+        ylim=(-0.45, 1.02),  # room for the legend
         ylabel="share of attention, correlation",
         title="one synthetic query against the real one",
     )
@@ -264,14 +262,23 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         interpolation="none",
     )
     figure.colorbar(picture, ax=heads, label="share of the prompt kept")
-    heads.set_yticks(range(len(series["share_by_head"][0])))
-    heads.set(xlabel="layer", ylabel="KV head", title="size by head, mean over texts")
+    heads.set(
+        yticks=range(len(series["share_by_head"][0])),
+        xlabel="layer",
+        ylabel="KV head",
+        title="size by head, mean over texts",
+    )
     sweep.plot(
         *zip(*series["samples"], strict=True), marker="o", label=f"by samples S at p = {P} (lower axis)"
     )
     sweep.set_xscale("log", base=2)
-    sweep.set_xticks(SWEEP_SAMPLES, [str(each) for each in SWEEP_SAMPLES])
-    sweep.set(xlabel="samples S (log scale)", ylabel="share of the prompt kept", ylim=(0, 1.02))
+    sweep.set(
+        xticks=SWEEP_SAMPLES,
+        xticklabels=SWEEP_SAMPLES,
+        xlabel="samples S (log scale)",
+        ylabel="share of the prompt kept",
+        ylim=(0, 1.02),
+    )
     other = sweep.twiny()
     places = range(len(series["p"]))
     other.plot(
@@ -281,7 +288,6 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         color="tab:orange",
         label=f"by p at S = {SAMPLES} (upper axis)",
     )
-    other.set_xticks(places, [f"{p:g}" for p, _ in series["p"]])
-    other.set_xlabel("p")
+    other.set(xticks=places, xticklabels=[f"{p:g}" for p, _ in series["p"]], xlabel="p")
     lines = [*sweep.get_lines(), *other.get_lines()]
     sweep.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8)

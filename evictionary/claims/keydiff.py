@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.claims.claim import Findings, read_paper
 from evictionary.claims.expected_attention import RATIOS, SINKS, errors_of, ranks, reconstruction
-from evictionary.claims.pictures import band, finish
+from evictionary.claims.pictures import by_layer, finish
 from evictionary.claims.recording import (
     Lab,
     Layer,
@@ -35,6 +35,7 @@ from evictionary.reference.expected_attention_theory import correlation, reconst
 PAPER = read_paper("keydiff")
 RATIO = 0.5
 OTHERS = ("tova", "streaming_llm")
+# Tables 2 and 3: the score of each anchor and similarity.
 ANCHORS = {
     "keydiff": paper.score,
     "pairwise": paper.pairwise_score,
@@ -43,7 +44,6 @@ ANCHORS = {
     "dot": variants.dot_product_score,
     "euclidean": variants.euclidean_score,
 }
-"""Tables 2 and 3: the score of each anchor and similarity."""
 RECENT = (10, 20)
 BLOCKS = (64, 128, 256)
 BY_ATTENTION = ("tova", "snapkv")
@@ -66,11 +66,15 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         int(place[0]) for place in np.nonzero(pearson == np.sort(pearson, axis=None)[pearson.size // 2])
     )
     heads = {name: measured.pop(name)[layer, head] for name in ("similarity", "attention")}
-    for ratio in RATIOS:
-        kept = [tables(as_array(layer.keys)[:, :, : recording.split], ratio) for layer in recording.layers]
-        measured[f"error_{100 * ratio:g}"] = reconstruction(lab, recording, kept)
-    in_blocks = [(method, str(block), block) for block in BLOCKS for method in IN_BLOCKS]
-    in_blocks += [(method, "one shot", recording.split) for method in BY_ATTENTION]
+    prompts = [as_array(layer.keys)[:, :, : recording.split] for layer in recording.layers]
+    measured |= {
+        f"error_{100 * ratio:g}": reconstruction(lab, recording, [tables(keys, ratio) for keys in prompts])
+        for ratio in RATIOS
+    }
+    in_blocks = [
+        *((method, str(block), block) for block in BLOCKS for method in IN_BLOCKS),
+        *((method, "one shot", recording.split) for method in BY_ATTENTION),
+    ]
     measured["error_in_blocks"] = {
         f"{method} {name}": error_in_blocks(lab, recording, method, block)
         for method, name, block in in_blocks
@@ -144,8 +148,10 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
     }
     pearson = found["pearson"]
     numbers = PAPER.numbers([text.kind for text in texts])
-    gains = {other: found["keydiff"] - found[other] for other in OTHERS}
-    gains |= {f"{other}_unit_keys": found["keydiff unit"] - found[f"{other} unit"] for other in OTHERS}
+    gains = {
+        **{other: found["keydiff"] - found[other] for other in OTHERS},
+        **{f"{other}_unit_keys": found["keydiff unit"] - found[f"{other} unit"] for other in OTHERS},
+    }
     numbers.medians(
         pearson=pearson,
         pearson_without_sinks=found["without_sinks"],
@@ -170,16 +176,15 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         )
     blocks = errors_of(texts, "error_in_blocks")
     for block in BLOCKS:
-        ours, best = (
-            blocks[f"keydiff {block}"],
-            np.min([blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]], axis=0),
-        )
-        numbers.means(**{f"blocks_of_{block}_vs_best_other": ours / best})
-        numbers.means(**{f"blocks_of_{block}_vs_one_shot": ours / errors["50"]["keydiff"]})
-    for method in BY_ATTENTION:
-        numbers.means(
-            **{f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]}
-        )
+        ours, others = blocks[f"keydiff {block}"], [blocks[f"{other} {block}"] for other in IN_BLOCKS[1:]]
+        against = {"best_other": np.min(others, axis=0), "one_shot": errors["50"]["keydiff"]}
+        numbers.means(**{f"blocks_of_{block}_vs_{name}": ours / each for name, each in against.items()})
+    numbers.means(
+        **{
+            f"{method}_in_blocks_vs_one_shot": blocks[f"{method} 128"] / blocks[f"{method} one shot"]
+            for method in BY_ATTENTION
+        }
+    )
     series = {
         "error": {
             percent: {name: float(of.mean()) for name, of in each.items()} for percent, each in errors.items()
@@ -190,7 +195,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         "means_by_layer": spread_by_layer(texts, "cosine_of_means"),
         "volume": {name: found[name].ravel().round(1).tolist() for name in ("keydiff", *OTHERS)},
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
@@ -203,10 +208,16 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         ylabel="mean attention received (log scale)",
         title=f"the KV head in the middle: correlation {float(example['pearson']):.2f}",
     )
-    band(layers, series["pearson_by_layer"], "Pearson: median and 10 to 90 % of heads")
-    band(layers, series["rank_by_layer"], "Spearman (ranks)")
-    layers.axhline(0, color="grey", linewidth=1)
-    finish(layers, xlabel="layer", ylabel="correlation", title="similarity of a key against its attention")
+    by_layer(
+        layers,
+        {
+            "Pearson: median and 10 to 90 % of heads": series["pearson_by_layer"],
+            "Spearman (ranks)": series["rank_by_layer"],
+        },
+        level=0,
+        ylabel="correlation",
+        title="similarity of a key against its attention",
+    )
     everything = np.concatenate([np.asarray(each) for each in series["volume"].values()])
     bins = np.linspace(everything.min(), everything.max() + 1e-9, 50).tolist()
     for name, values in series["volume"].items():
@@ -217,9 +228,13 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         ylabel="KV heads",
         title="diversity of what stays, half removed",
     )
-    band(means, series["means_by_layer"], "median and 10 to 90 % of heads")
-    means.axhline(0, color="grey", linewidth=1)
-    finish(means, xlabel="layer", ylabel="cos(mean key, mean query)", title="mean key against mean query")
+    by_layer(
+        means,
+        {"median and 10 to 90 % of heads": series["means_by_layer"]},
+        level=0,
+        ylabel="cos(mean key, mean query)",
+        title="mean key against mean query",
+    )
     for axes, (percent, error) in zip((errors, other), series["error"].items(), strict=True):
         axes.barh(list(error), list(error.values()))
         axes.invert_yaxis()

@@ -45,14 +45,13 @@ LABELS = {"lagkv": "LagKV", "local": "LocalKV", "norm": "L2 norm"}
 
 @dataclass(frozen=True)
 class Prompts:
-    """The prompts, all of T tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids [P,
-    M], the numbers.
+    """Prompts of `passkey_tokens` tokens: keys and values [P, H_kv, T, D] of each layer, the question's ids
+    [P, M], the numbers.
     """
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     question_ids: torch.Tensor
     answers: list[str]
-    length: int
 
 
 def make_text(tokenizer: Any, scale: Scale, kind: str, seed: int) -> tuple[torch.Tensor, torch.Tensor, str]:
@@ -118,18 +117,22 @@ def first_digits(lab: Lab, kind: str) -> list[int]:
     context_ids, question_ids, _ = make_text(lab.tokenizer, lab.scale, kind, lab.seed)
     space = lab.tokenizer(" ", add_special_tokens=False, return_tensors="pt")["input_ids"]
     asked, length = torch.cat([question_ids, space], dim=1), context_ids.shape[1]
-    reads: list[tuple[Cache, tuple[int, ...]]] = [(DynamicCache(), ())]
-    for lag in sorted(lab.scale.lag_sizes, reverse=True):
-        settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS, "lag_size": lag}
-        evicting = EvictingCache(lab.model, "lagkv", options=settings, every=lag)
-        reads.append((evicting, tuple(range(SINKS + 2 * lag, length, lag))))
-    first = []
-    for cache, ends in reads:
+
+    def first(cache: Cache, ends: tuple[int, ...]) -> int:
         for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
             lab.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
         output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
-        first.append(int(output.logits[0, -1].argmax()))
-    return first
+        return int(output.logits[0, -1].argmax())
+
+    settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS}
+    in_chunks = (
+        (EvictingCache(lab.model, "lagkv", options=settings | {"lag_size": lag}, every=lag), lag)
+        for lag in sorted(lab.scale.lag_sizes, reverse=True)
+    )
+    return [
+        first(DynamicCache(), ()),
+        *(first(cache, tuple(range(SINKS + 2 * lag, length, lag))) for cache, lag in in_chunks),
+    ]
 
 
 def near_are_alike(lab: Lab, keys: torch.Tensor, values: torch.Tensor, layer: int) -> dict[str, np.ndarray]:
@@ -176,7 +179,7 @@ def read(lab: Lab, kinds: Sequence[str]) -> Prompts:
     while stored[0]:  # the last layer first; each layer is released as soon as it is copied
         keys, values = zip(*(each.pop() for each in stored), strict=True)
         layers.append((torch.cat(keys), torch.cat(values)))
-    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers, lab.scale.passkey_tokens)
+    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:
@@ -184,16 +187,14 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
     settings: dict[str, Any] = {"keep_ratio": ratio, "sink_size": SINKS, "lag_size": lag}
     if method == "lagkv":
         return [fast.select(keys, values, **settings) for keys, values in prompts.layers]
-    masks = []
-    for index, (keys, values) in enumerate(prompts.layers):
-        arrays = as_array(keys), as_array(values)
-        kept = (
-            variants.local_select(*arrays, **settings)
-            if method == "local"
-            else variants.norm_select(*arrays, layer=index, **settings)
-        )
-        masks.append(torch.as_tensor(kept, device=keys.device))
-    return masks
+    arrays = ((as_array(keys), as_array(values)) for keys, values in prompts.layers)
+    kept = (
+        variants.local_select(*states, **settings)
+        if method == "local"
+        else variants.norm_select(*states, layer=layer, **settings)
+        for layer, states in enumerate(arrays)
+    )
+    return [torch.as_tensor(mask, device=prompts.question_ids.device) for mask in kept]
 
 
 @torch.no_grad()
@@ -202,7 +203,7 @@ def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
     each layer.
     """
     cache = compressed(prompts.layers, kept)
-    position = prompts.length
+    position = lab.scale.passkey_tokens
     # The causal mask is made for the first layer's length, so layers of other lengths have to read one token
     # at a time.
     lengths = {cache.get_seq_length(index) for index in range(len(kept))}
@@ -275,7 +276,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         ],
         "partial": {method: each.T.tolist() for method, each in score.items()},
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def draw(figure: Figure, series: dict[str, Any]) -> None:
@@ -294,9 +295,10 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     scale.axvline(series["digits"], color="grey", linestyle=":", linewidth=1, label="tokens of the number")
     scale.set_xscale("log", base=2)
     ticks = sorted({place["rL"] for place in places})
-    scale.set_xticks(ticks, [str(tick) for tick in ticks])
     finish(
         scale,
+        xticks=ticks,
+        xticklabels=ticks,
         ylim=(-0.02, 1.05),
         xlabel="rL, tokens kept of each partition (log scale)",
         ylabel="partial match",
@@ -306,12 +308,10 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         means = np.array(series["partial"][method]).mean(axis=1)
         variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
     variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
-    variants.set_xticks(
-        np.arange(len(places)) + 0.27,
-        [f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places],
-    )
     finish(
         variants,
+        xticks=np.arange(len(places)) + 0.27,
+        xticklabels=[f"L={place['lag_size']}\nr={place['keep_ratio']:g}" for place in places],
         ylim=(0, 1.05),
         ylabel="partial match, mean over prompts",
         title="LagKV, LocalKV and the L2 norm",

@@ -10,8 +10,17 @@ import torch
 from matplotlib.figure import Figure
 
 from evictionary.claims.claim import Findings, read_paper
-from evictionary.claims.pictures import band, finish
-from evictionary.claims.recording import Lab, Observed, Recording, Scale, as_array, of_texts, spread_by_layer
+from evictionary.claims.pictures import by_layer, finish
+from evictionary.claims.recording import (
+    Lab,
+    Observed,
+    Recording,
+    Scale,
+    as_array,
+    of_texts,
+    spread_by_layer,
+    stacked,
+)
 from evictionary.optimized import h2o, momentkv as fast, snapkv, streaming_llm
 from evictionary.optimized.selection import top_k
 from evictionary.reference import momentkv as paper, momentkv_theory as theory
@@ -21,10 +30,9 @@ PAPER = read_paper("momentkv")
 WINDOW = 32
 PROMPTS = 8
 EVERY = 3
+# What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its moment
+# residual (MI).
 BY_STEPS = ("attention", "value", "residual")
-"""What multiplies a token's attention in Algorithm 1: nothing, the norm of its value, or that of its
-moment residual (MI).
-"""
 SELECTIONS = {
     "random": "random",
     "recent": "recent + sinks",
@@ -179,35 +187,33 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
         return found
 
     last: dict[str, np.ndarray] = {}
-    every = list(map(measured, lengths))
-    # [prompts, layers, H_kv, G] each
-    found = {name: np.stack([each[name] for each in every]) for name in every[0]}
+    found = stacked(map(measured, lengths))  # [prompts, layers, H_kv, G] each
     main, ours = (
         f"h2o {scale.main_budget}",
         {name: found[f"momentkv: {name}"] for name in ("none", "zeroth", "first", "direction")},
     )
-    means = {f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")}
-    means |= {name: each.mean(axis=0) for name, each in ours.items()}
-    means |= {
-        f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")
+    of_layers: dict[str, Any] = {
+        **{f"h2o {budget}: {name}": np.mean for budget in scale.budgets for name in ("mass", "none")},
+        **{
+            f"{name}: {quantity}": np.median if quantity in SKEWED else np.mean
+            for name in SELECTIONS
+            for quantity in QUANTITIES
+        },
     }
-    means["amplification"] = np.median(found[f"{main}: gamma"], axis=(0, 2, 3))
-    for budget in scale.budgets:
-        means |= {
-            f"h2o {budget}: {name}": found[f"h2o {budget}: {name}"].mean(axis=(0, 2, 3))
-            for name in ("mass", "none")
-        }
-    for name in SELECTIONS:
-        for quantity in QUANTITIES:
-            middle = np.median if quantity in SKEWED else np.mean
-            means[f"{name}: {quantity}"] = middle(found[f"{name}: {quantity}"], axis=(0, 2, 3))
-    return means | last
+    return {
+        **{f"h2o: {name}": found[f"{main}: {name}"].mean(axis=0) for name in ("mass", "cosine", "none")},
+        **{name: each.mean(axis=0) for name, each in ours.items()},
+        **{f"{name} hurts": (ours[name] > ours["none"]).mean(axis=(0, 2, 3)) for name in ("zeroth", "first")},
+        "amplification": np.median(found[f"{main}: gamma"], axis=(0, 2, 3)),
+        **{name: middle(found[name], axis=(0, 2, 3)) for name, middle in of_layers.items()},
+        **last,
+    }
 
 
-def _last(prompt: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def _last(prompt: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The prompt's last query by KV head [layers, H_kv, G, D], its keys and its values."""
     queries, keys, values = map(as_array, (prompt[0][:, :, -1], *prompt[1:]))
-    return [queries.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys, values]
+    return queries.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys, values
 
 
 def _outcomes(
@@ -216,13 +222,14 @@ def _outcomes(
     """`errors` of each selection, and `corrections` of the named ones: [layers, H_kv, G] by "selection:
     quantity".
     """
-    query, keys, values = _last(prompt)
-    found: dict[str, np.ndarray] = {}
-    for name, mask in kept.items():
-        given = query, keys, values, as_array(mask) > 0
-        outcome = errors(*given) | (corrections(*given) if name in corrected else {})
-        found |= {f"{name}: {quantity}": value for quantity, value in outcome.items()}
-    return found
+    last = _last(prompt)
+    masks = {name: as_array(mask) > 0 for name, mask in kept.items()}
+    wholly = {name: corrections(*last, masks[name]) if name in corrected else {} for name in kept}
+    return {
+        f"{name}: {quantity}": value
+        for name, mask in masks.items()
+        for quantity, value in (errors(*last, mask) | wholly[name]).items()
+    }
 
 
 def _of_papers(prompt: Sequence[torch.Tensor], scale: Scale) -> dict[str, torch.Tensor]:
@@ -313,19 +320,17 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         size_of_change_in_half=np.abs(_ratio(found["half"], found["whole"]) - 1),
     )
     numbers.medians(amplification=found["amplification"], partition_ratio=np.exp(residual["gap"]))
-    numbers.add("share_of_layers_below_005", lambda mass: (mass.mean(axis=0) < 0.05).mean(), mass)
-    numbers.add("size_of_layer_cosine", lambda cosine: np.abs(cosine.mean(axis=0)).mean(), cosine)
-    numbers.add(
-        "share_of_layers_improved",
-        lambda first, none: (first.mean(axis=0) < none.mean(axis=0)).mean(),
-        first,
-        none,
-    )
-    numbers.add(
-        "reduction", lambda first, none: (1 - first.mean(axis=0) / none.mean(axis=0)).mean(), first, none
-    )
-    numbers.add("direction_of_worst_layer", lambda direction: direction.mean(axis=0).min(), direction)
-    numbers.add("worst_layer_hurt", lambda hurt: hurt.mean(axis=0).max(), hurt)
+    # what is said of the means of the layers over the texts
+    of_layers: dict[str, tuple[Any, ...]] = {
+        "share_of_layers_below_005": (lambda mass: (mass < 0.05).mean(), mass),
+        "size_of_layer_cosine": (lambda cosine: np.abs(cosine).mean(), cosine),
+        "share_of_layers_improved": (lambda first, none: (first < none).mean(), first, none),
+        "reduction": (lambda first, none: (1 - first / none).mean(), first, none),
+        "direction_of_worst_layer": (np.min, direction),
+        "worst_layer_hurt": (np.max, hurt),
+    }
+    for name, (statistic, *values) in of_layers.items():
+        numbers.add(name, lambda *each, of=statistic: of(*(one.mean(axis=0) for one in each)), *values)
     by_budget = {
         name: [float(found[f"h2o {each}: {name}"].mean()) for each in scale.budgets]
         for name in ("mass", "none")
@@ -347,7 +352,7 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
             name: {each: float(found[f"{name}: {each}"].mean()) for each in QUANTITIES} for name in SELECTIONS
         },
     }
-    return Findings(numbers, series)
+    return numbers, series
 
 
 def _ratio(one: np.ndarray, other: np.ndarray) -> np.ndarray:
@@ -358,19 +363,20 @@ def _ratio(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 def draw(figure: Figure, series: dict[str, Any]) -> None:
     """Draw the paper's picture; `shown` in its file says what is seen."""
     (mass, angle, budgets), (error, direction, hurt), (selections, gamma, spread) = figure.subplots(3, 3)
-    band(mass, series["mass"], "mean and 10 to 90 % of heads")
-    mass.axhline(0.08, color="grey", linestyle="--", linewidth=1)
-    finish(mass, xlabel="layer", ylabel="evicted mass w_E", title="H2O: attention on evicted tokens")
-    band(angle, series["cosine"], "mean and 10 to 90 % of heads")
-    angle.axhline(0, color="grey", linewidth=1)
-    finish(angle, xlabel="layer", ylabel="cos(f_R, f_E)", title="H2O: retained against evicted output")
-    for name in ("mass", "relative error"):
-        label = "evicted mass" if name == "mass" else name
-        budgets.plot(series["by_budget"]["budget"], series["by_budget"][name], marker="o", label=label)
+    for axes, name, level, ylabel, title in (
+        (mass, "mass", 0.08, "evicted mass w_E", "H2O: attention on evicted tokens"),
+        (angle, "cosine", 0, "cos(f_R, f_E)", "H2O: retained against evicted output"),
+        (direction, "direction", None, "cos(f_E, its approximation)", "direction of the approximated output"),
+    ):
+        by_layer(axes, {"mean and 10 to 90 % of heads": series[name]}, level, ylabel=ylabel, title=title)
+    sizes = series["by_budget"]["budget"]
+    for name, label in (("mass", "evicted mass"), ("relative error", "relative error")):
+        budgets.plot(sizes, series["by_budget"][name], marker="o", label=label)
     budgets.set_xscale("log", base=2)
-    budgets.set_xticks(series["by_budget"]["budget"], [str(each) for each in series["by_budget"]["budget"]])
     finish(
         budgets,
+        xticks=sizes,
+        xticklabels=sizes,
         xlabel="tokens kept in each head (log scale)",
         ylabel="mean over heads and layers",
         title="H2O: mass and error by budget",
@@ -384,28 +390,27 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         ylabel="mean relative error |f - output| / |f|",
         title="MomentKV's selection: error of the output",
     )
-    band(direction, series["direction"], "mean and 10 to 90 % of heads")
-    finish(
-        direction,
-        xlabel="layer",
-        ylabel="cos(f_E, its approximation)",
-        title="direction of the approximated output",
-    )
     hurt.bar(range(len(series["hurt"])), series["hurt"])
     hurt.set(xlabel="layer", ylabel="share of steps", title="where the correction makes it worse")
     names = list(series["by_selection"])
     places, drawn = np.arange(len(names)), series["by_selection"].values()
     for offset, (name, label) in enumerate((("none", "no correction"), ("first", "first order"))):
         selections.barh(places + 0.4 * offset, [each[name] for each in drawn], height=0.38, label=label)
-    selections.set_yticks(places + 0.2, [SELECTIONS[name] for name in names])
-    finish(selections, xlabel="mean relative error", title="each selection, with and without the correction")
+    finish(
+        selections,
+        yticks=places + 0.2,
+        yticklabels=[SELECTIONS[name] for name in names],
+        xlabel="mean relative error",
+        title="each selection, with and without the correction",
+    )
     for axes, name, label in (
         (gamma, "gamma", "median error / evicted mass"),
         (spread, "spread", "median sigma of E"),
     ):
         axes.barh(places, [each[name] for each in drawn])
-        axes.set_yticks(places, [])
         axes.set(
+            yticks=places,
+            yticklabels=[],
             xlabel=label,
             title=f"each selection: {'amplification' if name == 'gamma' else 'spread of the logits'}",
         )

@@ -2,7 +2,7 @@
 page.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +31,23 @@ def save(
         figure.savefig(path, metadata={"Software": None}, pil_kwargs={"optimize": True})
 
 
-def band(axes: Axes, lines: Sequence[Sequence[float]], label: str, **style: Any) -> None:
-    """Draw a line with a band around it over 0, 1, ..: `lines` are the low, middle and high value at each
-    place.
+def by_layer(
+    axes: Axes,
+    lines: Mapping[str, Sequence[Sequence[float]]],
+    level: float | None = None,
+    **named: Any,
+) -> None:
+    """A panel over the layers, with a line and a band around it for each label: the low, middle and high
+    value of each layer.
+
+    A grey line marks a level; `named` is what `finish` takes.
     """
-    low, middle, high = lines
-    places = range(len(middle))
-    (line,) = axes.plot(places, middle, label=label, **style)
-    axes.fill_between(places, low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    for label, (low, middle, high) in lines.items():
+        (line,) = axes.plot(middle, label=label)
+        axes.fill_between(range(len(middle)), low, high, color=line.get_color(), alpha=0.2, linewidth=0)
+    if level is not None:
+        axes.axhline(level, color="grey", linestyle="--" if level else "-", linewidth=1)
+    finish(axes, xlabel="layer", **named)
 
 
 def finish(axes: Axes, **named: Any) -> None:

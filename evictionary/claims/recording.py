@@ -160,24 +160,20 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
     )
     base: Any = model.base_model
     cos, sin = rotation(model, 0, torch.arange(input_ids.shape[1], device=input_ids.device))
-    layers = []
-    for index, (stored, block) in enumerate(zip(cache.layers, base.layers, strict=True)):
-        states = cache.recorded[index]
-        assert stored.keys is not None and stored.values is not None
-        weight, bias = _query_projection(block.self_attn, states["queries"].shape[1])
-        layers.append(
-            Layer(
-                states["queries"],
-                stored.keys,
-                stored.values,
-                states["hidden_states"],
-                weight,
-                bias,
-                output_projection(block.self_attn, stored.values),
-                cos,
-                sin,
-            )
+    every: Any = zip(cache.layers, base.layers, strict=True)
+    layers = [
+        Layer(
+            cache.recorded[index]["queries"],
+            stored.keys,
+            stored.values,
+            cache.recorded[index]["hidden_states"],
+            *_query_projection(block.self_attn, cache.recorded[index]["queries"].shape[1]),
+            output_projection(block.self_attn, stored.values),
+            cos,
+            sin,
         )
+        for index, (stored, block) in enumerate(every)
+    ]
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(split, split + (input_ids.shape[1] - split) // 2)
     residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
-from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim, Findings
+from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim
 from evictionary.claims.recording import Lab, Observed, Scale, record
 from evictionary.errors import did_you_mean, require
 from evictionary.evaluation import pages, run as evaluation
@@ -28,15 +28,8 @@ PAPERS: dict[str, ModuleType] = {
     module.__name__.rpartition(".")[2]: module
     for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
 }
+# The fields of a line of results.jsonl; model, paper, text and seed are its identity.
 FIELDS = ("model", "weights", "paper", "text", "seed", "scale", "versions", "cpu_seconds", "values")
-"""The fields of a line of results.jsonl; model, paper, text and seed are its identity."""
-
-
-class Unit(NamedTuple):
-    """What one process measures at a time: one text for some papers, or one batch for LagKV."""
-
-    seed: int
-    scale: Scale
 
 
 @dataclass(frozen=True)
@@ -74,21 +67,22 @@ class Plan(store.Plan):
             )
         )
 
-    def work(self) -> list[tuple[Unit, list[tuple[str, str]]]]:
-        units: dict[Any, tuple[Unit, list[tuple[str, str]]]] = {}
-        for paper, kind, seed in self.lines():
-            # the batches of LagKV first: they take longest
-            place = (paper != "lagkv", seed, "" if paper == "lagkv" else kind)
-            units.setdefault(place, (Unit(seed, self.scale), []))[1].append((paper, kind))
-        return [units[place] for place in sorted(units)]
+    def work(self) -> list[tuple[int, list[tuple[str, str]]]]:
+        """Seeds, each with the papers on one text, or with one batch for LagKV."""
+        # the batches of LagKV first: they take longest
+        units = store.grouped(
+            ((paper != "lagkv", seed, "" if paper == "lagkv" else kind), (paper, kind))
+            for paper, kind, seed in self.lines()
+        )
+        return [(place[1], units[place]) for place in sorted(units)]
 
     def own(self, lines: Sequence[store.Line]) -> list[store.Line]:
         """The lines of this plan, of those in a folder."""
         wanted = set(self.lines())
         return [line for line in lines if (line["paper"], line["text"], line["seed"]) in wanted]
 
-    def named(self, unit: Unit, part: tuple[str, str]) -> dict[str, Any]:
-        return {"paper": part[0], "text": part[1], "seed": unit.seed}
+    def named(self, unit: int, part: tuple[str, str]) -> dict[str, Any]:
+        return {"paper": part[0], "text": part[1], "seed": unit}
 
     @classmethod
     def identify(cls, line: store.Line) -> str:
@@ -107,16 +101,17 @@ class Plan(store.Plan):
                     told = f"measurements with {key} {got}, wanted a folder of its own for {key} {wanted}"
                     require(got == wanted, f"output: {folder} holds {told}")
 
-    def measure(self, unit: Unit, parts: Sequence[tuple[str, str]]) -> Iterator[store.Line]:
+    def measure(self, unit: int, parts: Sequence[tuple[str, str]]) -> Iterator[store.Line]:
         """Measure papers on one text, or LagKV on all kinds of text."""
         start = time.process_time()
-        lab = Lab(*evaluation.loaded(self.model), unit.scale, unit.seed)
+        lab = Lab(*evaluation.loaded(self.model), self.scale, unit)
         common = {
             "model": self.model,
             "weights": Path(str(lab.model.config.name_or_path)).name,
-            "seed": unit.seed,
+            "seed": unit,
+            "scale": _rounded(asdict(self.scale)),
+            "versions": versions(),
         }
-        common |= {"scale": _rounded(asdict(unit.scale)), "versions": versions()}
         for (paper, kind), values in zip(parts, _observed(lab, parts), strict=True):
             now = time.process_time()
             yield {
@@ -156,11 +151,11 @@ def check_claims(
         return claims
     known = [claim.id for each in claims.values() for claim in each]
     require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
-    kept = {
-        paper: [claim for claim in each if any(_is_named(claim.id, name) for name in only)]
+    return {
+        paper: named
         for paper, each in claims.items()
+        if (named := [claim for claim in each if any(_is_named(claim.id, name) for name in only)])
     }
-    return {paper: each for paper, each in kept.items() if each}
 
 
 def _is_named(id: str, name: str) -> bool:
@@ -212,26 +207,27 @@ def _paper(plan: Plan, name: str, lines: Sequence[store.Line]) -> dict[str, Any]
         if line["paper"] == name
     )
     observed = [Observed(plan.texts[kind], values) for kind, _, values in mine]
-    findings: Findings = PAPERS[name].conclude(plan.scale, observed)
+    numbers, series = PAPERS[name].conclude(plan.scale, observed)
     claims = [
         {
             **{key: getattr(claim, key) for key in ("id", "source", "statement", "measured", "rule")},
-            "verdict": claim.verdict(findings.numbers),
-            "changes": claim.changes(findings.numbers),
+            "verdict": claim.verdict(numbers),
+            "changes": claim.changes(numbers),
             "texts": len(observed),
             "deciding": {each.text: each.number for each in (*claim.possible_if, *claim.holds_if)},
-            "numbers": {number: _rounded(asdict(findings.numbers[number])) for number in claim.numbers},
+            "numbers": {number: _rounded(asdict(numbers[number])) for number in claim.numbers},
         }
         for claim in plan.claims[name]
     ]
-    named = {
+    return {
         "paper": name,
         "title": paper.title,
         "arxiv": paper.arxiv,
         "picture": f"{name}.png",
         "shown": paper.shown,
+        "claims": claims,
+        "series": _rounded(series),
     }
-    return {**named, "claims": claims, "series": _rounded(findings.series)}
 
 
 def _rounded(value: Any) -> Any:

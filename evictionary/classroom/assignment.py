@@ -87,11 +87,12 @@ class Assignment:
         """The constants of one student: drawn from the id, the same each time, from the values that
         assignment.toml lists.
         """
-        drawn = {}
-        for name, values in self.constants.items():
+
+        def drawn(name: str) -> int:
             digest = hashlib.sha256(f"{self.name}/{name}/{student}".encode()).digest()
-            drawn[name] = values[int.from_bytes(digest[:8], "big") % len(values)]
-        return drawn
+            return int.from_bytes(digest[:8], "big")
+
+        return {name: values[drawn(name) % len(values)] for name, values in self.constants.items()}
 
     def starter_for(self, student: str | None) -> str:
         """The starter file; with a student's id, the defaults of its functions are that student's

@@ -370,6 +370,7 @@ def _shown(bank: dict[str, Mutant], row: Row) -> set[str]:
         return {name for name, mutant in bank.items() if not np.array_equal(mutant.function(*row), right)}
 
 
+# The checks that an assignment.toml may name; a function makes one for a student's step.
 CHECKS: dict[str, Check | Callable[..., Check]] = {
     "constants": _constants,
     "overflow": Check(
@@ -418,4 +419,3 @@ CHECKS: dict[str, Check | Callable[..., Check]] = {
     ),
     "rows": _rows,
 }
-"""The checks that an assignment.toml may name; a function makes one for a student's step."""

@@ -135,9 +135,13 @@ class Child:
         self.is_late = False
 
     def __enter__(self) -> "Child":
-        environment = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": str(self.path.parent)}
-        environment |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-        environment |= {"TRITON_INTERPRET": "1"} if self.setup["interpret"] else {}
+        environment = {
+            "PATH": "/usr/bin:/bin",
+            "LANG": "C.UTF-8",
+            "HOME": str(self.path.parent),
+            **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+            **({"TRITON_INTERPRET": "1"} if self.setup["interpret"] else {}),
+        }
         self.remote = Remote(
             "the process",
             [sys.executable, "-I", "-S", "-B", worker.__file__, self.site, wire.__file__, sandbox.__file__],

@@ -27,6 +27,7 @@ from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import clean, visible
 from evictionary.classroom.judgement import Judgement, Line, empty
 from evictionary.errors import UsageError, did_you_mean, require, usage
+from evictionary.store import grouped
 
 
 @dataclass(frozen=True)
@@ -137,10 +138,8 @@ def _judge(order: Order, assignment: Assignment, source: bytes, constants: dict[
 
 
 def _failed(order: Order, error: Exception) -> Judgement:
-    why = (
-        f"the grader itself failed, which is not the student's doing: {type(error).__name__}: {clean(error)}"
-    )
-    return empty(order.loaded, why)
+    why = "the grader itself failed, which is not the student's doing"
+    return empty(order.loaded, f"{why}: {type(error).__name__}: {clean(error)}")
 
 
 def _settings(order: Order, student: str, path: submissions.Handed) -> tuple[dict[str, Any], list[str]]:
@@ -350,10 +349,7 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """The result of the class: the distribution of points, how many pass each step, the most frequent
     misconceptions.
     """
-    steps: dict[str, Counter[str]] = {}
-    for grade in grades:
-        for line in grade["lines"]:
-            steps.setdefault(line["name"], Counter())[line["verdict"]] += 1
+    steps = grouped((line["name"], line["verdict"]) for grade in grades for line in grade["lines"])
     ids = Counter(grade["personal_id"] for grade in grades)
     names = Counter(_alike(grade["student"]) for grade in grades)
     mistakes = Counter(
@@ -368,7 +364,7 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "alike": sorted(grade["student"] for grade in grades if names[_alike(grade["student"])] > 1),
         "notes": {grade["student"]: grade["notes"] for grade in grades if grade["notes"]},
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
-        "steps": {name: dict(counts) for name, counts in steps.items()},
+        "steps": {name: dict(Counter(verdicts)) for name, verdicts in steps.items()},
         "walls_missing": sorted(
             {name for grade in grades for name, stands in grade["walls"].items() if not stands}
         ),

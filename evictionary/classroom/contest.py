@@ -17,7 +17,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.classroom.child import Child, StudentError
 from evictionary.classroom.judgement import Judgement, Run
 from evictionary.errors import require
-from evictionary.evaluation import passkey
+from evictionary.evaluation import passkey, tasks
 from evictionary.evaluation.questions import Answer, ask, prefill
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load
@@ -76,7 +76,8 @@ def run_method(method: Any, text: Text, options: dict[str, Any] | None = None) -
     answer = ask(model, tokenizer, compressed, text.prompt.question_ids, 12)
     whole = text.answer.hidden_states.double()
     error = torch.linalg.norm(whole - answer.hidden_states.double()) / torch.linalg.norm(whole)
-    return Measured(text.prompt.is_right(answer.text), float(error))
+    is_right = tasks.score_number(text.prompt.answer, answer.text).exact == 1
+    return Measured(is_right, float(error))
 
 
 wrong = partial(StudentError, "Wrong scores", place="")

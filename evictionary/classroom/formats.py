@@ -54,9 +54,8 @@ def gradescope(grade: dict[str, Any]) -> str:
             "schema": grade["schema"],
             "graded_at": grade["graded_at"],
         },
+        **({"leaderboard": grade["leaderboard"]} if grade["leaderboard"] else {}),
     }
-    if grade["leaderboard"]:
-        content["leaderboard"] = grade["leaderboard"]
     validator("gradescope").validate(content)
     return json.dumps(content, indent=1) + "\n"
 
@@ -158,8 +157,8 @@ def markdown(grade: dict[str, Any]) -> str:
             fence,
             visible(first["message"]).replace(fence, ""),
             fence,
+            *(["", f"To read: {first['read']}."] if first["read"] else []),
         ]
-        lines += ["", f"To read: {first['read']}."] if first["read"] else []
     return "\n".join(lines) + "\n"
 
 

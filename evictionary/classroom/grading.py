@@ -115,14 +115,10 @@ def _contest() -> types.ModuleType:
 
 def lacking(assignment: Assignment) -> str:
     """Which library this machine lacks for the assignment and how to get it, or an empty string."""
-    for module in (
-        ("torch", "triton") if assignment.interpret else ("torch",) if assignment.library == "torch" else ()
-    ):
-        if importlib.util.find_spec(module) is None:
-            return (
-                f"this machine has no {module}, which the assignment needs: pip install 'evictionary[torch]'"
-            )
-    return ""
+    needed = ["torch"] * (assignment.library == "torch") + ["triton"] * assignment.interpret
+    missing = next((module for module in needed if importlib.util.find_spec(module) is None), "")
+    advice = "which the assignment needs: pip install 'evictionary[torch]'"
+    return f"this machine has no {missing}, {advice}" if missing else ""
 
 
 def blocked(assignment: Assignment) -> str:
@@ -236,16 +232,16 @@ class ByLaws(Run):
 
     def judge_steps(self, result: Judgement, explained: bool) -> None:
         """Judge the steps in their order, each where those that it needs have passed."""
-        self.explained, verdicts = explained, dict[str, str]()
+        self.explained = explained
         for step, line in zip(self.assignment.steps, result.lines, strict=True):
-            missing = [name for name in step.needs if verdicts.get(name) != "passed"]
+            passed = {each.name for each in result.lines if each.verdict == "passed"}
+            missing = [name for name in step.needs if name not in passed]
             if step.check == compiled.DEVICE and not compiled.folder():
                 line.verdict, line.reason = "blocked", NO_EXECUTOR
             elif missing:
                 line.reason = f"needs {', '.join(missing)} first"
             elif not self.unloadable:
                 self.judge(step, line, result)
-            verdicts[step.name] = line.verdict
         if self.unloadable:
             for line in (each for each in result.lines if not each.laws):
                 line.verdict, line.reason = "not judged yet", "needs a file that can be loaded"
@@ -349,9 +345,11 @@ class ByLaws(Run):
         _last_the_one_that_failed(implementation.calls, implementation.dtype)
         parts = report.said(law, implementation, told, matches)
         # A student cannot open the grader's own files, nor run its own laws.
-        hidden = {"raised in"} if "classroom/" in dict(parts).get("raised in", "") else set[str]()
-        hidden |= {"this law alone"} if law.name.startswith(checks.OWN) else set()
-        shown = [(name, text) for name, text in parts if name not in hidden]
+        is_hidden = {
+            "raised in": "classroom/" in dict(parts).get("raised in", ""),
+            "this law alone": law.name.startswith(checks.OWN),
+        }
+        shown = [(name, text) for name, text in parts if not is_hidden.get(name)]
         line.message = plain(report.told(law, implementation, shown))
         if law.kind == REFUSAL and isinstance(told, StudentError) and not matches:
             line.message += WANTED

@@ -2,6 +2,7 @@
 
 import hashlib
 import importlib
+import importlib.util
 import types
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -110,10 +111,8 @@ class Run:
 
 def reference(stem: str) -> types.ModuleType:
     """The module of the reference, or an empty module for a method without a paper."""
-    try:
-        return importlib.import_module(f"evictionary.reference.{stem}")
-    except ModuleNotFoundError:
-        return types.ModuleType(stem)
+    name = f"evictionary.reference.{stem}"
+    return importlib.import_module(name) if importlib.util.find_spec(name) else types.ModuleType(stem)
 
 
 def named(stem: str) -> Callable[[str, dict[str, Any]], Any]:

@@ -47,12 +47,8 @@ def student_of(path: Path) -> str:
     """The student's id: the name of the file or folder without its ending; a name that cannot be an id
     gets a digest of its own.
     """
-    name = path.name
-    if not path.is_dir():
-        name = next(
-            (name.removesuffix(ending) for ending in (*ENDINGS, *MISTAKEN) if name.endswith(ending)),
-            path.stem,
-        )
+    ending = next((each for each in (*ENDINGS, *MISTAKEN) if path.name.endswith(each)), path.suffix)
+    name = path.name if path.is_dir() else path.name.removesuffix(ending)
     if is_id(name):
         return name
     # Old archives leave names that are not valid UTF-8; students choose others to disturb the grader.
@@ -161,21 +157,15 @@ def oddities(source: bytes) -> list[str]:
         encoding = tokenize.detect_encoding(io.BytesIO(source).readline)[0]
     except SyntaxError:  # an encoding that Python does not know; the file does not load either
         return []
-    told = []
-    if encoding not in ("utf-8", "utf-8-sig"):
-        told.append(
-            f"the file is in {clean(encoding, 40)}, not in UTF-8: what a reader sees as a comment may be code"
-        )
-    marks = {
-        f"U+{ord(each):04X}"
-        for each in source.decode("utf-8", "ignore")
-        if unicodedata.bidirectional(each) in TURNING
+    text = source.decode("utf-8", "ignore")
+    marks = sorted({f"U+{ord(each):04X}" for each in text if unicodedata.bidirectional(each) in TURNING})
+    coding, order = f"in {clean(encoding, 40)}, not in UTF-8", "change the order in which its text is shown"
+    is_odd = {
+        f"the file is {coding}: what a reader sees as a comment may be code": encoding
+        not in ("utf-8", "utf-8-sig"),
+        f"the file has marks that {order}: {', '.join(marks)}": bool(marks),
     }
-    if marks:
-        told.append(
-            f"the file has marks that change the order in which its text is shown: {', '.join(sorted(marks))}"
-        )
-    return told
+    return [told for told, holds in is_odd.items() if holds]
 
 
 def _read_file(path: Path) -> bytes:

@@ -78,14 +78,15 @@ def tasks() -> list[dict[str, Any]]:
     """The definition of each function that takes free arrays and numbers and gives one array, as
     flashinfer-bench has it.
     """
-    impl, found = load("reference"), []
-    for path in contract_functions():
-        arguments = memory.arguments_of(impl, path, NAMED)
-        if arguments is not None and set(arguments) <= FREE:
-            answer = oracle(path)(**arguments)
-            if isinstance(answer, np.ndarray):
-                found.append(_definition(path, arguments, answer))
-    return found
+    impl = load("reference")
+    asked = {path: memory.arguments_of(impl, path, NAMED) for path in contract_functions()}
+    free = {path: given for path, given in asked.items() if given is not None and set(given) <= FREE}
+    answers = {path: oracle(path)(**given) for path, given in free.items()}
+    return [
+        _definition(path, free[path], answer)
+        for path, answer in answers.items()
+        if isinstance(answer, np.ndarray)
+    ]
 
 
 def _definition(path: str, arguments: dict[str, Any], answer: np.ndarray) -> dict[str, Any]:

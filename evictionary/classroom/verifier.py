@@ -282,25 +282,23 @@ def told(run: Untrusted) -> dict[str, Any]:
     hold = [name for name, each in run.outcomes.items() if {*each} == {HOLDS}]
     fail = [name for name, each in run.outcomes.items() if FAILS in each]
     left_out = {name: each[0] for name, each in run.outcomes.items() if name not in (*hold, *fail)}
-    reasons = dict(run.reasons)
-    if later := [name for name in fail if name in counted and run.outcomes[name][0] == HOLDS]:
-        reasons["later"] = (
-            f"{len(later)} laws hold at first and fail afterwards: the code is right for a while or for some "
-            "inputs"
-        )
-    if run.tried:
-        meanings = {
-            each: next(told for begun, told in MEANINGS.items() if each.startswith(begun))
-            for each in sorted(run.tried)
-        }
-        reasons["tried"] = "; ".join(f"{told}: {each}" for each, told in meanings.items())
     asked = [name for name in counted if name not in left_out or left_out[name] == ENDED]
     failing = [name for name in fail if name in counted]
-    if failing:
-        reasons["laws"] = f"{len(failing)} of {len(asked)} laws fail"
-    elif not reasons and not {*run.functions} <= {
-        path for name in hold if name in known for path in known[name].functions
-    }:
+    later = [name for name in failing if run.outcomes[name][0] == HOLDS]
+    tried = (
+        f"{next(told for begun, told in MEANINGS.items() if each.startswith(begun))}: {each}"
+        for each in sorted(run.tried)
+    )
+    for_some = "the code is right for a while or for some inputs"
+    said = {
+        **run.reasons,
+        "later": f"{len(later)} laws hold at first and fail afterwards: {for_some}" if later else "",
+        "tried": "; ".join(tried),
+        "laws": f"{len(failing)} of {len(asked)} laws fail" if failing else "",
+    }
+    reasons = {name: text for name, text in said.items() if text}
+    held = {path for name in hold if name in known for path in known[name].functions}
+    if not reasons and not {*run.functions} <= held:
         reasons["laws"] = f"no law of one of {', '.join(run.functions)} was asked"
     correct, cheats = not reasons, {"tried", "remembered", "time"} & {*reasons}
     score = 0.0 if cheats or not asked else sum(name in hold for name in asked) / len(asked)

@@ -1,4 +1,4 @@
-"""The command `evictionary`: collects the subcommands; each is in a file of its own that imports no other."""
+"""The command `evictionary`: collects the subcommands, from files that do not import one another."""
 
 import inspect
 import os
@@ -13,15 +13,12 @@ from evictionary.cli import (
     claims,
     classroom,
     contract,
-    data,
     demo,
     evaluate,
-    export,
     judge,
     methods,
     run,
     study,
-    tasks,
     vectors,
     verify,
 )
@@ -53,9 +50,9 @@ def main(
 
 # The panels of the help, and the files of the commands in each.
 PANELS = {
-    "Validate": (judge, verify, contract, vectors, tasks),
-    "Run": (methods, demo, run, export, calibrate),
-    "Measure": (evaluate, data, study, claims),
+    "Validate": (judge, verify, contract, vectors),
+    "Run": (methods, demo, run, calibrate),
+    "Measure": (evaluate, study, claims),
     "Teach": (classroom,),
 }
 _PANEL_OF = {file.__name__: panel for panel, files in PANELS.items() for file in files}

@@ -152,18 +152,10 @@ def extra_with(module: str) -> str | None:
     """The extra of this distribution that installs a module, or None where no extra does."""
     from packaging.requirements import Requirement
 
-    for text in metadata.requires("evictionary") or []:
-        requirement = Requirement(text)
-        if requirement.name == module.split(".")[0] and requirement.marker:
-            return next(
-                (
-                    extra
-                    for extra in ("torch", "model", "cluster")
-                    if requirement.marker.evaluate({"extra": extra})
-                ),
-                None,
-            )
-    return None
+    required = map(Requirement, metadata.requires("evictionary") or [])
+    markers = (each.marker for each in required if each.name == module.split(".")[0] and each.marker)
+    extras = ((extra, marker) for marker in markers for extra in ("torch", "model", "cluster"))
+    return next((extra for extra, marker in extras if marker.evaluate({"extra": extra})), None)
 
 
 def escaped(error: object) -> str:
@@ -177,12 +169,10 @@ def names_in(texts: list[str] | None) -> list[str] | None:
 
 def options_in(pairs: list[str]) -> dict[str, Any]:
     """The options of a method, from texts name=value. Raises UsageError for another text."""
-    options = {}
-    for pair in pairs:
-        name, equals, value = pair.partition("=")
-        require(equals and name.strip(), f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
-        options[name.strip()] = value.strip()
-    return options
+    parts = [[part.strip() for part in pair.partition("=")] for pair in pairs]
+    for pair, (name, equals, _) in zip(pairs, parts, strict=True):
+        require(equals and name, f"--option: got {pair!r}, wanted name=value, such as lag_size=128")
+    return {name: value for name, _, value in parts}
 
 
 def text_of(argument: str, path: Path) -> str:
@@ -244,8 +234,8 @@ def require_folder(output: Path) -> None:
     require(can_write_into(existing), f"--output: got {output}, wanted a folder that can be written, or made")
 
 
+# The least time between two lines of progress in a log file, which shows no bar.
 LOG_SECONDS = 30.0
-"""The least time between two lines of progress in a log file, which shows no bar."""
 
 
 @contextmanager

@@ -230,13 +230,9 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: boo
     import pytest
 
     alone = [
-        f"--rootdir={laws.parent}",
-        f"--config-file={os.devnull}",
-        "--assert=plain",
-        "-p",
-        "no:cacheprovider",
+        *(f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain"),
+        *("-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.plugin"),
     ]
-    alone += ["-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.plugin"]
     if not quiet:
         # the verdict is the result, and exit_codes sends what a command prints to standard error
         sys.stdout = sys.__stdout__

@@ -4,6 +4,7 @@ from rich.table import Table
 
 from evictionary.cli.console import AsJson, app, show
 
+# The names that may follow a method's name after a +.
 ADDITIONS = {
     "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
     "cake": "an allocator for any method with scores: layers whose attention spreads and moves get more",
@@ -12,7 +13,6 @@ ADDITIONS = {
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
     "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
 }
-"""The names that may follow a method's name after a +."""
 
 
 @app.command(epilog="Example: [bold]evictionary methods --json[/]")

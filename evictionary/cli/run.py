@@ -1,4 +1,4 @@
-"""The command `evictionary run`."""
+"""The commands `evictionary run` and `evictionary export`: a method inside a model."""
 
 import time
 from pathlib import Path
@@ -102,10 +102,9 @@ def run(
         caches = {
             chosen.name: EvictingCache(
                 loaded, chosen, compression_ratio, options, budget, every=every, seed=seed
-            )
+            ),
+            **({FULL: EvictingCache(loaded, method=None)} if full else {}),
         }
-        if full:
-            caches[FULL] = EvictingCache(loaded, method=None)
         answers: dict[str, list[str]] = {name: [] for name in caches}
         seconds: dict[str, dict[str, float]] = {}
         with progress() as (plan, advance):
@@ -153,15 +152,52 @@ def run(
         f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB",
         *took,
         Text(note or "", "yellow"),
+        *(
+            part
+            for one in both
+            for part in (
+                Text(f"\n{one['question']}", "bold"),
+                Text(f"full cache: {one['full_answer']}" if full else "", "dim"),
+                Text(f"{chosen.name}: {one['answer']}" if full else one["answer"]),
+            )
+        ),
     ]
-    for one in both:
-        full_answer = Text(f"full cache: {one['full_answer']}" if full else "", "dim")
-        told += [
-            Text(f"\n{one['question']}", "bold"),
-            full_answer,
-            Text(f"{chosen.name}: {one['answer']}" if full else one["answer"]),
-        ]
     show(as_json, found, told, soft_wrap=True)
+
+
+@app.command(
+    epilog="Example: [bold]evictionary export evicting --method keydiff --budget 512[/], then "
+    '[bold]model.generate(**inputs, custom_generate="evicting", trust_remote_code=True)[/]'
+)
+def export(
+    folder: Annotated[Path, typer.Argument(help="The folder to write; the folder of a model will do.")],
+    method: Annotated[
+        str, typer.Option(help="A method's name, or a composition: snapkv+ada_kv, keydiff+moments.")
+    ] = "keydiff",
+    compression_ratio: Ratio = 0.5,
+    budget: Budget = None,
+    option: Options = None,
+    every: Annotated[
+        int | None,
+        whole_number(
+            "Compress again after this many new tokens, such as 64; by default only the prompt is "
+            "compressed, "
+            "with momentkv each token."
+        ),
+    ] = None,
+    seed: RandomSeed = 0,
+) -> None:
+    """Write a folder for model.generate(custom_generate=FOLDER): plain transformers code can use it
+    unchanged.
+    """
+    with exit_codes(extra="model"):
+        require_seed(seed)
+        from evictionary.cache.export import export as write
+
+        path = write(
+            folder, method, compression_ratio, options_in(option or []), budget, every=every, seed=seed
+        )
+    typer.echo(str(path))
 
 
 def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
@@ -177,14 +213,12 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
     if chosen.is_per_query:
         return f"{chosen.name} evicts nothing: later tokens attend to about {asked} of {length} tokens each"
     if cache.tokens_kept < length:
-        own = "own_budget" in chosen.traits
-        why = (
-            "it sets its own budget"
-            if own
-            else "no partition is shared, and the sinks and the last partition stay whole"
-        )
-        if not own and "recursive" not in chosen.traits:
-            why = "what it protects, or reads in one block, is more than that"
+        reasons = {
+            "own_budget": "it sets its own budget",
+            "recursive": "no partition is shared, and the sinks and the last partition stay whole",
+        }
+        whole = "what it protects, or reads in one block, is more than that"
+        why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), whole)
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
     reason = chosen.why_nothing_removed(length, cache.options)
     known = ", ".join(f"{name}={value}" for name, value in (chosen.options | cache.options).items())

@@ -11,8 +11,8 @@ from typing import Any
 
 from evictionary.errors import did_you_mean, require, require_known
 
+# The functions that a cache calls: a starter file of a method has those of them that the method has.
 CALLED = ("score", "select", "compress", "attend", "budgets")
-"""The functions that a cache calls: a starter file of a method has those of them that the method has."""
 
 
 def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> list[Path]:

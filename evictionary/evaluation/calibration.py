@@ -4,7 +4,6 @@ queries.
 
 import contextlib
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -15,10 +14,9 @@ from evictionary.errors import UsageError, require
 from evictionary.evaluation.questions import prefill
 from evictionary.methods.catalogue import REPLAYED
 
+# Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
+# read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 tokens.
 LEAST, MOST, PART = 256, 4096, 1024
-"""Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
-read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 tokens.
-"""
 
 
 def of_text(
@@ -42,11 +40,12 @@ def of_text(
     with EvictingCache(model, None, record=("queries",)) as cache:
         prefill(model, ids, cache)
     positions = torch.arange(ids.shape[1], device=model.device)
-    found: dict[int, Any] = {}
-    for layer, recorded in cache.recorded.items():
-        found[layer] = calibration.of_states(
+    found = {
+        layer: calibration.of_states(
             model, layer, recorded["queries"], positions, cache.layers[layer].keys, positions
         )
+        for layer, recorded in cache.recorded.items()
+    }
     # a model that cannot read a text twice, or whose output projection is not known, has no surrogate
     with contextlib.suppress(UsageError):
         readings = []

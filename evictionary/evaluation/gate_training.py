@@ -29,8 +29,8 @@ from evictionary.store import Progress, replaced
 
 SCHEMA = "evictionary/gate-training/1"
 TASKS = ("passkey7", "passkey64")
+# The most tokens of an answer: 64 digits and a space, in a tokenizer of bytes.
 ANSWER = 65
-"""The most tokens of an answer: 64 digits and a space, in a tokenizer of bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class GatedModel:
             ]
         finally:
             stop()
-        return states.to(_at_least_float32(states.dtype))
+        return states.to(torch.promote_types(states.dtype, torch.float32))
 
     # called by the attention of model_hooks.py
 
@@ -153,8 +153,9 @@ class GatedModel:
         each = gates.repeat_interleave(full.shape[2] // self.num_kv_heads)[:, None]
         return each * full + (1 - each) * streaming, None
 
-    def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
-    def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
+    def see(self, *told: Any, **named: Any) -> None: ...
+
+    see_hidden_states = see_end = see
 
 
 def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTrainedModel) -> torch.Tensor:
@@ -166,10 +167,6 @@ def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTra
     visible = (ago >= 0) & ((ago < recent_size) | (places < sink_size))
     mask = torch.zeros(length, length, dtype=model.dtype, device=model.device)
     return mask.masked_fill(~visible, torch.finfo(model.dtype).min)[None, None]
-
-
-def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
 
 
 def prompt(tokenizer: Any, recipe: Recipe, step: int) -> tuple[torch.Tensor, int]:
@@ -212,9 +209,8 @@ def train(
     )
     for task in TASKS:  # the shortest prompt is refused now, not at the step that draws it
         tasks.get(task).make(tokenizer, recipe.shortest, recipe.seed)
-    gates = torch.ones(
-        len(gated.layers), gated.num_kv_heads, dtype=_at_least_float32(model.dtype), device=model.device
-    )
+    wide = torch.promote_types(model.dtype, torch.float32)
+    gates = torch.ones(len(gated.layers), gated.num_kv_heads, dtype=wide, device=model.device)
     optimizer = torch.optim.Adam([gates])
     curve: list[tuple[float, float]] = []
     settings = {"schema": SCHEMA, "model": file.fingerprint(model), "recipe": dataclasses.asdict(recipe)}

@@ -27,13 +27,13 @@ from kvpress.presses.base_press import BasePress
 from kvpress.utils import get_prerope_query_states
 from transformers.models.llama.modeling_llama import rotate_half
 
-from evictionary.errors import UsageError, require
+from evictionary.errors import require, usage
 from evictionary.methods import catalogue
 from evictionary.methods.method import Request
 from evictionary.methods.resolve import resolve
 
+# The inputs that a press has; calibrations and a second reading of the prompt are none of them.
 GIVEN = catalogue.SHARED.keys() - catalogue.REPLAYED - {"moments"}
-"""The inputs that a press has; calibrations and a second reading of the prompt are none of them."""
 
 
 @dataclass
@@ -121,8 +121,6 @@ def score_of(press: Any, queries: Any, keys: Any, values: Any) -> torch.Tensor:
     queries, keys, values = (torch.as_tensor(each) for each in (queries, keys, values))
     module = layer(queries.shape[1], keys.shape[1], queries.shape[3])
     hidden, turns = unturned(queries)
-    try:
+    told = f"press: got {type(press).__name__}, wanted one that reads queries, keys and values alone"
+    with usage(told, AttributeError, NotImplementedError):
         return press.score(module, hidden, keys, values, None, {"position_embeddings": turns})
-    except (AttributeError, NotImplementedError) as error:
-        told = f"press: got {type(press).__name__}, wanted one that reads queries, keys and values alone"
-        raise UsageError(f"{told}: {error}") from error

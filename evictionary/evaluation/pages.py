@@ -16,10 +16,12 @@ def render(template: str, **values: Any) -> str:
     environment = Environment(
         loader=PackageLoader("evictionary"), autoescape=select_autoescape(["html"]), trim_blocks=True
     )
-    environment.filters["short"] = "{:.3g}".format
-    environment.filters["end"] = lambda end: "none" if end is None else f"{end:.3g}"
-    environment.filters["range"] = _range
-    environment.filters["interval"] = interval
+    environment.filters |= {
+        "short": "{:.3g}".format,
+        "end": lambda end: "none" if end is None else f"{end:.3g}",
+        "range": _range,
+        "interval": interval,
+    }
     return environment.get_template(template).render(**values)
 
 

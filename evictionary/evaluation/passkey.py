@@ -11,8 +11,8 @@ import torch
 from evictionary.errors import require
 from evictionary.evaluation.questions import tokenize
 
+# Where the number stands, as a fraction of the text.
 DEPTHS = (0.1, 0.3, 0.5, 0.7, 0.9)
-"""Where the number stands, as a fraction of the text."""
 
 PLACES = (
     "harbour",
@@ -55,10 +55,9 @@ SKIES = (
 INTRODUCTION = "A secret number is hidden in the following text. Find it and remember it."
 NEEDLE = "The secret number is {0}. Remember it: {0} is the secret number."
 QUESTION = "What is the secret number mentioned in the text? Answer with the number only."
+# The words with which the model begins its answer by itself; starting after them halves the tokens to
+# generate.
 ANSWER_START = "The secret number mentioned in the text is"
-"""The words with which the model begins its answer by itself; starting after them halves the tokens to
-generate.
-"""
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,7 @@ class Passkey:
     context_ids: torch.Tensor
     question_ids: torch.Tensor
     answer: str
-    depth: float
     needle: tuple[int, int]
-
-    def is_right(self, text: str) -> bool:
-        """Whether the seven digits appear in the answer; thousands separators and spaces are ignored."""
-        return self.answer in text.replace(",", "").replace(" ", "")
 
 
 def filler(draw: random.Random) -> str:
@@ -115,7 +109,7 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     needle = NEEDLE.format(answer)
     text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
-    return Passkey(context_ids, question_ids, answer, depth, locate(tokenizer, context_ids, needle))
+    return Passkey(context_ids, question_ids, answer, locate(tokenizer, context_ids, needle))
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:

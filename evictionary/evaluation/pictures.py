@@ -1,7 +1,6 @@
 """Pictures of which tokens survive in each layer and head."""
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 from matplotlib.colors import ListedColormap
@@ -9,6 +8,7 @@ from matplotlib.figure import Figure
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.evaluation.pages import drawn, inline
+from evictionary.store import grouped
 
 KEPT_COLOUR = "#2f7fc1"
 NEEDLE_COLOUR = "#e0662b"
@@ -39,14 +39,14 @@ def survivors(cache: EvictingCache) -> np.ndarray:
 
 def panels(pictures: list[Picture]) -> list[dict[str, str]]:
     """For each method a label, the removed fractions, and one figure with its pictures as a data URL."""
-    found = []
-    for label, group in groupby(pictures, key=lambda picture: picture.label):
-        own = list(group)
-        figure = inline(drawn(survival_figure(own), "svg"))
-        found.append(
-            {"label": label, "removed": ", ".join(picture.asked for picture in own), "image": figure}
-        )
-    return found
+    return [
+        {
+            "label": label,
+            "removed": ", ".join(picture.asked for picture in own),
+            "image": inline(drawn(survival_figure(own), "svg")),
+        }
+        for label, own in grouped((picture.label, picture) for picture in pictures).items()
+    ]
 
 
 def survival_figure(pictures: list[Picture]) -> Figure:

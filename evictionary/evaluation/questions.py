@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -98,10 +99,7 @@ def ask(
             question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True
         )
         hidden_states = output.hidden_states[-1][0]
-        while True:
-            following = int(output.logits[0, -1].argmax())
-            if following in stops:
-                break
+        while (following := int(output.logits[0, -1].argmax())) not in stops:
             token_ids.append(following)
             if len(token_ids) == max_new_tokens:
                 break
@@ -129,13 +127,12 @@ def likelihood(
     number = answer_ids.shape[1]
     tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(model.device)
     _require_room(model, cache, tokens.shape[1])
-    logits = []
     with _left_alone(cache) as borrowed:
-        for block in tokens.split(block_size or tokens.shape[1], dim=1):
-            read = model(
-                block, past_key_values=borrowed, use_cache=True, logits_to_keep=min(number, block.shape[1])
-            )
-            logits.append(read.logits[0].float())
+        read = partial(model, past_key_values=borrowed, use_cache=True)
+        logits = [
+            read(block, logits_to_keep=min(number, block.shape[1])).logits[0].float()
+            for block in tokens.split(block_size or tokens.shape[1], dim=1)
+        ]
     last = torch.cat(logits)[-number:]
     right = answer_ids[0].to(last.device)
     found = last.log_softmax(dim=-1).gather(-1, right[:, None])[:, 0]

@@ -3,7 +3,7 @@ from the network.
 """
 
 import json
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -22,6 +22,16 @@ from evictionary.methods.catalogue import BASELINES, protected
 Row = dict[str, Any]
 
 MARKERS = "osD^vP*Xh<>"
+STYLE = {
+    "axes.grid": True,
+    "axes.labelsize": 8,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": 10,
+    "grid.alpha": 0.25,
+    "xtick.labelsize": 8,
+    "ytick.labelsize": 8,
+}
 
 
 def summarise(lines: Sequence[store.Line]) -> list[Row]:
@@ -31,9 +41,7 @@ def summarise(lines: Sequence[store.Line]) -> list[Row]:
     removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in
     `failed` and are in no mean; if all of them failed, the means are None.
     """
-    groups: dict[tuple[Any, ...], list[store.Line]] = defaultdict(list)
-    for line in lines:
-        groups[line["task"], line["length"], *_place(line)].append(line)
+    groups = store.grouped(((line["task"], line["length"], *_place(line)), line) for line in lines)
     rows = []
     for group in groups.values():
         good = [line for line in group if line["error"] is None]
@@ -122,8 +130,7 @@ def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
     """
     names = list(dict.fromkeys(row["task"] for row in rows))
     table = []
-    ordered = sorted(rows, key=_place)
-    for _, group in groupby(ordered, key=_place):
+    for _, group in groupby(sorted(rows, key=_place), key=_place):
         by_task = {row["task"]: row for row in group}
         cells = [by_task.get(name) for name in names]
         scores = [
@@ -198,7 +205,6 @@ def markdown(rows: Sequence[Row]) -> str:
     for length, group in _by_length(rows):
         names, table = pivot(group)
         told = f"Partial score, and in brackets the share of exact answers or the perplexity. {doubt(group)}"
-        parts.append(f"## {length} tokens\n\n{told}\n")
         head = ["method", "asked", "protected", "cache removed", *names, "mean"]
         body = [
             [
@@ -211,7 +217,7 @@ def markdown(rows: Sequence[Row]) -> str:
             ]
             for row in table
         ]
-        parts.append(store.table(head, body, "lllr") + "\n")
+        parts.append(f"## {length} tokens\n\n{told}\n\n{store.table(head, body, 'lllr')}\n")
     return "\n".join(parts)
 
 
@@ -234,7 +240,8 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
         dpi=110,
         layout="constrained",
     )
-    grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
+    with matplotlib.rc_context(STYLE):
+        grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
     colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, the colour of random eviction
     for at, length in enumerate(lengths):
         for index in range(deep * columns):
@@ -264,14 +271,13 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                     alpha=0.85,
                     clip_on=False,
                 )
-            axes.set_title(
-                names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens", fontsize=10
+            axes.set(
+                title=names[index] if len(lengths) == 1 else f"{names[index]}, {length} tokens",
+                xlabel="cache removed, % of its bytes",
+                xlim=(0, 100),
+                ylim=(-0.03, 1.03),
             )
-            axes.set_xlabel("cache removed, % of its bytes", fontsize=8)
-            axes.set(xlim=(0, 100), ylim=(-0.03, 1.03))
-            axes.grid(alpha=0.25)
-            axes.tick_params(labelsize=8, labelbottom=True, labelleft=True)
-            axes.spines[["top", "right"]].set_visible(False)
+            axes.tick_params(labelbottom=True, labelleft=True)
     figure.supylabel("score (partial)", fontsize=9)
     handles = {
         _short(name): handle
@@ -315,9 +321,8 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
         image = axes.imshow(np.ma.masked_invalid(scores), cmap=colours, vmin=0, vmax=1, aspect="auto")
         for down, row in enumerate(scores):
             for across, score in enumerate(row):
-                text, colour = f"{score:.2f}", "black" if score > 0.6 else "white"
-                if np.isnan(score):
-                    text, colour = "-", "black"
+                text = "-" if np.isnan(score) else f"{score:.2f}"
+                colour = "white" if score <= 0.6 else "black"
                 axes.text(across, down, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
         axes.set_yticks(range(len(table)), texts, fontsize=8)

@@ -33,11 +33,11 @@ from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED, load as load_model
 
+# The name of the baseline that removes nothing.
 FULL = "full"
-"""The name of the baseline that removes nothing."""
 
+# The fields of a successful measurement that are never None.
 SCORED = ("exact", "partial", "tokens_kept", "bytes_before", "bytes_after", "seconds", "versions")
-"""The fields of a successful measurement that are never None."""
 
 # nats: a token needs the context if its loss is so much smaller with the full cache than without the context
 GAIN = 1.0
@@ -112,8 +112,10 @@ class Plan(store.Plan):
         methods = [(name, options) for name, options in self.methods if name != FULL]
         for name, options in [*methods, *((name, {}) for name in BASELINES if methods)]:
             typed = checked(name, 0.0, options, None, 0)[1]
-            found += [Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios]
-            found += [Setting(name, typed, budget=budget) for budget in self.budgets]
+            found += [
+                *(Setting(name, typed, ratio=float(ratio)) for ratio in self.ratios),
+                *(Setting(name, typed, budget=budget) for budget in self.budgets),
+            ]
         return [setting for index, setting in enumerate(found) if setting not in found[:index]]
 
     def work(self) -> list[tuple[Unit, list[Setting]]]:

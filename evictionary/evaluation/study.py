@@ -34,25 +34,23 @@ from evictionary.methods.resolve import MOMENTS, resolve
 
 TASKS = ("passkey7", "needle_multikey", "variables", "copy", "perplexity")
 RATIOS = (0.5, 0.75, 0.9)
+# The options of a method that its defaults would not let evict from prompts of some hundred tokens.
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 32}}
-"""The options of a method that its defaults would not let evict from prompts of some hundred tokens."""
 
+# The summary of the study of the embedded model, on which `evictionary run` relies where no method is named.
 STORED = Path(__file__).with_name("study.json")
-"""The summary of the study of the embedded model, on which `evictionary run` relies where no method is
-named.
-"""
 
+# Bootstrap draws.
 DRAWS = 2000
-"""Bootstrap draws."""
 
+# Prompts of each task, at least: a bootstrap of fewer says nothing of others.
 LEAST = 12
-"""Prompts of each task, at least: a bootstrap of fewer says nothing of others."""
 
+# model, lengths, versions, rows (one for each composition and ratio), effects, and what is recommended at
+# each ratio, on how many prompts. A row's `own` says that the composition keeps more than was asked for: it
+# is in no comparison at that ratio. STORED has more summaries beside these fields: `docs_build.study` names
+# them.
 Summary = dict[str, Any]
-"""model, lengths, versions, rows (one for each composition and ratio), effects, and what is recommended at
-each ratio, on how many prompts. A row's `own` says that the composition keeps more than was asked for: it is
-in no comparison at that ratio. STORED has more summaries beside these fields: `docs_build.study` names them.
-"""
 
 
 @dataclass(frozen=True)
@@ -197,14 +195,20 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
     """
     lengths = sorted({line["length"] for line in lines})
     asked = set(itertools.product((line["selector"] for line in lines), lengths))
-    by_prompt: dict[tuple[float, str, int], dict[tuple[str, int], store.Line]] = {}
-    for line in lines:
-        if line["error"] is None:
-            prompt = by_prompt.setdefault((line["ratio"], line["task"], line["seed"]), {})
-            prompt[line["selector"], line["length"]] = line
-    whole = {key: found for key, found in by_prompt.items() if set(found) == asked}
-    found: Summary = {"model": lines[0]["model"], "lengths": lengths, "versions": lines[0]["versions"]}
-    found |= {"rows": [], "effects": [], "recommended": []}
+    by_prompt = store.grouped(
+        ((line["ratio"], line["task"], line["seed"]), ((line["selector"], line["length"]), line))
+        for line in lines
+        if line["error"] is None
+    )
+    whole = {key: dict(pairs) for key, pairs in by_prompt.items() if set(dict(pairs)) == asked}
+    found: Summary = {
+        "model": lines[0]["model"],
+        "lengths": lengths,
+        "versions": lines[0]["versions"],
+        "rows": [],
+        "effects": [],
+        "recommended": [],
+    }
     for ratio in sorted({key[0] for key in whole}):
         by_task = {
             task: prompts
@@ -296,12 +300,12 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
     place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
     for addition in (*catalogue.allocators(), MOMENTS):
+        without = {name: "+".join(part for part in name.split("+") if part != addition) for name in place}
         pairs = [
-            (index, place.get("+".join(part for part in name.split("+") if part != addition), index))
+            (index, place[without[name]])
             for name, index in place.items()
-            if not rows[index]["own"]
+            if not rows[index]["own"] and name != without[name] in place
         ]
-        pairs = [(one, other) for one, other in pairs if one != other]
         if not pairs:
             continue
         changes = [rows[one]["cost"] - rows[other]["cost"] for one, other in pairs]
@@ -414,11 +418,8 @@ def picture(found: Summary) -> Figure:
     """
     rows = [row for row in found["rows"] if not row["own"]]
     ratios = sorted({row["ratio"] for row in rows})
-    best: dict[str, float] = {}
-    for row in rows:
-        selector = row["method"].partition("+")[0]
-        best[selector] = min(best.get(selector, np.inf), row["cost"])
-    order = sorted(best, key=lambda name: best[name], reverse=True)
+    costs = store.grouped((row["method"].partition("+")[0], row["cost"]) for row in rows)
+    order = sorted(costs, key=lambda selector: min(costs[selector]), reverse=True)
     figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
     for axes, ratio in zip(
         figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True
@@ -445,8 +446,8 @@ def picture(found: Summary) -> Figure:
     marks = [
         ("the same budget for each head", "", "white"),
         *((name, name, "white") for name in COLOURS if name),
+        ("with MomentKV's correction", "", COLOURS[""]),
     ]
-    marks += [("with MomentKV's correction", "", COLOURS[""])]
     handles = [
         axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0]
         for label, name, face in marks

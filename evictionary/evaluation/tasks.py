@@ -37,13 +37,12 @@ squirrel star statue stove summer sunset swan table teapot temple tent thunder t
 tunnel turtle umbrella valley velvet vessel violin volcano wagon walnut water whale wheat window winter wolf
 wood yard
 """
+# Everyday nouns: the keys of needles, the words to count and the words to copy.
 WORDS = _NOUNS.split()
-"""Everyday nouns: the keys of needles, the words to count and the words to copy."""
 
+# The tokens of a text that the model is to foretell, and those after which a cache that decodes them
+# compresses again.
 CONTINUED, AGAIN = 64, 16
-"""The tokens of a text that the model is to foretell, and those after which a cache that decodes them
-compresses again.
-"""
 
 SENTENCE = 32  # tokens, for the answer of a question: it may come as a sentence
 
@@ -348,6 +347,7 @@ def _documentation() -> str:
     return "\n".join(topics[name] for name in sorted(topics))
 
 
+# Every task by its name, in the order of the tables.
 TASKS = {
     task.name: task
     for task in (
@@ -430,10 +430,9 @@ TASKS = {
         ),
     )
 }
-"""Every task by its name, in the order of the tables."""
 
+# The tasks without a question: the text goes on.
 GOES_ON = ("perplexity", "perplexity_decoding", "code")
-"""The tasks without a question: the text goes on."""
 
 
 def _number(draw: random.Random, digits: int) -> str:

@@ -27,17 +27,13 @@ def typed_option(name: str, value: Any, default: Any) -> Any:
             value = ast.literal_eval(value.capitalize() if wanted is bool else value)
     if wanted is float and type(value) is int:
         value = float(value)
+    named = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
+    such = f"{named.get(wanted, f'a {wanted.__name__}')} such as {default!r}"
     require(
         default is None or type(value) is wanted,
-        f"option {name}: got {value!r}, wanted {_article(wanted)} such as {default!r}",
+        f"option {name}: got {value!r}, wanted {such}",
     )
     return value
-
-
-def _article(wanted: type) -> str:
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "text"}.get(
-        wanted, f"a {wanted.__name__}"
-    )
 
 
 def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
@@ -49,21 +45,18 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
     """
     before = {name: _writes(value) for name, value in arguments.items()}
     given = {name: value if as_torch else _as_numpy(value) for name, value in arguments.items()}
-    positional = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind is parameter.POSITIONAL_ONLY and name in given:
-            positional.append(given.pop(name))
+    positional = [
+        given.pop(name)
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.POSITIONAL_ONLY and name in given
+    ]
     try:
         with torch.no_grad():
             result = function(*positional, **given)
-    except ValueError as error:
-        option = str(error).partition(":")[0]
-        if option in arguments and isinstance(arguments[option], bool | int | float | str):
-            raise UsageError(f"{label}: {error}") from None
-        raise MethodError(
-            f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}"
-        ) from error
     except (Exception, SystemExit) as error:
+        refused = arguments.get(str(error).partition(":")[0])
+        if isinstance(error, ValueError) and isinstance(refused, bool | int | float | str):
+            raise UsageError(f"{label}: {error}") from None
         told = f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}"
         if not as_torch and isinstance(error, AttributeError | TypeError):
             told += (

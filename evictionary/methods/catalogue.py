@@ -19,13 +19,15 @@ from evictionary import reference
 from evictionary.errors import require
 from evictionary.source import first_paragraph
 
+# The options that count tokens which stay whatever their scores.
 PROTECTING = {"first": ("sink_size", "sinks"), "last": ("window_size", "recent_size", "window", "lag_size")}
-"""The options that count tokens which stay whatever their scores."""
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
+# The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
-"""The methods of no paper that every table has, and their modules."""
 
+# The inputs that a cache has for every method: the state of the model that each is computed from, and its
+# meaning.
 SHARED = {
     "keys": ("", "[B, H_kv, T, D], cached, after RoPE"),
     "values": ("", "[B, H_kv, T, D_v]"),
@@ -55,15 +57,13 @@ SHARED = {
     "keep_ratio": ("", "fraction to keep"),
     "generator": ("", "a seeded torch.Generator, a new one for each layer and compression"),
 }
-"""The inputs that a cache has for every method: the state of the model that each is computed from, and its
-meaning.
-"""
 
 CALIBRATION = "calibration"
 SECOND_READING = "second reading"
+# The inputs for which the cache lets the model read the prompt again.
 REPLAYED = frozenset({"replay_queries", "replay_keys", "replay_hidden_states"})
-"""The inputs for which the cache lets the model read the prompt again."""
 
+# The words that a module can name in TRAITS, and their meaning.
 TRAITS = {
     "every_token": "compresses again with every new token",
     "evicts_first": "evicts before the new token attends, so the new token attends to the kept tokens",
@@ -75,7 +75,6 @@ TRAITS = {
     "sink_size (the tokens left "
     "alone) and lag_size (the tokens of a partition)",
 }
-"""The words that a module can name in TRAITS, and their meaning."""
 
 
 def modules() -> dict[str, ModuleType]:
@@ -86,38 +85,33 @@ def modules() -> dict[str, ModuleType]:
     }
 
 
-def _declared() -> dict[str, tuple[str, str, str]]:
-    """Each input that a method brought along: the stem of the method, the source and the meaning."""
-    return {
-        name: (stem, *said)
-        for stem, module in modules().items()
-        for name, said in getattr(module, "INPUTS", {}).items()
-    }
-
-
-DECLARED = _declared()
+# Each input that a method brought along: the stem of the method, the source and the meaning.
+DECLARED: dict[str, tuple[str, str, str]] = {
+    name: (stem, *said)
+    for stem, module in modules().items()
+    for name, said in getattr(module, "INPUTS", {}).items()
+}
+# The arguments that a function can name in its signature, and their meaning.
 INPUTS = {name: meaning for name, (_, meaning) in SHARED.items()} | {
     name: meaning for name, (*_, meaning) in DECLARED.items()
 }
-"""The arguments that a function can name in its signature, and their meaning."""
 
+# The inputs that may be random.
 DRAWN = frozenset({"generator", *DECLARED})
-"""The inputs that may be random."""
 REFITTED = frozenset(name for name, (_, source, _) in DECLARED.items() if source == SECOND_READING)
+# The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt itself.
+# Those in REFITTED need a text that the model reads twice.
 CALIBRATED = REFITTED | {name for name, (_, source, _) in DECLARED.items() if source == CALIBRATION}
-"""The inputs that a text calibrates: one of your own through the option `calibration`, else the prompt
-itself. Those in REFITTED need a text that the model reads twice.
-"""
 
 _SOURCES = {name: source for name, (source, _) in SHARED.items()} | {
     name: source for name, (_, source, _) in DECLARED.items()
 }
+# The inputs that only the running model has, and the model state from which each input is computed.
 CAPTURED_FOR = {
     name: {CALIBRATION: "queries", SECOND_READING: "replay_queries"}.get(source, source)
     for name, source in _SOURCES.items()
     if source
 }
-"""The inputs that only the running model has, and the model state from which each input is computed."""
 
 
 def captured(names: Iterable[str]) -> frozenset[str]:
@@ -234,17 +228,13 @@ def entry(module: ModuleType) -> Callable[..., Any] | None:
 
 def split_signature(function: Callable[..., Any]) -> tuple[list[str], dict[str, Any], list[str]]:
     """Return (inputs that it reads, options with their defaults, arguments that cannot be supplied)."""
-    inputs: list[str] = []
-    options: dict[str, Any] = {}
-    missing: list[str] = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if name in INPUTS:
-            inputs.append(name)
-            options |= {"calibration": ""} if name in CALIBRATED else {}
-        elif parameter.default is not parameter.empty:
-            options[name] = parameter.default
-        else:
-            missing.append(name)
-    return inputs, options, missing
+    defaults = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    }
+    inputs = [name for name in defaults if name in INPUTS]
+    others: dict[str, Any] = {"calibration": ""} if CALIBRATED & {*inputs} else {}
+    others |= {name: default for name, default in defaults.items() if name not in INPUTS}
+    options = {name: default for name, default in others.items() if default is not inspect.Parameter.empty}
+    return inputs, options, [name for name in others if name not in options]

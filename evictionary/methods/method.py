@@ -22,14 +22,13 @@ from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import selection
 from evictionary.optimized.softmax import Softmax, of_model
 
+# A callback that computes an input that only the running model knows. Its arguments: the name of the input,
+# the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that input
+# by name, and others computed with it.
 Supply = Callable[[str, Mapping[str, Any], int], dict[str, Any]]
-"""A callback that computes an input that only the running model knows. Its arguments: the name of the
-input, the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that
-input by name, and others computed with it.
-"""
 
+# The number of last queries of the prompt that `select_prompt` receives (MK-P).
 OBSERVED = 32
-"""The number of last queries of the prompt that `select_prompt` receives (MK-P)."""
 
 
 @dataclass(frozen=True)
@@ -312,8 +311,8 @@ class Method:
             self._require(inputs, available)
             arguments = {name: available[name] for name in inputs} | _accepted(function, options)
             label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
-            as_torch = self.as_torch and _knows_torch(function)
-            return label, call(function, label, arguments, as_torch=as_torch)
+            in_numpy = not self.as_torch or function.__module__.startswith("evictionary.reference.")
+            return label, call(function, label, arguments, as_torch=not in_numpy)
 
     def _shape(self, states: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of the mask: each KV head chooses, or each query head."""
@@ -351,11 +350,6 @@ class Method:
         """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""
         explain = getattr(self.module, "why_nothing_removed", None)
         return explain and explain(length, **_accepted(explain, self.options | self.typed_options(options)))
-
-
-def _knows_torch(function: Callable[..., Any]) -> bool:
-    """Whether a function is not from the NumPy reference."""
-    return not function.__module__.startswith("evictionary.reference.")
 
 
 def _accepted(function: Callable[..., Any], options: Mapping[str, Any]) -> dict[str, Any]:

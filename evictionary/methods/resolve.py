@@ -4,7 +4,6 @@ import importlib
 import importlib.util
 import inspect
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -171,11 +170,6 @@ def _from_module(module: ModuleType, name: str, function_name: str | None = None
         options=options,
         traits=traits,
         as_torch=package == "evictionary.optimized" or imports_torch is not None,
-        prompt_function=_prompt_function(module, described),
+        prompt_function=getattr(module, "select_prompt", getattr(described, "select_prompt", None)),
         corrected="moments" in inputs,
     )
-
-
-def _prompt_function(*modules: ModuleType) -> Callable[..., Any] | None:
-    """The `select_prompt` of a method that treats the prompt differently from later tokens, or None."""
-    return next((module.select_prompt for module in modules if hasattr(module, "select_prompt")), None)

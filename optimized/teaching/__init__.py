@@ -8,8 +8,9 @@ in the project calls them. The same laws judge them:
 
     TRITON_INTERPRET=1 pytest spec_tests/keydiff/test_keydiff.py --impl evictionary.optimized.teaching
 
-A product of a tile with a vector is written as a multiplication and a sum. A product of two tiles is
-`tl.dot`: 16 channels at a time, because all at once would need more registers than there are, and in full
+What torch says in a line, such as a mean over the heads of a group or the softmax of logits that are there,
+torch does. A product of a tile with a vector is written as a multiplication and a sum. A product of two tiles
+is `tl.dot`: 16 channels at a time, because all at once would need more registers than there are, and in full
 float32 ("ieee"), because the default keeps 10 bits.
 """
 

@@ -1,10 +1,9 @@
 r"""CriticalKV to read: attention times the length of what a value adds to the residual stream (CK-1 to
 CK-4).
 
-Two launches, and those of `snapkv` and `selection`. `sum_projections` has one program for each tile of
-tokens: it multiplies the values by a tile of the output projection at a time and adds up absolute numbers, so
-that no product is stored. `attend_window` has one program for each of the last queries, and writes its
-weights of the tokens before the window.
+One launch, and those of `snapkv` and `selection`. `sum_projections` has one program for each tile of tokens:
+it multiplies the values by a tile of the output projection at a time and adds up absolute numbers, so that no
+product is stored.
 """
 
 import math
@@ -13,10 +12,10 @@ import torch
 import triton
 import triton.language as tl
 
+from ..attention import grouped_attention
 from .h2o import load_channels
 from .selection import top_k
 from .snapkv import average_pool
-from .tova import sum_powers, tile_logits
 
 BLOCK = 64  # tokens, and numbers of the residual stream, of a tile
 
@@ -37,15 +36,11 @@ def importance(
     r"""CK-2, CK-3: queries [B, H_q, M, D] of the last tokens and keys [B, H_kv, T, D] give [B, H_kv, T -
     window_size].
     """
-    num_kv_heads, length, head_dim = keys.shape[1:]
-    last = (queries[:, :, -window_size:] * head_dim**-0.5).contiguous()
-    weights = keys.new_empty(*last.shape[:3], length - window_size)
-    sizes = (last.shape[1] // num_kv_heads, window_size, length, head_dim, BLOCK)
-    attend_window[(last[..., 0].numel(),)](last, keys.contiguous(), weights, *sizes)
+    weights = grouped_attention(queries[:, :, -window_size:], keys)[..., :-window_size]
     pooled = average_pool(weights, kernel_size)
     total = pooled.sum(dim=-1, keepdim=True)
     pooled *= weights.sum(dim=-1, keepdim=True) / torch.where(total == 0, 1, total)
-    largest = pooled.unflatten(1, (num_kv_heads, -1)).amax(dim=(2, 3))
+    largest = pooled.amax(dim=(2, 3))
     return largest.maximum(largest.mean(dim=-1, keepdim=True))
 
 
@@ -94,23 +89,3 @@ def sum_projections(
                 product = tl.dot(values, weights, product, input_precision="ieee")
             total += tl.sum(tl.abs(product), axis=1)
     tl.store(norms_ptr + head * length + positions, total / group, mask=positions < length)
-
-
-@triton.jit
-def attend_window(
-    queries_ptr, keys_ptr, weights_ptr, group, window, length, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """CK-2: weights[query, t] = its attention to the tokens before the window. Grid: the queries of the
-    window.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    keys_ptr += row // window // group * length * D
-    before, seen = length - window, length - window + row % window + 1
-    query = tl.load(queries_ptr + row * D + tl.arange(0, D))
-    highest, total = sum_powers(query, keys_ptr, seen, D, BLOCK)
-    for first in range(0, before, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        logits = tile_logits(query, keys_ptr, first, before, D, BLOCK)
-        tl.store(
-            weights_ptr + row * before + positions, tl.exp(logits - highest) / total, mask=positions < before
-        )

@@ -1,10 +1,9 @@
 r"""DropKV to read: how far the output of the last queries moves when one token alone is evicted (DK-1,
 DK-2).
 
-Two launches, and the mean over neighbours of `snapkv`. First, one program for each query of the window walks
-over the tokens that it sees and writes the square of `p_j / (1 - p_j) |v_j - o|`. Then one program for each
-tile of tokens sums them over a group. The token of the largest weight is set apart: where its weight rounds
-to 1, that form is infinity times 0.
+One launch, and the mean over neighbours of `snapkv`. A program for each query of the window walks over the
+tokens that it sees and writes the square of `p_j / (1 - p_j) |v_j - o|`. The token of the largest weight is
+set apart: where its weight rounds to 1, that form is infinity times 0.
 """
 
 import math
@@ -35,11 +34,10 @@ def score(
     scores = torch.full_like(keys[..., 0], math.inf)
     if before > 0:
         last = (queries[:, :, -window_size:] * head_dim**-0.5).contiguous()
-        changes, summed = keys.new_zeros(*last.shape[:3], length), torch.empty_like(scores)
+        changes = keys.new_zeros(*last.shape[:3], length)
         sizes = (group, window_size, length, head_dim, values.shape[3], BLOCK)
         drop_one[(last[..., 0].numel(),)](last, keys.contiguous(), values.contiguous(), changes, *sizes)
-        grid = (batch * num_kv_heads, triton.cdiv(length, BLOCK))
-        sum_queries[grid](changes, summed, group, window_size, length, BLOCK)
+        summed = changes.view(batch, num_kv_heads, -1, length).sum(dim=2) / group
         scores[..., :before] = average_pool(summed, kernel_size)[..., :before]
     return scores
 
@@ -95,16 +93,3 @@ def drop_one(
             factor * factor * tl.sum(moved * moved, axis=1),
             mask=positions < seen,
         )
-
-
-@triton.jit
-def sum_queries(changes_ptr, summed_ptr, group, window, length, BLOCK: tl.constexpr):
-    """DK-2: summed[head, t] = the changes of all queries of the group, over its heads. Grid: KV heads,
-    tiles of tokens.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for row in range(head * group * window, (head + 1) * group * window):
-        total += tl.load(changes_ptr + row * length + positions, mask=positions < length, other=0.0)
-    tl.store(summed_ptr + head * length + positions, total / group, mask=positions < length)

@@ -2,9 +2,8 @@ r"""Expected Attention to read: the statistics of the queries (EA-5), and the sc
 EA-9).
 
 The statistics take one launch, one program for each head: a walk for the mean, and a walk for the covariance
-about it. The score takes three. First, one program for each query head and tile of tokens computes the
-expected logits. Then one program for each query head makes them a softmax. Last, one program for each KV head
-and tile averages the weights of the group and multiplies by |v|.
+about it. The score takes one, in which a program for each query head and tile of tokens computes the expected
+logits. Their softmax, its mean over the group and the norms of the values are torch's.
 """
 
 import torch
@@ -40,15 +39,13 @@ def score(
     batch, num_kv_heads, length, head_dim = keys.shape
     readers, tiles = batch * query_mean.shape[1], triton.cdiv(length, BLOCK)
     group = query_mean.shape[1] // num_kv_heads
-    logits, scores = keys.new_empty(*query_mean.shape[:2], length), keys.new_empty(keys.shape[:3])
+    logits = keys.new_empty(*query_mean.shape[:2], length)
     # The factors of equation 7 go into the statistics, which are small.
     mean, covariance = query_mean * head_dim**-0.5, query_covariance / (2 * head_dim)
     statistics = (mean.contiguous(), covariance.contiguous())
     expect[(readers, tiles)](keys.contiguous(), *statistics, logits, group, length, head_dim, BLOCK)
-    softmax_rows[(readers,)](logits, length, BLOCK)
-    sizes = (group, length, values.shape[3], BLOCK)
-    weigh[(batch * num_kv_heads, tiles)](logits, values.contiguous(), scores, epsilon, *sizes)
-    return scores
+    weights = logits.softmax(dim=-1).unflatten(1, (num_kv_heads, group)).mean(dim=2)
+    return (weights + epsilon) * values.norm(dim=-1)
 
 
 @triton.jit
@@ -94,40 +91,3 @@ def expect(
         )
     logits = tl.sum(product * load_tile(keys_ptr, positions, channels, length, D), axis=1)
     tl.store(logits_ptr + query_head * length + positions, logits, mask=positions < length)
-
-
-@triton.jit
-def softmax_rows(logits_ptr, length, BLOCK: tl.constexpr):
-    """EA-8: logits[query head, t] becomes exp(logits[t]) / sum_u exp(logits[u]). Grid: query heads."""
-    logits_ptr += tl.program_id(0).to(tl.int64) * length
-    highest = tl.full([], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([], dtype=tl.float32)
-    for first in range(0, length, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + positions, mask=positions < length, other=float("-inf"))
-        higher = tl.maximum(highest, tl.max(logits, axis=0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(logits - higher), axis=0)
-        highest = higher
-    for first in range(0, length, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        logits = tl.load(logits_ptr + positions, mask=positions < length, other=float("-inf"))
-        tl.store(logits_ptr + positions, tl.exp(logits - highest) / total, mask=positions < length)
-
-
-@triton.jit
-def weigh(weights_ptr, values_ptr, scores_ptr, epsilon, group, length, DV: tl.constexpr, BLOCK: tl.constexpr):
-    """EA-9: scores[head, t] = (mean of the weights of the group + epsilon) |v_t|. Grid: KV heads, tiles of
-    tokens.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    weights = tl.zeros([BLOCK], dtype=tl.float32)
-    for query_head in range(head * group, (head + 1) * group):
-        weights += (
-            tl.load(weights_ptr + query_head * length + positions, mask=positions < length, other=0.0) / group
-        )
-    rows, inside = head * length + positions, positions < length
-    values = tl.load(
-        values_ptr + rows[:, None] * DV + tl.arange(0, DV)[None, :], mask=inside[:, None], other=0.0
-    )
-    tl.store(scores_ptr + rows, (weights + epsilon) * tl.sqrt(tl.sum(values * values, axis=1)), mask=inside)

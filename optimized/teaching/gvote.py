@@ -2,9 +2,8 @@ r"""GVote to read: sampled queries vote, each for as many tokens as the current 
 GV-A3, GV-A9 to GV-A11).
 
 The attention of the current query comes from `tova`. One launch finds its nucleus, one program for each query
-head; the size of the nucleus is the number of votes of a sample. One launch computes the logits of the
-samples, the launch of `selection` turns them into votes, and one program for each KV head and tile of tokens
-unites the votes of its group.
+head; the size of the nucleus is the number of votes of a sample. The logits of the samples are a product, and
+the launch of `selection` turns them into votes.
 """
 
 import torch
@@ -13,6 +12,7 @@ import triton.language as tl
 
 from evictionary.reference.checks import as_fraction
 
+from ..attention import grouped_logits
 from .selection import keep_each as top_each
 from .tova import last_attention
 
@@ -37,18 +37,9 @@ def select(
     r"""GV-A11: query [B, H_q, D], keys [B, H_kv, T, D] and sampled_queries [B, H_q, S, D] give kept [B,
     H_kv, T], ragged.
     """
-    batch, num_query_heads, samples, head_dim = sampled_queries.shape
-    num_kv_heads, length = keys.shape[1:3]
-    counts = nucleus(last_attention(query, keys), p).sum(dim=-1)
-    logits = keys.new_empty(batch, num_query_heads, samples, length)
-    voters, tiles = num_query_heads // num_kv_heads * samples, triton.cdiv(length, BLOCK)
-    multiply[(batch * num_query_heads * samples, tiles)](
-        sampled_queries.contiguous(), keys.contiguous(), logits, voters, length, head_dim, BLOCK
-    )
-    votes = top_each(logits, counts[..., None].expand(batch, num_query_heads, samples))
-    kept = torch.empty(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    unite[(batch * num_kv_heads, tiles)](votes, kept, voters, length, BLOCK)
-    return kept
+    logits = grouped_logits(sampled_queries, keys)
+    counts = nucleus(last_attention(query, keys), p).sum(dim=-1).view(*logits.shape[:3], 1)
+    return top_each(logits, counts.expand(logits.shape[:-1])).any(dim=3).any(dim=2)
 
 
 @triton.jit
@@ -97,30 +88,3 @@ def keep_nucleus(weights_ptr, kept_ptr, length, beyond, BLOCK: tl.constexpr):
         seen += tl.sum(equal.to(tl.int32), axis=0)
         kept = (weights > threshold) | (equal & needed)
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
-
-
-@triton.jit
-def multiply(queries_ptr, keys_ptr, logits_ptr, voters, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """logits[voter, t] = q . k_t; `voters` queries read the same KV head. Grid: voters of all heads, tiles
-    of tokens.
-    """
-    voter = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    channels, inside = tl.arange(0, D), positions < length
-    addresses = keys_ptr + (voter // voters * length + positions)[:, None] * D + channels[None, :]
-    keys = tl.load(addresses, mask=inside[:, None], other=0.0)
-    logits = tl.sum(keys * tl.load(queries_ptr + voter * D + channels)[None, :], axis=1)
-    tl.store(logits_ptr + voter * length + positions, logits, mask=inside)
-
-
-@triton.jit
-def unite(votes_ptr, kept_ptr, voters, length, BLOCK: tl.constexpr):
-    """kept[head, t] = whether any of the `voters` of a KV head has voted for t. Grid: KV heads, tiles of
-    tokens.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    kept = tl.zeros([BLOCK], dtype=tl.int32)
-    for voter in range(head * voters, (head + 1) * voters):
-        kept |= tl.load(votes_ptr + voter * length + positions, mask=positions < length, other=0).to(tl.int32)
-    tl.store(kept_ptr + head * length + positions, kept != 0, mask=positions < length)

@@ -1,9 +1,8 @@
 r"""LagKV to read: how much a token varies, measured by the range of the next partition (LK-7 to LK-12).
 
-Four launches: two for the keys, and the same two for the values. The first has one program for each
-partition, which walks over the next partition for the range of each channel, and then over its own for the
-deviation of each token. The second turns the deviations of a partition into a softmax and adds it to the
-scores.
+Two launches, for the keys and for the values. A program for each partition walks over the next partition for
+the range of each channel, and then over its own for the deviation of each token. The softmax of these
+deviations is torch's.
 """
 
 import torch
@@ -38,14 +37,16 @@ def score(
     r"""LK-7..11: keys [..., L, D], values [..., L, D_v] and the partition after them give scores [..., L],
     which sum to 2.
     """
-    scores, deviations = keys.new_zeros(keys.shape[:-1]), keys.new_empty(keys.shape[:-1])
-    length, following = keys.shape[-2], next_keys.shape[-2]
-    grid = (scores.numel() // length,)
-    for states, next_states in ((keys, next_keys), (values, next_values)):
-        sizes = (length, following, states.shape[-1], BLOCK)
-        deviate[grid](states.contiguous(), next_states.contiguous(), deviations, *sizes)
-        add_softmax[grid](deviations, scores, length, BLOCK)
-    return scores
+    return variation(keys, next_keys).softmax(dim=-1) + variation(values, next_values).softmax(dim=-1)
+
+
+def variation(states: torch.Tensor, next_states: torch.Tensor) -> torch.Tensor:
+    r"""LK-7..9: the deviation of each token of states [..., L, C], normalised by next_states [..., L', C]."""
+    deviations = states.new_empty(states.shape[:-1])
+    sizes = (states.shape[-2], *next_states.shape[-2:], BLOCK)
+    grid = (deviations.numel() // states.shape[-2],)
+    deviate[grid](states.contiguous(), next_states.contiguous(), deviations, *sizes)
+    return deviations
 
 
 def select(
@@ -99,22 +100,3 @@ def deviate(states_ptr, next_ptr, deviations_ptr, length, following, D: tl.const
         deviations = tl.sqrt(tl.sum(centred * centred, axis=1) / (D - 1 if D > 1 else 1))
         positions = first + tl.arange(0, BLOCK)
         tl.store(deviations_ptr + partition * length + positions, deviations, mask=positions < length)
-
-
-@triton.jit
-def add_softmax(deviations_ptr, scores_ptr, length, BLOCK: tl.constexpr):
-    """scores[t] += exp(d_t) / sum_u exp(d_u), the sum over a partition. Grid: partitions."""
-    partition = tl.program_id(0).to(tl.int64)
-    highest = tl.full([], float("-inf"), dtype=tl.float32)
-    total = tl.zeros([], dtype=tl.float32)
-    for first in range(0, length, BLOCK):
-        rows, inside = partition * length + first + tl.arange(0, BLOCK), first + tl.arange(0, BLOCK) < length
-        deviations = tl.load(deviations_ptr + rows, mask=inside, other=float("-inf"))
-        higher = tl.maximum(highest, tl.max(deviations, axis=0))
-        total = total * tl.exp(highest - higher) + tl.sum(tl.exp(deviations - higher), axis=0)
-        highest = higher
-    for first in range(0, length, BLOCK):
-        rows, inside = partition * length + first + tl.arange(0, BLOCK), first + tl.arange(0, BLOCK) < length
-        deviations = tl.load(deviations_ptr + rows, mask=inside, other=float("-inf"))
-        scores = tl.load(scores_ptr + rows, mask=inside, other=0.0)
-        tl.store(scores_ptr + rows, scores + tl.exp(deviations - highest) / total, mask=inside)

@@ -1,11 +1,10 @@
 r"""MomentKV to read: the four sums over the evicted tokens, the score, and the attention with them (MK-10,
 MK-12, MK-25).
 
-Three kernels, each one walk over the cache. `add_evicted`, one program for each head, adds the evicted tokens
-to the sums. `score_tokens`, one program for each tile, takes from each value what the sums predict of it.
-`attend_kept`, one program for each query head, is plain attention with one token more, which stands for all
-the evicted ones: `evicted_token` makes its logit and its value from the sums. A step of decoding calls the
-three one after the other.
+Two kernels, each one walk over the cache. `add_evicted`, one program for each head, adds the evicted tokens
+to the sums. `attend_kept`, one program for each query head, is plain attention with one token more, which
+stands for all the evicted ones: `evicted_token` makes its logit and its value from the sums. The score takes
+from each value what the sums predict of it.
 """
 
 import math
@@ -39,14 +38,9 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     r"""MK-10: query [B, H_q, D], keys [B, H_kv, T, D], values [B, H_kv, T, D_v] give scores [B, H_kv, T],
     higher = keep.
     """
-    batch, num_kv_heads, length, head_dim = keys.shape
     _, mean_value, slope = means_and_slope(moments)
-    scores = keys.new_empty(keys.shape[:3])
-    grid = (batch * num_kv_heads, triton.cdiv(length, BLOCK))
-    alpha = last_attention(query, keys).unflatten(1, (num_kv_heads, -1)).mean(dim=2)
-    states = (alpha, keys.contiguous(), values.contiguous())
-    score_tokens[grid](*states, mean_value, slope, scores, length, head_dim, values.shape[3], BLOCK)
-    return scores
+    alpha = last_attention(query, keys).unflatten(1, (keys.shape[1], -1)).mean(dim=2)
+    return alpha * (values - mean_value[:, :, None] - keys @ slope.mT).norm(dim=-1)
 
 
 def attend(
@@ -144,29 +138,6 @@ def add_evicted(
     tl.store(key_sum_ptr + key_channels, key_sum)
     tl.store(value_sum_ptr + value_channels, value_sum)
     tl.store(outer_ptr + pairs, outer)
-
-
-@triton.jit
-def score_tokens(
-    alpha_ptr, keys_ptr, values_ptr, mean_ptr, slope_ptr, scores_ptr, length, D: tl.constexpr,
-    DV: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
-    """scores[head, t] = alpha_t |v_t - mean - slope k_t|, alpha its mean weight in the group. Grid: KV
-    heads, tiles of tokens.
-    """
-    head = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    rows, inside = head * length + positions, positions < length
-    channels = head * DV + tl.arange(0, DV)
-    residual = tl.load(
-        values_ptr + rows[:, None] * DV + tl.arange(0, DV)[None, :], mask=inside[:, None], other=0.0
-    )
-    residual -= tl.load(mean_ptr + channels)[None, :]
-    for channel in range(D):
-        keys = tl.load(keys_ptr + rows * D + channel, mask=inside, other=0.0)
-        residual -= keys[:, None] * tl.load(slope_ptr + channels * D + channel)[None, :]
-    alpha = tl.load(alpha_ptr + rows, mask=inside, other=0.0)
-    tl.store(scores_ptr + rows, alpha * tl.sqrt(tl.sum(residual * residual, axis=1)), mask=inside)
 
 
 @triton.jit

@@ -1,9 +1,8 @@
 r"""R-KV to read: the attention of the last queries, less how much other keys repeat a key (RK-1 to RK-5).
 
-Four launches. One makes all keys of length 1, so that cosines are products. For each tile of rows of the T x
-T cosines, one program finds the latest similar key of each row; then for each tile of columns one program
-adds them up without those. The cosines are computed twice and never stored. The fourth launch finds the
-largest logits of the groups.
+Two launches, for keys of length 1, so that cosines are products. For each tile of rows of the T x T cosines,
+one program finds the latest similar key of each row; then for each tile of columns one program adds them up
+without those. The cosines are computed twice and never stored.
 """
 
 import math
@@ -11,10 +10,10 @@ import math
 import torch
 import triton
 import triton.language as tl
-from torch.nn.functional import max_pool1d
+from torch.nn.functional import max_pool1d, normalize
 
+from ..attention import grouped_logits
 from .h2o import load_channels
-from .tova import tile_logits
 
 BLOCK = 64  # tokens of a tile
 
@@ -22,10 +21,10 @@ BLOCK = 64  # tokens of a tile
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     r"""RK-3: keys [..., T, D] give the redundancy [..., T], which sums to 1."""
     length, head_dim = keys.shape[-2:]
-    totals, directions = keys.new_empty(keys.shape[:-1]), keys.new_empty(keys.shape)
-    latest = torch.empty(keys.shape[:-1], dtype=torch.int32, device=keys.device)
+    totals, latest = keys.new_empty(keys.shape[:-1]), torch.empty_like(keys[..., 0], dtype=torch.int32)
+    largest = keys.abs().amax(dim=-1, keepdim=True)  # the square of 1e30 would overflow
+    directions = normalize(keys / torch.where(largest == 0, 1, largest), dim=-1).contiguous()
     grid = (totals.numel() // length, triton.cdiv(length, BLOCK))
-    point[grid](keys.contiguous(), directions, length, head_dim, BLOCK)
     find_latest[grid](directions, latest, threshold, length, head_dim, BLOCK, num_warps=8)
     sum_columns[grid](directions, latest, totals, length, head_dim, BLOCK, num_warps=8)
     return (totals / length).softmax(dim=-1)
@@ -37,13 +36,7 @@ def importance(
     r"""RK-4: queries [B, H_q, M, D] of the last tokens and keys [B, H_kv, T, D] give [B, H_kv, T -
     window_size].
     """
-    batch, heads, length, head_dim = keys.shape
-    last = (queries[:, :, -window_size:] * head_dim**-0.5).contiguous()
-    logits = keys.new_empty(batch, heads, window_size, length - window_size)
-    grid = (batch * heads * window_size, triton.cdiv(length - window_size, BLOCK))
-    largest_logits[grid](
-        last, keys.contiguous(), logits, last.shape[1] // heads, window_size, length, head_dim, BLOCK
-    )
+    logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size]).amax(dim=2)
     return max_pool1d(logits.softmax(dim=-1).mean(dim=2), kernel_size, stride=1, padding=kernel_size // 2)
 
 
@@ -65,22 +58,6 @@ def score(
         repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
         scores[..., :-window_size] = importance_share * attended - (1 - importance_share) * repeated
     return scores
-
-
-@triton.jit
-def point(keys_ptr, directions_ptr, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """directions[head, t] = k_t / |k_t|, and 0 for a zero key. Grid: heads, tiles of tokens."""
-    head = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    places, inside = (
-        (head * length + positions)[:, None] * D + tl.arange(0, D)[None, :],
-        (positions < length)[:, None],
-    )
-    keys = tl.load(keys_ptr + places, mask=inside, other=0.0)
-    largest = tl.max(tl.abs(keys), axis=1)[:, None]
-    keys /= tl.where(largest == 0, 1.0, largest)  # the square of 1e30 would overflow
-    norms = tl.sqrt(tl.sum(keys * keys, axis=1))[:, None]
-    tl.store(directions_ptr + places, keys / tl.where(norms == 0, 1.0, norms), mask=inside)
 
 
 @triton.jit
@@ -125,22 +102,3 @@ def sum_columns(directions_ptr, latest_ptr, totals_ptr, length, D: tl.constexpr,
         found = cosines(directions_ptr + head * length * D, rows, columns, length, D, BLOCK)
         total += tl.sum(tl.where(columns[None, :] == latest[:, None], 0.0, found), axis=0)
     tl.store(totals_ptr + head * length + columns, total, mask=columns < length)
-
-
-@triton.jit
-def largest_logits(
-    queries_ptr, keys_ptr, logits_ptr, group, window, length, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    """RK-4: logits[head, m, t] = max over the group of q_gm . k_t. Grid: KV heads times queries, tiles of
-    tokens.
-    """
-    row = tl.program_id(0).to(tl.int64)
-    head, before, first = row // window, length - window, tl.program_id(1) * BLOCK
-    largest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
-    for query_head in range(head * group, (head + 1) * group):
-        query = tl.load(queries_ptr + (query_head * window + row % window) * D + tl.arange(0, D))
-        largest = tl.maximum(
-            largest, tile_logits(query, keys_ptr + head * length * D, first, before, D, BLOCK)
-        )
-    positions = first + tl.arange(0, BLOCK)
-    tl.store(logits_ptr + row * before + positions, largest, mask=positions < before)

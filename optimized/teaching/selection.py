@@ -1,8 +1,8 @@
 r"""Top-k to read (SEL-2 to SEL-4): the highest scores of each row stay, of equal scores the lower
 positions, the protected first.
 
-Two launches. The first turns scores into whole numbers of 32 bits that are in the same order. The second has
-one program for each row. Nothing is sorted: the program searches the number of the last token that stays, the
+One launch, on scores that `to_numbers` has turned into whole numbers of 32 bits in the same order. It has one
+program for each row. Nothing is sorted: the program searches the number of the last token that stays, the
 threshold, four bits at a time, with eight walks over the row. One walk more counts the numbers above the
 threshold, and the last one, from left to right, writes the mask.
 """
@@ -32,30 +32,21 @@ def keep_each(
     scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tensor | None = None
 ) -> torch.Tensor:
     r"""`top_k` where each row keeps a number of its own: counts [...], whole numbers from 0 to T."""
-    if protected is None:
-        protected = torch.zeros_like(scores, dtype=torch.bool)
-    numbers = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
+    numbers = to_numbers(scores)
+    if protected is not None:
+        numbers = numbers.masked_fill(protected, 0x7FFFFFFF)
     kept = torch.empty(scores.shape, dtype=torch.bool, device=scores.device)
-    tiles = triton.cdiv(scores.numel(), BLOCK)
-    to_numbers[(tiles,)](scores.contiguous(), protected.contiguous(), numbers, scores.numel(), BLOCK)
     keep_highest[(counts.numel(),)](numbers, counts.contiguous(), kept, scores.shape[-1], BLOCK, num_warps=8)
     return kept
 
 
-@triton.jit
-def to_numbers(scores_ptr, protected_ptr, numbers_ptr, tokens, BLOCK: tl.constexpr):
-    """Turn scores into int32 numbers of the same order; a protected token gets the largest. Grid: tiles of
-    tokens.
-    """
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    scores = tl.load(scores_ptr + rows, mask=rows < tokens, other=0.0).to(tl.float32)
-    protected = tl.load(protected_ptr + rows, mask=rows < tokens, other=0) != 0
+def to_numbers(scores: torch.Tensor) -> torch.Tensor:
+    """Scores as int32 numbers of the same order."""
     # 0 and -0 are equal, their bits are not
-    bits = tl.where(scores == 0, 0.0, scores).to(tl.int32, bitcast=True)
+    bits = torch.where(scores == 0, 0.0, scores.float()).contiguous().view(torch.int32)
     # Bits rise with positive numbers and fall with negative ones: those of the negative ones are flipped, all
     # but the sign.
-    numbers = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    tl.store(numbers_ptr + rows, tl.where(protected, 0x7FFFFFFF, numbers), mask=rows < tokens)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit

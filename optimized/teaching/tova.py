@@ -1,8 +1,7 @@
 r"""TOVA to read: the attention of the last query, averaged over all query heads of a layer (TO-1).
 
-Two launches. First, one program for each query head walks over the keys twice: the first walk finds the
-largest logit and the sum of the exponentials, the second one writes the weights. Then one program for each
-tile of tokens averages the weights of the heads.
+One launch. A program for each query head walks over the keys twice: the first walk finds the largest logit
+and the sum of the exponentials, the second one writes the weights.
 """
 
 import torch
@@ -16,11 +15,8 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""TO-1: the last of queries [B, H_q, M, D] and keys [B, H_kv, T, D] give scores [B, H_kv, T], higher
     = keep.
     """
-    weights = last_attention(queries[:, :, -1], keys)
-    scores = keys.new_empty(keys.shape[:3])
-    grid = (keys.shape[0], triton.cdiv(keys.shape[2], BLOCK))
-    average_heads[grid](weights, scores, weights.shape[1], keys.shape[1], keys.shape[2], BLOCK)
-    return scores
+    mean = last_attention(queries[:, :, -1], keys).mean(dim=1, keepdim=True)
+    return mean.repeat(1, keys.shape[1], 1)
 
 
 def last_attention(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -75,25 +71,4 @@ def attend(queries_ptr, keys_ptr, weights_ptr, group, length, D: tl.constexpr, B
             weights_ptr + query_head * length + positions,
             tl.exp(logits - highest) / total,
             mask=positions < length,
-        )
-
-
-@triton.jit
-def average_heads(weights_ptr, scores_ptr, num_query_heads, num_kv_heads, length, BLOCK: tl.constexpr):
-    """scores[item, every KV head, t] = the mean of weights[item, :, t]. Grid: items of the batch, tiles of
-    tokens.
-    """
-    item = tl.program_id(0).to(tl.int64)
-    positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = positions < length
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for head in range(num_query_heads):
-        total += tl.load(
-            weights_ptr + (item * num_query_heads + head) * length + positions, mask=inside, other=0.0
-        )
-    for head in range(num_kv_heads):
-        tl.store(
-            scores_ptr + (item * num_kv_heads + head) * length + positions,
-            total / num_query_heads,
-            mask=inside,
         )

@@ -1,9 +1,8 @@
 r"""TriAttention to read: the logits that the mean query expects, in standard deviations, the largest of
 the group (TA-3, TA-4).
 
-Two launches. First, one program for each tile of tokens of a query head computes `S_t`. Then one program for
-each query head walks over its row three times: for the mean, for the deviation, and to write how many
-deviations each `S_t` lies above the mean.
+One launch, in which a program for each tile of tokens of a query head computes `S_t`. Torch then says how
+many deviations each lies above the mean of its row.
 """
 
 import torch
@@ -25,8 +24,9 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     expect_logits[grid](
         keys.contiguous(), direction, slack, rows, num_query_heads // num_kv_heads, length, head_dim, BLOCK
     )
-    standardise[grid[:1]](rows, length, BLOCK)
-    return rows.unflatten(1, (num_kv_heads, -1)).amax(dim=2)
+    deviation, mean = torch.std_mean(rows, dim=-1, correction=0, keepdim=True)
+    above = (rows - mean) / deviation.clamp(min=1e-6)  # TA-4
+    return above.unflatten(1, (num_kv_heads, -1)).amax(dim=2)
 
 
 @triton.jit
@@ -48,28 +48,3 @@ def expect_logits(
     slack = tl.load(slack_ptr + query_head * (D // 2) + pairs)
     expected += slack[None, :] * tl.sqrt(first * first + second * second)
     tl.store(rows_ptr + query_head * length + positions, tl.sum(expected, axis=1), mask=inside)
-
-
-@triton.jit
-def standardise(rows_ptr, length, BLOCK: tl.constexpr):
-    """TA-4: rows[query head] = (rows - their mean) / their standard deviation, of at least 1e-6. Grid:
-    query heads.
-    """
-    rows_ptr += tl.program_id(0).to(tl.int64) * length
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in range(0, length, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        total += tl.load(rows_ptr + positions, mask=positions < length, other=0.0)
-    mean = tl.sum(total, axis=0) / length
-    total = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in range(0, length, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        centred = tl.where(
-            positions < length, tl.load(rows_ptr + positions, mask=positions < length, other=0.0) - mean, 0.0
-        )
-        total += centred * centred
-    deviation = tl.maximum(tl.sqrt(tl.sum(total, axis=0) / length), 1e-6)
-    for first in range(0, length, BLOCK):
-        positions = first + tl.arange(0, BLOCK)
-        row = tl.load(rows_ptr + positions, mask=positions < length)
-        tl.store(rows_ptr + positions, (row - mean) / deviation, mask=positions < length)

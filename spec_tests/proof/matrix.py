@@ -5,16 +5,17 @@ A mutant is killed only by an assertion of a law. A crash, a hang or a law that 
 a kill and is counted apart.
 """
 
-import argparse
 import functools
 import json
 import math
+import re
 import tomllib
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.progress import track
 
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
@@ -23,7 +24,7 @@ from evictionary.spec_tests.judge.implementation import ANY
 from evictionary.spec_tests.judge.law import SUITE, Law, laws_version, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import outcome as at_once
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
-from evictionary.store import put, table
+from evictionary.store import grouped, put, table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 CONTROLS = DOCS / "controls.json"
@@ -39,8 +40,12 @@ def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
     """The laws that call the mutant's function, of one requirement or of all; those of its own requirement
     come first.
     """
-    found = [law for law in load_laws().values() if mutant.of in law.functions or ANY in law.functions]
-    found = [law for law in found if requirement is None or law.requirement.id == requirement]
+    found = (
+        law
+        for law in load_laws().values()
+        if mutant.of in law.functions or ANY in law.functions
+        if requirement in (None, law.requirement.id)
+    )
     return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
 
 
@@ -88,16 +93,11 @@ def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
     return "crash" if crash else "none"
 
 
+@functools.cache
 def folder_of(path: str) -> str:
     """The folder of the suite that specifies a function: `lagkv` for `lagkv_variants.score`."""
-    stem = path.partition(".")[0]
-    found = [name for name in _folders() if f"{stem}_".startswith(f"{name}_")]
-    return max(found, key=len, default="shared")
-
-
-@functools.cache
-def _folders() -> list[str]:
-    return [path.parent.name for path in SUITE.glob("*/requirements.toml")]
+    folders = (each.parent.name for each in SUITE.glob("*/requirements.toml"))
+    return max((name for name in folders if re.match(rf"{name}(_|\.)", path)), key=len, default="shared")
 
 
 def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], what: str) -> Any:
@@ -143,7 +143,10 @@ def _power() -> list[str]:
         json.loads(POWER.read_text(encoding="utf-8")),
         tomllib.loads(ALIVE.read_text(encoding="utf-8")),
     )
-    cells, alive = [], defaultdict(list)
+    cells = []
+    alive = grouped(
+        (name, cell.replace(" ", "/")) for cell, found in measured.items() for name in found["none"]
+    )
     today = Counter(folder_of(mutant.of) for mutant in load_mutants().values())
     for cell, found in measured.items():
         asked = sum(count for count, _ in found["judged"].values())
@@ -156,8 +159,6 @@ def _power() -> list[str]:
         cells.append(
             (*cell.split(), *dead, share, none, f"earlier: {', '.join(sorted(stale))}" * bool(stale))
         )
-        for name in found["none"]:
-            alive[name].append(cell.replace(" ", "/"))
     listed = [(reason, name) for reason, names in reasons.items() for name in names if name in alive]
     because = [(reason, f"`{name}`", ", ".join(alive[name])) for reason, name in listed]
     return [
@@ -237,20 +238,16 @@ def page(rows: list[dict[str, Any]], max_examples: int) -> str:
         "## Every mistake",
         "",
     ]
-    cells = []
-    for entry in rows:
-        kills = sorted(name.split("::")[1] for name, word in entry["laws"].items() if word == "killed")
-        shown = "<br>".join(kills[:3]) + (f"<br>and {len(kills) - 3} more" if len(kills) > 3 else "")
-        total = f"{len(kills)} of {len(entry['laws'])}"
-        cells.append(
-            (
-                f"`{entry['of']}`",
-                entry["misconception"],
-                entry["killed_by"],
-                entry["verdict"],
-                f"{total}: {shown}",
-            )
-        )
+
+    def killing(laws: dict[str, str]) -> str:
+        kills = sorted(name.split("::")[1] for name, word in laws.items() if word == "killed")
+        more = [f"and {len(kills) - 3} more"] * (len(kills) > 3)
+        return f"{len(kills)} of {len(laws)}: {'<br>'.join([*kills[:3], *more])}"
+
+    cells = [
+        [f"`{each['of']}`", each["misconception"], each["killed_by"], each["verdict"], killing(each["laws"])]
+        for each in rows
+    ]
     lines.append(table(["function", "planted mistake", "must die by", "outcome", "laws that kill it"], cells))
     return "\n".join(lines) + "\n"
 
@@ -280,18 +277,16 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
     if bare:
         implementation.domain |= Domain.read(DOMAINS[seed % len(DOMAINS)])
     silent = {"passed", "not asked"} if bare else {"passed"}
+    owed = (
+        law
+        for law in load_laws().values()
+        if control.of in law.functions and not law.missing(implementation)[0]
+        if law.kind == MATHEMATICS or not bare
+        if law.kind != EDGE or control.edges
+        if not law.examples or not seed % LONG_EVERY
+    )
     found = []
-    for law in load_laws().values():
-        if (
-            control.of not in law.functions
-            or law.missing(implementation)[0]
-            or (bare and law.kind != MATHEMATICS)
-        ):
-            continue
-        if law.kind == EDGE and not control.edges:
-            continue
-        if law.examples and seed % LONG_EVERY:
-            continue
+    for law in owed:
         word, message = outcome(law, implementation, max_examples=max_examples, seed=seed)
         if word not in silent:
             found.append(f"{name} at {dtype}, seed {seed}{', bare' * bare}: {law.name} {word}: {message}")
@@ -345,52 +340,36 @@ def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = Fals
     return bool(found)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Run every planted mistake against every law; write build/kill_matrix.json and "
-        "docs/kill_matrix.md."
-    )
-    parser.add_argument(
-        "--max-examples", type=int, help="inputs that each law draws (default 30, and 4 for --controls)"
-    )
-    parser.add_argument(
-        "--controls", type=int, metavar="SEEDS", help="run the correct variants instead, over this many seeds"
-    )
-    parser.add_argument(
-        "--dtype",
-        help="judge the mistakes at this dtype, with --head-dim, up to the first law that sees them",
-    )
-    parser.add_argument("--head-dim", type=int, default=64, help="the channels of that kernel (default 64)")
-    parser.add_argument(
-        "--only",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="with --dtype: mistakes of these folders alone",
-    )
-    parser.add_argument(
-        "--new", action="store_true", help="with --controls: the variants that no earlier run had"
-    )
-    parser.add_argument("--jobs", type=int, default=2, help="processes (default 2)")
-    arguments = parser.parse_args()
-    if arguments.controls:
-        max_examples = arguments.max_examples or 4
-        raise SystemExit(run_controls(arguments.controls, max_examples, arguments.jobs, arguments.new))
-    if arguments.dtype:
-        raise SystemExit(
-            bool(
-                run_power(
-                    arguments.dtype,
-                    arguments.head_dim,
-                    arguments.max_examples or 30,
-                    arguments.jobs,
-                    arguments.only,
-                )
-            )
-        )
-    max_examples = arguments.max_examples or 30
+def main(
+    max_examples: Annotated[
+        int | None,
+        typer.Option(help="Inputs that each law draws: 30 by default, and 4 for --controls."),
+    ] = None,
+    controls: Annotated[
+        int, typer.Option(metavar="SEEDS", help="Run the right variants instead, over this many seeds.")
+    ] = 0,
+    dtype: Annotated[
+        str,
+        typer.Option(help="Judge the mistakes at it, with --head-dim, up to the first law that sees them."),
+    ] = "",
+    head_dim: Annotated[int, typer.Option(help="The channels of that kernel.")] = 64,
+    only: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FOLDER", help="With --dtype: mistakes of this folder alone; repeated."),
+    ] = None,
+    new: Annotated[
+        bool, typer.Option("--new", help="With --controls: the variants that no earlier run had.")
+    ] = False,
+    jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
+) -> None:
+    """Run every planted mistake against every law; write build/kill_matrix.json and docs/kill_matrix.md."""
+    if controls:
+        raise typer.Exit(run_controls(controls, max_examples or 4, jobs, new))
+    max_examples = max_examples or 30
+    if dtype:
+        raise typer.Exit(bool(run_power(dtype, head_dim, max_examples, jobs, only or [])))
     names = sorted(load_mutants())
-    rows = in_processes(arguments.jobs, row, [(name, max_examples) for name in names], "mutants")
+    rows = in_processes(jobs, row, [(name, max_examples) for name in names], "mutants")
     content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
     whole = DOCS.parent / "build" / "kill_matrix.json"
     whole.parent.mkdir(exist_ok=True)
@@ -398,8 +377,8 @@ def main() -> None:
     (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
     survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
     print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
-    raise SystemExit(bool(survivors))
+    raise typer.Exit(bool(survivors))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -12,7 +12,7 @@ import sys
 import tomllib
 import types
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -32,27 +32,26 @@ from evictionary.spec_tests.judge.outcome import outcome, prepared, time_limit
 from evictionary.spec_tests.proof.matrix import DOCS, in_processes, laws_for
 from evictionary.spec_tests.proof.planted import copied, load_mutants, replaced
 from evictionary.spec_tests.proof.source_mutations import functions, mutations
-from evictionary.store import table
+from evictionary.store import grouped, table
 
 EQUIVALENT = SUITE / "proof" / "oracle.toml"
 SECONDS = 20
+# Inputs that each law draws: at first, to record what a function is called with, and for what was not seen
+# before.
 FEW, SOME, MANY = 3, 8, 100
-"""Inputs that each law draws: at first, to record what a function is called with, and for what was not
-seen before.
-"""
+# Laws that are asked first, and in all; the nearest ones.
 NEAR, FAR = 10, 40
-"""Laws that are asked first, and in all; the nearest ones."""
+# Calls of each law that are recorded, and of all laws; where they are fewer, the laws draw more.
 CALLS, ENOUGH = 60, 300
-"""Calls of each law that are recorded, and of all laws; where they are fewer, the laws draw more."""
+# Mistakes of one function that a process takes at a time.
 PART = 60
-"""Mistakes of one function that a process takes at a time."""
 
 BANK, PROGRAM = "by hand", "by the program"
 SEEN, SAME, LISTED, UNSEEN = "seen", "same numbers", "equivalent", "unseen"
 
 
+# Of one call, by place and by name.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
-"""Of one call, by place and by name."""
 
 
 @dataclass(frozen=True)
@@ -254,11 +253,8 @@ def judge(path: str, mistakes: list[tuple[str, str]], names: list[str], above: i
 
 def bank() -> dict[str, list[str]]:
     """The names of the planted mistakes by their function; those that compute with torch are no reference."""
-    found: dict[str, list[str]] = defaultdict(list)
-    for name, mutant in sorted(load_mutants().items()):
-        if mutant.array_library == "numpy":
-            found[mutant.of].append(name)
-    return found
+    numeric = (each for each in load_mutants().values() if each.array_library == "numpy")
+    return grouped(sorted((each.of, each.name) for each in numeric))
 
 
 def listed() -> dict[tuple[str, str], str]:
@@ -288,8 +284,10 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
         # last.
         far = {name: (laws[name].examples > 0) != (above > 0) for name in names}
         names.sort(key=lambda name: (far[name], path not in laws[name].functions, len(runs[name]), name))
-        mistakes = [(str(each), PROGRAM) for each in mutations(path)]
-        mistakes += [] if above else [(name, BANK) for name in by_hand.get(path, [])]
+        mistakes = [
+            *((str(each), PROGRAM) for each in mutations(path)),
+            *((name, BANK) for name in by_hand.get(path, []) if not above),
+        ]
         work += [
             (path, mistakes[start : start + PART], names[:FAR], above)
             for start in range(0, len(mistakes), PART)
@@ -343,10 +341,9 @@ def page(results: list[Result]) -> str:
         "functions named by `--only`. *Same numbers* then also means that no law draws such a size.",
         "",
     ]
-    counted = []
-    for path in dict.fromkeys(each.of for each in results):
-        count = Counter(word for each in results if each.of == path for word in (each.made, each.verdict))
-        counted.append([f"`{path}`", *(count[word] for word in (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN))])
+    words = grouped((each.of, word) for each in results for word in (each.made, each.verdict))
+    columns = (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN)
+    counted = [[f"`{path}`", *map(found.count, columns)] for path, found in words.items()]
     head = ["function", "by hand", "by the program", "seen", "same numbers", "equivalent", "unseen"]
     reasons = [
         (f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED

@@ -149,9 +149,11 @@ def copied(
 def again(module: types.ModuleType) -> dict[str, Any]:
     """The functions of a module once more, with globals of their own."""
     scope = dict(vars(module))
-    for name, member in vars(module).items():
-        if isinstance(member, types.FunctionType) and member.__globals__ is vars(module):
-            scope[name] = copied(member, scope=scope)
+    scope |= {
+        name: copied(member, scope=scope)
+        for name, member in vars(module).items()
+        if isinstance(member, types.FunctionType) and member.__globals__ is vars(module)
+    }
     return scope
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from evictionary.spec_tests.judge.implementation import STEMS, oracle
 from evictionary.spec_tests.proof.planted import copied
 
+# What stands for an operator or a comparison instead.
 OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Add: (ast.Sub,),
     ast.Sub: (ast.Add,),
@@ -37,8 +38,8 @@ OPERATORS: dict[type, tuple[type, ...]] = {
     ast.Eq: (ast.NotEq,),
     ast.NotEq: (ast.Eq,),
 }
-"""What stands for an operator or a comparison instead."""
 
+# What is called instead of a function.
 RENAMED = {
     "mean": "sum",
     "sum": "mean",
@@ -49,16 +50,14 @@ RENAMED = {
     "cos": "sin",
     "sin": "cos",
 }
-"""What is called instead of a function."""
 
 _DROPPED = """
 abs append centre cosine cumsum delete exp expm1 floor log log_sum_exp logaddexp max maximum median min norm
 repeat rotate softmax sort sqrt swapaxes triu unit where
 """
+# Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition
+# excepted.
 DROPPED = frozenset(_DROPPED.split())
-"""Calls that are left out: each of their arguments stands in their place in turn, of `where` the condition
-excepted.
-"""
 
 ARGUMENTS_OF_CHECKS = {"low", "high", "closed_high"}
 CHECKS = {"array", "arrays", "as_count", "as_odd", "require_between", "require_window"}
@@ -199,8 +198,8 @@ def _alternatives(node: ast.AST) -> list[ast.AST]:
         case ast.Call():
             return _other_calls(node)
         case ast.Slice(lower=lower, upper=upper, step=step):
-            later = [ast.Slice(_one_more(lower), upper, step)] if lower and _is_computed(lower) else []
-            longer = [ast.Slice(lower, _one_more(upper), step)] if upper and _is_computed(upper) else []
+            later = [ast.Slice(_one_more(lower), upper, step)] if lower and not _is_number(lower) else []
+            longer = [ast.Slice(lower, _one_more(upper), step)] if upper and not _is_number(upper) else []
             return [*later, *longer]
         case ast.If(test=test):
             return [ast.If(ast.UnaryOp(ast.Not(), test), node.body, node.orelse)]
@@ -227,20 +226,12 @@ def _other_calls(node: ast.Call) -> list[ast.AST]:
             ast.Call(ast.Attribute(called.value, RENAMED[name], ast.Load()), node.args, node.keywords)
         )
     if name in ("range", "arange"):
-        for index, argument in enumerate(node.args):
-            if _is_computed(argument):
-                others.append(
-                    ast.Call(
-                        called,
-                        [*node.args[:index], _one_more(argument), *node.args[index + 1 :]],
-                        node.keywords,
-                    )
-                )
+        others += [
+            ast.Call(called, [*node.args[:at], _one_more(bound), *node.args[at + 1 :]], node.keywords)
+            for at, bound in enumerate(node.args)
+            if not _is_number(bound)
+        ]
     return others
-
-
-def _is_computed(bound: ast.expr) -> bool:
-    return not _is_number(bound)
 
 
 def _one_more(bound: ast.expr) -> ast.expr:

@@ -23,6 +23,7 @@ from evictionary.spec_tests.judge.implementation import Call, Implementation, or
 from evictionary.spec_tests.judge.law import LAWS, Law
 from evictionary.spec_tests.judge.process import ProgramFailed
 from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
+from evictionary.store import grouped
 
 # How many inputs are drawn to tell mistakes apart, and how many of the largest calls are compared.
 DRAWN, COMPARED = 24, 8
@@ -96,10 +97,8 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
     asked = replace(implementation, calls=[], history=deque(implementation.history, maxlen=1024), drawn={})
 
     def ask(**arguments: Any) -> None:
-        try:
+        with suppress(Exception):  # it fails, or cannot be asked this: its calls are recorded
             law.check(asked, **arguments)
-        except Exception:
-            return  # it fails, or cannot be asked this: its calls are recorded
 
     if law.drawn:
         quietly = settings(
@@ -114,21 +113,13 @@ def _larger(law: Law, implementation: Implementation, functions: Container[str])
             quietly(given(**law.drawn)(ask))()
     answered = (call for call in asked.history if call.result is not None and call.function in functions)
     sized = [(numbers_in(tuple(call.arguments.values())), call) for call in answered]
-    found: dict[str, list[Call]] = {}
-    wrong: dict[str, list[Call]] = {}
-    for size, call in sorted(sized, key=lambda one: -one[0]):
-        # A call of plain numbers has no size that could be too small.
-        if size and not LEAST <= size <= MOST:
-            continue
-        if len(calls := found.setdefault(call.function, [])) < COMPARED:
-            calls.append(call)
+    # A call of plain numbers has no size that could be too small.
+    sized = [(size, call) for size, call in sized if not size or LEAST <= size <= MOST]
+    found = grouped((call.function, call) for _, call in sorted(sized, key=lambda one: -one[0]))
+    for function, calls in found.items():
         # A mistake that few inputs show may show on none of the largest.
-        elif len(wrong.setdefault(call.function, [])) < COMPARED and differs(
-            oracle(call.function), call, implementation.dtype
-        ):
-            wrong[call.function].append(call)
-    for function, calls in wrong.items():
-        found[function] += calls
+        wrong = (each for each in calls[COMPARED:] if differs(oracle(function), each, implementation.dtype))
+        found[function] = [*calls[:COMPARED], *itertools.islice(wrong, COMPARED)]
     return found
 
 
@@ -149,16 +140,22 @@ def sign(implementation: Implementation, law: Law | None = None) -> str:
         if law and not law.examples and law.kind == MATHEMATICS
         else {}
     )
-    found = [call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)]
-    found += sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values())))
+    found = [
+        *(call for calls in larger.values() for call in calls if isinstance(call.result, np.ndarray)),
+        *sorted(answered, key=lambda call: -numbers_in(tuple(call.arguments.values()))),
+    ]
     wrong = (call for call in found if differs(oracle(call.function), call, implementation.dtype))
-    for call in itertools.islice(wrong, COMPARED):
-        right = answer(oracle(call.function), **call.arguments)
-        if isinstance(right, np.ndarray) and (
-            looks := next(_signs(call, right, implementation.dtype, answered), "")
-        ):
-            return looks
-    return ""
+    some = itertools.islice(wrong, COMPARED)
+    rights = ((call, answer(oracle(call.function), **call.arguments)) for call in some)
+    return next(
+        (
+            looks
+            for call, right in rights
+            if isinstance(right, np.ndarray)
+            for looks in _signs(call, right, implementation.dtype, answered)
+        ),
+        "",
+    )
 
 
 def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> Iterator[str]:
@@ -189,7 +186,8 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
         yield f"the answer is {factor:.6g} times the right one"
     for coarse in (name for name in EPSILON if EPSILON[name] > EPSILON[dtype]):
         rounded = {
-            key: round_to(each, coarse) if _is_float(each) else each for key, each in call.arguments.items()
+            key: round_to(each, coarse) if isinstance(each, np.ndarray) and each.dtype.kind == "f" else each
+            for key, each in call.arguments.items()
         }
         for what, numbers in (
             ("the inputs", answer(function, **rounded)),
@@ -204,10 +202,6 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
             "precision does this"
         )
         yield f"the largest error is {error:.1e} of the largest number, {told}"
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind == "f"
 
 
 def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:
@@ -245,7 +239,7 @@ def numbers_in(value: Any) -> int:
 
 
 def _agrees(function: Callable[..., Any], calls: list[Call], dtype: str) -> bool:
-    return sum(not differs(function, call, dtype) for call in calls) >= 0.75 * len(calls)
+    return sum(differs(function, call, dtype) for call in calls) <= 0.25 * len(calls)
 
 
 def differs(function: Callable[..., Any], call: Call, dtype: str) -> bool:

@@ -2,6 +2,7 @@
 and a repro.
 """
 
+import re
 import shlex
 import traceback
 from fractions import Fraction
@@ -33,10 +34,11 @@ def told(law: Law, implementation: Implementation, parts: list[tuple[str, str]])
     """The parts of a report, a line each below the requirement that does not hold."""
     lines = [f"{law.requirement.id} does not hold for {_functions(law)} of {implementation}"]
     for name, text in parts:
-        if name == AGAIN:
-            lines += [f"  {name}", *(f"    {line}" for line in text.splitlines())]
-        else:
-            lines.append(f"  {name:16}{indented(text)}")
+        lines += (
+            [f"  {name}", *(f"    {line}" for line in text.splitlines())]
+            if name == AGAIN
+            else [f"  {name:16}{indented(text)}"]
+        )
     return "\n".join(lines)
 
 
@@ -46,65 +48,57 @@ def said(
     """The parts of a report, each with its name, in the order in which they are read."""
     matches = misconceptions(law, implementation) if matches is None else matches
     requirement, calls = law.requirement, implementation.calls
-    parts = []
     if isinstance(error, Violation):
-        parts.append(("what is wrong", error.message))
-        parts += [
-            (name, _show(each))
-            for name, each in (("expected", error.expected), ("got", error.got))
-            if each is not None
+        given = (("expected", error.expected), ("got", error.got))
+        wrong = [
+            ("what is wrong", error.message),
+            *((name, _show(each)) for name, each in given if each is not None),
+            ("worst", _worst(error.expected, error.got)),
         ]
-        if worst := _worst(error.expected, error.got):
-            parts.append(("worst", worst))
     else:
-        parts.append(("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"))
         frame = _raised_in(error, implementation)
-        parts.append(("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"))
-    for match in matches:
-        above = f", right up to {match.above}" if match.above else ""
-        parts.append(
-            (
-                "misconception",
-                f"your numbers match a known bug: {match.misconception} ({match.killed_by}{above})",
-            )
-        )
-    if not matches and (looks := sign(implementation, law)):
-        parts.append(("it looks like", looks))
-    if calls and EPSILON.get(own := calls[-1].dtype, 0) > EPSILON[implementation.dtype]:
-        parts.append(
-            (
-                "the dtype",
-                f"it answers in {own} and is judged in {implementation.dtype}; `--dtype {own}` judges it in "
-                "its own",
-            )
-        )
-    parts += [
-        ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
-        for place, source in compiled.UNFILLED.items()
+        wrong = [
+            ("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"),
+            ("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"),
+        ]
+    known, judged_in = "your numbers match a known bug", implementation.dtype
+    own = calls[-1].dtype if calls else judged_in
+    wider = f"it answers in {own} and is judged in {judged_in}; `--dtype {own}` judges it in its own"
+    program = repro(law, implementation) if calls else ""
+    drawn = {name: each for name, each in implementation.drawn.items() if not isinstance(each, np.ndarray)}
+    # what is large is not made smaller
+    is_small = not law.examples and not implementation.domain.excludes_small
+    parts = [
+        *wrong,
+        *(
+            ("misconception", f"{known}: {each.misconception} ({each.killed_by}{above})")
+            for each in matches
+            for above in [each.above and f", right up to {each.above}"]
+        ),
+        ("it looks like", "" if matches else sign(implementation, law)),
+        ("the dtype", wider if EPSILON.get(own, 0) > EPSILON[judged_in] else ""),
+        *(
+            ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
+            for place, source in compiled.UNFILLED.items()
+        ),
+        ("the law", law.sentence),
+        ("the equation", f"{requirement.statement} ({requirement.source})"),
+        ("what holds", requirement.mended),
+        (
+            f"{'smallest' if is_small else 'an'} input",
+            _shortened(arguments(calls[-1].arguments)) if calls else "",
+        ),
+        (AGAIN, program),
+        ("made of", ", ".join(f"{name} = {each!r}" for name, each in drawn.items() if calls and not program)),
+        ("this law alone", _alone(law, implementation)),
     ]
-    parts += [("the law", law.sentence), ("the equation", f"{requirement.statement} ({requirement.source})")]
-    if requirement.mended:
-        parts.append(("what holds", requirement.mended))
-    if calls:
-        # what is large is not made smaller
-        small = not law.examples and not implementation.domain.excludes_small
-        parts.append((f"{'smallest' if small else 'an'} input", _shortened(arguments(calls[-1].arguments))))
-    if calls and (program := repro(law, implementation)):
-        parts.append((AGAIN, program))
-    elif calls and implementation.drawn:
-        drawn = (
-            f"{name} = {value!r}"
-            for name, value in implementation.drawn.items()
-            if not isinstance(value, np.ndarray)
-        )
-        parts.append(("made of", ", ".join(drawn)))
-    return [*parts, ("this law alone", _alone(law, implementation))]
+    return [(name, text) for name, text in parts if text]
 
 
 def _alone(law: Law, implementation: Implementation) -> str:
-    words = ["evictionary judge", _named(implementation.origin)]
-    words += [f"--dtype {implementation.dtype}" if "--dtype" in each else each for each in ASKED]
-    return f"{' '.join(words)} --law {law.name.partition('::')[2]}"
+    asked = [f"--dtype {implementation.dtype}" if "--dtype" in each else each for each in ASKED]
+    words = ["evictionary judge", _named(implementation.origin), *asked, "--law", law.name.partition("::")[2]]
+    return " ".join(words)
 
 
 def _raised_in(error: BaseException, implementation: Implementation) -> traceback.FrameSummary:
@@ -192,20 +186,15 @@ def repro(law: Law, implementation: Implementation) -> str:
     }
     if not all(literals.values()):
         return _asking(law, implementation)
-    if any("case." in literal for literal in literals.values()):
-        case = [f"case = {next(iter(cases.values()))!r}"]
-    else:
-        case = []
+    is_named = any("case." in literal for literal in literals.values())
+    case = [f"case = {next(iter(cases.values()))!r}"] if is_named else []
     return "\n".join(
         [
             "import numpy as np",
             *(["from evictionary.spec_tests.judge.cases import Case"] if case else []),
             *sorted({line for value in call.arguments.values() for line in _imports(value)}),
-            *(
-                ["from numpy import inf, nan"]
-                if any(_has_no_literal(value) for value in call.arguments.values())
-                else []
-            ),
+            *["from numpy import inf, nan"]
+            * any(re.search(r"\b(inf|nan)\b", each) for each in literals.values()),
             "from evictionary.spec_tests.judge.implementation import load, oracle",
             *case,
             *(f"{key} = {literal}" for key, literal in literals.items() if "impl." not in literal),
@@ -270,29 +259,20 @@ def _from_case(value: Any, cases: dict[str, Case], implementation: Implementatio
     """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten
     thousand numbers.
     """
-    if not isinstance(value, np.ndarray) or value.size <= 64:
+    if not isinstance(value, np.ndarray) or value.size <= 64 or not cases:
         return ""
-    for case in cases.values():
-        for name in ("keys", "values", "next_keys", "next_values", "queries"):
-            array = implementation.round(getattr(case, name))
-            if np.array_equal(array, value):
-                return f"impl.round(case.{name})"
-            if name == "queries" and array.ndim == 4 and np.array_equal(array[:, :, 0], value):
-                return "impl.round(case.queries[:, :, 0])"
-    return ""
-
-
-def _has_no_literal(value: Any) -> bool:
-    return isinstance(value, np.ndarray) and value.dtype.kind == "f" and not np.isfinite(value).all()
+    case = next(iter(cases.values()))
+    arrays = {name: getattr(case, name) for name in ("keys", "values", "next_keys", "next_values", "queries")}
+    arrays["queries[:, :, 0]"] = case.queries[:, :, 0]
+    alike = (name for name, array in arrays.items() if np.array_equal(implementation.round(array), value))
+    return next((f"impl.round(case.{name})" for name in alike), "")
 
 
 def _imports(value: Any) -> list[str]:
     """The line that `_literal` needs for a named tuple or a fraction."""
-    if isinstance(value, Fraction):
-        return ["from fractions import Fraction"]
-    return (
-        [f"from {type(value).__module__} import {type(value).__name__}"] if hasattr(value, "_fields") else []
-    )
+    kind = type(value)
+    is_named = isinstance(value, Fraction) or hasattr(value, "_fields")
+    return [f"from {kind.__module__} import {kind.__name__}"] if is_named else []
 
 
 def _literal(value: Any) -> str:

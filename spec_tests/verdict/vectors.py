@@ -7,12 +7,13 @@ that tell two mistakes apart. Each case names the mistakes that it tells from th
 docs/any_language.md describes the files, `vectors.schema.json` is their schema.
 """
 
+import functools
 import hashlib
 import inspect
 import json
 from collections import defaultdict, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from importlib.resources import files
@@ -31,6 +32,7 @@ from evictionary.spec_tests.judge.process import member, plain
 from evictionary.spec_tests.judge.tolerance import allowance
 from evictionary.spec_tests.proof.matrix import laws_for
 from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
+from evictionary.store import grouped
 
 SCHEMA = "evictionary/vectors/1"
 INDEX, SCHEMA_FILE = "vectors.json", "vectors.schema.json"
@@ -52,8 +54,10 @@ class Example:
     arguments: dict[str, Any]
     written: dict[str, Any]
     dtype: str = "float32"
-    allowances: dict[str, list[tuple[float, float]]] = field(default_factory=dict)  # by dtype
-    asked_of: dict[str, bool] = field(default_factory=dict)  # the mistakes, and whether they show in it
+
+    def __post_init__(self) -> None:
+        # both are dear, and asked for again and again
+        self.allowed, self.catches = functools.cache(self._allowed), functools.cache(self._catches)
 
     @cached_property
     def numbers(self) -> int:
@@ -90,18 +94,13 @@ class Example:
             return REFUSAL
         return EDGE if degenerate(self.function, self.arguments) else MATHEMATICS
 
-    def allowed(self, dtype: str) -> list[tuple[float, float]]:
+    def _allowed(self, dtype: str) -> list[tuple[float, float]]:
         """For each array of the result the largest and the mean error that a dtype allows; empty where
         there is no one answer.
 
         A mask or a number of tokens has one where rounding at random, which the error is measured by, does
         not change it.
         """
-        if dtype not in self.allowances:
-            self.allowances[dtype] = self._allowed(dtype)
-        return self.allowances[dtype]
-
-    def _allowed(self, dtype: str) -> list[tuple[float, float]]:
         function, found = oracle(self.function), []
         # Those without a default by position, as laws call it: what they have measured is remembered.
         leading = [
@@ -113,16 +112,9 @@ class Example:
         kwargs = {name: value for name, value in self.arguments.items() if name not in leading}
         several = isinstance(self.result, tuple | list)
         nested = several and any(isinstance(each, tuple | list) for each in self.result)
+        asked = (lambda *args, **kwargs: tuple(leaves(function(*args, **kwargs)))) if nested else function
         for place, leaf in enumerate(leaves(self.result)):
-            if nested:
-                each = allowance(
-                    lambda *args, place=place, **kwargs: leaves(function(*args, **kwargs))[place],
-                    *args,
-                    dtype=dtype,
-                    **kwargs,
-                )
-            else:
-                each = allowance(function, *args, dtype=dtype, pick=place if several else None, **kwargs)
+            each = allowance(asked, *args, dtype=dtype, pick=place if several else None, **kwargs)
             if not np.isfinite(each.largest) or (np.asarray(leaf).dtype.kind != "f" and each.largest >= 0.5):
                 return []
             found.append((each.largest, each.mean))
@@ -133,15 +125,10 @@ class Example:
         """Whether there is something to compare with that every right implementation gives."""
         return self.kind == REFUSAL or all(map(self.allowed, self.dtypes))
 
-    def catches(self, mutant: Mutant) -> bool:
+    def _catches(self, mutant: Mutant) -> bool:
         """Whether the numbers of a planted mistake lie outside what the dtype allows, or it accepts what
         is to be refused.
         """
-        if mutant.name not in self.asked_of:
-            self.asked_of[mutant.name] = self._differs(mutant)
-        return self.asked_of[mutant.name]
-
-    def _differs(self, mutant: Mutant) -> bool:
         got = answer(mutant.function, **self.arguments)
         if isinstance(got, Exception) or isinstance(self.result, ValueError):
             # a mistake that raises shows itself, and is no wrong number
@@ -286,22 +273,19 @@ def generate(
         pool.draw(law)
     # Other mistakes, such as a random number, show in memory and not in numbers; some are of torch alone.
     numeric = {law.requirement.id for law in laws_of()}
-    mutants: dict[str, list[Mutant]] = defaultdict(list)
-    for mutant in load_mutants().values():
-        if mutant.killed_by in numeric and not mutant.above and mutant.array_library == "numpy":
-            mutants[mutant.of].append(mutant)
+    planted = (each for each in load_mutants().values() if each.killed_by in numeric and not each.above)
+    mutants = defaultdict(list, grouped((each.of, each) for each in planted if each.array_library == "numpy"))
     chosen: dict[str, dict[str, list[Example]]] = defaultdict(dict)
     not_caught: dict[str, list[str]] = defaultdict(list)
     requirements = dict.fromkeys(law.requirement for law in laws)
     for requirement in requirements:
         advance(f"{requirement.id} {requirement.name}"[:48])
         for function in sorted(function for each, function in pool.asked if each == requirement.id):
+            own = [mutant for mutant in mutants[function] if mutant.killed_by == requirement.id]
+            smallest = {mutant.name: pool.smallest(mutant) for mutant in own}
+            not_caught[requirement.id] += [name for name, each in smallest.items() if each is None]
             chosen[function][requirement.id] = pool.plain(requirement.id, function)
-            for mutant in mutants[function]:
-                if mutant.killed_by == requirement.id:
-                    smallest = pool.smallest(mutant)
-                    chosen[function][requirement.id] += [smallest] if smallest else []
-                    not_caught[requirement.id] += [] if smallest else [mutant.name]
+            chosen[function][requirement.id] += filter(None, smallest.values())
     for function, of_requirement in chosen.items():
         if mutants[function]:
             pool.tell_apart(mutants[function], of_requirement)
@@ -415,8 +399,10 @@ class _Pool:
         narrow = [each for each in generic if each.rows[1] not in WIDE]
         rows = [narrow[len(narrow) // 4 :], narrow[len(narrow) // 2 :], narrow[::-1]]
         wide = sorted(generic, key=lambda each: each.rows[0] < MANY_TOKENS)
-        rows += [[each for each in wide if each.rows[1] == channels] for channels in WIDE]
-        rows += [[each for each in own if each.kind == kind] for kind in (EDGE, REFUSAL)]
+        rows += [
+            *([each for each in wide if each.rows[1] == channels] for channels in WIDE),
+            *([each for each in own if each.kind == kind] for kind in (EDGE, REFUSAL)),
+        ]
         return [found for row in rows if (found := next((each for each in row if each.usable), None))]
 
 
@@ -465,16 +451,19 @@ def check(folder: Path) -> list[str]:
         raise ValueError(
             f"got {folder}, wanted a folder with a {INDEX} of {SCHEMA} ({type(error).__name__}: {error})"
         ) from None
-    found = []
-    for name, digest in listed.items():
-        if not (folder / name).is_file():
-            found.append(f"{name} is missing")
-        elif _digest(folder / name) != digest:
-            found.append(f"{name} has been changed: its checksum is not that of {INDEX}")
-    return found + [
-        f"{path.name} is not listed in {INDEX}"
-        for path in sorted(folder.glob("*.json"))
-        if path.name not in {*listed, INDEX}
+    here = {name: _digest(folder / name) for name in listed if (folder / name).is_file()}
+    changed = f"has been changed: its checksum is not that of {INDEX}"
+    return [
+        *(
+            f"{name} {changed if name in here else 'is missing'}"
+            for name in listed
+            if here.get(name) != listed[name]
+        ),
+        *(
+            f"{path.name} is not listed in {INDEX}"
+            for path in sorted(folder.glob("*.json"))
+            if path.name not in {*listed, INDEX}
+        ),
     ]
 
 

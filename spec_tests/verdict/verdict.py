@@ -25,12 +25,14 @@ from evictionary.spec_tests.judge.implementation import NO_GPU, Implementation
 from evictionary.spec_tests.judge.law import REQUIREMENTS, suite_version
 from evictionary.spec_tests.judge.watch import NO_MORE
 from evictionary.spec_tests.verdict.coverage import functions as functions_by_requirement
+from evictionary.store import grouped
 
 SCHEMA = "evictionary/conformance/2"
 # The column of the laws that are about a paper, not about an implementation.
 PAPER = "the papers themselves"
 MOST_NAMED = 12
 UNCOUNTED = " (counted only with --strict)"
+WORDS = ("pass", "fail", "expected failure", "not judged", "not provided", "not applicable", "variant")
 
 JUDGED = pytest.StashKey[list[Implementation]]()
 FOUND: pytest.StashKey[Verdict] = pytest.StashKey()
@@ -97,8 +99,8 @@ class Verdict:
             for result in terminal.stats.get(outcome, []):
                 properties = dict(getattr(result, "user_properties", []))
                 self.others += "law" not in properties
-                if outcome != "passed" and ("law" not in properties or properties["law"][1] == PAPER):
-                    self.other_failures += 1
+                is_other = "law" not in properties or properties["law"][1] == PAPER
+                self.other_failures += outcome != "passed" and is_other
                 if "law" not in properties or (result.when != "call" and not result.failed):
                     continue
                 requirement, column, name, kind, functions = properties["law"]
@@ -106,30 +108,21 @@ class Verdict:
                 if reason := properties.get("not applicable"):
                     self.reasons.setdefault((requirement, column), ("not applicable", reason))
                     continue
-                entry = {
-                    "law": name,
-                    "kind": kind,
-                    "functions": functions,
-                    "outcome": "pass" if outcome == "passed" else "fail",
-                }
-                if entry["outcome"] == "fail":
-                    entry["message"] = str(result.longrepr)
-                    entry["said"] = properties.get("said", {})
-                if "unanswered" in properties:
-                    entry["unanswered"] = properties["unanswered"]
+                entry = {"law": name, "kind": kind, "functions": functions, "outcome": "pass"}
+                if outcome != "passed":
+                    said = properties.get("said", {})
+                    entry |= {"outcome": "fail", "message": str(result.longrepr), "said": said}
+                entry |= {key: properties[key] for key in ("unanswered",) if key in properties}
                 self.laws.setdefault((requirement, column), []).append(entry)
         for requirement, column, verdict, reason in config.stash.get(LEFT_OUT, []):
             self.reasons.setdefault((requirement, column), (verdict, reason))
-        for implementation in self.judged:
-            for function, variant in implementation.variants.items():
-                for requirement in requirements_of(function):
-                    self.reasons[requirement, str(implementation)] = (
-                        "variant",
-                        f"{function} is declared to be {variant}",
-                    )
-        self.columns = [str(implementation) for implementation in self.judged]
-        if any(column == PAPER for _, column in self.laws):
-            self.columns.append(PAPER)
+        self.reasons |= {
+            (requirement, str(implementation)): ("variant", f"{function} is declared to be {variant}")
+            for implementation in self.judged
+            for function, variant in implementation.variants.items()
+            for requirement in requirements_of(function)
+        }
+        self.columns = [*map(str, self.judged), *[PAPER] * any(column == PAPER for _, column in self.laws)]
         # What any law has met a fault of does not hold to a law of memory either.
         laws = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
         faults = {
@@ -167,9 +160,9 @@ class Verdict:
                 if entry["outcome"] != "fail" or entry["kind"] == REFUSAL:
                     continue
                 own = [requirements_of(function) for function in entry["functions"]]
-                causes = {cause for ids in own for cause in ids & failed if cause != name}
-                if any(name in ids for ids in own):
-                    causes = {cause for cause in causes if place[cause] < place[name]}
+                # of a function with several requirements the first one is the cause
+                last = place[name] if any(name in ids for ids in own) else len(place)
+                causes = {each for ids in own for each in ids & failed if each != name and place[each] < last}
                 if entry["kind"] == EDGE and name in failed:
                     causes.add(name)
                 if causes:
@@ -308,19 +301,17 @@ class Verdict:
             )
             terminal.write_line(f"  {'judged as':15}{named}")
             for kind in KINDS:
-                words: dict[str, list[str]] = {}
-                for name in REQUIREMENTS:
-                    verdict, detail = self.of(name, column, kind)
-                    if verdict and (name, column) in self.laws:
-                        shown = (
-                            f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name
-                        )
-                        words.setdefault(verdict, []).append(shown)
+                words = grouped(
+                    (verdict, f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name)
+                    for name in REQUIREMENTS
+                    for verdict, detail in [self.of(name, column, kind)]
+                    if verdict and (name, column) in self.laws
+                )
                 if not words:
                     continue
-                line = [f"{len(words['pass'])} hold"] if "pass" in words else []
-                line += [
-                    f"{len(words[word])} {word}: {', '.join(words[word])}" for word in words if word != "pass"
+                line = [
+                    *([f"{len(words['pass'])} hold"] if "pass" in words else []),
+                    *(f"{len(of)} {word}: {', '.join(of)}" for word, of in words.items() if word != "pass"),
                 ]
                 own = [
                     each
@@ -335,15 +326,13 @@ class Verdict:
             if executed := self._executed(one):
                 terminal.write_line(f"  {'executed':15}{executed}")
             for word in ("not applicable", "variant"):
-                found = {
-                    name: why
+                found = grouped(
+                    (why, name)
                     for (name, each), (said, why) in self.reasons.items()
-                    if each == column and said == word
-                }
-                found = {name: why for name, why in found.items() if (name, column) not in self.laws}
-                for why in dict.fromkeys(found.values()):
-                    names = ", ".join(name for name in found if found[name] == why)
-                    terminal.write_line(f"  {word:15}{names}: {why}", yellow=True)
+                    if each == column and said == word and (name, column) not in self.laws
+                )
+                for why, names in found.items():
+                    terminal.write_line(f"  {word:15}{', '.join(names)}: {why}", yellow=True)
         order = list(REQUIREMENTS)
         failures = [
             # Of one requirement a report that names the mistake comes first: it says most.
@@ -389,31 +378,19 @@ class Verdict:
 
     def _column(self, implementation: Implementation) -> dict[str, Any]:
         column = str(implementation)
-        requirements: dict[str, dict[str, Any]] = {}
-        for name, requirement in REQUIREMENTS.items():
-            verdict, detail = self.of(name, column)
-            if verdict:
-                requirements[name] = {
-                    "verdict": verdict,
-                    "reason": "" if verdict in ("pass", "fail") else detail,
-                    "kinds": {
-                        kind: self.of(name, column, kind)[0]
-                        for kind in KINDS
-                        if self.of(name, column, kind)[0]
-                    },
-                    "statement": requirement.statement,
-                    "source": requirement.source,
-                    "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
-                }
-        words = (
-            "pass",
-            "fail",
-            "expected failure",
-            "not judged",
-            "not provided",
-            "not applicable",
-            "variant",
-        )
+        requirements: dict[str, dict[str, Any]] = {
+            name: {
+                "verdict": verdict,
+                "reason": "" if verdict in ("pass", "fail") else detail,
+                "kinds": {kind: word for kind in KINDS if (word := self.of(name, column, kind)[0])},
+                "statement": requirement.statement,
+                "source": requirement.source,
+                "laws": sorted(self.laws.get((name, column), []), key=lambda entry: entry["law"]),
+            }
+            for name, requirement in REQUIREMENTS.items()
+            for verdict, detail in [self.of(name, column)]
+            if verdict
+        }
         counts = Counter(entry["verdict"] for entry in requirements.values())
         return {
             "name": implementation.name,
@@ -428,7 +405,7 @@ class Verdict:
                 if implementation.device == compiled.DEVICE
                 else {}
             ),
-            "counts": {word: counts[word] for word in words},
+            "counts": {word: counts[word] for word in WORDS},
             "requirements": requirements,
         }
 
@@ -437,8 +414,8 @@ class Verdict:
         folder.mkdir(parents=True, exist_ok=True)
         content = self.as_json()
         (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        passed = sum(column["counts"]["pass"] for column in content["implementations"])
-        failed = sum(column["counts"]["fail"] for column in content["implementations"])
+        counts = [column["counts"] for column in content["implementations"]]
+        passed, failed = (sum(each[word] for each in counts) for word in ("pass", "fail"))
         badge = {
             "schemaVersion": 1,
             "label": "evictionary",

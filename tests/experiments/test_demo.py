@@ -14,6 +14,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError
 from evictionary.evaluation import demo, passkey
 from evictionary.evaluation.questions import ask, likelihood, prefill, tokenize
+from evictionary.evaluation.tasks import score_number
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def test_an_answer_is_right_iff_the_digits_appear(tokenizer: PreTrainedTokenizer
     prompt = passkey.make(tokenizer, depth=0.5, tokens=100)
     answer = prompt.answer
     given = {f"It is {answer}.": True, f"{int(answer):,}": True, answer[:6]: False}
-    assert {text: prompt.is_right(text) for text in given} == given
+    assert {text: score_number(prompt.answer, text).exact == 1 for text in given} == given
     refused(lambda: passkey.make(tokenizer, depth=1.5), "depth")
     refused(lambda: passkey.make(tokenizer, depth=0.5, tokens=5), "tokens")
 

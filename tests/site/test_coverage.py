@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+from docs_build import pages
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, judging_files, load_laws
 from evictionary.spec_tests.verdict import coverage
 
@@ -14,7 +15,7 @@ def test_every_requirement_has_a_law_or_a_reason() -> None:
 
 
 def test_the_page_has_a_row_for_each_requirement() -> None:
-    assert re.findall(r"^\| ([A-Z]\S*) \|", coverage.page(), flags=re.MULTILINE) == sorted(
+    assert re.findall(r"^\| ([A-Z]\S*) \|", pages.coverage(), flags=re.MULTILINE) == sorted(
         REQUIREMENTS, key=list(REQUIREMENTS).index
     )
 
@@ -36,14 +37,14 @@ def test_a_mended_formula_differs_from_the_printed_one() -> None:
 
 
 def test_the_page_judges_the_printed_statement_and_says_below_it_what_holds() -> None:
-    (row,) = [line for line in coverage.page().splitlines() if line.startswith("| KD-A1 |")]
+    (row,) = [line for line in pages.coverage().splitlines() if line.startswith("| KD-A1 |")]
     printed, _, holds = row.partition("<br>*what holds:* ")
     assert (
         "6nd + d + 18n + 12" in printed
         and holds.startswith("6nd + 2d + 18n + 12")
         and "| restored, imprecise |" in holds
     )
-    assert "## KeyDiff, arXiv 2504.15364 (v1)\n" in coverage.page()
+    assert "## KeyDiff, arXiv 2504.15364 (v1)\n" in pages.coverage()
 
 
 PRINTED = tomllib.loads((SUITE / "papers" / "printed.toml").read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ EQUATIONS = [name for name in REQUIREMENTS if re.fullmatch(r"[A-Z][A-Z\d]-\d+|GV
 @pytest.mark.parametrize("identifier", EQUATIONS)
 def test_every_equation_has_a_formula_a_function_and_laws(identifier: str) -> None:
     entry = site.entries()[identifier]
-    assert entry.formula and entry.name and entry.reference and entry.laws
+    assert entry.requirement.tex and entry.name and entry.reference and entry.laws
 
 
 @pytest.mark.parametrize("page", METHOD_PAGES)

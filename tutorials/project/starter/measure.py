@@ -15,6 +15,7 @@ import torch
 
 from evictionary import EvictingCache
 from evictionary.models.load import load
+from evictionary.store import table
 
 
 @torch.no_grad()
@@ -37,21 +38,6 @@ def measure(model: Any, ids: torch.Tensor, prompt: int, cache: EvictingCache) ->
         "tokens kept": cache.tokens_kept,
         "cache, MiB": cache.nbytes / 2**20,
     }
-
-
-def table(rows: dict[str, dict[str, float]]) -> str:
-    """The measurements as a Markdown table, for the report."""
-    names = list(next(iter(rows.values())))
-    lines = [f"| method | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"| {name} | {' | '.join(f'{row[each]:.4g}' for each in names)} |"
-                for name, row in rows.items()
-            ),
-        ]
-    )
 
 
 def main() -> None:
@@ -81,7 +67,13 @@ def main() -> None:
         every = arguments.every if method else None
         with EvictingCache(model, method, arguments.ratio, every=every) as cache:
             rows[name] = measure(model, ids, arguments.prompt, cache)
-    print(table(rows))
+    names = list(rows[arguments.methods[0]])
+    print(
+        table(
+            ["method", *names],
+            [[name, *(f"{row[each]:.4g}" for each in names)] for name, row in rows.items()],
+        )
+    )
 
 
 if __name__ == "__main__":
