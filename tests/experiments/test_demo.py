@@ -12,9 +12,8 @@ from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError
-from evictionary.evaluation import demo, passkey
+from evictionary.evaluation import demo, passkey, tasks
 from evictionary.evaluation.questions import ask, likelihood, prefill, tokenize
-from evictionary.evaluation.tasks import score_number
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +43,9 @@ def test_texts_are_drawn_from_the_seed(tokenizer: PreTrainedTokenizerFast) -> No
 
 
 def test_an_answer_is_right_iff_the_digits_appear(tokenizer: PreTrainedTokenizerFast) -> None:
-    prompt = passkey.make(tokenizer, depth=0.5, tokens=100)
-    answer = prompt.answer
+    answer = passkey.make(tokenizer, depth=0.5, tokens=100).answer
     given = {f"It is {answer}.": True, f"{int(answer):,}": True, answer[:6]: False}
-    assert {text: score_number(prompt.answer, text).exact == 1 for text in given} == given
+    assert {text: tasks.score_number(answer, text).exact == 1 for text in given} == given
     refused(lambda: passkey.make(tokenizer, depth=1.5), "depth")
     refused(lambda: passkey.make(tokenizer, depth=0.5, tokens=5), "tokens")
 
