@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -49,8 +50,14 @@ def test_code_in_a_sentence_is_shown_as_code(page: Path) -> None:
     assert pages.escaped("a_b `c_d` e*") == r"a\_b `c_d` e\*"
 
 
+def card_of(identifier: str) -> str:
+    cards = pages.equations(site.entries()[identifier].page, site.stem_of()[identifier])
+    return cards.partition(f"### {identifier} ")[2].partition("### ")[0]
+
+
 def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> None:
-    card = pages.equations("methods/keydiff.md", "keydiff").partition("### KD-8 ")[2].partition("### ")[0]
+    """And says nothing of a mended formula where nothing was mended."""
+    card = card_of("KD-8")
     wanted = (
         r"\mathrm{score}_i = -\cos(\mu, k_i)",
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
@@ -61,24 +68,13 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         "return -cosine(keys, anchor(keys))",
     )
     assert [part for part in wanted if part not in card] == []
-
-
-def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they_differ() -> None:
-    cards = pages.equations("methods/keydiff.md", "keydiff")
-    count, score = (
-        cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("KD-A1", "KD-8")
-    )
-    printed, _, holds = count.partition("What holds:")
-    assert (
-        "6nd + d + 18n" in printed.partition("As restored:")[2]
-        and "6nd + 2d + 18n" in holds.partition("</div>")[0]
-    )
-    assert "As printed" not in score and "As restored" not in score and "What holds" not in score
+    assert [part for part in ("As printed", "As restored", "What holds") if part in card] == []
 
 
 @pytest.mark.parametrize(
     ("identifier", "printed", "other"),
     [
+        ("KD-A1", "6nd + d + 18n", "6nd + 2d + 18n"),
         ("EA-1", r"\mathbb R^{h \times d}", r"\mathbb R^{d \times h}"),
         ("EA-9", r"\lVert W_o v_i \rVert", r"\lVert v_i \rVert"),
         ("KD-C1", r"\cos(k_*, q) \ge \frac a M - 1", r"k_*^\top q \ge a - M"),
@@ -88,25 +84,14 @@ def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they
 def test_a_card_keeps_the_form_of_the_paper_beside_the_other(
     identifier: str, printed: str, other: str
 ) -> None:
-    entry = site.entries()[identifier]
-    card = (
-        pages.equations(entry.page, site.stem_of()[identifier])
-        .partition(f"### {identifier} ")[2]
-        .partition("### ")[0]
-    )
-    left, _, right = card.partition("As used here:" if identifier == "EA-9" else "What holds:")
-    assert (
-        printed in left.partition("As restored:" if identifier == "KD-C1" else "As printed:")[2]
-        and other not in left
-    )
+    restored = identifier in ("KD-A1", "KD-C1")
+    left, _, right = card_of(identifier).partition("As used here:" if identifier == "EA-9" else "What holds:")
+    assert printed in left.partition("As restored:" if restored else "As printed:")[2] and other not in left
     assert other in right.partition("</div>")[0]
 
 
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
-    cards = pages.equations("methods/lagkv.md", "lagkv")
-    first, last = (
-        cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4")
-    )
+    first, last = card_of("LK-1"), card_of("LK-4")
     assert "quoted at [LK-4](#lk-4)" in first and "def project(" not in first
     assert "def project(" in last and "quoted at [LK-4]" not in last
 
@@ -151,12 +136,13 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
 
 def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
     text = pages.filled("methods/keydiff.md", "<!-- formulas: KD-8, KD-7 -->")
-    assert text.count("$$") == 4
-    assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
-    assert (
-        "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }" in text
-        and "(keydiff_equations.md#kd-7)" in text
-    )
+    wanted = {
+        "$$": 4,
+        r"\mathrm{score}_i = -\cos(\mu, k_i)": 1,
+        "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }": 1,
+        "(keydiff_equations.md#kd-7)": 1,
+    }
+    assert {part: text.count(part) for part in wanted} == wanted
 
 
 FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
@@ -262,36 +248,45 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
 
 
-def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
-    text = pages.linked(
-        "tolerance.md",
-        "See KD-8, `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../README.md) [a "
-        "page](../docs/a.md) UTF-8",
-    )
-    law = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
-    assert text == (
-        "See [KD-8](methods/keydiff_equations.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# "
-        "KD-8\n```\nKD-8\n```\n"
-        "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
-        f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{law.first}-L{law.last}) "
-        f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n"
-    )
+LAW = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
 
 
-def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
-    text = "See KD-8 and [the entry\nKD-8](../errata.md#kd-8). KD-8\n"
-    linked = "[KD-8](../methods/keydiff_equations.md#kd-8)"
-    assert (
-        pages.linked("lessons/a.md", text)
-        == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
-    )
-
-
-def test_code_that_is_broken_over_two_lines_stays_code() -> None:
-    """The link after it was taken for a part of the code once, and led nowhere."""
-    text = "See `judge my\nkernels` and [it](../README.md).\n"
-    assert pages.linked("a.md", text) == text.replace("../", f"{pages.REPOSITORY}/blob/main/")
+@pytest.mark.parametrize(
+    ("page", "text", "linked"),
+    [
+        (
+            "methods/a.md",
+            "See KD-8, `KD-8`, $KD-8$, [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n",
+            "See [KD-8](keydiff_equations.md#kd-8), `KD-8`, $KD-8$, [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n",
+        ),
+        (
+            "tolerance.md",
+            "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` KD-8\n",
+            "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
+            f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{LAW.first}-L{LAW.last}) "
+            "[KD-8](methods/keydiff_equations.md#kd-8)\n",
+        ),
+        (
+            "tolerance.md",
+            "[a file](../README.md) [a page](../docs/a.md) UTF-8",
+            f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n",
+        ),
+        (  # a link whose text is broken over two lines stays one link
+            "lessons/a.md",
+            "[the entry\nKD-8](../errata.md#kd-8). KD-8\n",
+            "[the entry\nKD-8](../errata.md#kd-8). [KD-8](../methods/keydiff_equations.md#kd-8)\n",
+        ),
+        (  # the link after it was taken for a part of the code once, and led nowhere
+            "a.md",
+            "See `judge my\nkernels` and [it](../README.md).\n",
+            f"See `judge my\nkernels` and [it]({pages.REPOSITORY}/blob/main/README.md).\n",
+        ),
+    ],
+)
+def test_ids_tests_and_files_become_links_and_code_and_formulas_stay(
+    page: str, text: str, linked: str
+) -> None:
+    assert pages.linked(page, text) == linked
 
 
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
@@ -306,14 +301,12 @@ def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> No
 
 
 def test_the_navigation_names_what_exists() -> None:
-    def named(items: list[object]) -> list[str]:
-        found = []
-        for item in items:
-            value = next(iter(item.values())) if isinstance(item, dict) else item
-            if isinstance(item, dict) and "glob" in item:
-                continue
-            found += named(value) if isinstance(value, list) else [str(value)]
-        return found
+    def named(items: Any) -> list[str]:
+        """Every page of a tree of titles, lists and globs."""
+        if isinstance(items, str):
+            return [items]
+        parts = items.values() if isinstance(items, dict) else items
+        return [] if "glob" in items else [page for part in parts for page in named(part)]
 
     generated = [
         *pages.api_pages(),
@@ -328,8 +321,7 @@ def test_the_navigation_names_what_exists() -> None:
 
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "font: false" in settings
-    assert f"repo_url: {pages.REPOSITORY}\n" in settings
+    assert "font: false" in settings and f"repo_url: {pages.REPOSITORY}\n" in settings
     # the theme would ask the host of the repository for its stars
     html = hooks.on_post_page(
         '<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>'
@@ -348,28 +340,26 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
 @pytest.mark.parametrize("name", charts.CHARTS)
 def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: str) -> None:
     chart, page = charts.CHARTS[name], (DOCS / "results.md").read_text(encoding="utf-8")
-    told = pages.filled("results.md", page)
-    assert (
-        f"(images/results_{name}.svg)" in told
-        and f"/{chart.stored})" in told
-        and f"`{chart.command}`" in told
-    )
-    svg = chart.svg().decode()
-    assert svg == chart.svg().decode()
-    assert "keydiff" in svg
+    wanted = (f"(images/results_{name}.svg)", f"/{chart.stored})", f"`{chart.command}`")
+    assert [part for part in wanted if part not in pages.filled("results.md", page)] == []
+    assert chart.svg() == chart.svg() and b"keydiff" in chart.svg()
 
 
 def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
-    told = pages.filled("retrieval.md", "<!-- retrieved: all -->")
-    assert "| keydiff+moments | - | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
-    # a budget of its own: the same at every size
-    assert "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told
-    assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
-    of_real = [pages.filled("real_texts.md", f"<!-- real_texts: {part} -->") for part in ("full", "1000")]
-    assert (
-        "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |" in of_real[0]
-        and "| 0 | 8 | 3.87 | 25.9 |" in of_real[1]
-    )
+    for page, marker, row in (
+        ("retrieval.md", "retrieved: all", "| keydiff+moments | - | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |"),
+        # a budget of its own: the same at every size
+        ("retrieval.md", "retrieved: all", "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |"),
+        (
+            "real_texts.md",
+            "real_texts: full",
+            "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |",
+        ),
+        ("real_texts.md", "real_texts: 1000", "| 0 | 8 | 3.87 | 25.9 |"),
+    ):
+        assert row in pages.filled(page, f"<!-- {marker} -->")
+    rows = pages.filled("retrieval.md", "<!-- retrieved: all -->").count("\n| ")
+    assert rows == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
 
 
 @pytest.mark.parametrize(
@@ -420,8 +410,7 @@ def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch
         tmp_path / "docs" / "claims" / "results.json", json.dumps({"date": "2026-01-01", "papers": [paper]})
     )
     text = pages.filled("methods/keydiff.md", "<!-- measured: keydiff -->")
-    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text
-    assert r"| \|a\| &lt; 1 | not seen |" in text
+    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text and r"| \|a\| &lt; 1 | not seen |" in text
     assert pages.filled("methods/lagkv.md", "<!-- measured: lagkv -->").startswith(
         "`evictionary claims --papers lagkv`"
     )
