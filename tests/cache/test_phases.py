@@ -470,8 +470,7 @@ def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaFor
         reference.ada_kv.select(-np.linalg.norm(first_layer(model)[0], axis=-1), 30)
     )
     # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
-    assert cache.nbytes == 2 * 2 * 60 * 8 * 4
-    assert cache.tokens_kept == 30
+    assert cache.nbytes == 2 * 2 * 60 * 8 * 4 and cache.tokens_kept == 30
 
 
 def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM) -> None:
@@ -496,8 +495,7 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, budget=20, options=small(method))
     assert read_in(model, cache, [40, 1, 4]).isfinite().all()
     per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
-    assert sum(per_layer) == 80
-    assert (per_layer[0] > per_layer[1]) == ("pyramid" in method)
+    assert sum(per_layer) == 80 and (per_layer[0] > per_layer[1]) == ("pyramid" in method)
     for layer in cache.layers:
         assert (layer.moments is not None) == ("moments" in method)
         assert layer.moments is None or (layer.moments.count + layer.lengths == 45).all()

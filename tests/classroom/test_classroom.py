@@ -86,8 +86,7 @@ def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     result = judged(name, assignments.load(name).starter_for(None), examples=1, explain=False)
-    assert result.score == 0
-    assert "NotImplementedError" in result.lines[0].message
+    assert result.score == 0 and "NotImplementedError" in result.lines[0].message
 
 
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
@@ -220,8 +219,7 @@ def score(queries, keys):
 
 def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
     line = judged(alone("h2o", "blocks", laws=()), WHOLE_MATRIX, examples=1).lines[0]
-    assert line.points == 0
-    assert "MemoryError: Unable to allocate 512. MiB" in line.message
+    assert line.points == 0 and "MemoryError: Unable to allocate 512. MiB" in line.message
     assert "8192 queries on 8192 tokens are scored without a matrix of their weights" in line.message
 
 
@@ -234,8 +232,7 @@ def test_a_step_may_draw_more_inputs_than_others() -> None:
     wrong = bundled("gvote", mistake)
     assert judged(alone("gvote", "votes", thoroughness=1), wrong, explain=False, **settings).score == 15
     line = judged(alone("gvote", "votes"), wrong, **settings).lines[0]
-    assert line.points == 0
-    assert mistake.misconception in line.misconceptions
+    assert line.points == 0 and mistake.misconception in line.misconceptions
 
 
 def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,8 +441,7 @@ def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
     result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[
         wrong
     ]
-    assert verdicts(result)["votes"] == "failed"
-    assert verdicts(result)["logits"] == "not judged yet"
+    assert verdicts(result)["votes"] == "failed" and verdicts(result)["logits"] == "not judged yet"
     assert result.score == 55
 
 
@@ -490,8 +486,7 @@ def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(outcome, "SECONDS", 1)
     monkeypatch.setattr(grading, "SECONDS", 1)
     line = line_of("keydiff", "anchor", "import time\n\n\ndef anchor(keys):\n    time.sleep(600)\n")
-    assert line.reason == "no verdict within 1 s"
-    assert next(iter(line.laws.values())) == "timed out"
+    assert line.reason == "no verdict within 1 s" and next(iter(line.laws.values())) == "timed out"
 
 
 @pytest.mark.parametrize("name", ["kernel", "contest"])

@@ -105,7 +105,6 @@ def test_rows_that_show_one_mistake_each_have_full_marks() -> None:
 def test_a_wrong_row_loses_its_step_and_is_told_why(name: str, body: str, told: str) -> None:
     argument = "seed" if name == "rows" else ""
     lines = lines_of(f"\n\nrows_of = rows\n\n\ndef {name}({argument}):\n    {body}\n")
-    assert lines[name].verdict == "failed"
-    assert told in lines[name].message
+    assert lines[name].verdict == "failed" and told in lines[name].message
     assert "this law alone" not in lines[name].message
     assert {each for each, line in lines.items() if line.verdict == "failed"} <= {name, "rows"}

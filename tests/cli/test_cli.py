@@ -98,8 +98,7 @@ def test_run_says_why_more_is_kept_than_was_asked_for(
     asks: list[object], arguments: str, notes: list[str]
 ) -> None:
     note = as_json(*asks, *arguments.split())["note"]
-    assert all(part in note for part in notes)
-    assert note in printed(*asks, *arguments.split())
+    assert all(part in note for part in notes) and note in printed(*asks, *arguments.split())
 
 
 def test_run_shows_the_full_cache_beside_the_compressed_one(asks: list[object]) -> None:

@@ -171,8 +171,7 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     of_texts = (values.var(axis=1, ddof=1) / 3).mean()
     deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
     got = numbers["it"]
-    assert got.value == pytest.approx(values.mean())
-    assert (got.texts, got.meaning) == (90, "what it is")
+    assert got.value == pytest.approx(values.mean()) and (got.texts, got.meaning) == (90, "what it is")
     assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
     assert got.low < got.value < got.high
     assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
@@ -222,9 +221,7 @@ def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(
 def test_texts_are_drawn_from_the_seed_and_differ_in_kind(tokenizer: PreTrainedTokenizerFast) -> None:
     for kind in texts.KINDS:
         one, same, other = (texts.make(tokenizer, kind, seed=seed, tokens=300) for seed in (1, 1, 2))
-        assert one.shape == (1, 300)
-        assert torch.equal(one, same)
-        assert not torch.equal(one, other)
+        assert one.shape == (1, 300) and torch.equal(one, same) and not torch.equal(one, other)
     assert len({texts.varied(random.Random(seed)) for seed in range(300)}) == 300
     problem = texts.sums(random.Random(0))
     start, more, less = (int(part) for part in re.findall(r"has (\d+) .*buys (\d+) .*away (\d+)", problem)[0])
@@ -483,10 +480,8 @@ def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) 
         context_ids, question_ids, answer = lagkv.make_text(
             tokenizer, replace(SCALE, passkey_tokens=500), kind, 3
         )
-        assert context_ids.shape == (1, 500)
-        assert tokenizer.decode(context_ids[0]).count(answer) == 1
-        assert len(answer) == 16
-        assert answer not in tokenizer.decode(question_ids[0])
+        assert context_ids.shape == (1, 500) and tokenizer.decode(context_ids[0]).count(answer) == 1
+        assert len(answer) == 16 and answer not in tokenizer.decode(question_ids[0])
 
 
 def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
@@ -603,8 +598,7 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
     assert not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert picture.stat().st_size < 150_000
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
         text = (folder / f"{paper['paper']}.md").read_text()
         for claim in paper["claims"]:
             assert f"## {claim['id']}: {claim['verdict']}\n" in text

@@ -28,8 +28,7 @@ def test_the_needle_is_where_it_is_said_to_be(tokenizer: PreTrainedTokenizerFast
     prompt = passkey.make(tokenizer, depth=depth, tokens=600)
     first, last = prompt.needle
     needle = tokenizer.decode(prompt.context_ids[0, first:last])
-    assert needle.strip().startswith("The secret number is")
-    assert needle.count(prompt.answer) == 2
+    assert needle.strip().startswith("The secret number is") and needle.count(prompt.answer) == 2
     assert tokenizer.decode(prompt.context_ids[0]).count(prompt.answer) == 2
     assert prompt.answer not in tokenizer.decode(prompt.question_ids[0])
     assert abs(first / prompt.context_ids.shape[1] - depth) < 0.35
@@ -37,8 +36,7 @@ def test_the_needle_is_where_it_is_said_to_be(tokenizer: PreTrainedTokenizerFast
 
 def test_texts_are_drawn_from_the_seed(tokenizer: PreTrainedTokenizerFast) -> None:
     one, same, other = (passkey.make(tokenizer, depth=0.5, seed=seed, tokens=300) for seed in (1, 1, 2))
-    assert torch.equal(one.context_ids, same.context_ids)
-    assert one.answer != other.answer
+    assert torch.equal(one.context_ids, same.context_ids) and one.answer != other.answer
     assert len(one.answer) == 7
 
 

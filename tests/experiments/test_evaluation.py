@@ -67,8 +67,7 @@ def test_every_measurement_has_a_line(finished: tuple[Path, list[store.Line]]) -
         assert kept == [tokens, *[tokens // 2, 40] * 3]
         for line in mine:
             assert line["bytes_after"] * tokens == line["bytes_before"] * line["tokens_kept"]
-            assert line["error"] is None
-            assert 0 <= line["partial"] <= 1
+            assert line["error"] is None and 0 <= line["partial"] <= 1
             assert line["versions"] == evaluation.versions()
 
 
@@ -161,8 +160,7 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
                 f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were "
                 "asked for; a method"
             )
-            assert wanted in line["error"]
-            assert "exact" not in line
+            assert wanted in line["error"] and "exact" not in line
         else:
             assert line["error"] is None
 
@@ -370,5 +368,4 @@ def test_the_course_project_measures_perplexity(
         logits = model(ids).logits[0, 39:-1]
     loss = torch.nn.functional.cross_entropy(logits, ids[0, 40:])
     assert float(full[1]) == pytest.approx(float(loss.exp()), rel=1e-3)
-    assert float(keydiff[4]) < float(full[4])
-    assert float(keydiff[5]) < float(full[5])
+    assert float(keydiff[4]) < float(full[4]) and float(keydiff[5]) < float(full[5])

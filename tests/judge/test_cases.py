@@ -96,8 +96,7 @@ def test_tiny_cases_are_of_every_length_and_hardly_ever_zero() -> None:
 
 def test_shares_are_spread_over_the_whole_range() -> None:
     counts = Counter(draws(shares(), 400))
-    assert set(counts) == {count / 16 for count in range(17)}
-    assert counts[0.0] + counts[1.0] < 120
+    assert set(counts) == {count / 16 for count in range(17)} and counts[0.0] + counts[1.0] < 120
 
 
 def large(kind: str, **sizes: int) -> Case:
@@ -125,8 +124,7 @@ def test_large_arrays_are_finite_and_differ(kind: str) -> None:
 
 def test_normal_arrays_are_normal() -> None:
     keys = Case(seed=2, length=4096, head_dim=16).keys
-    assert np.unique(keys).size == keys.size
-    assert abs(keys.mean()) < 0.02 and abs(keys.std() - 1) < 0.02
+    assert np.unique(keys).size == keys.size and abs(keys.mean()) < 0.02 and abs(keys.std() - 1) < 0.02
 
 
 def ratio_of_channel_spreads(keys: np.ndarray) -> float:
