@@ -53,30 +53,24 @@ def test_version_and_help_need_no_torch() -> None:
 def test_methods() -> None:
     by_name = {each["name"]: each for each in as_json("methods")}
     assert by_name["keydiff"]["paper"] == "2504.15364" and by_name["random"]["paper"] is None
-    assert by_name["lagkv"]["options"] == {"sink_size": 16, "lag_size": 1024}
-    assert by_name["lagkv"]["seams"] == ["score", "select"]
-    told = printed("methods")
+    wanted = {"options": {"sink_size": 16, "lag_size": 1024}, "seams": ["score", "select"]}
+    assert by_name["lagkv"].items() >= wanted.items()
     assert set(ADDITIONS) == {*catalogue.additions(), "moments"}
-    assert "keydiff" in told and all(f"+{name} " in told for name in ADDITIONS)
-    assert "Methods compose: a method, then allocators, then moments" in told
+    said = ["keydiff", "Methods compose: a method, then allocators, then moments"]
+    told = printed("methods")
+    assert [part for part in (*said, *(f"+{name} " for name in ADDITIONS)) if part not in told] == []
 
 
 def test_run_answers_several_questions_from_one_cache(asks: list[object]) -> None:
     both, alone = as_json(*asks, "--question", "When?"), as_json(*asks[:-1], "When?")
     assert [each["question"] for each in both["answers"]] == ["How many?", "When?"]
-    assert both["tokens_kept"] == both["tokens"] // 2
+    assert alone["answers"] == both["answers"][1:] and both["tokens_kept"] == both["tokens"] // 2
     assert both["bytes_after"] * both["tokens"] == both["bytes_before"] * both["tokens_kept"]
-    assert alone["answers"][0] == both["answers"][1]
 
 
 def test_run_with_a_budget_an_option_and_a_file(asks: list[object], tmp_path: Path) -> None:
-    mine = [
-        *asks,
-        "--method",
-        scorer(tmp_path, "return sign * keys.sum(-1)", arguments="keys, *, sign=1"),
-        "--budget",
-        7,
-    ]
+    method = scorer(tmp_path, "return sign * keys.sum(-1)", arguments="keys, *, sign=1")
+    mine = [*asks, "--method", method, "--budget", 7]
     got = as_json(*mine, "--option", "sign=-1")
     assert (got["tokens_kept"], got["options"], got["compression_ratio"]) == (7, {"sign": -1}, None)
     assert "7 of" in printed(*mine)
@@ -110,13 +104,8 @@ def test_run_shows_the_full_cache_beside_the_compressed_one(asks: list[object]) 
     assert {"full_answer": both["full_answer"]} | alone == both
     nothing_removed = as_json(*asks, "--compression-ratio", 0)["answers"][0]
     assert nothing_removed["answer"] == nothing_removed["full_answer"] == both["full_answer"]
-    told = printed(*asks)
-    assert "full cache: " in told and "keydiff: " in told
-    assert re.search(
-        r"MiB became .* MiB\nkeydiff: [\d.]+ s to read the text and compress, [\d.]+ s to answer\nfull "
-        r"cache: [\d.]+ s",
-        told,
-    )
+    seconds = r"keydiff: [\d.]+ s to read the text and compress, [\d.]+ s to answer\nfull cache: [\d.]+ s"
+    assert re.search(rf"MiB became .* MiB\n{seconds}", printed(*asks))
 
 
 def few(folder: Path, output: Path, methods: str = "keydiff") -> list[object]:
@@ -138,14 +127,10 @@ def test_a_log_file_shows_the_progress(
     model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("evictionary.cli.console.LOG_SECONDS", 0)
-    lines = [
-        line
-        for line in invoke(*few(model_folder, tmp_path / "report.html")).stderr.splitlines()
-        if line.strip()
-    ]
-    total = len(lines) - 1
-    assert [line.split(": ")[0] for line in lines] == [f"{step} of {total}" for step in range(total + 1)]
-    assert lines[-1].endswith("writing the report") and any("keydiff" in line for line in lines)
+    told = invoke(*few(model_folder, tmp_path / "report.html")).stderr
+    steps, texts = zip(*(line.split(": ", 1) for line in told.splitlines() if line.strip()), strict=True)
+    assert list(steps) == [f"{step} of {len(steps) - 1}" for step in range(len(steps))]
+    assert texts[-1] == "writing the report" and any("keydiff" in text for text in texts)
     settings = ["--methods", "keydiff", "--ratios", "0.5", "--tasks", "passkey7", "--samples", 1]
     assessed = invoke("eval", "--model", model_folder, *settings, "--output", tmp_path).stderr
     assert "1 of " in assessed and " s left" in assessed

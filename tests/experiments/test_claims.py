@@ -1,5 +1,6 @@
 """The claims: intervals, rules, texts, recordings, runs that resume, and the command, on the tiny model."""
 
+import html
 import json
 import random
 import re
@@ -170,18 +171,18 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     numbers.means(it=values.reshape(-1))
     of_texts = (values.var(axis=1, ddof=1) / 3).mean()
     deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
-    got = numbers["it"]
-    assert got.value == pytest.approx(values.mean()) and (got.texts, got.meaning) == (90, "what it is")
-    assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
-    assert got.low < got.value < got.high
-    assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
     numbers.medians(all=np.repeat(values.reshape(-1, 1), 4, axis=1))
-    assert numbers["all"].value == pytest.approx(np.median(values))
     # a number that compares the kinds keeps them: only the texts vary
     numbers.add("largest", np.mean, values.reshape(-1), compares_kinds=True)
-    largest = numbers["largest"]
-    assert (largest.value, largest.by_text) == (pytest.approx(values.mean()), {})
-    assert (largest.high - largest.low) / 2 == pytest.approx(1.96 * np.sqrt(of_texts / 30), rel=0.1)
+    got, every, largest = (numbers[name] for name in ("it", "all", "largest"))
+    assert (got.texts, got.meaning) == (90, "what it is") and got.low < got.value < got.high
+    assert [got.value, every.value, largest.value] == pytest.approx(
+        [values.mean(), np.median(values), values.mean()]
+    )
+    widths = [(each.high - each.low) / 2 / 1.96 for each in (got, largest)]
+    assert widths == pytest.approx([deviation, np.sqrt(of_texts / 30)], rel=0.1)
+    means = {f"kind {kind}": values[kind].mean() for kind in range(30)}
+    assert got.by_text == pytest.approx(means) and largest.by_text == {}
 
 
 def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
@@ -194,8 +195,8 @@ def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
         numbers.means(it=np.full(count, 5.0))
         assert (numbers["it"].value, numbers["it"].low) == (5.0, None if count == 11 else 5.0)
         assert Claim("X-1", "", "", "", claim.holds_if, claim.possible_if).verdict(numbers) == verdict
-    assert pages.interval({"low": None, "high": None}) == "no interval"
-    assert pages.interval({"low": 0.1234, "high": 2}) == "0.123 to 2"
+    ends = ({"low": None, "high": None}, {"low": 0.1234, "high": 2})
+    assert [pages.interval(each) for each in ends] == ["no interval", "0.123 to 2"]
 
 
 def test_numbers_refuse_what_is_not_finite() -> None:
@@ -213,8 +214,7 @@ def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(
     assert len({claim.id for claim in paper.claims}) == len(paper.claims)
     found = next(each for each in result["papers"] if each["paper"] == name)["claims"]
     for claim, measured in zip(paper.claims, found, strict=True):
-        assert re.search(r"section|appendix", claim.source)
-        assert list(measured["numbers"]) == claim.numbers
+        assert re.search(r"section|appendix", claim.source) and list(measured["numbers"]) == claim.numbers
         assert claim.statement.endswith(".") and claim.measured.endswith(".")
 
 
@@ -223,9 +223,9 @@ def test_texts_are_drawn_from_the_seed_and_differ_in_kind(tokenizer: PreTrainedT
         one, same, other = (texts.make(tokenizer, kind, seed=seed, tokens=300) for seed in (1, 1, 2))
         assert one.shape == (1, 300) and torch.equal(one, same) and not torch.equal(one, other)
     assert len({texts.varied(random.Random(seed)) for seed in range(300)}) == 300
-    problem = texts.sums(random.Random(0))
-    start, more, less = (int(part) for part in re.findall(r"has (\d+) .*buys (\d+) .*away (\d+)", problem)[0])
-    assert problem.endswith(f"so {start + more - less} are left.")
+    pattern = r"has (\d+) .*buys (\d+) .*away (\d+).*so (\d+) are left\.$"
+    start, more, less, left = map(int, re.findall(pattern, texts.sums(random.Random(0)))[0])
+    assert start + more - less == left
 
 
 def test_a_recording_is_what_the_model_computed(lab: Lab, recording: Recording) -> None:
@@ -261,12 +261,11 @@ def test_reading_on_from_a_whole_cache_changes_nothing(lab: Lab, recording: Reco
 def test_a_removed_token_is_no_longer_read(lab: Lab, recording: Recording) -> None:
     split, half, stored = recording.split, recording.split // 2, prompt_states(recording)
     kept = [torch.arange(split).expand(keys.shape[:3]) >= half for keys, _ in stored]
-    before = read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
+    before = compressed(stored, kept)
     for keys, values in stored:
         keys[:, :, :half] = values[:, :, :half] = 1e3
-    assert torch.equal(
-        before, read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
-    )
+    caches, ids = (before, compressed(stored, kept)), recording.input_ids[:, split:]
+    assert torch.equal(*(read_on(lab.model, ids, cache, split).logits for cache in caches))
 
 
 def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
@@ -309,8 +308,8 @@ def test_the_score_with_w_o_is_equation_9_of_each_query_head(lab: Lab, recording
 def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) -> None:
     """A mask in a whole cache gives what a cache without the tokens gives."""
     split, count = recording.split, recording.residual.shape[1]
-    kept = [tova.score(layer.queries[:, :, :split], layer.keys[:, :, :split]) for layer in recording.layers]
-    kept = [score >= score.median() for score in kept]
+    scores = [tova.score(layer.queries[:, :, :split], layer.keys[:, :, :split]) for layer in recording.layers]
+    kept = [score >= score.median() for score in scores]
     wanted = residual_after(lab, recording, compressed(prompt_states(recording), kept), count)
     np.testing.assert_allclose(read_kept(lab, recording, kept, count), wanted, atol=1e-4)
     assert not lab.model.base_model.layers[0].self_attn._forward_pre_hooks
@@ -335,22 +334,16 @@ def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
     mean.
     """
     draw = np.random.default_rng(0)
-    query, keys, values = (
-        draw.normal(size=(2, 3, 4)),
-        draw.normal(size=(2, 9, 4)),
-        draw.normal(size=(2, 9, 4)),
-    )
-    kept = np.ones((2, 9), dtype=bool)
-    kept[:, 1:5] = False
-    keys[:, 1:5] = keys[:, 1:2]
-    one = query[None], keys[None], values[None], kept[None]
-    got = momentkv.errors(*one) | momentkv.corrections(*one)
-    np.testing.assert_allclose(got["first"], 0, atol=1e-12)
+    query, keys, values = (draw.normal(size=(1, 2, count, 4)) for count in (3, 9, 9))
+    kept = np.ones((1, 2, 9), dtype=bool)
+    kept[..., 1:5] = False
+    keys[..., 1:5, :] = keys[..., 1:2, :]
+    got = momentkv.errors(query, keys, values, kept) | momentkv.corrections(query, keys, values, kept)
+    np.testing.assert_allclose([got["first"], got["spread"], got["gap"]], 0, atol=1e-12)
     np.testing.assert_allclose(got["direction"], 1)
     assert (got["none"] > 1e-3).all()
-    np.testing.assert_allclose([got["spread"], got["gap"]], 0, atol=1e-12)
     np.testing.assert_allclose(got["gamma"] * got["mass"], got["none"])
-    np.testing.assert_allclose(momentkv.errors(0 * one[0], *one[1:])["mass"], 4 / 9)
+    np.testing.assert_allclose(momentkv.errors(0 * query, keys, values, kept)["mass"], 4 / 9)
 
 
 def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
@@ -461,10 +454,8 @@ def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(lagkv, "read_on", reads)
     lagkv.first_digits(lab, "varied")
-    kept, lags = (
-        {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS},
-        sorted(SCALE.lag_sizes, reverse=True),
-    )
+    kept: Any = {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS}
+    lags = sorted(SCALE.lag_sizes, reverse=True)
     assert lengths == [272, *(lagkv.paper.retained_length(272, lag_size=lag, **kept) for lag in lags)]
     whole, in_chunks = lagkv.first_digits(replace(lab, scale=replace(SCALE, lag_sizes=(129,))), "varied")
     assert whole == in_chunks
@@ -529,22 +520,19 @@ def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None
     torch.testing.assert_close(torch.stack(got), wanted, rtol=1e-4, atol=1e-4)
 
 
+def measured(lines: list[store.Line]) -> list[tuple[str, str, int]]:
+    return [(line["paper"], line["text"], line["seed"]) for line in lines]
+
+
 def test_a_finished_run_measures_nothing_again(
     finished: tuple[Path, list[store.Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lines = finished
-    assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(
-        plan_for(model_folder).lines()
-    )
-    before = (folder / "results.jsonl").read_bytes()
+    assert set(measured(lines)) == set(plan_for(model_folder).lines())
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
     assert store.run(plan_for(model_folder), folder) == lines
     one = plan_for(model_folder, ["gvote"], texts=("code",))
-    assert [(line["paper"], line["text"], line["seed"]) for line in one.own(store.run(one, folder))] == [
-        ("gvote", "code", 0),
-        ("gvote", "code", 1),
-    ]
-    assert (folder / "results.jsonl").read_bytes() == before
+    assert measured(one.own(store.run(one, folder))) == [("gvote", "code", 0), ("gvote", "code", 1)]
 
 
 def test_more_texts_join_the_results(
@@ -588,30 +576,28 @@ def test_measurements_of_two_kinds_are_not_mixed(
 
 
 def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
-    written = run.write(result, tmp_path / "deep" / "claims")
     folder = tmp_path / "deep" / "claims"
-    assert sorted(folder.iterdir()) == sorted(written)
+    assert sorted(run.write(result, folder)) == sorted(folder.iterdir())
     assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(result))
     assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
     page, index = (folder / "claims.html").read_text(), (folder / "index.md").read_text()
-    assert index.count("](keydiff.md)") == len(keydiff.PAPER.claims)
-    assert not re.findall(r"https?://", page)
+    assert index.count("](keydiff.md)") == len(keydiff.PAPER.claims) and not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]
         assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
         text = (folder / f"{paper['paper']}.md").read_text()
         for claim in paper["claims"]:
-            assert f"## {claim['id']}: {claim['verdict']}\n" in text
-            assert claim["verdict"] == UNDECIDED  # four texts give no interval
-            assert claim["changes"] == "An interval needs 12 texts, and there are only 4."
-            assert claim["rule"] in page.replace("&gt;", ">").replace("&lt;", "<")
+            # four texts give no interval
+            told = (UNDECIDED, "An interval needs 12 texts, and there are only 4.")
+            assert (claim["verdict"], claim["changes"]) == told
+            assert f"## {claim['id']}: {UNDECIDED}\n" in text and html.escape(claim["rule"]) in page
             row = next(row for row in index.splitlines() if f"| {claim['id']}: " in row)
-            assert row.endswith(f" | 4 | {claim['verdict']} | {claim['changes']} |")
+            assert row.endswith(f" | 4 | {' | '.join(told)} |")
             for number in claim["numbers"].values():
                 assert (number["texts"], number["low"], number["high"]) == (4, None, None)
                 assert set(number["by_text"]) in (set(KINDS), set())
-            rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-            assert all(len(re.findall(r"(?<!\\)\|", row)) == 11 for row in rows)
+        rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
+        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {11}
 
 
 def test_the_stored_results_follow_from_their_measurements() -> None:
@@ -632,41 +618,32 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
 @pytest.mark.slow
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
-    common = [
-        "--model",
-        model_folder,
-        "--only",
-        "KD-7 (diversity),MK-36",
-        "--seeds",
-        2,
-        "--texts",
-        "chat,sums",
+    asked = [
+        *("claims", "--model", model_folder, "--output", tmp_path / "claims", "--seeds", 2),
+        *("--only", "KD-7 (diversity),MK-36", "--texts", "chat,sums"),
     ]
-    common += ["--output", tmp_path / "claims"]
-    got = as_json("claims", *common)
-    assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == [
-        "KD-7 (diversity)",
-        "MK-36 (never worse)",
-    ]
+    got = as_json(*asked)
+    claims = [claim["id"] for paper in got["papers"] for claim in paper["claims"]]
+    assert claims == ["KD-7 (diversity)", "MK-36 (never worse)"]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
-    told = printed("claims", *common)
+    told = printed(*asked)
     assert "gain_over_tova > 0: " in told and "MK-36" in told
 
 
-def test_claims_are_chosen_by_paper_and_id() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "ids"),
+    [
+        ({"only": ["KD-7"]}, ["KD-7 (correlation)", "KD-7 (diversity)"]),
+        ({"papers": ["keydiff"], "only": ["KD-7 (diversity)"]}, ["KD-7 (diversity)"]),
+    ],
+)
+def test_claims_are_chosen_by_paper_and_id(chosen: dict[str, list[str]], ids: list[str]) -> None:
     assert list(run.check_claims()) == list(run.PAPERS)
-    assert [claim.id for claim in run.check_claims(only=["KD-7"])["keydiff"]] == [
-        "KD-7 (correlation)",
-        "KD-7 (diversity)",
-    ]
-    assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == [
-        "KD-7 (diversity)"
-    ]
+    assert [claim.id for claim in run.check_claims(**chosen)["keydiff"]] == ids
 
 
 def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     help = " ".join(printed("claims", "--help").split())
-    assert f"Some of {', '.join(texts.KINDS)}" in help
-    assert all(name in help for name in run.PAPERS)
+    assert [part for part in (f"Some of {', '.join(texts.KINDS)}", *run.PAPERS) if part not in help] == []
