@@ -8,7 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tools import python, saved
+from tools import python, saved, says
 from tools.commands import as_json, failed, invoke, printed
 
 from evictionary import __version__
@@ -40,13 +40,13 @@ def scorer(folder: Path, body: str, before: str = "", arguments: str = "keys") -
 
 
 def test_version_and_help_need_no_torch() -> None:
-    told = python(
-        "-c",
-        "import sys\nfrom evictionary.cli.app import app\napp(['--help'], "
-        "standalone_mode=False)\nassert 'torch' not in sys.modules",
-    ).stdout
-    assert "demo" in told
-    assert re.findall(r"─ (\w+) ─", told) == ["Options", "Validate", "Run", "Measure", "Teach"]
+    program = (
+        "import sys, evictionary.spec_tests.judge.law\nfrom evictionary.cli.app import app\n"
+        "app(['--help'], standalone_mode=False)\nassert 'torch' not in sys.modules"
+    )
+    told = python("-c", program).stdout
+    rooms = re.findall(r"─ (\w+) ─", told)
+    assert rooms == ["Options", "Validate", "Run", "Measure", "Teach"] and "demo" in told
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
 
 
@@ -56,9 +56,8 @@ def test_methods() -> None:
     wanted = {"options": {"sink_size": 16, "lag_size": 1024}, "seams": ["score", "select"]}
     assert by_name["lagkv"].items() >= wanted.items()
     assert set(ADDITIONS) == {*catalogue.additions(), "moments"}
-    said = ["keydiff", "Methods compose: a method, then allocators, then moments"]
-    told = printed("methods")
-    assert [part for part in (*said, *(f"+{name} " for name in ADDITIONS)) if part not in told] == []
+    composed = "Methods compose: a method, then allocators, then moments"
+    says(printed("methods"), "keydiff", composed, *(f"+{name} " for name in ADDITIONS))
 
 
 def test_run_answers_several_questions_from_one_cache(asks: list[object]) -> None:
@@ -119,8 +118,7 @@ def few(folder: Path, output: Path, methods: str = "keydiff") -> list[object]:
 def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> None:
     demo = few(model_folder, tmp_path / "report.html", "keydiff,random")
     assert [row["method"] for row in as_json(*demo)["rows"]] == ["full cache", "keydiff", "random"]
-    assert (tmp_path / "report.html").is_file()
-    assert "keydiff" in printed(*demo)
+    assert (tmp_path / "report.html").is_file() and "keydiff" in printed(*demo)
 
 
 def test_a_log_file_shows_the_progress(
@@ -132,15 +130,14 @@ def test_a_log_file_shows_the_progress(
     assert list(steps) == [f"{step} of {len(steps) - 1}" for step in range(len(steps))]
     assert texts[-1] == "writing the report" and any("keydiff" in text for text in texts)
     settings = ["--methods", "keydiff", "--ratios", "0.5", "--tasks", "passkey7", "--samples", 1]
-    assessed = invoke("eval", "--model", model_folder, *settings, "--output", tmp_path).stderr
-    assert "1 of " in assessed and " s left" in assessed
+    says(invoke("eval", "--model", model_folder, *settings, "--output", tmp_path).stderr, "1 of ", " s left")
 
 
 def test_what_a_method_prints_is_not_in_the_json(asks: list[object], tmp_path: Path) -> None:
     mine = scorer(tmp_path, "print('scored')\n    return keys.sum(-1)", "print('loaded')\n")
     done = invoke(*asks, "--method", mine, "--json")
     assert json.loads(done.stdout)["method"] == str(mine)
-    assert "loaded" in done.stderr and "scored" in done.stderr
+    says(done.stderr, "loaded", "scored")
 
 
 @pytest.mark.parametrize(
@@ -280,9 +277,8 @@ def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(
     given = GIVEN[command] | dict(zip(words[::2], words[1::2], strict=True))
     paths = {"model": model_folder, "text": text_file, "tmp": tmp_path}
     done = invoke(command, *(part.format(**paths) for pair in given.items() for part in pair))
-    assert done.exit_code == 2, done.output
-    assert message in " ".join(done.stderr.split())
-    assert len(done.stderr.strip().splitlines()) == 1 and done.stdout == ""
+    assert (done.exit_code, done.stdout, len(done.stderr.strip().splitlines())) == (2, "", 1), done.output
+    says(" ".join(done.stderr.split()), message)
     left = [path for path in tmp_path.iterdir() if path not in before]
     assert not [path for folder in left for path in folder.iterdir() if path.name != ".lock"]
 

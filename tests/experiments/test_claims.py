@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from tools import refused
+from tools import ROOT, refused, says
 from tools.commands import as_json, printed
+from tools.reading import IDS, masked_logits, read
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
@@ -47,7 +48,6 @@ SCALE = Scale(
     budgets=(12, 48),
     main_budget=48,
 )
-ROOT = Path(__file__).parents[2]
 KINDS = ("varied", "code")
 
 
@@ -357,8 +357,8 @@ def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
     chosen = {}
     for weight in momentkv.BY_STEPS:
         chosen[weight] = list(momentkv.by_steps(queries, keys, values, 6, [9, 24], weight))
-        read = torch.ones_like(values) if weight == "attention" else values
-        arrays = [as_array(each) for each in (queries, keys, read)]
+        added = torch.ones_like(values) if weight == "attention" else values
+        arrays = [as_array(each) for each in (queries, keys, added)]
         left, moments = [each[:, :, :6] for each in arrays[1:]], reference.no_moments(*arrays[1:])
         for last in range(6, 24):
             _, *left, after = reference.decode_step(*[each[:, :, last] for each in arrays], *left, moments, 6)
@@ -490,34 +490,20 @@ def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
         assert one[index] == lab.tokenizer.decode(wanted[0, ids.shape[1] :])
 
 
-def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None:
+def test_layers_of_different_lengths_read_everything_they_hold(model: LlamaForCausalLM) -> None:
     """The first layer whole and the second without its first half, against an explicit mask in the same
     model.
     """
-    model: LlamaForCausalLM = tiny_llama(max_position_embeddings=2048)
-    ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(2))
-    full = DynamicCache()
+    ids, full = IDS[:, :40], DynamicCache()
+    read(model, ids[:, :30], full)
+    kept = [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
+    cache = compressed([(layer.keys, layer.values) for layer in full.layers], kept)
     with torch.no_grad():
-        model(ids[:, :30], past_key_values=full)
-        stored = [(layer.keys, layer.values) for layer in full.layers]
-        kept = [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
-        cache = compressed(stored, kept)
-        got = [
-            read_on(model, ids[:, place : place + 1], cache, place).logits[0, 0] for place in range(30, 40)
-        ]
-
-        def hide(
-            module: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, torch.Tensor]
-        ) -> object:
-            visible = torch.ones(10, 40, dtype=torch.bool).tril(30)
-            visible[:, :15] = False
-            named["attention_mask"] = visible[None, None]
-            return arguments, named
-
-        handle = model.model.layers[1].self_attn.register_forward_pre_hook(hide, with_kwargs=True)  # type: ignore[arg-type]
-        wanted = model(ids[:, 30:], past_key_values=full).logits[0]
-        handle.remove()
-    torch.testing.assert_close(torch.stack(got), wanted, rtol=1e-4, atol=1e-4)
+        got = [read_on(model, ids[:, place : place + 1], cache, place).logits for place in range(30, 40)]
+    whole = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    part = whole & ~((torch.arange(40) >= 30)[:, None] & (torch.arange(40) < 15))
+    wanted = masked_logits(model, ids, {0: whole, 1: part})[:, 30:]
+    torch.testing.assert_close(torch.cat(got, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
 
 def measured(lines: list[store.Line]) -> list[tuple[str, str, int]]:
@@ -627,8 +613,7 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert claims == ["KD-7 (diversity)", "MK-36 (never worse)"]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
-    told = printed(*asked)
-    assert "gain_over_tova > 0: " in told and "MK-36" in told
+    says(printed(*asked), "gain_over_tova > 0: ", "MK-36")
 
 
 @pytest.mark.parametrize(
@@ -645,5 +630,4 @@ def test_claims_are_chosen_by_paper_and_id(chosen: dict[str, list[str]], ids: li
 
 def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    help = " ".join(printed("claims", "--help").split())
-    assert [part for part in (f"Some of {', '.join(texts.KINDS)}", *run.PAPERS) if part not in help] == []
+    says(" ".join(printed("claims", "--help").split()), f"Some of {', '.join(texts.KINDS)}", *run.PAPERS)

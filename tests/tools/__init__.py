@@ -7,7 +7,7 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,12 @@ def refused(
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):
         call()
+
+
+def says(text: str, *parts: str, never: Iterable[str] = ()) -> None:
+    """Fail unless a text has each of these parts, and nothing of what it is never to have."""
+    found = [part for part in parts if part not in text], [part for part in never if part in text]
+    assert found == ([], []), text
 
 
 def saved(path: Path, content: str | bytes) -> Path:
