@@ -4,6 +4,7 @@ refused with a reason.
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -217,14 +218,9 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
 
 
 def test_a_trial_of_the_queries_that_was_interrupted_is_not_remembered() -> None:
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
     model = build("llama")
-    hook = model.base_model.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        EvictingCache(model, "gvote")
-    hook.remove()
+    with model.base_model.register_forward_hook(Mock(side_effect=KeyboardInterrupt)):
+        refused(lambda: EvictingCache(model, "gvote"), error=KeyboardInterrupt)
     assert cached(model, IDS, "gvote").get_seq_length() == 48
 
 
@@ -246,16 +242,13 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
 
 @pytest.mark.parametrize("method", ["keydiff", "snapkv+ada_kv", "momentkv"])
 def test_a_model_that_attends_to_other_keys_is_refused_before_the_first_token(method: str) -> None:
-    model, drawn = (
-        random_model(JetMoeConfig(**TWO, kv_channels=8, num_local_experts=4, num_experts_per_tok=2)),
-        [],
-    )
-    draw = [lambda ids, scores: drawn.append(ids)]
+    model = random_model(JetMoeConfig(**TWO, kv_channels=8, num_local_experts=4, num_experts_per_tok=2))
+    draw = Mock()
     refused(
-        lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=draw),
+        lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=[draw]),
         r"which gives its attention other keys than the cache returned",
     )
-    assert not drawn and model.config._attn_implementation == "sdpa"
+    assert not draw.called and model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -433,8 +426,7 @@ def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_
     first, _, third, of_file = (
         ask(model, tiny_tokenizer(), each, question, 4).hidden_states for each, question in asked
     )
-    assert torch.equal(first, third) and torch.equal(first, of_file)
-    assert cache.get_seq_length() == 48
+    assert torch.equal(first, third) and torch.equal(first, of_file) and cache.get_seq_length() == 48
     whole = cached(model, IDS, None)
     assert whole.nbytes == whole.nbytes_full  # of a window that is a view, the window alone
     assert torch.equal(read(model, IDS[:, :5], again), read(model, IDS[:, :5], cache))
