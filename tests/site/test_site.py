@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tools import saved
+from tools import saved, says
 
 from docs_build import charts, entries as site, figures, hooks, judging, kills, pages
 from docs_build.running import said
@@ -57,8 +57,8 @@ def card_of(identifier: str) -> str:
 
 def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> None:
     """And says nothing of a mended formula where nothing was mended."""
-    card = card_of("KD-8")
-    wanted = (
+    says(
+        card_of("KD-8"),
         r"\mathrm{score}_i = -\cos(\mu, k_i)",
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
         "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
@@ -66,9 +66,8 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         f"{pages.REPOSITORY}/blob/main/spec_tests/keydiff/test_keydiff.py#L",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",
+        never=("As printed", "As restored", "What holds"),
     )
-    assert [part for part in wanted if part not in card] == []
-    assert [part for part in ("As printed", "As restored", "What holds") if part in card] == []
 
 
 @pytest.mark.parametrize(
@@ -91,9 +90,8 @@ def test_a_card_keeps_the_form_of_the_paper_beside_the_other(
 
 
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
-    first, last = card_of("LK-1"), card_of("LK-4")
-    assert "quoted at [LK-4](#lk-4)" in first and "def project(" not in first
-    assert "def project(" in last and "quoted at [LK-4]" not in last
+    says(card_of("LK-1"), "quoted at [LK-4](#lk-4)", never=["def project("])
+    says(card_of("LK-4"), "def project(", never=["quoted at [LK-4]"])
 
 
 @pytest.mark.parametrize("stem", pages.PAPERS)
@@ -118,13 +116,16 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
     )
     assert re.findall(r"^## (.+)$", short, re.MULTILINE) == [*wanted]
     assert re.findall(r"^## (.+)$", long, re.MULTILINE) == [*behind, "The equations"]
-    for text, markers in (
-        (short, ("kept", "retrieved", "run", "ids")),
-        (long, ("overview", "measured", "errata", "equations")),
-    ):
-        assert all(f"<!-- {marker}: {stem} -->" in text for marker in markers)
-    assert all(f"]({link}" in short for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/"))
-    assert f"](../decisions.md#{stem.replace('_', '-')}" in long
+    marked = {
+        short: ("kept", "retrieved", "run", "ids"),
+        long: ("overview", "measured", "errata", "equations"),
+    }
+    links = {
+        short: ("](https://arxiv.org/abs/", "](../lessons/", "](../figures/"),
+        long: (f"](../decisions.md#{stem.replace('_', '-')}",),
+    }
+    for text, markers in marked.items():
+        says(text, *(f"<!-- {marker}: {stem} -->" for marker in markers), *links[text])
     anchors = {
         entry.anchor for entry in site.entries().values() if entry.page == f"methods/{stem}_equations.md"
     }
@@ -150,15 +151,10 @@ FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
 
 def test_the_page_of_four_laws_quotes_each_law_and_lists_what_it_kills() -> None:
     text = pages.filled("four_laws.md", (DOCS / "four_laws.md").read_text(encoding="utf-8"))
-    assert "<!--" not in text
-    for identifier in kills.SHOWN:
-        entry = site.entries()[identifier]
-        for law in entry.laws:
-            assert f"def {site.law_definition(law).name}(" in text
-        for mutant in entry.mutants:
-            assert mutant.above or (
-                f"`{mutant.of}`: " in text and pages.escaped(mutant.misconception) in text
-            )
+    for entry in (site.entries()[identifier] for identifier in kills.SHOWN):
+        says(text, *(f"def {site.law_definition(law).name}(" for law in entry.laws), never=["<!--"])
+        for mutant in (each for each in entry.mutants if not each.above):
+            says(text, f"`{mutant.of}`: ", pages.escaped(mutant.misconception))
 
 
 @pytest.mark.parametrize("identifier", kills.SHOWN)
@@ -183,7 +179,7 @@ def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() 
 
 def test_a_marker_in_a_tab_is_replaced_by_indented_lines() -> None:
     text = pages.filled("index.md", '=== "A law"\n\n    <!-- code: reference/keydiff.py::anchor -->\n')
-    assert "\n    ~~~~ python\n    def anchor(" in text and "<!--" not in text
+    says(text, "\n    ~~~~ python\n    def anchor(", never=["<!--"])
     assert all(line.startswith("    ") for line in text.splitlines()[2:] if line)
 
 
@@ -224,12 +220,9 @@ def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -
         pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared")
     )
     assert set(catalogue.evicting()) <= set(figures.strips(figures.stored()))
-    assert all(f"(../images/kept_{stem}.png)" in cards for stem in catalogue.evicting())
-    assert all(f"| [`{stem}`](" in table for stem in methods)
-    assert (
-        "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | "
-        "145.1% |" in table
-    )
+    says(cards, *(f"(../images/kept_{stem}.png)" for stem in catalogue.evicting()))
+    kvzip = "keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |"
+    says(table, *(f"| [`{stem}`](" for stem in methods), f"| [`kvzip`](kvzip.md) | {kvzip}")
 
 
 def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() -> None:
@@ -293,11 +286,10 @@ def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> No
     style = (DOCS / "stylesheets" / "extra.css").read_text(encoding="utf-8")
     for uri, kind in hooks.WIDE.items():
         assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        shown = hooks.on_page_content("<table></table>", page=page)
+        assert shown == f'<div class="wide {kind}"><table></table></div>'
         assert f".{kind} td:nth-child(5)" in style
-        assert (
-            hooks.on_page_content("<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
-            == f'<div class="wide {kind}"><table></table></div>'
-        )
 
 
 def test_the_navigation_names_what_exists() -> None:
@@ -341,7 +333,7 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
 def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: str) -> None:
     chart, page = charts.CHARTS[name], (DOCS / "results.md").read_text(encoding="utf-8")
     wanted = (f"(images/results_{name}.svg)", f"/{chart.stored})", f"`{chart.command}`")
-    assert [part for part in wanted if part not in pages.filled("results.md", page)] == []
+    says(pages.filled("results.md", page), *wanted)
     assert chart.svg() == chart.svg() and b"keydiff" in chart.svg()
 
 
@@ -378,10 +370,7 @@ def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
     text = pages.filled("reference/cli.md", "<!-- cli -->")
     for name, command in pages.PROGRAM.commands.items():
         section = text.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
-        assert (
-            all(f"| `{one.opts[0]}`" in section for one in command.params)
-            and command.help.split()[0] in section
-        ), name
+        says(section, *(f"| `{one.opts[0]}`" for one in command.params), command.help.split()[0])
 
 
 def test_the_bibliography_has_every_paper() -> None:
