@@ -16,9 +16,7 @@ import classroom_styles
 import numpy as np
 import pytest
 from hypothesis import assume, strategies as st
-from sampling import sampled
-from tools import refused, says
-from tools.commands import invoke
+from tools import invoke, refused, sampled, says
 from tools.grader import (
     EVERY_FORMAT,
     KERNEL,

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from markdown_it import MarkdownIt
-from sampling import sampled
-from tools import attacks, ends_with_its_parent, python, refused, says
+from tools import attacks, ends_with_its_parent, python, refused, sampled, says
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,

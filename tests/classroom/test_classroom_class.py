@@ -21,8 +21,7 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
-from tools import refused, run, says
-from tools.commands import as_json, failed, invoke, printed
+from tools import as_json, failed, invoke, printed, refused, run, says
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,

@@ -8,8 +8,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-from tools import python, saved, says
-from tools.commands import as_json, failed, invoke, printed
+from tools import as_json, failed, invoke, printed, python, saved, says
 
 from evictionary import __version__
 from evictionary.cli.methods import ADDITIONS

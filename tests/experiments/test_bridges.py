@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools.commands import printed
+from tools import printed
 from tools.pages import ROOT, blocks
 from tools.reading import IDS, generate, masked_logits, refused
 from transformers import AutoModelForCausalLM, LlamaForCausalLM

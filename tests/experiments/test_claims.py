@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from tools import ROOT, refused, says
-from tools.commands import as_json, printed
+from tools import ROOT, as_json, printed, refused, says
 from tools.reading import IDS, masked_logits, read
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 

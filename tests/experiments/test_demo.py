@@ -37,8 +37,8 @@ def test_the_needle_is_where_it_is_said_to_be(tokenizer: PreTrainedTokenizerFast
     first, last = prompt.needle
     needle = tokenizer.decode(prompt.context_ids[0, first:last])
     assert needle.strip().startswith("The secret number is") and needle.count(prompt.answer) == 2
-    assert tokenizer.decode(prompt.context_ids[0]).count(prompt.answer) == 2
-    assert prompt.answer not in tokenizer.decode(prompt.question_ids[0])
+    texts = [tokenizer.decode(ids[0]) for ids in (prompt.context_ids, prompt.question_ids)]
+    assert [text.count(prompt.answer) for text in texts] == [2, 0]
     assert abs(first / prompt.context_ids.shape[1] - depth) < 0.35
 
 
@@ -59,9 +59,8 @@ def test_an_answer_is_right_iff_the_digits_appear(tokenizer: PreTrainedTokenizer
 
 def test_context_and_question_are_cut_inside_one_turn(tokenizer: PreTrainedTokenizerFast) -> None:
     context, question = tokenize(tokenizer, "A text.", "Who?", "It is")
-    whole = tokenizer.decode(torch.cat([context, question], dim=1)[0])
-    assert whole == "<s>user\nA text.\n\nWho?</s><s>assistant\nIt is"
-    assert tokenizer.decode(context[0]) == "<s>user\nA text.\n\n"
+    cut = [tokenizer.decode(ids[0]) for ids in (context, question)]
+    assert cut == ["<s>user\nA text.\n\n", "Who?</s><s>assistant\nIt is"]
     for arguments in (("", "Who?"), ("A text.", " ")):
         refused(lambda arguments=arguments: tokenize(tokenizer, *arguments), "got no text")
 

@@ -13,8 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tools import refused, saved
-from tools.commands import as_json, invoke, printed
+from tools import as_json, invoke, printed, refused, saved
 from tools.pages import pictures_of
 
 from evictionary import store

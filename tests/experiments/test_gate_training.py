@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
-from tools import saved
-from tools.commands import as_json
+from tools import as_json, saved
 from tools.families import FAMILIES, build
 from tools.reading import IDS, cached, masked_logits, positions_of, refused
 from transformers import LlamaForCausalLM

@@ -20,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools import refused, says
-from tools.commands import as_json, failed, printed
+from tools import as_json, failed, printed, refused, says
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store

@@ -19,8 +19,20 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from tools import PLAIN_KEYDIFF, ROOT, json_in, judge, laid, pytest_of, python, refused, run, saved, says
-from tools.commands import invoke
+from tools import (
+    PLAIN_KEYDIFF,
+    ROOT,
+    invoke,
+    json_in,
+    judge,
+    laid,
+    pytest_of,
+    python,
+    refused,
+    run,
+    saved,
+    says,
+)
 
 from evictionary.reference import cache, keydiff
 from evictionary.spec_tests.judge.compare import agrees

@@ -10,8 +10,8 @@ import pytest
 from markdown.extensions.toc import slugify
 
 from docs_build import contract, pages
-from evictionary.spec_tests.judge.law import REQUIREMENTS
-from evictionary.spec_tests.verdict.coverage import GRADES, ids_of
+from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, judging_files, load_laws
+from evictionary.spec_tests.verdict import coverage
 
 ROOT = Path(__file__).parents[2]
 ERRATA, UPSTREAM = (
@@ -96,16 +96,18 @@ def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
         )
         for title, body in errata().items()
     ]
-    assert {grade for *_, grade in rows} == set(GRADES)
+    assert {grade for *_, grade in rows} == set(coverage.GRADES)
 
 
 def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None:
     """The coverage page once called false what the errata call imprecise, and true what they grade."""
     graded: dict[str, set[str]] = {identifier: set() for identifier in REQUIREMENTS}
     for title, body in errata().items():
-        for identifier in ids_of(title):
+        for identifier in coverage.ids_of(title):
             graded[identifier].add(body.partition("- **Grade** *")[2].partition("*")[0])
-    assert graded == {one.id: set(one.verdict.split(", ")) & set(GRADES) for one in REQUIREMENTS.values()}
+    assert graded == {
+        one.id: set(one.verdict.split(", ")) & set(coverage.GRADES) for one in REQUIREMENTS.values()
+    }
     # What was taken back is no erratum any more, and keeps its requirement.
     dropped = re.findall(
         r"^\| ([A-Z]{2}-\S+) \|", ERRATA.partition("## Entries that were taken back")[2], flags=re.MULTILINE
@@ -133,6 +135,121 @@ def test_ten_notes_for_the_authors_name_entries_of_the_errata() -> None:
     assert len(notes) == 10 and all(len(found) == 1 for found in anchors)
     assert {found for (found,) in anchors} <= {slugify(title, "-") for title in errata()}
     assert all(re.search(r"`spec_tests/\w+/\w+\.py::\w+`", note) for note in notes)
+
+
+# The coverage: every requirement has laws or a reason, and the page says so.
+
+
+def test_every_requirement_has_a_law_or_a_reason() -> None:
+    assert coverage.uncovered() == []
+
+
+def test_the_page_has_a_row_for_each_requirement() -> None:
+    assert re.findall(r"^\| ([A-Z]\S*) \|", coverage.page(), flags=re.MULTILINE) == sorted(
+        REQUIREMENTS, key=list(REQUIREMENTS).index
+    )
+
+
+def test_a_verdict_is_one_word_or_the_grades_of_the_errata_with_what_holds() -> None:
+    for one in REQUIREMENTS.values():
+        words = one.verdict.split(", ")
+        grades = [word for word in coverage.GRADES if word in words]
+        beside = [word for word in words if word not in grades]
+        # A formula that was lost and a claim that needs a model can have errata, in the words around them.
+        assert words == beside + grades and set(words) <= set(coverage.VERDICTS), one.id
+        assert len(beside) == 1 if not grades else set(beside) <= {"restored", "measured"}, one.id
+        assert one.mended or not grades, one.id
+
+
+def test_a_mended_formula_differs_from_the_printed_one() -> None:
+    mended = [one for one in REQUIREMENTS.values() if one.mended_tex]
+    assert mended and all(one.tex and one.tex != one.mended_tex and one.mended for one in mended)
+
+
+def test_the_page_judges_the_printed_statement_and_says_below_it_what_holds() -> None:
+    (row,) = [line for line in coverage.page().splitlines() if line.startswith("| KD-A1 |")]
+    printed, _, holds = row.partition("<br>*what holds:* ")
+    assert (
+        "6nd + d + 18n + 12" in printed
+        and holds.startswith("6nd + 2d + 18n + 12")
+        and "| restored, imprecise |" in holds
+    )
+    assert "## KeyDiff, arXiv 2504.15364 (v1)\n" in coverage.page()
+
+
+PRINTED = tomllib.loads((SUITE / "papers" / "printed.toml").read_text(encoding="utf-8"))
+NUMBER = r"(?:[A-Z]\.)?\d+"
+NUMBERS = rf"{NUMBER}(?:(?:, | and | to ){NUMBER})*"
+
+
+def spelled_out(numbers: str) -> set[str]:
+    """The numbers of "1 and 6 to 8, A.1": 1, 6, 7, 8, A.1."""
+    found = set()
+    for part in re.split(r", | and ", numbers):
+        first, _, last = part.partition(" to ")
+        found |= set(map(str, range(int(first), int(last) + 1))) if last else {first}
+    return found
+
+
+def placed(stem: str) -> dict[str, set[str]]:
+    """What the places of a paper's requirements name by a number: {"figure": {"1", "6"}}."""
+    found: dict[str, set[str]] = {}
+    for requirement in tomllib.loads(
+        (SUITE / stem / "requirements.toml").read_text(encoding="utf-8")
+    ).values():
+        where = requirement["where"].lower() if isinstance(requirement, dict) else ""
+        for kind, numbers in re.findall(
+            r"(equation|listing|theorem|lemma|table|figure|algorithm|line)s? "
+            rf"({NUMBERS.replace('A-Z', 'a-z')})",
+            where,
+        ):
+            found.setdefault(kind, set()).update(each.upper() for each in spelled_out(numbers))
+    return found
+
+
+@pytest.mark.parametrize("stem", sorted(PRINTED))
+def test_every_numbered_object_of_a_paper_has_a_requirement(stem: str) -> None:
+    """Equations, algorithm lines, theorems, tables and figures: those of the list are those that a
+    requirement has as its place.
+    """
+    # Places name figures and tables of the paper at hand alone, so the two are equal.
+    assert placed(stem) == {kind: spelled_out(numbers) for kind, numbers in PRINTED[stem]["numbered"].items()}
+
+
+@pytest.mark.parametrize("stem", sorted(PRINTED))
+def test_every_figure_that_a_paper_claims_has_a_requirement_of_that_paper(stem: str) -> None:
+    own = tomllib.loads((SUITE / stem / "requirements.toml").read_text(encoding="utf-8"))
+    assert {identifier for identifier in PRINTED[stem]["claims"].values() if identifier not in own} == set()
+    # And no claim that is judged is missing from the list: claims have ids without an equation.
+    judged = {name for name in own if re.fullmatch(r"[A-Z]{2}-(S\d+|C\d+S?|M|MI|O|H|V|P2?|\d+[A-Z])", name)}
+    assert judged - {name for name in judged if stem == "keydiff" and name.startswith("KD-C")} <= set(
+        PRINTED[stem]["claims"].values()
+    )
+
+
+def test_a_law_about_a_paper_alone_stands_in_a_file_of_its_own() -> None:
+    judging = {path.relative_to(SUITE).as_posix() for path in judging_files()}
+    assert [law.name for law in load_laws().values() if (law.path in judging) != bool(law.functions)] == []
+
+
+@pytest.mark.parametrize(
+    ("docstring", "ids"),
+    [
+        ("KD-7: S", ["KD-7"]),
+        ("LK-7..11: score", ["LK-7", "LK-8", "LK-9", "LK-10", "LK-11"]),
+        ("EA-1, EA-2: x", ["EA-1", "EA-2"]),
+        ("GV-A1, GV-A9..11: x", ["GV-A1", "GV-A9", "GV-A10", "GV-A11"]),
+        ("GV-A9..A11: x", ["GV-A9", "GV-A10", "GV-A11"]),
+        ("LK-R: x", ["LK-R"]),
+        ("H2-1: x", ["H2-1"]),
+        ("MK-36S, MK-MI: x", ["MK-36S", "MK-MI"]),
+        ("H2-1..3, KD-7: x", ["H2-1", "H2-2", "H2-3", "KD-7"]),
+        ("no id here: x", []),
+        (None, []),
+    ],
+)
+def test_ids_are_read_from_the_opening_of_a_docstring(docstring: str | None, ids: list[str]) -> None:
+    assert coverage.ids_of(docstring) == ids
 
 
 # Sentences do not get longer than language.toml has them, and private words have their common names.
