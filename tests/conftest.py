@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 # Triton chooses its interpreter when it is imported, so the tests of the kernels have a run of their own: see
 # the Makefile.
-collect_ignore = ["a_new_method"] + (
-    []
-    if os.environ.get("TRITON_INTERPRET") == "1"
-    else ["kernels/test_kernels.py", "kernels/test_received_attention.py"]
-)
+collect_ignore = ["a_new_method"] + ["kernels/test_kernels.py"] * (os.environ.get("TRITON_INTERPRET") != "1")
 
 
 # Rooms and files of tests that run whole commands, most of them in processes of their own.

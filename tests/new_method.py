@@ -27,20 +27,8 @@ def main() -> None:
             if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, copy / name, follow_symlinks=False)
-        run("git", "init", "--quiet", cwd=copy)
-        run("git", "add", "--all", cwd=copy)
-        run(
-            "git",
-            "-c",
-            "user.name=a",
-            "-c",
-            "user.email=a@b",
-            "commit",
-            "--quiet",
-            "--message",
-            "as it is",
-            cwd=copy,
-        )
+        for asked in ("init --quiet", "add --all", "commit --quiet --message before"):
+            run("git", "-c", "user.name=a", "-c", "user.email=a@b", *asked.split(), cwd=copy)
         for source in sorted(FILES.rglob("*.*")):
             target = copy / source.relative_to(FILES)
             assert not target.exists(), f"{target}: a new method adds files and changes none"

@@ -10,7 +10,6 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from tools import ROOT, python, run
 
-import evictionary
 from evictionary import optimized, reference
 
 
@@ -48,15 +47,6 @@ def test_every_optimized_stem_mirrors_a_reference_stem() -> None:
         module.name for module in pkgutil.iter_modules(reference.__path__)
     }
     assert extra <= {"cpu", "kernels", "softmax", "states", "teaching"}
-
-
-def test_a_light_import_stays_light() -> None:
-    python(
-        "-c",
-        "import sys, evictionary.cli.app, evictionary.spec_tests.judge.law\nassert 'torch' not in "
-        "sys.modules",
-    )
-    assert evictionary.__version__
 
 
 def test_the_pinned_versions_install_on_the_oldest_python() -> None:

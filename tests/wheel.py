@@ -5,6 +5,7 @@ One folder holds the user's own file alone, the other is a project that has its 
 needs a package index.
 """
 
+import shlex
 import shutil
 import sys
 import tempfile
@@ -60,65 +61,39 @@ def folders(parent: Path) -> list[Path]:
 
 def try_the_base(programs: Path, folder: Path) -> None:
     """What needs NumPy and pytest alone."""
-    evictionary = programs / "evictionary"
-    assert printed(evictionary, "--version", cwd=folder) == printed(
-        programs / "python", "-m", "evictionary", "--version", cwd=folder
-    )
-    assert "keydiff" in printed(evictionary, "methods", cwd=folder)
-    assert "hold" in printed(evictionary, "judge", "mine", "--profile", "quick", cwd=folder)
-    judged = json_in(
-        printed(evictionary, "judge", "mine/keydiff.py", "--profile", "quick", "--json", cwd=folder)
-    )
-    assert judged["implementations"][0]["requirements"]["KD-8"]["kinds"]["mathematics"] == "pass"
-    client = f"{programs / 'python'} {ROOT / 'conformance' / 'clients' / 'keydiff.py'}"
-    assert "hold" in printed(evictionary, "judge", "--exec", client, "--profile", "quick", cwd=folder)
-    run(evictionary, "vectors", "--output", "vectors", "--method", "knorm", cwd=folder)
-    run(evictionary, "vectors", "--check", "vectors", cwd=folder)
-    run(evictionary, "start", "keydiff", cwd=folder)
-    run(evictionary, "check", "keydiff", cwd=folder, code=1)
-    (folder / "work" / "keydiff.py").write_text(
-        (ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text()
-    )
+    evictionary, python = programs / "evictionary", programs / "python"
+    version = printed(python, "-m", "evictionary", "--version", cwd=folder)
+    judged = printed(evictionary, *shlex.split("judge mine/keydiff.py --profile quick --json"), cwd=folder)
+    kinds = json_in(judged)["implementations"][0]["requirements"]["KD-8"]["kinds"]
+    assert kinds["mathematics"] == "pass"
+    for command, code, said in (
+        ("--version", 0, version),
+        ("methods", 0, "keydiff"),
+        ("judge mine --profile quick", 0, "hold"),
+        (f"judge --profile quick --exec '{python} {ROOT / 'conformance/clients/keydiff.py'}'", 0, "hold"),
+        ("vectors --output vectors --method knorm", 0, ""),
+        ("vectors --check vectors", 0, ""),
+        ("start keydiff", 0, ""),
+        ("check keydiff", 1, ""),
+        ("demo", 1, "pip install 'path/to/the/clone[model]'"),
+    ):
+        assert said in printed(evictionary, *shlex.split(command), cwd=folder, code=code)
+    right = (ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text()
+    laid(folder, {"secret": "a secret", "work/keydiff.py": right})
     assert "100 of 100" in printed(evictionary, "check", "keydiff", cwd=folder)
-    run(evictionary, "submit", "keydiff", cwd=folder)
-    (folder / "secret").write_text("a secret")
-    run(
-        evictionary,
-        "grade",
-        "work",
-        "--assignment",
-        "keydiff",
-        "--seed-file",
-        "secret",
-        "--jobs",
-        "1",
-        cwd=folder,
-    )
-    assert "pip install 'path/to/the/clone[model]'" in printed(evictionary, "demo", cwd=folder, code=1)
+    for command in ("submit keydiff", "grade work --assignment keydiff --seed-file secret --jobs 1"):
+        run(evictionary, *command.split(), cwd=folder)
 
 
 def try_the_model(programs: Path, folder: Path, model: Path) -> None:
     """What runs a transformer, on a tiny one."""
     run(programs / "python", "-c", "from evictionary import EvictingCache", cwd=folder)
     (folder / "text.txt").write_text("A text about nothing at all. " * 20)
-    evictionary, given = (
-        programs / "evictionary",
-        ("--model", model, "--prompt-file", "text.txt", "--question", "What?"),
-    )
-    assert "tokens kept" in printed(evictionary, "run", *given, "--max-new-tokens", "4", cwd=folder)
-    asked = (
-        "--model",
-        model,
-        "--methods",
-        "keydiff,mine/keydiff.py",
-        "--ratios",
-        "0.5",
-        "--depths",
-        "0.5",
-        "--tokens",
-        "600",
-    )
-    run(evictionary, "demo", *asked, cwd=folder)
+    evictionary, given = programs / "evictionary", shlex.split("--prompt-file text.txt --question What?")
+    told = printed(evictionary, "run", "--model", model, *given, "--max-new-tokens", 4, cwd=folder)
+    assert "tokens kept" in told
+    asked = shlex.split("--methods keydiff,mine/keydiff.py --ratios 0.5 --depths 0.5 --tokens 600")
+    run(evictionary, "demo", "--model", model, *asked, cwd=folder)
     assert (folder / "report.html").is_file()
 
 

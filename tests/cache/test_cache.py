@@ -81,8 +81,7 @@ def test_another_number_of_rows_is_refused_and_changes_nothing(
             lambda steps=steps: read(model, prompt[:, :steps].expand(came, -1), cache),
             f"batch size: got {came}, wanted {held}, the rows that the cache holds",
         )
-    after = [read(model, prompt[:, :5].expand(held, -1), each) for each in (cache, twin)]
-    assert torch.equal(*after)
+    assert torch.equal(*(read(model, prompt[:, :5].expand(held, -1), each) for each in (cache, twin)))
 
 
 def test_a_crop_that_one_layer_refuses_changes_no_layer(
@@ -118,13 +117,12 @@ def test_queries_are_captured_after_rope_and_only_for_the_prompt(
     assert model.config._attn_implementation != attention
     assert torch.equal(generate(model, prompt.flip(1), other), generate(model, prompt.flip(1)))
     read(model, prompt, cache)
-    assert model.config._attn_implementation == attention
-    assert torch.equal(generate(model, prompt), plain)
+    assert model.config._attn_implementation == attention and torch.equal(generate(model, prompt), plain)
     for recorded, layer in zip(cache.recorded.values(), model.model.layers, strict=True):
         queries = layer.self_attn.q_proj(recorded["hidden_states"]).view(1, 40, 4, 8).transpose(1, 2)
-        assert tuple(recorded["queries"].shape) == (1, 4, 40, 8)
-        assert torch.equal(recorded["queries"][:, :, 0], queries[:, :, 0])  # RoPE turns nothing at position 0
-        assert torch.allclose(recorded["queries"].norm(dim=-1), queries.norm(dim=-1), rtol=1e-5)
+        turned = recorded["queries"]
+        assert turned.shape == queries.shape and torch.allclose(turned.norm(dim=-1), queries.norm(dim=-1))
+        assert torch.equal(turned[:, :, 0], queries[:, :, 0])  # RoPE turns nothing at position 0
     same(
         EvictingCache.from_prefilled(model, cached(model, prompt, None, record=("queries",)), method, 0.5),
         cache,
@@ -234,8 +232,7 @@ def test_reset_waits_for_another_prompt(model: LlamaForCausalLM, prompt: torch.T
     cache = EvictingCache(model, "keydiff", 0.5)
     first = generate(model, prompt, cache)
     cache.reset()
-    assert cache.nbytes == 0
-    assert torch.equal(generate(model, prompt, cache), first)
+    assert cache.nbytes == 0 and torch.equal(generate(model, prompt, cache), first)
 
 
 @pytest.mark.parametrize("drafts", [{"prompt_lookup_num_tokens": 3}, {"assistant_model": tiny_llama()}])
@@ -316,9 +313,8 @@ def test_a_compiled_forward_gives_the_same(
 def test_a_path_that_cannot_be_written_is_named(
     tmp_path: Path, model: LlamaForCausalLM, prompt: torch.Tensor
 ) -> None:
-    cache = cached(model, prompt, "keydiff")
     refused(
-        lambda: cache.save(tmp_path / "no" / "cache"),
+        lambda: cached(model, prompt, "keydiff").save(tmp_path / "no" / "cache"),
         r"path: got .*no/cache, wanted a file that can be written",
     )
 

@@ -62,10 +62,13 @@ def test_rows_of_a_batch_have_budgets_of_their_own(deep_model: Any, method: str)
 
 
 def test_what_cake_cannot_do_is_refused(model: Any) -> None:
-    for method in ("h2o+cake", "momentkv+cake"):
-        refused(lambda method=method: EvictingCache(model, method), "chooses its tokens itself")
-    refused(lambda: EvictingCache(model, "snapkv+pyramid_kv+cake"), "another division among layers")
-    refused(lambda: EvictingCache(model, "snapkv+cake", every=8), "wanted 0")
+    for method, every, message in (
+        ("h2o+cake", 0, "chooses its tokens itself"),
+        ("momentkv+cake", 0, "chooses its tokens itself"),
+        ("snapkv+pyramid_kv+cake", 0, "another division among layers"),
+        ("snapkv+cake", 8, "wanted 0"),
+    ):
+        refused(lambda method=method, every=every: EvictingCache(model, method, every=every), message)
     states = dict.fromkeys(("keys", "values", "queries"), torch.ones(1, 1, 40, 2))
     refused(lambda: resolve("snapkv+cake").kept(states, Request(0.5)), "wanted an EvictingCache")
     full = cached(model, IDS, None)

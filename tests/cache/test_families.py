@@ -4,6 +4,7 @@ refused with a reason.
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -238,12 +239,9 @@ def test_future_queries_are_refused_where_they_would_be_others_than_the_models(c
 def test_a_trial_of_the_queries_that_was_interrupted_is_not_remembered(
     error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: Any) -> None:
-        raise error
-
     model = build("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(inputs, "unrotated", interrupt)
+        patch.setattr(inputs, "unrotated", Mock(side_effect=error))
         refused(lambda: EvictingCache(model, "gvote"), error=error)
     assert cached(model, IDS, "gvote").get_seq_length() == 48
 
@@ -291,10 +289,9 @@ def test_rope_that_grows_with_the_text_grows_no_further_for_future_positions(met
 def test_an_attention_that_is_not_of_the_kept_keys_is_refused_before_the_first_token(
     config: Any, message: str, method: str
 ) -> None:
-    model, drawn = random_model(config), []
-    draw = [lambda ids, scores: drawn.append(ids)]
-    refused(lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=draw), message)
-    assert not drawn and model.config._attn_implementation == "sdpa"
+    model, draw = random_model(config), Mock()
+    refused(lambda: generate(model, IDS, EvictingCache(model, method, 0.5), logits_processor=[draw]), message)
+    assert not draw.called and model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -468,8 +465,7 @@ def test_a_model_with_sliding_layers_answers_several_questions_and_is_saved(tmp_
     first, _, third, of_file = (
         ask(model, tiny_tokenizer(), each, question, 4).hidden_states for each, question in asked
     )
-    assert torch.equal(first, third) and torch.equal(first, of_file)
-    assert cache.get_seq_length() == 48
+    assert torch.equal(first, third) and torch.equal(first, of_file) and cache.get_seq_length() == 48
     whole = cached(model, IDS, None)
     assert whole.nbytes == whole.nbytes_full  # of a window that is a view, the window alone
     assert torch.equal(read(model, IDS[:, :5], again), read(model, IDS[:, :5], cache))

@@ -38,10 +38,9 @@ def user_method(folder: Path, text: str, suffix: str = "") -> Method:
 def test_the_file_system_is_the_registry() -> None:
     assert {"keydiff", "knorm", "lagkv", "streaming_llm"} <= set(catalogue.names())
     assert not {"attention", "selection", "checks", "rope"} & set(catalogue.names())
-    for name in [*catalogue.names(), "random"]:
-        assert catalogue.describe(name)["description"]
-    assert catalogue.describe("lagkv")["paper"] == "2504.04704"
-    assert catalogue.describe("lagkv")["options"] == {"sink_size": 16, "lag_size": 1024}
+    assert all(catalogue.describe(name)["description"] for name in [*catalogue.names(), "random"])
+    wanted = {"paper": "2504.04704", "options": {"sink_size": 16, "lag_size": 1024}}
+    assert catalogue.describe("lagkv").items() >= wanted.items()
 
 
 def test_optimized_is_preferred_and_agrees_with_the_reference(states: dict[str, torch.Tensor]) -> None:
@@ -106,8 +105,7 @@ def test_lagkv_meets_the_budget_through_its_keep_ratio(states: dict[str, torch.T
 
 def test_lagkv_says_why_a_short_prompt_stays_whole(states: dict[str, torch.Tensor]) -> None:
     method = resolve("lagkv")
-    assert method.kept(states, HALF).all()
-    assert "2064" in str(method.why_nothing_removed(40))
+    assert method.kept(states, HALF).all() and "2064" in str(method.why_nothing_removed(40))
     assert method.why_nothing_removed(40, {"lag_size": "8", "sink_size": 4}) is None
     assert resolve("keydiff").why_nothing_removed(40) is None
 

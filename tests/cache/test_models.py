@@ -197,35 +197,38 @@ def test_methods_read_the_probabilities_of_the_model(
     """
     monkeypatch.setattr(h2o, "TILE", 1)  # the prompt in one tile of rows, or in several
     monkeypatch.setattr(h2o, "LEAST_ROWS", rows)
-    softmax = SOFTMAXES[name]
+    softmax, norms, window = SOFTMAXES[name], VALUES.norm(dim=-1), {"window_size": 4, "kernel_size": 1}
     attention = probabilities(*softmax)
-    last = attention[..., -4:, :]
+    last, newest = attention[..., -4:, :], attention[..., -1, :]
+    mean, largest = last.mean(dim=(2, 3)), last[..., :-4].amax(dim=(2, 3))
+    output = torch.einsum("bhgmt,bhtd->bhgmd", attention, VALUES)
+    change = last / (1 - last) * (VALUES[:, :, None, None] - output[..., -4:, None, :]).norm(dim=-1)
+    wanted = {
+        "the output": output.flatten(1, 2),
+        "h2o": attention.mean(dim=2).sum(dim=2),
+        "snapkv": snapkv.average_pool(mean[..., :-4], 7),
+        "tova": newest.mean(dim=(1, 2)),
+        "momentkv, of a prompt": mean * norms,
+        "momentkv": newest.mean(dim=2) * norms,
+        "kvzip": largest,
+        "criticalkv": largest.maximum(largest.mean(dim=-1, keepdim=True)),
+        "dropkv": change.square().sum(dim=3).mean(dim=2)[..., :-4],
+    }
     with of_model(softmax):
-        output, received = h2o.attend_and_score(QUERIES, KEYS, VALUES)
-        torch.testing.assert_close(received, attention.mean(dim=2).sum(dim=2))
-        torch.testing.assert_close(output, torch.einsum("bhgmt,bhtd->bhgmd", attention, VALUES).flatten(1, 2))
-        before = last.mean(dim=(2, 3))[..., :-4]
-        torch.testing.assert_close(
-            snapkv.score(QUERIES, KEYS, window_size=4)[..., :-4], snapkv.average_pool(before, 7)
-        )
-        torch.testing.assert_close(tova.score(QUERIES, KEYS)[:, 0], attention[..., -1, :].mean(dim=(1, 2)))
-        torch.testing.assert_close(
-            momentkv.score_prompt(QUERIES[:, :, -4:], KEYS, VALUES, chunk_size=1),
-            last.mean(dim=(2, 3)) * VALUES.norm(dim=-1),
-        )
+        attended, received = h2o.attend_and_score(QUERIES, KEYS, VALUES)
         nothing = momentkv.no_moments(KEYS, VALUES)
-        newest = attention[..., -1, :].mean(dim=2) * VALUES.norm(dim=-1)
-        torch.testing.assert_close(momentkv.score(QUERIES[:, :, -1], KEYS, VALUES, nothing), newest)
-        torch.testing.assert_close(
-            kvzip.score(KEYS[:, :, :-4], QUERIES[:, :, -4:], KEYS[:, :, -4:]), last[..., :-4].amax(dim=(2, 3))
-        )
-        largest = last[..., :-4].amax(dim=(2, 3))
-        critical = criticalkv.importance(QUERIES, KEYS, window_size=4, kernel_size=1)
-        torch.testing.assert_close(critical, largest.maximum(largest.mean(dim=-1, keepdim=True)))
-        dropped = dropkv.score(QUERIES, KEYS, VALUES, window_size=4, kernel_size=1)[..., :-4]
-    output = torch.einsum("bhgmt,bhtd->bhgmd", last, VALUES)
-    change = last / (1 - last) * (VALUES[:, :, None, None] - output[..., None, :]).norm(dim=-1)
-    torch.testing.assert_close(dropped, change.square().sum(dim=3).mean(dim=2)[..., :-4])
+        found = {
+            "the output": attended,
+            "h2o": received,
+            "snapkv": snapkv.score(QUERIES, KEYS, window_size=4)[..., :-4],
+            "tova": tova.score(QUERIES, KEYS)[:, 0],
+            "momentkv, of a prompt": momentkv.score_prompt(QUERIES[:, :, -4:], KEYS, VALUES, chunk_size=1),
+            "momentkv": momentkv.score(QUERIES[:, :, -1], KEYS, VALUES, nothing),
+            "kvzip": kvzip.score(KEYS[:, :, :-4], QUERIES[:, :, -4:], KEYS[:, :, -4:]),
+            "criticalkv": criticalkv.importance(QUERIES, KEYS, **window),
+            "dropkv": dropkv.score(QUERIES, KEYS, VALUES, **window)[..., :-4],
+        }
+    torch.testing.assert_close(found, wanted)
     assert (attention.sum(dim=-1) < 0.999).any() == (softmax.sinks is not None)
 
 

@@ -6,6 +6,7 @@ import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -355,7 +356,7 @@ def test_every_head_of_a_real_model_keeps_the_first_token_and_the_window() -> No
 def test_momentkv_with_a_budget_of_one_token(model: LlamaForCausalLM, length: int) -> None:
     cache = EvictingCache(model, "momentkv", budget=1)
     assert read_in(model, cache, [length, 1, 1, 1]).isfinite().all()
-    assert [layer.longest for layer in cache.layers] == [1, 1]
+    assert {layer.longest for layer in cache.layers} == {1}
     assert (cache.layers[1].moments.count == length + 2).all()
 
 
@@ -465,20 +466,16 @@ def test_compactor_keeps_what_the_mathematics_keeps(model: LlamaForCausalLM) -> 
 
 def test_ragged_heads_take_the_bytes_of_their_tokens_and_no_more(model: LlamaForCausalLM) -> None:
     cache = cached(model, IDS, "knorm+ada_kv", 0.5)
-    assert cache.layers[0].ragged is not None
-    assert positions_of(cache.layers[0]) == places(
-        reference.ada_kv.select(-np.linalg.norm(first_layer(model)[0], axis=-1), 30)
-    )
+    kept = reference.ada_kv.select(-np.linalg.norm(first_layer(model)[0], axis=-1), 30)
+    assert cache.layers[0].ragged is not None and positions_of(cache.layers[0]) == places(kept)
     # K and V of 2 layers, 2 heads of 30 tokens on average, 8 float32 channels
-    assert cache.nbytes == 2 * 2 * 60 * 8 * 4
-    assert cache.tokens_kept == 30
+    assert cache.nbytes == 2 * 2 * 60 * 8 * 4 and cache.tokens_kept == 30
 
 
 def test_a_ragged_cache_is_compressed_again_head_by_head(model: LlamaForCausalLM) -> None:
     cache = cached(model, IDS, "knorm+ada_kv", budget=10, every=5, sizes=[20, *[1] * 25])
     for layer in cache.layers:
-        assert int(layer.lengths.sum()) == 20
-        assert all(row == sorted(set(row)) for row in positions_of(layer))
+        assert int(layer.lengths.sum()) == 20 and all(row == sorted(set(row)) for row in positions_of(layer))
     assert cache.peak_tokens <= 10 * 2 + 5
 
 
@@ -496,8 +493,7 @@ def test_compositions(model: LlamaForCausalLM, method: str) -> None:
     cache = EvictingCache(model, method, budget=20, options=small(method))
     assert read_in(model, cache, [40, 1, 4]).isfinite().all()
     per_layer = [int(layer.lengths.sum()) - 2 * 5 for layer in cache.layers]
-    assert sum(per_layer) == 80
-    assert (per_layer[0] > per_layer[1]) == ("pyramid" in method)
+    assert sum(per_layer) == 80 and (per_layer[0] > per_layer[1]) == ("pyramid" in method)
     for layer in cache.layers:
         assert (layer.moments is not None) == ("moments" in method)
         assert layer.moments is None or (layer.moments.count + layer.lengths == 45).all()
@@ -594,16 +590,12 @@ def test_sampled_queries_come_from_the_last_hidden_states(
 ) -> None:
     """While decoding they are a distribution, not the one state of the newest token."""
     whole = cached(model, IDS, None, record=("hidden_states",)).recorded[0]["hidden_states"]
-    given: list[torch.Tensor] = []
-    own = gvote.supply
-
-    def spy(source: Source, states: Any, position: int) -> Any:
-        given.extend([states["hidden_states"]] if source.layer_index == 0 else [])
-        return own(source, states, position)
-
-    monkeypatch.setattr(gvote, "supply", spy)
+    supply = Mock(wraps=gvote.supply)
+    monkeypatch.setattr(gvote, "supply", supply)
     # the smallest budget, so that GVote is asked each time
     cached(model, IDS, "gvote", budget=1, every=1, sizes=[40, 1, 1])
+    asked = [call.args for call in supply.call_args_list]
+    given = [states["hidden_states"] for source, states, _ in asked if source.layer_index == 0]
     # ragged heads ask one by one
     assert list(dict.fromkeys(states.shape[1] for states in given)) == [40, 41, 42]
     torch.testing.assert_close(given[-1], whole[:, :42])
@@ -695,13 +687,9 @@ def test_a_copy_and_a_file_answer_alike(tmp_path: Path, model: LlamaForCausalLM,
 
 
 def test_files_that_cannot_be_loaded(tmp_path: Path, model: LlamaForCausalLM) -> None:
-    text = written(tmp_path, "no cache")
+    text, early = written(tmp_path, "no cache"), EvictingCache(model, "keydiff")
     refused(lambda: EvictingCache.load(text, model), r"wanted a file that EvictingCache\.save wrote")
-    refused(
-        lambda: EvictingCache(model, "keydiff").save(tmp_path / "early"),
-        "has not read its prompt",
-        ValueError,
-    )
+    refused(lambda: early.save(tmp_path / "early"), "has not read its prompt", ValueError)
     another = tiny_llama(num_hidden_layers=3)
     refused(lambda: loaded(cached(model, IDS, "keydiff"), tmp_path, another), "wanted the model of the cache")
 

@@ -8,6 +8,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -165,10 +166,7 @@ def test_a_forward_that_was_interrupted_is_noticed_by_the_next(
     if not prompt:
         read(model, IDS, cache)
 
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with model.model.layers[0].mlp.register_forward_hook(interrupt):
+    with model.model.layers[0].mlp.register_forward_hook(Mock(side_effect=KeyboardInterrupt)):
         refused(lambda: read(model, IDS[:, :5], cache), "", KeyboardInterrupt)
     refused(
         lambda: read(model, IDS[:, :5], cache),
@@ -294,13 +292,11 @@ def test_every_way_to_generate_works(model: LlamaForCausalLM, way: str, method: 
 
 @pytest.mark.parametrize("way", REFUSED)
 def test_every_other_way_is_refused_before_the_first_token(model: LlamaForCausalLM, way: str) -> None:
-    settings, message = REFUSED[way]
-    drawn: list[Any] = []
+    (settings, message), draw = REFUSED[way], Mock()
     given = settings | ({"assistant_model": tiny_llama()} if "assistant_model" in settings else {})
-    draw = [lambda ids, scores: drawn.append(ids)]
     refused(
-        lambda: generate(model, IDS, EvictingCache(model, "keydiff"), logits_processor=draw, **given),
+        lambda: generate(model, IDS, EvictingCache(model, "keydiff"), logits_processor=[draw], **given),
         message,
         ValueError,
     )
-    assert not drawn
+    draw.assert_not_called()

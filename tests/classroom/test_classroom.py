@@ -16,9 +16,7 @@ import classroom_styles
 import numpy as np
 import pytest
 from hypothesis import assume, strategies as st
-from sampling import sampled
-from tools import refused
-from tools.commands import invoke
+from tools import invoke, refused, sampled, says
 from tools.grader import (
     EVERY_FORMAT,
     KERNEL,
@@ -29,6 +27,7 @@ from tools.grader import (
     child_of,
     judged,
     line_of,
+    text_of,
     verdicts,
     written,
 )
@@ -59,24 +58,19 @@ def test_the_assignments_are_those_of_this_list() -> None:
 def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     one, laws = assignments.load(name), load_laws()
     assert one.max_score == 100
-    handout, note = (
-        (one.folder / file).read_text(encoding="utf-8") for file in ("README.md", "instructor.md")
-    )
-    earlier: set[str] = set()
-    for step in one.steps:
+    handout, note = (text_of(one.folder / file) for file in ("README.md", "instructor.md"))
+    for place, step in enumerate(one.steps):
+        assert set(step.needs) <= {each.name for each in one.steps[:place]}
         assert step.requirement in REQUIREMENTS
         assert not step.laws or step.requirement in {laws[law].requirement.id for law in step.laws}
-        assert set(step.needs) <= earlier
-        assert f"| {step.name} | {step.requirement} | {step.title} | {step.points} |" in handout
-        earlier.add(step.name)
-    assert "**AI assistants.**" in handout
+    rows = [f"| {step.name} | {step.requirement} | {step.title} | {step.points} |" for step in one.steps]
+    says(handout, "**AI assistants.**", *rows)
     titles = "Letters and equations|Numbers by hand|In the real model|Two questions in words|Points"
     assert re.findall(f"^## ({titles})$", handout, flags=re.MULTILINE) == titles.split("|")
     # The numbers of a handout are those of the reference, which stands here where the student's file stands.
     monkeypatch.setitem(sys.modules, one.stem, reference(one.stem))
     failed, attempted = doctest.testfile(str(one.folder / "README.md"), module_relative=False)
-    assert attempted > failed == 0
-    assert "Expected time" in note
+    assert attempted > failed == 0 and "Expected time" in note
     assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= {
         mutant.misconception for mutant in load_mutants().values()
     }
@@ -86,8 +80,7 @@ def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
     result = judged(name, assignments.load(name).starter_for(None), examples=1, explain=False)
-    assert result.score == 0
-    assert "NotImplementedError" in result.lines[0].message
+    assert result.score == 0 and "NotImplementedError" in result.lines[0].message
 
 
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
@@ -100,12 +93,9 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
     assert result.score == 100, [line.message for line in result.lines if line.message]
     # The same file, whose functions raise: whoever graded the reference in the student's place would not
     # notice.
-    names = re.findall(r"^def (\w+)", one.starter.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    canary = (
-        right
-        + "\n\ndef raises(*args, **kwargs):\n    raise RuntimeError('canary')\n\n"
-        + "".join(f"{n} = raises\n" for n in names)
-    )
+    names = re.findall(r"^def (\w+)", text_of(one.starter), flags=re.MULTILINE)
+    raises = "\n\ndef raises(*args, **kwargs):\n    raise RuntimeError('canary')\n\n"
+    canary = right + raises + "".join(f"{each} = raises\n" for each in names)
     assert judged(name, canary, examples=1, explain=False).score == 0
 
 
@@ -113,8 +103,8 @@ def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str
 def test_a_kernel_is_graded_in_the_interpreter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("EVICTIONARY_COMPILED", str(tmp_path))  # tests/compiled has the step that is blocked
     result = judged("kernel", KERNEL, examples=1)
-    assert result.score == 80
-    assert (result.lines[-1].verdict, result.lines[-1].reason) == ("blocked", grading.NO_EXECUTOR)
+    last = result.lines[-1]
+    assert (result.score, last.verdict, last.reason) == (80, "blocked", grading.NO_EXECUTOR)
 
 
 @pytest.mark.slow
@@ -149,14 +139,11 @@ MISTAKES = (
 def test_a_mistake_loses_its_points_and_is_named(name: str, mutant: str) -> None:
     planted = load_mutants()[mutant]
     result = judged(name, bundled(assignments.load(name).stem, planted), examples=15)
-    assert [
-        line for line in result.lines if line.requirement == planted.killed_by and line.verdict == "failed"
-    ]
+    failed = [line for line in result.lines if line.verdict == "failed"]
+    assert planted.killed_by in [line.requirement for line in failed]
     assert planted.misconception in [each for line in result.lines for each in line.misconceptions]
-    first = next(line for line in result.lines if line.verdict == "failed")
-    words = ("the law", "smallest input", "expected", "got", "to see it again")
-    assert [word for word in words if word not in first.message] == []
-    compile(first.repro, "repro", "exec")
+    says(failed[0].message, "the law", "smallest input", "expected", "got", "to see it again")
+    compile(failed[0].repro, "repro", "exec")
 
 
 OWN_DEFAULTS = """
@@ -194,17 +181,12 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
     contest.texts.cache_clear()
     result = judged("contest", "def score(keys, values):\n    return values.norm(dim=-1)\n", secret=None)
     contest.texts.cache_clear()
-    assert verdicts(result)["scores"] == "passed"
-    assert {"not judged yet"}.isdisjoint(verdicts(result).values())
+    assert verdicts(result)["scores"] == "passed" and "not judged yet" not in verdicts(result).values()
     assert [row["name"] for row in result.leaderboard] == ["right of 5", "relative distance"]
-    huge = judged(
-        "contest", "import torch\n\n\ndef score(keys, values):\n    return keys[..., 0].double() * 1e300\n"
-    )
-    assert (huge.score, "infinite" in huge.lines[0].reason) == (0, True)
-    noisy = judged(
-        "contest", "import torch\n\n\ndef score(keys, values):\n    return torch.rand(keys.shape[:-1])\n"
-    )
-    assert (noisy.score, noisy.leaderboard) == (0, [])
+    scorer = "import torch\n\n\ndef score(keys, values):\n    return "
+    huge = judged("contest", f"{scorer}keys[..., 0].double() * 1e300\n")
+    noisy = judged("contest", f"{scorer}torch.rand(keys.shape[:-1])\n")
+    assert (huge.score, noisy.score, noisy.leaderboard) == (0, 0, []) and "infinite" in huge.lines[0].reason
 
 
 WHOLE_MATRIX = """
@@ -221,8 +203,8 @@ def score(queries, keys):
 def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
     line = judged(alone("h2o", "blocks", laws=()), WHOLE_MATRIX, examples=1).lines[0]
     assert line.points == 0
-    assert "MemoryError: Unable to allocate 512. MiB" in line.message
-    assert "8192 queries on 8192 tokens are scored without a matrix of their weights" in line.message
+    told = "8192 queries on 8192 tokens are scored without a matrix of their weights"
+    says(line.message, "MemoryError: Unable to allocate 512. MiB", told)
 
 
 @pytest.mark.slow
@@ -234,8 +216,7 @@ def test_a_step_may_draw_more_inputs_than_others() -> None:
     wrong = bundled("gvote", mistake)
     assert judged(alone("gvote", "votes", thoroughness=1), wrong, explain=False, **settings).score == 15
     line = judged(alone("gvote", "votes"), wrong, **settings).lines[0]
-    assert line.points == 0
-    assert mistake.misconception in line.misconceptions
+    assert line.points == 0 and mistake.misconception in line.misconceptions
 
 
 def test_what_fails_in_explaining_changes_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,14 +238,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 def test_a_file_that_cannot_be_loaded_is_not_tried_for_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
     waits = counted(monkeypatch)
-    result = judged("lagkv", "import time\ntime.sleep(60)\n", seconds=0.25)
+    first, *others = judged("lagkv", "import time\ntime.sleep(60)\n", seconds=0.25).lines
     assert waits == [0.25, 0.75]
-    assert [line.verdict for line in result.lines] == [
-        "failed",
-        *["not judged yet"] * len(assignments.load("lagkv").steps),
-    ]
-    assert "cannot be loaded" in result.lines[0].reason
-    assert result.lines[0].read == "", "no part of a handout says why a file cannot be loaded"
+    assert [line.verdict for line in others] == ["not judged yet"] * len(assignments.load("lagkv").steps)
+    assert first.verdict == "failed" and "cannot be loaded" in first.reason
+    assert first.read == "", "no part of a handout says why a file cannot be loaded"
 
 
 def test_code_that_hangs_has_one_second_try_in_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,13 +262,9 @@ def test_a_seed_draws_the_same_inputs_whatever_is_loaded(
     law = next(law for law in load_laws().values() if law.functions)
 
     def drawn() -> list[int]:
-        found: list[int] = []
-        decided_by(
-            1,
-            replace(law, check=lambda impl, number: found.append(number), drawn={"number": st.integers()}),
-            200,
-        ).check(None)
-        return found
+        check = Mock()
+        decided_by(1, replace(law, check=check, drawn={"number": st.integers()}), 200).check(None)
+        return [call.kwargs["number"] for call in check.call_args_list]
 
     before = drawn()
     assert len(set(before)) > 190
@@ -322,17 +296,15 @@ def test_a_law_counts_the_inputs_that_it_accepts_and_fails_with_the_smallest() -
 
 
 def test_every_form_of_every_style_is_handed_in() -> None:
-    wrong = 0
-    for name in classroom_styles.names():
-        found = classroom_styles.submissions(name)
-        right = [each for each in found if not each.wrong]
-        assert len(set(right)) == classroom_styles.RIGHT_EACH
+    every = {name: classroom_styles.submissions(name) for name in classroom_styles.names()}
+    for name, found in every.items():
+        right = {each for each in found if not each.wrong}
+        assert len(right) == classroom_styles.RIGHT_EACH
         parts = runpy.run_path(str(classroom_styles.forms_of(name)))["FORMS"]
         assert {chosen for each in right for chosen in each.chosen} == {
             (part, form.__name__) for part, each in parts.items() for form in each
         }
-        wrong += len(found) - len(right)
-    assert wrong >= 60
+    assert sum(bool(each.wrong) for found in every.values() for each in found) >= 60
 
 
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
@@ -400,9 +372,8 @@ def test_the_styles_are_kept_and_their_page_counts(tmp_path: Path, monkeypatch: 
     assert len(again) == 1 and {seed for seed, _ in asked} == {0, 1}, (
         "only the line that was cut off is graded again"
     )
-    page = classroom_styles.page(classroom_styles.current(lines))
-    assert "| gvote | 30 | 25 | 2 | " in page
-    assert "| gvote | softmax in float32 | 85: 1, 100: 1 | weights |" in page
+    rows = ("| gvote | 30 | 25 | 2 | ", "| gvote | softmax in float32 | 85: 1, 100: 1 | weights |")
+    says(classroom_styles.page(classroom_styles.current(lines)), *rows)
 
 
 class _Table(classroom_styles.Inside):
@@ -440,13 +411,10 @@ def wrong_style(name: str, mistake: str) -> classroom_styles.Submission:
 
 
 def test_samples_that_never_vote_have_the_points_of_the_nucleus_alone() -> None:
-    wrong = wrong_style("gvote", "samples_that_never_vote")
-    result = classroom_styles.side_by_side(assignments.load("gvote"), [wrong], b"a secret", 6, long=False)[
-        wrong
-    ]
-    assert verdicts(result)["votes"] == "failed"
-    assert verdicts(result)["logits"] == "not judged yet"
-    assert result.score == 55
+    wrong, gvote = wrong_style("gvote", "samples_that_never_vote"), assignments.load("gvote")
+    result = classroom_styles.side_by_side(gvote, [wrong], b"a secret", 6, long=False)[wrong]
+    found = (verdicts(result)["votes"], verdicts(result)["logits"], result.score)
+    assert found == ("failed", "not judged yet", 55)
 
 
 @pytest.mark.slow
@@ -490,8 +458,7 @@ def test_the_time_limit_of_a_law_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(outcome, "SECONDS", 1)
     monkeypatch.setattr(grading, "SECONDS", 1)
     line = line_of("keydiff", "anchor", "import time\n\n\ndef anchor(keys):\n    time.sleep(600)\n")
-    assert line.reason == "no verdict within 1 s"
-    assert next(iter(line.laws.values())) == "timed out"
+    assert line.reason == "no verdict within 1 s" and next(iter(line.laws.values())) == "timed out"
 
 
 @pytest.mark.parametrize("name", ["kernel", "contest"])

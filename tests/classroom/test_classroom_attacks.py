@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 from markdown_it import MarkdownIt
-from sampling import sampled
-from tools import attacks, ends_with_its_parent, python, refused
+from tools import attacks, ends_with_its_parent, python, refused, sampled, says
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -207,16 +206,14 @@ def test_the_kernel_refuses_what_the_hook_would(tmp_path: Path) -> None:
 
 def test_the_filter_of_system_calls() -> None:
     """Each machine's numbers are different ones, and what a scorer needs is not among them."""
-    for machine, allowed in {
-        "x86_64": {"read": 0, "write": 1, "mmap": 9, "futex": 202},
-        "aarch64": {"read": 63, "write": 64, "futex": 98},
-    }.items():
+    for machine, socket, allowed in (
+        ("x86_64", 41, {"read": 0, "write": 1, "mmap": 9, "futex": 202}),
+        ("aarch64", 198, {"read": 63, "write": 64, "futex": 98}),
+    ):
         numbers = seccomp.refused(machine)
-        assert len(set(numbers.values())) == len(numbers)
+        assert numbers["socket"] == socket and len(set(numbers.values())) == len(numbers)
         assert set(allowed.values()).isdisjoint(numbers.values())
         assert len(seccomp.program(machine)) % 8 == 0
-    assert seccomp.refused("x86_64")["socket"] == 41
-    assert seccomp.refused("aarch64")["socket"] == 198
     assert seccomp.program("riscv64") == b""
 
 
@@ -235,10 +232,8 @@ def test_what_the_code_tried_is_written_down(tmp_path: Path) -> None:
         "import os\n\n\ndef anchor(keys):\n    try:\n        open('/etc/passwd')\n    except OSError:\n "
         "       os.kill(1, 0)\n"
     )
-    assert judged("keydiff", source, examples=1, explain=False).notes == [
-        "the code tried: open /etc/passwd, os.kill"
-    ]
-    assert judged("keydiff", SOLUTION, examples=1).notes == []
+    notes = {source: ["the code tried: open /etc/passwd, os.kill"], SOLUTION: []}
+    assert {each: judged("keydiff", each, examples=1, explain=False).notes for each in notes} == notes
 
 
 WITHOUT_LANDLOCK = """
@@ -300,14 +295,11 @@ def test_one_dead_child_costs_one_step() -> None:
     result = judged("keydiff", source + "\n\ndef anchor(keys):\n    import os\n\n    os._exit(0)\n")
     assert verdicts(result) == {
         "anchor": "failed",
-        "score": "passed",
-        "symmetries": "passed",
-        "edges": "passed",
-        "pairwise": "not judged yet",
-        "sizes": "not judged yet",
+        **dict.fromkeys(("score", "symmetries", "edges"), "passed"),
+        **dict.fromkeys(("pairwise", "sizes"), "not judged yet"),
     }
-    assert "ended with exit code 0" in result.lines[0].reason
-    assert result.lines[-1].reason == "needs anchor first"
+    first, *_, last = (line.reason for line in result.lines)
+    assert "ended with exit code 0" in first and last == "needs anchor first"
 
 
 def test_the_child_sees_neither_environment_nor_seeds(
@@ -320,10 +312,9 @@ def test_the_child_sees_neither_environment_nor_seeds(
         "str(sorted(sys.modules)))\n",
     ) as child:
         environment, arguments, modules = child.call("seen")
-    assert "A_TOKEN" not in environment
-    assert "secret" not in arguments
     ours = ("reference", "optimized", "spec_tests", "hypothesis", "evictionary")
-    assert [name for name in ours if f"'{name}'" in modules] == []
+    says(modules, never=[f"'{name}'" for name in ours])
+    says(environment + arguments, never=["A_TOKEN", "secret"])
 
 
 def test_what_may_not_cross() -> None:
@@ -365,8 +356,7 @@ def test_what_crosses_arrives_as_it_was_sent() -> None:
     frame = wire.frame({}, sent)
     text, body = wire.sizes(frame[:16], LARGEST_ANSWER)
     got = wire.read(frame[16 : 16 + text], frame[-body:], as_tuple)[1]
-    assert repr(got) == repr(sent)
-    assert got[0].flags.f_contiguous and got[0].flags.writeable
+    assert repr(got) == repr(sent) and got[0].flags.f_contiguous and got[0].flags.writeable
 
 
 def test_an_alarm_is_no_answer(tmp_path: Path) -> None:

@@ -21,8 +21,7 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
-from tools import refused, run
-from tools.commands import as_json, failed, invoke, printed
+from tools import as_json, failed, invoke, printed, refused, run, says
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -57,8 +56,8 @@ def test_every_format_is_valid(tmp_path: Path, junit: Any) -> None:
     assert told in files["markdown"]
     for name in ("gradescope", "classroom50"):
         result = json.loads(files[name])
-        assert result["score"] == sum(test["score"] for test in result["tests"]) == grade["score"] == 15
-        assert all(type(test["score"]) is int for test in result["tests"])
+        points = [test["score"] for test in result["tests"]]
+        assert result["score"] == sum(points) == grade["score"] == 15 and {*map(type, points)} == {int}
     for changed in ({"extra": 1}, {"score": 1.5}):
         checked = functools.partial(formats.validator("classroom50").validate, result | changed)
         refused(checked, error=ValidationError)
@@ -112,7 +111,7 @@ def test_a_hostile_message_is_text_in_every_format(tmp_path: Path, junit: Any) -
     rows, fields, kinds = cells(page, "gfm-like")
     assert (rows, fields) == (1 + len(grade["lines"]), 4 * len(grade["lines"]))
     assert kinds <= {"text", "text_special"}
-    assert "https://" not in page.split("`" * 8)[0] and "www." not in page.split("`" * 8)[0]
+    says(page.split("`" * 8)[0], never=["https://", "www."])
 
 
 # A class
@@ -286,28 +285,16 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
         grade | {"student": name}
         for name in ('=HYPERLINK("http://a.b","x")', "--help", " @ada", "bob", 'eve, "the" second')
     ]
-    rows = list(
-        csv.DictReader(
-            io.StringIO(classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}]))
-        )
-    )
-    assert {row["id"] for row in rows} == {
-        '\'=HYPERLINK("http://a.b","x")',
-        "'--help",
-        "' @ada",
-        "bob",
-        'eve, "the" second',
-        "kim",
-    }
-    assert {(row["points"], row["of"]) for row in rows} == {("0", "100")}
-    assert [row["comment"] for row in rows if row["id"] == "kim"] == ["'=no file"]
+    page = classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}])
+    rows = {row["id"]: row for row in csv.DictReader(io.StringIO(page))}
+    ids = {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
+    assert rows.keys() == ids and rows["kim"]["comment"] == "'=no file"
+    assert {(row["points"], row["of"]) for row in rows.values()} == {("0", "100")}
     unloadable = graded("import scipy", tmp_path)
-    (row,) = csv.DictReader(io.StringIO(classes.gradebook([unloadable])))
-    assert row["comment"].startswith("file: failed, your file cannot be loaded: ImportError: scipy")
-    assert "()" not in formats.gradescope(unloadable) + formats.junit(unloadable)
+    says(formats.gradescope(unloadable) + formats.junit(unloadable), never=["()"])
     assert as_json("gradebook", tmp_path / "grades")["distribution"] == {"0": 1}
     assert text_of(tmp_path / "grades" / "gradebook.csv").startswith(
-        'id,points,of,comment\nada,0,100,"file: failed'
+        'id,points,of,comment\nada,0,100,"file: failed, your file cannot be loaded: ImportError: scipy'
     )
     assert "wanted a folder that `evictionary grade` wrote" in failed("gradebook", tmp_path, code=2)
 
@@ -589,8 +576,7 @@ def test_seeds_are_secret_and_differ_by_law() -> None:
         Run(assignments.load("keydiff"), Path(), secret=b"a secret", examples=count) for count in (1, 9)
     )
     assert few.seed("b") != few.seed("a") == many.seed("a")
-    assert "secret" not in order().seed_id
-    assert order().seed_id != order(secret=b"another").seed_id
+    assert "secret" not in order().seed_id and order().seed_id != order(secret=b"another").seed_id
 
 
 # The command line
@@ -770,16 +756,14 @@ def test_grade_reads_what_submit_packs(tmp_path: Path) -> None:
 
 def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     work = tmp_path / "w[1]"
-    started = printed("start", "lagkv", "--work", work, "--student", "ada")
-    assert f"evictionary check lagkv --work {work}\n" in started and "results must be float64 too" in started
+    begin = ("start", "lagkv", "--work", work, "--student", "ada")
+    says(printed(*begin), f"evictionary check lagkv --work {work}\n", "results must be float64 too")
     assert text_of(work / "student.txt") == "ada\n"
     begun = as_json("start", "keydiff", "--work", work)
-    assert begun["file"] == str(work / "keydiff.py")
-    assert Path(begun["handout"]).exists()
+    assert begun["file"] == str(work / "keydiff.py") and Path(begun["handout"]).exists()
     checked, found = (invoke("check", "keydiff", "--work", work, *more) for more in ((), ("--json",)))
-    assert (checked.exit_code, found.exit_code) == (1, 1)
+    assert (checked.exit_code, found.exit_code, json.loads(found.stdout)["hidden_cases"]) == (1, 1, 475)
     assert str(work / "see_keydiff.py") in checked.stdout
-    assert json.loads(found.stdout)["hidden_cases"] == 475
     handed = as_json("submit", "keydiff", "--work", work, "--output", tmp_path / "a.zip")
     assert handed["files"] == ["keydiff.py", submissions.MANIFEST]
     # What a student's message holds is no markup.
@@ -791,20 +775,15 @@ def test_what_is_typed_next_and_as_json(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_check_draws_new_inputs_unless_told_otherwise(tmp_path: Path) -> None:
     written(tmp_path, "def score(keys):\n    return keys[..., 0]\n", "keydiff.py")
-    drawn = [
-        json.loads(invoke("check", "keydiff", "--work", tmp_path, "--json").stdout)["check_seed"]
-        for _ in range(2)
-    ]
-    assert drawn[0] != drawn[1]
-    again = invoke("check", "keydiff", "--work", tmp_path, "--seed", 7).stdout
-    assert f"evictionary check keydiff --work {tmp_path} --seed 7" in again
+    check = ("check", "keydiff", "--work", tmp_path)
+    assert len({json.loads(invoke(*check, "--json").stdout)["check_seed"] for _ in range(2)}) == 2
+    says(invoke(*check, "--seed", 7).stdout, f"evictionary check keydiff --work {tmp_path} --seed 7")
 
 
 def test_grade_says_what_it_leaves_out(tmp_path: Path) -> None:
     folder = handed_in(tmp_path / "in", {"ada.py": "", "essay.docx": ""})
-    result = invoke("grade", folder, *to_grade(tmp_path), "--json")
-    assert "essay.docx" in result.stderr
-    assert json.loads(result.stdout)["left_out"] == [str(folder / "essay.docx")]
+    result, left_out = invoke("grade", folder, *to_grade(tmp_path), "--json"), folder / "essay.docx"
+    assert json.loads(result.stdout)["left_out"] == [str(left_out)] and left_out.name in result.stderr
 
 
 def test_an_interrupted_class_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from sampling import sampled
+from tools import sampled, says
 from tools.grader import KERNEL, NUMPY, alone, judged, line_of, right, with_another
 
 from evictionary.classroom import assignment as assignments, contest, grading
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.judgement import reference
+from evictionary.classroom.judgement import Line, reference
 from evictionary.spec_tests.judge.law import load_laws
 
 
@@ -165,8 +165,8 @@ def test_a_wrong_file_loses_its_step_and_is_told_why(wrong: Wrong) -> None:
         "failed",
         len([law for law in step.laws if wrong.law in law]) + bool(step.check),
     )
-    assert [words for words in wrong.told.split("|") if words not in line.message + line.repro] == []
-    assert [words for words in ("StudentError", "Flaky", "site-packages") if words in line.message] == []
+    says(line.message + line.repro, *wrong.told.split("|"))
+    says(line.message, never=("StudentError", "Flaky", "site-packages"))
     assert not re.search(r"made of\s*$", line.message, re.MULTILINE)
     assert len(line.message) < 3000, "thousands of tokens are no explanation"
     assert wrong.step != "select" or "impl.lagkv.retained_length" not in line.message
@@ -187,8 +187,7 @@ def test_an_answer_without_end_takes_no_room(size: int, told: str) -> None:
     )
     largest = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert told in line.message
-    assert largest < 2**27
+    assert told in line.message and largest < 2**27
 
 
 NUMPY_ONLY = "this assignment is for NumPy only"
@@ -228,7 +227,7 @@ def test_each_failed_line_names_the_law_and_the_input_without_our_own_names() ->
         "keydiff", "def anchor(keys):\n    return keys[0]\n\n\ndef score(keys):\n    return keys.nothing\n"
     )
     for line in (line for line in result.lines if line.verdict == "failed" and line.name != "pairwise"):
-        assert all(words in line.message for words in ("the law", "input", "what is wrong"))
+        says(line.message, "the law", "input", "what is wrong")
         assert "StudentError" not in line.message + line.reason
 
 
@@ -398,3 +397,109 @@ def test_a_wrong_kernel_loses_its_step(mistake: str) -> None:
         one, KERNEL.replace(was, instead) if was else KERNEL + instead, examples=10, explain=False
     ).lines[-1]
     assert (line.verdict, told in line.message) == ("failed", True)
+
+
+# The assignment in which students write the rows that show planted mistakes
+
+ROWS = """
+import numpy as np
+
+
+def lost_ties():
+    return np.zeros(1025), 1025
+
+
+def crowded_bin():
+    return 1 + np.arange(2049) * 1e-7, 1
+
+
+def padded_lanes():
+    return -np.ones(1025, np.float32), np.int64(1)
+
+
+def lost_candidates():
+    return [np.eye(1, 32769, 32768)[0], 1]
+
+
+def wrapped_positions():
+    return np.eye(1, 65537, 65536)[0], 1
+
+
+def counted_ties():
+    return np.zeros(65537), 1
+
+
+def clamped_scores():
+    return np.array([-np.inf, -7e4]), 1, None
+
+
+def protected_blocks():
+    return np.zeros(4097), 1, np.arange(4097) == 4096
+
+
+def rows(seed):
+    some = np.random.default_rng(seed).normal(size=40)
+    small = [(some, 20), (np.round(some), 20), (some, 20, some < np.sort(some)[10])]
+    large = [lost_ties(), crowded_bin(), padded_lanes(), wrapped_positions(), counted_ties()]
+    return [*small, *large, clamped_scores(), protected_blocks()]
+"""
+
+
+def lines_of(changed: str = "") -> dict[str, Line]:
+    return {line.name: line for line in judged("judge", ROWS + changed).lines}
+
+
+def test_rows_that_show_one_mistake_each_have_full_marks() -> None:
+    assert {name: line.message for name, line in lines_of().items() if line.verdict != "passed"} == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "told"),
+    [
+        ("lost_ties", "return np.zeros(1024), 1024", "what does not show: a stash of 1,024 entries"),
+        ("lost_ties", "return np.zeros(2049), 2049", "scores: got 2049, wanted 1 to 2048"),
+        ("crowded_bin", "return np.ones(2049), 1", "what does not show: scores binned in half precision"),
+        ("padded_lanes", "return np.ones(1025), 1", "what does not show: from the second tile"),
+        (
+            "lost_candidates",
+            "return np.eye(1, 32768, 32767)[0], 1",
+            "what does not show: a list of 32,768 candidates",
+        ),
+        ("counted_ties", "return np.zeros(65537), 2000", "what shows too: a stash of 1,024 entries"),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, np.nan]), 1",
+            "wanted an array [T] of floats, none of them NaN",
+        ),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, -7e4]), 3",
+            "budget: got 3, wanted a whole number from 1 to 2",
+        ),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, -7e4]), 'one'",
+            "budget: got one, wanted a whole number from 1 to 2",
+        ),
+        (
+            "clamped_scores",
+            "return np.array([-1e5, -7e4])",
+            "a row is (scores, budget) or (scores, budget, protected)",
+        ),
+        (
+            "protected_blocks",
+            "return np.zeros(4097), 1, np.arange(4097) > 9",
+            "with at most as many True as the budget",
+        ),
+        ("rows", "return [lost_ties()]", "what does not show: a list of 32,768 candidates"),
+        ("rows", "return rows_of(0)", "returned the same scores for two seeds"),
+        ("rows", "return [*rows_of(0), (np.array([seed / 7]), 1)]", "those that are drawn do not show: "),
+        ("rows", "return 1", "rows returned one int, wanted a list of rows"),
+        ("rows", "return [*rows_of(seed), *[wrapped_positions()] * 2]", "more than 262144 scores"),
+    ],
+)
+def test_a_wrong_row_loses_its_step_and_is_told_why(name: str, body: str, told: str) -> None:
+    argument = "seed" if name == "rows" else ""
+    lines = lines_of(f"\n\nrows_of = rows\n\n\ndef {name}({argument}):\n    {body}\n")
+    says(lines[name].message, told, never=["this law alone"])
+    assert {name} <= {each for each, line in lines.items() if line.verdict == "failed"} <= {name, "rows"}

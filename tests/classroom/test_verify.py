@@ -13,8 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from sampling import sampled
-from tools.commands import as_json, failed, invoke
+from tools import as_json, failed, invoke, sampled, says
 from tools.grader import SOLUTION, bundled, text_of, written
 
 from conformance.verifiers import BASES, BENCHMARKS, EXPLOITS, RESULTS, source_of
@@ -60,10 +59,8 @@ def test_an_exploit_is_caught_and_named(name: str) -> None:
     exploit = EXPLOITS[name]
     found = judged(exploit)
     said = " ".join(found[key] for key in ("verdict", "looks_like", "wrong", "misconception"))
-    assert not found["correct"]
-    assert exploit["named"] in found["reasons"], said
-    assert exploit.get("told", "") in said
-    assert found["score"] < 1
+    assert not found["correct"] and found["score"] < 1
+    assert exploit["named"] in found["reasons"] and exploit.get("told", "") in said, said
 
 
 @pytest.mark.parametrize("base", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
@@ -71,13 +68,8 @@ def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
     path = written(tmp_path, BASES[base], "keydiff.py")
     done = invoke("verify", path, "--method", "keydiff.score", "--examples", 2, "--seed", 3, "--json")
     found = json.loads(done.stdout)
-    assert (done.exit_code, found["correct"], found["score"], found["reasons"], found["seed"]) == (
-        0,
-        True,
-        1,
-        {},
-        3,
-    ), found
+    wanted = {"correct": True, "score": 1, "reasons": {}, "seed": 3}
+    assert done.exit_code == 0 and found.items() >= wanted.items(), found
     assert found["seconds"]["keydiff.score"] > 0
     assert re.search(r"PASS: \d+ laws hold \(seed 3\)", done.stderr)
 
@@ -121,9 +113,8 @@ def test_a_mistake_is_named(tmp_path: Path) -> None:
     done = invoke("verify", written(tmp_path, wrong, "keydiff.py"), "--examples", 2)
     found = json.loads(done.stdout)
     assert (done.exit_code, 0 < found["score"] < 1, [*found["reasons"]]) == (1, True, ["laws"])
-    assert "mean taken before normalising" in found["misconception"]
+    assert "mean taken before normalising" in found["misconception"] and "FAIL: " in done.stderr
     assert found["input"].startswith("keys = ") and len(found["input"].splitlines()) <= 10
-    assert "FAIL: " in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -152,13 +143,12 @@ def test_the_page_lists_every_exploit_and_what_two_benchmarks_say() -> None:
         for name, each in EXPLOITS.items()
     ]
     assert re.findall(r"(?m)^\| .* \| (?:laws|no answer|tried|remembered|time|later) \| .* \|$", page) == rows
-    assert f"{len(rows)} exploits" in page
     for kind in ("mistakes", "right variants"):
         found = said[kind].values()
         counts = [sum(name in each for each in found) for name in BENCHMARKS]
         assert f" | {len(found)} | {counts[0]} | {counts[1]} | " in page
     sized = sum(bool(load_mutants()[name].above) for name in said["mistakes"])
-    assert f"{sized} of them begin at a size" in page
+    says(page, f"{len(rows)} exploits", f"{sized} of them begin at a size")
 
 
 @pytest.mark.parametrize("form", ["flashinfer-bench", "kernelbench"])
@@ -174,12 +164,8 @@ def test_a_task_gives_the_numbers_of_the_reference(form: str, tmp_path: Path) ->
         got = scope["Model"](*scope["get_init_inputs"]())(keys)
     else:
         task, keys = json.loads(text), torch.randn(2, 8, 17, 128)
-        assert [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]] == [
-            None,
-            8,
-            None,
-            128,
-        ]
+        sizes = [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]]
+        assert sizes == [None, 8, None, 128]
         assert task["outputs"] == {"result": {"shape": ["B", "H_kv", "T"], "dtype": "float32"}}
         exec(task["reference"], scope)
         got = scope["run"](keys)

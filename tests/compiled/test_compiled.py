@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tools import judge, saved
+from tools import ROOT, judge, saved
 from tools.grader import KERNEL
 
 from benchmarks.gpu import GOOD, ROWS, rehearse
@@ -17,7 +17,6 @@ from evictionary.source import import_file
 from evictionary.spec_tests.judge import compiled
 
 pytestmark = pytest.mark.compiled
-ROOT = Path(__file__).parents[2]
 FAULTY = Path(__file__).with_name("faulty.py")
 LINES = FAULTY.read_text(encoding="utf-8").splitlines()
 KNORM = """

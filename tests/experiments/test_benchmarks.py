@@ -3,19 +3,23 @@ the files, the page.
 """
 
 import contextlib
+import itertools
 import json
 import math
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 import typer
-from tools import refused
+from tools import refused, says
 
-from benchmarks import cpu, gpu, report, rows, timing
+from benchmarks import corrections, cpu, gpu, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, rows_apart
 from evictionary.spec_tests.judge.law import judging_files
 
@@ -102,14 +106,7 @@ def test_a_wrong_kernel_is_not_timed(call: Any, status: str) -> None:
 
 def test_a_peer_that_fails_leaves_the_others() -> None:
     """One that cannot be called, one that is wrong, one that fails only when it is timed."""
-    calls: list[int] = []
-
-    def late(x: torch.Tensor) -> torch.Tensor:
-        calls.append(1)
-        if len(calls) > 1:
-            raise MemoryError("too large")
-        return 2 * x
-
+    late = Mock(side_effect=itertools.chain([2 * torch.ones(4)], itertools.repeat(MemoryError("too large"))))
     result = gpu.run_row(twice(none=lambda: None, wrong=lambda x: 3 * x, late=late), TINY, CEILINGS, 5.0)
     assert {name: arm["status"].split(":")[0] for name, arm in result["arms"].items()} == {
         "ours": "measured",
@@ -136,19 +133,13 @@ def test_a_kernel_that_does_not_exist_is_said_to_be_missing(tmp_path: Path) -> N
     broken = {("lagkv", "float16"): "float16: LK-12 does not hold"}
     result = run(given, tmp_path / "folder", lambda *part: broken.get(part[:2], ""))
     assert result == json.loads((tmp_path / "folder" / "gpu.json").read_text(encoding="utf-8"))
-    assert (
-        result["laws"] == {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
-        and result["ceilings"] == CEILINGS
-    )
-    assert [row["status"].split(":")[0] for row in result["rows"]] == [
-        "no kernel yet",
-        "not timed, laws fail",
-        "measured",
-    ]
-    assert result["schema"] == gpu.SCHEMA and result["commit"] and result["versions"]["torch"]
+    told = {"keydiff": "", "lagkv": "float16: LK-12 does not hold"}
+    assert (result["laws"], result["ceilings"], result["schema"]) == (told, CEILINGS, gpu.SCHEMA)
+    statuses = ["no kernel yet", "not timed, laws fail", "measured"]
+    assert [row["status"].split(":")[0] for row in result["rows"]] == statuses
+    assert result["commit"] and result["versions"]["torch"]
     assert [line["arm"] for line in gpu.lines(result)] == ["none", "twice", "twice", "ours", "peer"]
-    page = report.page(tmp_path / "folder")
-    assert "no kernel yet" in page and "laws fail: lagkv" in page
+    says(report.page(tmp_path / "folder"), "no kernel yet", "laws fail: lagkv")
 
 
 def test_a_second_call_goes_on_where_the_first_stopped(
@@ -169,43 +160,33 @@ def test_a_second_call_goes_on_where_the_first_stopped(
         )
         before = len(built), len(asked)
         given = [
-            Row(
-                name,
-                "twice",
-                (f"stem {name}",),
-                lambda place, name=name: (built.append(name), work(lambda x: x + x))[1],
-            )
+            Row(name, "twice", (f"stem {name}",), lambda place, name=name: built.append(name) or work())
             for name in "12"
         ]
         rows = run(given, tmp_path, laws, **options)["rows"]
         return built[before[0] :], len(asked) - before[1], [row["status"] for row in rows]
 
     assert call() == (["1"], 6, ["measured", "not timed, laws fail: stem 2"])
-    assert call() == (["2"], 3, ["measured"] * 2)
-    assert call() == ([], 0, ["measured"] * 2)
-    for commit, options in (
-        ("0123456789ab", {"again": True}),
-        ("fedcba987654", {}),
-        *[("fedcba987654+", {})] * 2,
+    for commit, options, wanted in (
+        ("0123456789ab", {}, (["2"], 3)),
+        ("0123456789ab", {}, ([], 0)),
+        ("0123456789ab", {"again": True}, (["1", "2"], 6)),
+        ("fedcba987654", {}, (["1", "2"], 6)),
+        *[("fedcba987654+", {}, (["1", "2"], 6))] * 2,
     ):
-        assert call(commit, **options) == (["1", "2"], 6, ["measured"] * 2)
+        assert call(commit, **options) == (*wanted, ["measured"] * 2)
 
 
 def test_every_call_inserts_another_token_and_all_are_drawn_anew() -> None:
     built = gpu.ROWS["8"].build(TINY)
     inputs = built.make(0)
-    new_keys, keys = inputs[2], inputs[4]
-    tokens = new_keys.clone()
-    assert not torch.equal(tokens[0], tokens[1])
-    built.arms["ours"](*inputs)
-    cache = keys.clone()
-    built.arms["ours"](*inputs)
-    assert not torch.equal(cache, keys)  # the second call has inserted another token
-    for _ in range(rows.NEW_TOKENS - 2):
+    seen = [(inputs[2].clone(), inputs[4].clone())]  # the new keys, and those of the cache
+    for _ in range(rows.NEW_TOKENS + 1):
         built.arms["ours"](*inputs)
-    assert torch.equal(tokens, new_keys)
-    built.arms["ours"](*inputs)
-    assert not torch.equal(tokens, new_keys)
+        seen.append((inputs[2].clone(), inputs[4].clone()))
+    new_keys, keys = zip(*seen, strict=True)
+    assert not torch.equal(new_keys[0][0], new_keys[0][1]) and not torch.equal(keys[1], keys[2])
+    assert torch.equal(new_keys[0], new_keys[-2]) and not torch.equal(new_keys[0], new_keys[-1])
 
 
 def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(
@@ -214,16 +195,9 @@ def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(
     testing = pytest.importorskip("triton.testing")
     seen: list[int] = []
 
-    def bench(run: Any, **_: Any) -> list[float]:
-        return [run(), run(), run()]
-
-    def uncaptured(run: Any, **_: Any) -> list[float]:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    @contextlib.contextmanager
-    def refusing() -> Any:
-        raise RuntimeError("called a synchronizing CUDA operation")
-        yield
+    bench = Mock(side_effect=lambda run, **_: [run(), run(), run()])
+    uncaptured = Mock(side_effect=RuntimeError("operation not permitted when stream is capturing"))
+    refusing = Mock(side_effect=RuntimeError("called a synchronizing CUDA operation"))
 
     def timed(waits: bool, of_graph: Any, watch: Any = contextlib.nullcontext) -> tuple[list[float], str]:
         seen.clear()
@@ -241,10 +215,9 @@ def test_calls_on_a_gpu_take_the_inputs_in_turn_and_say_how_they_are_timed(
 
 
 def test_the_mathematics_is_computed_once_for_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    score = rows.keydiff.score
-    monkeypatch.setattr(rows.keydiff, "score", lambda keys: (calls.append(1), score(keys))[1])
-    assert len(gpu.run_row(gpu.ROWS["2"], TINY, CEILINGS, 5.0)["arms"]) > 1 and len(calls) == 1
+    score = Mock(wraps=rows.keydiff.score)
+    monkeypatch.setattr(rows.keydiff, "score", score)
+    assert len(gpu.run_row(gpu.ROWS["2"], TINY, CEILINGS, 5.0)["arms"]) > 1 and score.call_count == 1
 
 
 @pytest.mark.parametrize(("latency", "wanted"), [(False, 2e-6), (True, 1e-6)])
@@ -269,17 +242,15 @@ def test_a_peer_that_hangs_is_broken_off_and_the_others_are_timed() -> None:
             x = x + 0
 
     result = gpu.run_row(twice(hangs=hang, **{"after it": lambda x: 2 * x}), TINY, CEILINGS, 1.0, grace=0.0)
-    assert result["status"] == "measured" and result["arms"]["peer"]["status"] == "measured"
-    assert result["arms"]["hangs"]["status"] == "failed: TimeoutError: not done after 1 s"
-    assert result["missing"] == {"after it": "no time was left"}
+    told = {"ours": "measured", "peer": "measured", "hangs": "failed: TimeoutError: not done after 1 s"}
+    assert {name: arm["status"] for name, arm in result["arms"].items()} == told
+    assert result["status"] == "measured" and result["missing"] == {"after it": "no time was left"}
     result = gpu.run_row(twice(hang), TINY, CEILINGS, 0.1, grace=0.1)
     assert result["status"].startswith("not timed, ours is failed: TimeoutError")
 
 
 def test_the_laws_are_written_before_anything_else_can_fail(tmp_path: Path) -> None:
-    def broken(place: Any) -> dict[str, float]:
-        raise RuntimeError("no memory")
-
+    broken = Mock(side_effect=RuntimeError("no memory"))
     refused(lambda: run([twice(stems=("lagkv",))], tmp_path, found=broken), error=RuntimeError)
     assert json.loads((tmp_path / "gpu.json").read_text(encoding="utf-8"))["laws"] == {"lagkv": ""}
 
@@ -290,12 +261,18 @@ def test_the_judge_knows_the_methods_of_every_row() -> None:
     }
 
 
-def test_the_laws_are_put_to_the_implementation() -> None:
+@pytest.mark.parametrize(
+    ("stem", "seconds", "told"),
+    [
+        ("knorm", 120, "^$"),
+        ("knorm", 0, "no time"),
+        ("knorm", 0.1, "did not finish"),
+        ("no_such_method", 120, "got 'no_such_method'"),
+    ],
+)
+def test_the_laws_are_put_to_the_implementation(stem: str, seconds: float, told: str) -> None:
     """The real command, on a CPU, for the smallest method; what is not judged is not right."""
-    assert gpu.broken_law("knorm", "float32", "cpu", 120) == ""
-    assert "no time" in gpu.broken_law("knorm", "float32", "cpu", 0)
-    assert "did not finish" in gpu.broken_law("knorm", "float32", "cpu", 0.1)
-    assert "got 'no_such_method'" in gpu.broken_law("no_such_method", "float32", "cpu", 120)
+    assert re.search(told, gpu.broken_law(stem, "float32", "cpu", seconds))
 
 
 def test_without_a_gpu_the_command_says_so(
@@ -318,11 +295,9 @@ def test_without_a_gpu_the_command_says_so(
 
 def test_rows_apart_sees_rows_that_are_not_there() -> None:
     rows = torch.randn(10, 4, dtype=torch.float64)
-    assert rows_apart(rows.flip(0), rows.numpy()) == 0
-    changed = rows.clone()
-    changed[3] = 0
-    assert rows_apart(changed, rows.numpy()) == 0.1  # one of ten, wherever it stands among the others
-    assert rows_apart(rows[:9], rows.numpy()) == math.inf
+    changed = rows * (torch.arange(10) != 3)[:, None]
+    apart = [rows_apart(each, rows.numpy()) for each in (rows.flip(0), changed, rows[:9])]
+    assert apart == [0, 0.1, math.inf]  # one of ten, wherever it stands among the others
 
 
 FAST, SLOW, WIDE = (
@@ -400,11 +375,8 @@ def test_the_page_is_what_the_stored_results_say() -> None:
 
 
 def test_the_page_without_a_gpu_result_gives_the_command(tmp_path: Path) -> None:
-    text = report.page(tmp_path)
-    assert (
-        "No GPU result is stored yet" in text and "python -m benchmarks.gpu --out benchmarks/results" in text
-    )
-    assert "No CPU result is stored yet" in text and "python -m benchmarks.cpu" in text
+    commands = ("python -m benchmarks.gpu --out benchmarks/results", "python -m benchmarks.cpu")
+    says(report.page(tmp_path), "No GPU result is stored yet", "No CPU result is stored yet", *commands)
 
 
 def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
@@ -429,12 +401,29 @@ def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
         "share_of_full": 0.125}],
     }  # fmt: skip
     (tmp_path / "model.json").write_text(json.dumps(result))
-    text = report.page(tmp_path)
-    wanted = (
+    says(
+        report.page(tmp_path),
         "| keydiff | 0.100 | 1.2% |",
         "| ragged | 2,048 | 20.0 | 0.80 | 0.70 | 0.90 | 2.0 |",
         "| kvpress: tova | 8,192 | 10.0 | 1.00 | 1.00 | 1.00 | 8.0 |",
         "| tova | 1.0 | 8.0 | 12.5% |",
         "8,192 tokens in blocks of 512, with a budget of 1,024",
     )
-    assert [line for line in wanted if line not in text] == []
+
+
+# the corrections of MomentKV: the table of docs/methods/momentkv_bounded.md
+
+
+@pytest.mark.parametrize("kind", corrections.KINDS)
+def test_the_promises_hold_on_drawn_steps(kind: Any) -> None:
+    first = np.arange(corrections.LENGTH) < corrections.EVICTED
+    evicted = np.broadcast_to(first, (corrections.AT_ONCE, 1, corrections.LENGTH))
+    none, paper, nearest, certified = corrections.errors(*kind(np.random.default_rng(1)), evicted)
+    assert (nearest <= paper + corrections.ROUNDING).all() and certified.mean() < none.mean()
+    assert (certified <= none + corrections.ROUNDING).all()
+
+
+def test_the_table_has_a_row_for_each_kind() -> None:
+    rows = list(corrections.rows(steps=corrections.AT_ONCE))
+    assert [row[0] for row in rows] == [kind.__name__ for kind in corrections.KINDS]
+    assert {len(row) for row in rows} == {1 + len(corrections.COLUMNS)} == {9}

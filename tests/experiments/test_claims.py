@@ -1,5 +1,6 @@
 """The claims: intervals, rules, texts, recordings, runs that resume, and the command, on the tiny model."""
 
+import html
 import json
 import random
 import re
@@ -11,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from tools import refused
-from tools.commands import as_json, printed
+from tools import ROOT, as_json, printed, refused, says
+from tools.reading import IDS, masked_logits, read
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
@@ -46,7 +47,6 @@ SCALE = Scale(
     budgets=(12, 48),
     main_budget=48,
 )
-ROOT = Path(__file__).parents[2]
 KINDS = ("varied", "code")
 
 
@@ -170,19 +170,18 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
     numbers.means(it=values.reshape(-1))
     of_texts = (values.var(axis=1, ddof=1) / 3).mean()
     deviation = np.sqrt(values.mean(axis=1).var(ddof=1) / 30 + of_texts / 29)
-    got = numbers["it"]
-    assert got.value == pytest.approx(values.mean())
-    assert (got.texts, got.meaning) == (90, "what it is")
-    assert (got.high - got.low) / 2 == pytest.approx(1.96 * deviation, rel=0.1)
-    assert got.low < got.value < got.high
-    assert got.by_text == {f"kind {kind}": pytest.approx(values[kind].mean()) for kind in range(30)}
     numbers.medians(all=np.repeat(values.reshape(-1, 1), 4, axis=1))
-    assert numbers["all"].value == pytest.approx(np.median(values))
     # a number that compares the kinds keeps them: only the texts vary
     numbers.add("largest", np.mean, values.reshape(-1), compares_kinds=True)
-    largest = numbers["largest"]
-    assert (largest.value, largest.by_text) == (pytest.approx(values.mean()), {})
-    assert (largest.high - largest.low) / 2 == pytest.approx(1.96 * np.sqrt(of_texts / 30), rel=0.1)
+    got, every, largest = (numbers[name] for name in ("it", "all", "largest"))
+    assert (got.texts, got.meaning) == (90, "what it is") and got.low < got.value < got.high
+    assert [got.value, every.value, largest.value] == pytest.approx(
+        [values.mean(), np.median(values), values.mean()]
+    )
+    widths = [(each.high - each.low) / 2 / 1.96 for each in (got, largest)]
+    assert widths == pytest.approx([deviation, np.sqrt(of_texts / 30)], rel=0.1)
+    means = {f"kind {kind}": values[kind].mean() for kind in range(30)}
+    assert got.by_text == pytest.approx(means) and largest.by_text == {}
 
 
 def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
@@ -195,8 +194,8 @@ def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
         numbers.means(it=np.full(count, 5.0))
         assert (numbers["it"].value, numbers["it"].low) == (5.0, None if count == 11 else 5.0)
         assert Claim("X-1", "", "", "", claim.holds_if, claim.possible_if).verdict(numbers) == verdict
-    assert pages.interval({"low": None, "high": None}) == "no interval"
-    assert pages.interval({"low": 0.1234, "high": 2}) == "0.123 to 2"
+    ends = ({"low": None, "high": None}, {"low": 0.1234, "high": 2})
+    assert [pages.interval(each) for each in ends] == ["no interval", "0.123 to 2"]
 
 
 def test_numbers_refuse_what_is_not_finite() -> None:
@@ -214,21 +213,18 @@ def test_every_claim_says_where_it_stands_and_reads_numbers_that_are_measured(
     assert len({claim.id for claim in paper.claims}) == len(paper.claims)
     found = next(each for each in result["papers"] if each["paper"] == name)["claims"]
     for claim, measured in zip(paper.claims, found, strict=True):
-        assert re.search(r"section|appendix", claim.source)
-        assert list(measured["numbers"]) == claim.numbers
+        assert re.search(r"section|appendix", claim.source) and list(measured["numbers"]) == claim.numbers
         assert claim.statement.endswith(".") and claim.measured.endswith(".")
 
 
 def test_texts_are_drawn_from_the_seed_and_differ_in_kind(tokenizer: PreTrainedTokenizerFast) -> None:
     for kind in texts.KINDS:
         one, same, other = (texts.make(tokenizer, kind, seed=seed, tokens=300) for seed in (1, 1, 2))
-        assert one.shape == (1, 300)
-        assert torch.equal(one, same)
-        assert not torch.equal(one, other)
+        assert one.shape == (1, 300) and torch.equal(one, same) and not torch.equal(one, other)
     assert len({texts.varied(random.Random(seed)) for seed in range(300)}) == 300
-    problem = texts.sums(random.Random(0))
-    start, more, less = (int(part) for part in re.findall(r"has (\d+) .*buys (\d+) .*away (\d+)", problem)[0])
-    assert problem.endswith(f"so {start + more - less} are left.")
+    pattern = r"has (\d+) .*buys (\d+) .*away (\d+).*so (\d+) are left\.$"
+    start, more, less, left = map(int, re.findall(pattern, texts.sums(random.Random(0)))[0])
+    assert start + more - less == left
 
 
 def test_a_recording_is_what_the_model_computed(lab: Lab, recording: Recording) -> None:
@@ -264,12 +260,11 @@ def test_reading_on_from_a_whole_cache_changes_nothing(lab: Lab, recording: Reco
 def test_a_removed_token_is_no_longer_read(lab: Lab, recording: Recording) -> None:
     split, half, stored = recording.split, recording.split // 2, prompt_states(recording)
     kept = [torch.arange(split).expand(keys.shape[:3]) >= half for keys, _ in stored]
-    before = read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
+    before = compressed(stored, kept)
     for keys, values in stored:
         keys[:, :, :half] = values[:, :, :half] = 1e3
-    assert torch.equal(
-        before, read_on(lab.model, recording.input_ids[:, split:], compressed(stored, kept), split).logits
-    )
+    caches, ids = (before, compressed(stored, kept)), recording.input_ids[:, split:]
+    assert torch.equal(*(read_on(lab.model, ids, cache, split).logits for cache in caches))
 
 
 def test_the_rope_base_has_to_be_plain(lab: Lab) -> None:
@@ -312,8 +307,8 @@ def test_the_score_with_w_o_is_equation_9_of_each_query_head(lab: Lab, recording
 def test_a_hidden_token_is_as_good_as_removed(lab: Lab, recording: Recording) -> None:
     """A mask in a whole cache gives what a cache without the tokens gives."""
     split, count = recording.split, recording.residual.shape[1]
-    kept = [tova.score(layer.queries[:, :, :split], layer.keys[:, :, :split]) for layer in recording.layers]
-    kept = [score >= score.median() for score in kept]
+    scores = [tova.score(layer.queries[:, :, :split], layer.keys[:, :, :split]) for layer in recording.layers]
+    kept = [score >= score.median() for score in scores]
     wanted = residual_after(lab, recording, compressed(prompt_states(recording), kept), count)
     np.testing.assert_allclose(read_kept(lab, recording, kept, count), wanted, atol=1e-4)
     assert not lab.model.base_model.layers[0].self_attn._forward_pre_hooks
@@ -338,22 +333,16 @@ def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
     mean.
     """
     draw = np.random.default_rng(0)
-    query, keys, values = (
-        draw.normal(size=(2, 3, 4)),
-        draw.normal(size=(2, 9, 4)),
-        draw.normal(size=(2, 9, 4)),
-    )
-    kept = np.ones((2, 9), dtype=bool)
-    kept[:, 1:5] = False
-    keys[:, 1:5] = keys[:, 1:2]
-    one = query[None], keys[None], values[None], kept[None]
-    got = momentkv.errors(*one) | momentkv.corrections(*one)
-    np.testing.assert_allclose(got["first"], 0, atol=1e-12)
+    query, keys, values = (draw.normal(size=(1, 2, count, 4)) for count in (3, 9, 9))
+    kept = np.ones((1, 2, 9), dtype=bool)
+    kept[..., 1:5] = False
+    keys[..., 1:5, :] = keys[..., 1:2, :]
+    got = momentkv.errors(query, keys, values, kept) | momentkv.corrections(query, keys, values, kept)
+    np.testing.assert_allclose([got["first"], got["spread"], got["gap"]], 0, atol=1e-12)
     np.testing.assert_allclose(got["direction"], 1)
     assert (got["none"] > 1e-3).all()
-    np.testing.assert_allclose([got["spread"], got["gap"]], 0, atol=1e-12)
     np.testing.assert_allclose(got["gamma"] * got["mass"], got["none"])
-    np.testing.assert_allclose(momentkv.errors(0 * one[0], *one[1:])["mass"], 4 / 9)
+    np.testing.assert_allclose(momentkv.errors(0 * query, keys, values, kept)["mass"], 4 / 9)
 
 
 def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
@@ -367,8 +356,8 @@ def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
     chosen = {}
     for weight in momentkv.BY_STEPS:
         chosen[weight] = list(momentkv.by_steps(queries, keys, values, 6, [9, 24], weight))
-        read = torch.ones_like(values) if weight == "attention" else values
-        arrays = [as_array(each) for each in (queries, keys, read)]
+        added = torch.ones_like(values) if weight == "attention" else values
+        arrays = [as_array(each) for each in (queries, keys, added)]
         left, moments = [each[:, :, :6] for each in arrays[1:]], reference.no_moments(*arrays[1:])
         for last in range(6, 24):
             _, *left, after = reference.decode_step(*[each[:, :, last] for each in arrays], *left, moments, 6)
@@ -464,10 +453,8 @@ def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(lagkv, "read_on", reads)
     lagkv.first_digits(lab, "varied")
-    kept, lags = (
-        {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS},
-        sorted(SCALE.lag_sizes, reverse=True),
-    )
+    kept: Any = {"keep_ratio": min(SCALE.keep_ratios), "sink_size": lagkv.SINKS}
+    lags = sorted(SCALE.lag_sizes, reverse=True)
     assert lengths == [272, *(lagkv.paper.retained_length(272, lag_size=lag, **kept) for lag in lags)]
     whole, in_chunks = lagkv.first_digits(replace(lab, scale=replace(SCALE, lag_sizes=(129,))), "varied")
     assert whole == in_chunks
@@ -483,10 +470,8 @@ def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) 
         context_ids, question_ids, answer = lagkv.make_text(
             tokenizer, replace(SCALE, passkey_tokens=500), kind, 3
         )
-        assert context_ids.shape == (1, 500)
-        assert tokenizer.decode(context_ids[0]).count(answer) == 1
-        assert len(answer) == 16
-        assert answer not in tokenizer.decode(question_ids[0])
+        assert context_ids.shape == (1, 500) and tokenizer.decode(context_ids[0]).count(answer) == 1
+        assert len(answer) == 16 and answer not in tokenizer.decode(question_ids[0])
 
 
 def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
@@ -504,52 +489,35 @@ def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
         assert one[index] == lab.tokenizer.decode(wanted[0, ids.shape[1] :])
 
 
-def test_layers_of_different_lengths_read_everything_they_hold(lab: Lab) -> None:
+def test_layers_of_different_lengths_read_everything_they_hold(model: LlamaForCausalLM) -> None:
     """The first layer whole and the second without its first half, against an explicit mask in the same
     model.
     """
-    model: LlamaForCausalLM = tiny_llama(max_position_embeddings=2048)
-    ids = torch.randint(3, 259, (1, 40), generator=torch.Generator().manual_seed(2))
-    full = DynamicCache()
+    ids, full = IDS[:, :40], DynamicCache()
+    read(model, ids[:, :30], full)
+    kept = [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
+    cache = compressed([(layer.keys, layer.values) for layer in full.layers], kept)
     with torch.no_grad():
-        model(ids[:, :30], past_key_values=full)
-        stored = [(layer.keys, layer.values) for layer in full.layers]
-        kept = [torch.ones(1, 2, 30, dtype=torch.bool), torch.arange(30).expand(1, 2, 30) >= 15]
-        cache = compressed(stored, kept)
-        got = [
-            read_on(model, ids[:, place : place + 1], cache, place).logits[0, 0] for place in range(30, 40)
-        ]
+        got = [read_on(model, ids[:, place : place + 1], cache, place).logits for place in range(30, 40)]
+    whole = torch.ones(1, 1, 40, 40, dtype=torch.bool).tril()
+    part = whole & ~((torch.arange(40) >= 30)[:, None] & (torch.arange(40) < 15))
+    wanted = masked_logits(model, ids, {0: whole, 1: part})[:, 30:]
+    torch.testing.assert_close(torch.cat(got, dim=1), wanted, rtol=1e-4, atol=1e-4)
 
-        def hide(
-            module: torch.nn.Module, arguments: tuple[object, ...], named: dict[str, torch.Tensor]
-        ) -> object:
-            visible = torch.ones(10, 40, dtype=torch.bool).tril(30)
-            visible[:, :15] = False
-            named["attention_mask"] = visible[None, None]
-            return arguments, named
 
-        handle = model.model.layers[1].self_attn.register_forward_pre_hook(hide, with_kwargs=True)  # type: ignore[arg-type]
-        wanted = model(ids[:, 30:], past_key_values=full).logits[0]
-        handle.remove()
-    torch.testing.assert_close(torch.stack(got), wanted, rtol=1e-4, atol=1e-4)
+def measured(lines: list[store.Line]) -> list[tuple[str, str, int]]:
+    return [(line["paper"], line["text"], line["seed"]) for line in lines]
 
 
 def test_a_finished_run_measures_nothing_again(
     finished: tuple[Path, list[store.Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, lines = finished
-    assert {(line["paper"], line["text"], line["seed"]) for line in lines} == set(
-        plan_for(model_folder).lines()
-    )
-    before = (folder / "results.jsonl").read_bytes()
+    assert set(measured(lines)) == set(plan_for(model_folder).lines())
     monkeypatch.setattr(run, "_observed", lambda *arguments: pytest.fail("measured again"))
     assert store.run(plan_for(model_folder), folder) == lines
     one = plan_for(model_folder, ["gvote"], texts=("code",))
-    assert [(line["paper"], line["text"], line["seed"]) for line in one.own(store.run(one, folder))] == [
-        ("gvote", "code", 0),
-        ("gvote", "code", 1),
-    ]
-    assert (folder / "results.jsonl").read_bytes() == before
+    assert measured(one.own(store.run(one, folder))) == [("gvote", "code", 0), ("gvote", "code", 1)]
 
 
 def test_more_texts_join_the_results(
@@ -593,31 +561,28 @@ def test_measurements_of_two_kinds_are_not_mixed(
 
 
 def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
-    written = run.write(result, tmp_path / "deep" / "claims")
     folder = tmp_path / "deep" / "claims"
-    assert sorted(folder.iterdir()) == sorted(written)
+    assert sorted(run.write(result, folder)) == sorted(folder.iterdir())
     assert json.loads((folder / "results.json").read_text()) == json.loads(json.dumps(result))
     assert [paper["paper"] for paper in result["papers"]] == list(run.PAPERS)
     page, index = (folder / "claims.html").read_text(), (folder / "index.md").read_text()
-    assert index.count("](keydiff.md)") == len(keydiff.PAPER.claims)
-    assert not re.findall(r"https?://", page)
+    assert index.count("](keydiff.md)") == len(keydiff.PAPER.claims) and not re.findall(r"https?://", page)
     for paper in result["papers"]:
         picture = folder / paper["picture"]
-        assert picture.read_bytes().startswith(b"\x89PNG")
-        assert picture.stat().st_size < 150_000
+        assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size < 150_000
         text = (folder / f"{paper['paper']}.md").read_text()
         for claim in paper["claims"]:
-            assert f"## {claim['id']}: {claim['verdict']}\n" in text
-            assert claim["verdict"] == UNDECIDED  # four texts give no interval
-            assert claim["changes"] == "An interval needs 12 texts, and there are only 4."
-            assert claim["rule"] in page.replace("&gt;", ">").replace("&lt;", "<")
+            # four texts give no interval
+            told = (UNDECIDED, "An interval needs 12 texts, and there are only 4.")
+            assert (claim["verdict"], claim["changes"]) == told
+            assert f"## {claim['id']}: {UNDECIDED}\n" in text and html.escape(claim["rule"]) in page
             row = next(row for row in index.splitlines() if f"| {claim['id']}: " in row)
-            assert row.endswith(f" | 4 | {claim['verdict']} | {claim['changes']} |")
+            assert row.endswith(f" | 4 | {' | '.join(told)} |")
             for number in claim["numbers"].values():
                 assert (number["texts"], number["low"], number["high"]) == (4, None, None)
                 assert set(number["by_text"]) in (set(KINDS), set())
-            rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
-            assert all(len(re.findall(r"(?<!\\)\|", row)) == 11 for row in rows)
+        rows = re.findall(r"^\|.*\|$", text, re.MULTILINE)
+        assert {len(re.findall(r"(?<!\\)\|", row)) for row in rows} == {11}
 
 
 def test_the_stored_results_follow_from_their_measurements() -> None:
@@ -638,41 +603,30 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
 @pytest.mark.slow
 def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scale.__init__, "__defaults__", tuple(vars(SCALE).values()))
-    common = [
-        "--model",
-        model_folder,
-        "--only",
-        "KD-7 (diversity),MK-36",
-        "--seeds",
-        2,
-        "--texts",
-        "chat,sums",
+    asked = [
+        *("claims", "--model", model_folder, "--output", tmp_path / "claims", "--seeds", 2),
+        *("--only", "KD-7 (diversity),MK-36", "--texts", "chat,sums"),
     ]
-    common += ["--output", tmp_path / "claims"]
-    got = as_json("claims", *common)
-    assert [claim["id"] for paper in got["papers"] for claim in paper["claims"]] == [
-        "KD-7 (diversity)",
-        "MK-36 (never worse)",
-    ]
+    got = as_json(*asked)
+    claims = [claim["id"] for paper in got["papers"] for claim in paper["claims"]]
+    assert claims == ["KD-7 (diversity)", "MK-36 (never worse)"]
     assert "--only 'KD-7 (diversity),MK-36' --texts 'chat,sums'" in got["command"]
     assert (tmp_path / "claims" / "momentkv.png").is_file()
-    told = printed("claims", *common)
-    assert "gain_over_tova > 0: " in told and "MK-36" in told
+    says(printed(*asked), "gain_over_tova > 0: ", "MK-36")
 
 
-def test_claims_are_chosen_by_paper_and_id() -> None:
+@pytest.mark.parametrize(
+    ("chosen", "ids"),
+    [
+        ({"only": ["KD-7"]}, ["KD-7 (correlation)", "KD-7 (diversity)"]),
+        ({"papers": ["keydiff"], "only": ["KD-7 (diversity)"]}, ["KD-7 (diversity)"]),
+    ],
+)
+def test_claims_are_chosen_by_paper_and_id(chosen: dict[str, list[str]], ids: list[str]) -> None:
     assert list(run.check_claims()) == list(run.PAPERS)
-    assert [claim.id for claim in run.check_claims(only=["KD-7"])["keydiff"]] == [
-        "KD-7 (correlation)",
-        "KD-7 (diversity)",
-    ]
-    assert [claim.id for claim in run.check_claims(["keydiff"], ["KD-7 (diversity)"])["keydiff"]] == [
-        "KD-7 (diversity)"
-    ]
+    assert [claim.id for claim in run.check_claims(**chosen)["keydiff"]] == ids
 
 
 def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
-    help = " ".join(printed("claims", "--help").split())
-    assert f"Some of {', '.join(texts.KINDS)}" in help
-    assert all(name in help for name in run.PAPERS)
+    says(" ".join(printed("claims", "--help").split()), f"Some of {', '.join(texts.KINDS)}", *run.PAPERS)

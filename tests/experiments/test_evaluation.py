@@ -4,16 +4,17 @@ reports.
 
 import html
 import json
+import re
 import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from tools import refused, saved
-from tools.commands import as_json, invoke, printed
+from tools import as_json, invoke, printed, refused, saved
 from tools.pages import pictures_of
 
 from evictionary import store
@@ -59,33 +60,23 @@ def test_the_full_cache_alone_when_no_method_is_asked(model_folder: Path) -> Non
 def test_every_measurement_has_a_line(finished: tuple[Path, list[store.Line]]) -> None:
     folder, lines = finished
     assert [json.loads(text) for text in (folder / "results.jsonl").read_text().splitlines()] == lines
-    evicting = [
-        (name, *amount)
-        for name in ("keydiff", "random", "random_protected")
-        for amount in ((0.5, None), (None, 40))
-    ]
-    expected = [("full", 0.0, None), *evicting]
     for name in NAMES:
         mine = [line for line in lines if line["task"] == name]
-        assert [(line["method"], line["ratio"], line["budget"]) for line in mine] == expected
-        kept = [line["tokens_kept"] for line in mine]
         tokens = mine[0]["tokens"]
-        assert kept == [tokens, *[tokens // 2, 40] * 3]
+        assert [
+            tuple(line[key] for key in ("method", "ratio", "budget", "tokens_kept")) for line in mine
+        ] == [
+            ("full", 0.0, None, tokens),
+            *(
+                (method, *amount)
+                for method in ("keydiff", "random", "random_protected")
+                for amount in ((0.5, None, tokens // 2), (None, 40, 40))
+            ),
+        ]
         for line in mine:
             assert line["bytes_after"] * tokens == line["bytes_before"] * line["tokens_kept"]
-            assert line["error"] is None
-            assert 0 <= line["partial"] <= 1
+            assert line["error"] is None and 0 <= line["partial"] <= 1
             assert line["versions"] == evaluation.versions()
-
-
-def test_a_finished_run_measures_nothing_again(
-    finished: tuple[Path, list[store.Line]], model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder, lines = finished
-    before = (folder / "results.jsonl").read_bytes()
-    monkeypatch.setattr(evaluation, "measure", lambda *arguments: pytest.fail("measured again"))
-    assert store.run(plan_for(model_folder), folder) == lines
-    assert (folder / "results.jsonl").read_bytes() == before
 
 
 @pytest.mark.slow
@@ -108,17 +99,10 @@ def test_a_dask_cluster_of_two_workers_finds_the_same(
 def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp_path: Path) -> None:
     mine = saved(tmp_path / "mine.py", "def score(keys):\n    raise RuntimeError('not [yet]')\n")
     output = tmp_path / "out"
-    arguments = [
-        "--model",
-        model_folder,
-        "--methods",
-        f"{mine},keydiff",
-        "--ratios",
-        "0.5",
-        "--tasks",
-        "passkey7",
+    common = [
+        *("eval", "--model", model_folder, "--methods", f"{mine},keydiff", "--ratios", 0.5),
+        *("--tasks", "passkey7", "--lengths", 600, "--samples", 1, "--output", output),
     ]
-    common = ["eval", *arguments, "--lengths", 600, "--samples", 1, "--output", output]
     done = invoke(*common, "--json")
     assert done.exit_code == 1, done.output
     found = json.loads(done.stdout)
@@ -136,13 +120,10 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
     scores = []
     for sign in (1, -1):  # an edited file is measured anew
         mine.write_text(f"def score(keys):\n    return {sign} * keys.sum(-1)\n")
-        again = invoke(*common, "--format", "markdown")
-        assert again.exit_code == 0, again.output
-        assert again.stdout.startswith("## 600 tokens")
+        assert printed(*common, "--format", "markdown").startswith("## 600 tokens")
         lines = store.read(output / "results.jsonl", Plan.identify).values()
         scores += [line for line in lines if line["method"] == str(mine)]
-    assert len(lines) == 5
-    assert scores[0]["source"] != scores[1]["source"]
+    assert len(lines) == 5 and scores[0]["source"] != scores[1]["source"]
 
 
 @pytest.mark.parametrize(("traits", "fails"), [("", True), ("TRAITS = {'own_budget'}\n", False)])
@@ -161,14 +142,10 @@ def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
         select = f"def select(keys, length, budget):\n    return {chosen}\n"
         mine = saved(tmp_path / "mine.py", f"import numpy as np\n{traits}{select}")
         (line,) = (line for line in store.run(plan, tmp_path / "out") if line["method"].startswith(str(mine)))
+        stored = line["tokens"] if kept == "length" else 41
+        told = f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were asked for"
         if fails and kept != "budget":
-            stored = line["tokens"] if kept == "length" else 41
-            wanted = (
-                f"the cache stores {stored} of {line['tokens']} tokens in each head, where 40 were "
-                "asked for; a method"
-            )
-            assert wanted in line["error"]
-            assert "exact" not in line
+            assert f"{told}; a method" in line["error"] and "exact" not in line
         else:
             assert line["error"] is None
 
@@ -186,11 +163,12 @@ def test_more_methods_join_the_results(
     finished: tuple[Path, list[store.Line]], model_folder: Path, tmp_path: Path
 ) -> None:
     store.write(tmp_path / store.RESULTS, finished[1])
-    told: list[store.Progress] = []
+    told = Mock()
     lagkv = plan_for(model_folder, methods=[("lagkv", {"lag_size": "16"})], tasks=["copy"], budgets=[])
-    lines = store.run(lagkv, tmp_path, advance=told.append)
-    assert [each.text for each in told] == ["copy, 600 tokens, seed 1: lagkv (lag_size=16)"]
-    assert len(lines) == 15
+    for plan, count in ((plan_for(model_folder), 14), (lagkv, 15)):
+        assert len(store.run(plan, tmp_path, advance=told)) == count
+    texts = [call.args[0].text for call in told.call_args_list]
+    assert texts == ["copy, 600 tokens, seed 1: lagkv (lag_size=16)"], "what is there is measured again"
 
 
 def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Path) -> None:
@@ -200,6 +178,13 @@ def test_compositions_and_methods_of_every_kind(model_folder: Path, tmp_path: Pa
     lines = store.run(plan, tmp_path)
     assert [line["error"] for line in lines] == [None] * 8
     assert all(0 < line["bytes_after"] < line["bytes_before"] for line in lines if line["method"] != "full")
+
+
+@torch.no_grad()
+def perplexity(model: Any, ids: torch.Tensor, count: int) -> float:
+    """The perplexity of the last `count` of ids [1, T], in one forward over all of them."""
+    logits = model(ids).logits[0, -count - 1 : -1]
+    return float(torch.nn.functional.cross_entropy(logits, ids[0, -count:]).exp())
 
 
 def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path) -> None:
@@ -214,16 +199,15 @@ def test_a_text_that_goes_on_has_a_perplexity(model_folder: Path, tmp_path: Path
     for seed in (0, 1):
         prompt = tasks.get("perplexity").make(tokenizer, 140, seed)
         text = torch.cat([prompt.context_ids, prompt.question_ids, prompt.continuation], dim=1)
-        with torch.no_grad():
-            loss = torch.nn.functional.cross_entropy(model(text).logits[0, -65:-1], text[0, -64:])
-        for name in names:
-            assert full[name, seed] == pytest.approx(float(loss.exp()), rel=1e-3)
-    again = {
+        wanted = pytest.approx(perplexity(model, text, 64), rel=1e-3)
+        assert [full[name, seed] for name in names] == [wanted, wanted]
+    evicted = {
         (line["task"], line["seed"]): line["perplexity"]
         for line in lines
         if (line["method"], line["budget"]) == ("keydiff", 40)
     }
-    assert again["perplexity", 0] != again["perplexity_decoding", 0]  # the second one evicts while it decodes
+    # the second one evicts while it decodes
+    assert evicted["perplexity", 0] != evicted["perplexity_decoding", 0]
     rows = eval_report.summarise(lines)
     row = next(row for row in rows if row["method"] == "full" and row["task"] == "perplexity")
     assert row["perplexity"] == pytest.approx((full["perplexity", 0] * full["perplexity", 1]) ** 0.5)
@@ -242,63 +226,37 @@ def test_a_line_without_a_score_is_no_measurement(finished: tuple[Path, list[sto
 def test_reports(finished: tuple[Path, list[store.Line]], tmp_path: Path) -> None:
     # two lengths, and one measurement that failed
     longer = [line | {"length": 900} for line in finished[1]]
-    failed = {
-        name: value
-        for name, value in longer[1].items()
-        if name not in ("exact", "partial", "bytes_after", "answer")
-    }
-    found = eval_report.write([*finished[1], longer[0], failed | {"error": "<no>"}, *longer[2:]], tmp_path)
-    names = {
-        "heatmap.png",
-        "heatmap.svg",
-        "report.html",
-        "scores.png",
-        "scores.svg",
-        "summary.json",
-        "table.md",
-    }
-    assert {path.name for path in tmp_path.iterdir()} == names
-    assert json.loads((tmp_path / "summary.json").read_text()) == found
-    assert (tmp_path / "scores.png").read_bytes().startswith(b"\x89PNG")
-    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    lost = ("exact", "partial", "bytes_after", "answer")
+    failed = {name: value for name, value in longer[1].items() if name not in lost} | {"error": "<no>"}
+    found = eval_report.write([*finished[1], longer[0], failed, *longer[2:]], tmp_path)
+    written = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    pictures = {f"{name}.{kind}" for name in ("heatmap", "scores") for kind in ("png", "svg")}
+    assert written.keys() == {"report.html", "summary.json", "table.md", *pictures}
+    assert json.loads(written["summary.json"]) == found and written["scores.png"].startswith(b"\x89PNG")
+    page, table = written["report.html"].decode(), written["table.md"].decode()
     assert pictures_of(tmp_path / "report.html") == 3 and "&lt;no&gt;" in page
-    table = (tmp_path / "table.md").read_text().splitlines()
-    assert [line for line in table if line.startswith("##")] == ["## 600 tokens", "## 900 tokens"]
-    assert any(line.startswith("| keydiff | 40 tokens kept |") for line in table)
+    assert re.findall("^##.*$", table, re.MULTILINE) == ["## 600 tokens", "## 900 tokens"]
+    assert "\n| keydiff | 40 tokens kept |" in table
     answers = {line["answer"] for line in finished[1] if line["task"] == "passkey7" and line["answer"]}
-    assert answers and any(
-        f"<td>{html.escape(answer)}</td>" in page.replace("&#39;", "&#x27;") for answer in answers
-    )
+    assert any(f"<td>{html.escape(answer)}</td>" in page.replace("&#39;", "&#x27;") for answer in answers)
     # the same results draw the same file
-    assert (
-        pages.drawn(eval_report.scores_figure(found["rows"]), "svg") == (tmp_path / "scores.svg").read_bytes()
-    )
+    assert pages.drawn(eval_report.scores_figure(found["rows"]), "svg") == written["scores.svg"]
 
 
 def test_means_are_over_the_prompts() -> None:
     line = {
-        "model": "m",
-        "task": "copy",
-        "length": 9,
-        "method": "keydiff",
-        "options": {},
-        "ratio": 0.5,
-        "budget": None,
-        "error": None,
+        **{"model": "m", "task": "copy", "length": 9, "method": "keydiff", "options": {}, "ratio": 0.5},
+        **{"budget": None, "error": None, "tokens_kept": 4, "bytes_before": 80, "bytes_after": 40},
+        "seconds": 1.0,
     }
-    line |= {"tokens_kept": 4, "bytes_before": 80, "bytes_after": 40, "seconds": 1.0}
-    rows = eval_report.summarise(
+    (row,) = eval_report.summarise(
         [line | {"seed": 0, "exact": 1.0, "partial": 1.0}, line | {"seed": 1, "exact": 0.0, "partial": 0.5}]
     )
-    assert [(row["exact"], row["partial"], row["removed"], row["prompts"]) for row in rows] == [
-        (0.5, 0.75, 0.5, 2)
-    ]
+    assert (row["exact"], row["partial"], row["removed"], row["prompts"]) == (0.5, 0.75, 0.5, 2)
     # the share of tokens that a model predicts is no retrieval, and no part of the mean
-    other = rows[0] | {"task": "perplexity", "partial": 0.1, "perplexity": 9.0}
-    assert (
-        eval_report.pivot([*rows, other])[1][0]["mean"] == 0.75
-        and eval_report.pivot([other])[1][0]["mean"] is None
-    )
+    other = row | {"task": "perplexity", "partial": 0.1, "perplexity": 9.0}
+    means = [eval_report.pivot(rows)[1][0]["mean"] for rows in ([row, other], [other])]
+    assert means == [0.75, None]
 
 
 @pytest.mark.parametrize(("right", "of"), [(0, 5), (3, 5), (5, 5), (40, 200)])
@@ -313,33 +271,20 @@ def test_an_interval_holds_the_shares_from_which_what_was_seen_is_not_far(right:
 
 
 def test_the_command_prints_tables(finished: tuple[Path, list[store.Line]], model_folder: Path) -> None:
-    known = [
-        "--methods",
-        "keydiff",
-        "--ratios",
-        "0.5",
-        "--budgets",
-        "40",
-        "--lengths",
-        600,
-        "--samples",
-        1,
-        "--seed",
-        1,
+    common = [
+        *("eval", "--model", model_folder, "--output", finished[0], "--tasks", ",".join(NAMES)),
+        *("--methods", "keydiff", "--ratios", 0.5, "--budgets", 40),
+        *("--lengths", 600, "--samples", 1, "--seed", 1),
     ]
-    common = ["eval", "--model", model_folder, *known, "--tasks", ",".join(NAMES), "--output", finished[0]]
-    told = printed(*common)
+    told, found = printed(*common), as_json(*common)
     assert "600 tokens" in told and "keydiff" in told
-    found = as_json(*common)
     assert len(found["rows"]) == 14 and json.loads(printed(*common, "--format", "json")) == found
     assert printed(*common, "--format", "markdown").strip() == eval_report.markdown(found["rows"]).strip()
 
 
 def test_methods_with_options_are_read() -> None:
-    read = cli_eval.parse_methods(
-        ["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"]
-    )
-    assert read == [
+    given = ["keydiff,lagkv:lag_size=128, sink_size=4", "dir/my.py:score:sign=-1", "keydiff+ada_kv,"]
+    assert cli_eval.parse_methods(given) == [
         ("keydiff", {}),
         ("lagkv", {"lag_size": "128", "sink_size": "4"}),
         ("dir/my.py:score", {"sign": "-1"}),
@@ -372,9 +317,5 @@ def test_the_course_project_measures_perplexity(
     )
     model, tokenizer = load(str(model_folder))
     ids = tokenizer(text.read_text(), return_tensors="pt")["input_ids"][:, :60]
-    with torch.no_grad():
-        logits = model(ids).logits[0, 39:-1]
-    loss = torch.nn.functional.cross_entropy(logits, ids[0, 40:])
-    assert float(full[1]) == pytest.approx(float(loss.exp()), rel=1e-3)
-    assert float(keydiff[4]) < float(full[4])
-    assert float(keydiff[5]) < float(full[5])
+    assert float(full[1]) == pytest.approx(perplexity(model, ids, 20), rel=1e-3)
+    assert float(keydiff[4]) < float(full[4]) and float(keydiff[5]) < float(full[5])

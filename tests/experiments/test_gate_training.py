@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama, tiny_tokenizer
-from tools.commands import as_json
+from tools import as_json, saved
 from tools.families import FAMILIES, build
 from tools.reading import IDS, cached, masked_logits, positions_of, refused
 from transformers import LlamaForCausalLM
@@ -59,8 +59,7 @@ def test_gates_of_one_are_the_model_and_gates_of_zero_the_model_that_streams(mod
     full = gated.final_states(IDS, 60)
     assert torch.equal(gated.final_states(IDS, 60, torch.ones(2, 2)), full)
     places = torch.arange(60)
-    ago = places[:, None] - places
-    visible = (ago >= 0) & ((ago < 6) | (places < 2))
+    visible = (places <= places[:, None]) & ((places > places[:, None] - 6) | (places < 2))
     torch.testing.assert_close(
         model.lm_head(gated.final_states(IDS, 60, torch.zeros(2, 2)))[None],
         masked_logits(model, IDS, dict.fromkeys(range(2), visible[None, None])),
@@ -102,12 +101,11 @@ def test_prompts_have_random_lengths_and_end_before_the_last_token_of_the_answer
     lengths, ends = set(), set()
     for step in range(12):
         ids, rows = prompt(TOKENIZER, RECIPE, step)
-        text = TOKENIZER.decode(ids[0])
-        ends.add(rows)
-        answer = text[text.rindex(" ") + 1 :]
-        assert len(answer) == rows - 2 and text.count(answer) >= 3, "all of the answer but its last digit"
-        lengths.add(ids.shape[1] - rows + 1)
         assert torch.equal(prompt(TOKENIZER, RECIPE, step)[0], ids)
+        text, _, answer = TOKENIZER.decode(ids[0]).rpartition(" ")
+        assert len(answer) == rows - 2 and text.count(answer) >= 2, "all of the answer but its last digit"
+        ends.add(rows)
+        lengths.add(ids.shape[1] - rows + 1)
     assert ends == {8, 65} and len(lengths) > 6 and max(lengths) <= 560 and min(lengths) > 440
 
 
@@ -125,11 +123,10 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", kill)
         refused(lambda: train(model, TOKENIZER, RECIPE, tmp_path / "killed"), error=KeyboardInterrupt)
-    seen: list[int] = []
-    resumed = train(
-        model, TOKENIZER, RECIPE, tmp_path / "killed", lambda progress: seen.append(progress.total)
-    )
-    assert seen == [3, 3, 3], "the two steps before are not repeated"
+    told = Mock()
+    resumed = train(model, TOKENIZER, RECIPE, tmp_path / "killed", told)
+    totals = [call.args[0].total for call in told.call_args_list]
+    assert totals == [3, 3, 3], "the two steps before are not repeated"
     for again in (resumed, train(model, TOKENIZER, RECIPE, tmp_path / "killed", kill)):
         assert again.curve == unbroken.curve
         assert all(torch.equal(again.gates[layer], gates) for layer, gates in unbroken.gates.items())
@@ -139,10 +136,8 @@ def test_a_killed_training_goes_on_as_if_it_had_not_been_killed(
 def test_without_a_penalty_all_heads_stay_and_with_a_huge_one_all_stream(
     model: LlamaForCausalLM, tmp_path: Path, penalty: float, wanted: float
 ) -> None:
-    recipe = recipe_of(
-        4, {"shortest": "500", "longest": "500", "learning_rate": "0.8", "penalty": str(penalty)}
-    )
-    for gates in train(model, TOKENIZER, recipe, tmp_path / "state").gates.values():
+    settings = {"shortest": "500", "longest": "500", "learning_rate": "0.8", "penalty": str(penalty)}
+    for gates in train(model, TOKENIZER, recipe_of(4, settings), tmp_path / "state").gates.values():
         assert torch.equal(gates, torch.full((1, 2), wanted))
 
 
@@ -194,24 +189,12 @@ def test_prompts_that_do_not_fit_and_the_state_of_another_training_are_refused(
 
 
 def test_the_command_trains_and_streaming_heads_free_their_memory(model_folder: Path, tmp_path: Path) -> None:
-    text, output = tmp_path / "text.txt", tmp_path / "out"
-    text.write_text(
-        "The baker sold eleven loaves of bread on Monday, and none on Tuesday. " * 20, encoding="utf-8"
-    )
-    base = ["calibrate", "--model", str(model_folder), "--text-file", str(text), "--output", str(output)]
-    settings = (
-        "shortest=500",
-        "longest=560",
-        "learning_rate=0.3",
-        "penalty=0.01",
-        "sink_size=2",
-        "recent_size=6",
-    )
+    said = "The baker sold eleven loaves of bread on Monday, and none on Tuesday. "
+    text, output = saved(tmp_path / "text.txt", said * 20), tmp_path / "out"
+    recipe = "shortest=500 longest=560 learning_rate=0.3 penalty=0.01 sink_size=2 recent_size=6"
     arguments = [
-        *base,
-        "--train-gates",
-        "4",
-        *(part for setting in settings for part in ("--recipe", setting)),
+        *("calibrate", "--model", model_folder, "--text-file", text, "--output", output),
+        *("--train-gates", 4, *f" {recipe}".replace(" ", " --recipe ").split()),
     ]
     found = as_json(*arguments)
     assert found == as_json(*arguments), "a finished training is read from its state"

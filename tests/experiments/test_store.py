@@ -9,7 +9,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import filelock
 import pytest
@@ -56,13 +56,14 @@ def powers(lines: Sequence[store.Line]) -> list[int]:
 
 def test_a_run_measures_what_is_missing_and_the_file_is_sorted(tmp_path: Path) -> None:
     told: list[store.Progress] = []
-    lines = store.run(Powers(exponents=(2,)), tmp_path / "new" / "folder", advance=told.append)
-    assert [each.text for each in told] == ["3 to the 2", "2 to the 2"]
-    assert (told[-1].done, told[-1].total, told[-1].seconds_left) == (2, 2, 0)
-    lines = store.run(Powers(), tmp_path / "new" / "folder", advance=told.append)
-    assert [each.text for each in told[2:]] == ["3 to the 1", "3 to the 3", "2 to the 1", "2 to the 3"]
-    assert powers(lines) == [2, 4, 8, 3, 9, 27]
     path = tmp_path / "new" / "folder" / store.RESULTS
+    store.run(Powers(exponents=(2,)), path.parent, advance=told.append)
+    assert (told[-1].done, told[-1].total, told[-1].seconds_left) == (2, 2, 0)
+    lines = store.run(Powers(), path.parent, advance=told.append)
+    assert [f"{base} to the {power}" for base, power in ((3, 2), (2, 2), (3, 1), (3, 3), (2, 1), (2, 3))] == [
+        each.text for each in told
+    ]
+    assert powers(lines) == [2, 4, 8, 3, 9, 27]
     before = path.read_bytes()
     assert [json.loads(text) for text in before.splitlines()] == lines
     assert store.run(Powers(), path.parent, advance=lambda progress: pytest.fail("measured again")) == lines
@@ -100,10 +101,8 @@ def test_a_killed_run_loses_nothing(tmp_path: Path) -> None:
     told: list[store.Progress] = []
     lines = store.run(Powers(), tmp_path, advance=told.append)
     assert powers(lines) == [2, 4, 8, 3, 9, 27] and all(json.loads(text) in lines for text in written)
-    assert [(each.done, each.total, each.text) for each in told] == [
-        (1, 2, "2 to the 2"),
-        (2, 2, "2 to the 3"),
-    ]
+    left = [(1, 2, "2 to the 2"), (2, 2, "2 to the 3")]
+    assert [(each.done, each.total, each.text) for each in told] == left
 
 
 def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
@@ -152,11 +151,8 @@ def test_a_folder_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     for text in ('{"model": 1}\n', "[]\n", "no JSON\n"):
         path.write_text(lines[0] + text)
         refused(lambda: store.run(Powers(), tmp_path), r"line 2 of .* is no measurement.* delete that line")
-    for arguments in ({"jobs": 0}, {"dask": "no address"}):
-        refused(
-            lambda arguments=arguments: store.run(Powers(), tmp_path / "other", **arguments),
-            next(iter(arguments)),
-        )
+    refused(lambda: store.run(Powers(), tmp_path / "other", jobs=0), "jobs")
+    refused(lambda: store.run(Powers(), tmp_path / "other", dask="no address"), "dask")
 
 
 def test_the_last_of_two_lines_counts_and_a_line_that_was_cut_off_is_removed(tmp_path: Path) -> None:
@@ -183,16 +179,10 @@ def test_a_run_goes_on_from_a_packed_file(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(*_: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    store.put(tmp_path / "page.html", "before")
-    monkeypatch.setattr(store.os, "replace", full)
-    refused(
-        lambda: store.put(tmp_path / "page.html", "text"),
-        r"page\.html cannot be written: No space left",
-        OSError,
-    )
+    page = tmp_path / "page.html"
+    store.put(page, "before")
+    monkeypatch.setattr(store.os, "replace", Mock(side_effect=OSError(28, "No space left on device")))
+    refused(lambda: store.put(page, "text"), r"page\.html cannot be written: No space left", OSError)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["before"]
 
 

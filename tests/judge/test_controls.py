@@ -5,7 +5,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from sampling import sampled
+from tools import sampled
 
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import STEMS, load

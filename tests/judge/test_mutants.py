@@ -3,7 +3,7 @@ for a mistake.
 """
 
 import pytest
-from sampling import sampled
+from tools import sampled
 
 from evictionary.spec_tests.judge.implementation import ANY
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws

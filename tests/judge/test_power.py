@@ -7,7 +7,7 @@ from statistics import median
 
 import numpy as np
 import pytest
-from sampling import sampled
+from tools import sampled
 
 from evictionary.spec_tests.judge import tolerance
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS

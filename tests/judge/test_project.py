@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from tools import laid, python, refused, saved
+from tools import laid, python, refused, saved, says
 
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions
@@ -37,34 +37,29 @@ def folder(tmp_path):
     )
 
 
-def run(folder, *command):
-    return python("-m", *command, cwd=folder, code=None)
+def run(folder, *command, code=0):
+    return python("-m", *command, cwd=folder, code=code)
 
 
 def test_pytest_asks_the_laws_beside_the_tests_of_the_project(folder):
-    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider")
-    assert done.returncode == 0, done.stdout
-    assert "mathematics    5 hold" in done.stdout and "PASS: " in done.stdout
-    (passed,) = [line for line in done.stdout.splitlines() if " passed" in line]
-    assert (
-        int(passed.split()[0]) == int(done.stdout.rpartition("PASS: ")[2].split()[0]) + 1
-    )  # and the test of its own
+    told = run(folder, "pytest", "-q", "-p", "no:cacheprovider").stdout
+    says(told, "mathematics    5 hold", "PASS: ")
+    # and the test of its own
+    assert int(re.findall(r"(\d+) passed", told)[0]) == int(re.findall(r"PASS: (\d+)", told)[-1]) + 1
 
 
 def test_a_wrong_function_fails_the_run(folder):
     (folder / "my_kernels" / "scores.py").write_text(KEYDIFF.replace("return -", "return "))
-    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider")
-    assert done.returncode == 1 and "FAIL: " in done.stdout
+    says(run(folder, "pytest", "-q", "-p", "no:cacheprovider", code=1).stdout, "FAIL: ")
 
 
 def test_a_file_that_is_named_is_all_that_is_run(folder):
-    done = run(folder, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_own.py")
-    assert done.returncode == 0 and "1 passed" in done.stdout and "PASS" not in done.stdout
+    told = run(folder, "pytest", "-q", "-p", "no:cacheprovider", "tests/test_own.py").stdout
+    says(told, "1 passed", never=["PASS"])
 
 
 def test_judge_takes_the_pyproject_of_a_project(folder):
     done = run(folder, "evictionary", "judge", "pyproject.toml", "--profile", "quick", "--json")
-    assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["implementations"][0]["functions"] == ["keydiff.score"]
 
 
@@ -85,7 +80,7 @@ def test_a_table_that_cannot_be_used_names_its_key(folder, line, message):
     file = saved(folder / "pyproject.toml", f"[tool.evictionary.functions]\n{line}\n")
     wanted = rf"pyproject.toml: tool.evictionary.functions: .*{re.escape(message)}"
     refused(lambda: project.modules(file, frozenset(contract_functions())), wanted, project.BadProject)
-    assert "ERROR" in (done := run(folder, "pytest", "-q")).stderr and done.returncode == 4
+    says(run(folder, "pytest", "-q", code=4).stderr, "ERROR")
 
 
 def test_a_key_that_is_unknown_is_named(folder):
@@ -94,39 +89,31 @@ def test_a_key_that_is_unknown_is_named(folder):
 
 
 def test_a_contract_and_a_folder_to_begin_with(tmp_path):
-    found = json.loads(run(tmp_path, "evictionary", "contract", "keydiff.score", "--json").stdout)
-    assert (
-        found["axes"] == {"keys": ["...", "T", "D"]}
-        and list(found["equations"]) == ["KD-8"]
-        and found["laws"] > 20
-    )
-    assert run(tmp_path, "evictionary", "contract").stdout.split() == contract_functions()
-    assert "did you mean keydiff.score" in run(tmp_path, "evictionary", "contract", "keydif.score").stderr
-    assert run(tmp_path, "evictionary", "new", *contract_functions()).returncode == 0
+    def asked(*words, code=0):
+        return run(tmp_path, "evictionary", *words, code=code)
+
+    found = json.loads(asked("contract", "keydiff.score", "--json").stdout)
+    assert (found["axes"], [*found["equations"]]) == ({"keys": ["...", "T", "D"]}, ["KD-8"])
+    assert found["laws"] > 20
+    assert asked("contract").stdout.split() == contract_functions()
+    says(asked("contract", "keydif.score", code=2).stderr, "did you mean keydiff.score")
+    asked("new", *contract_functions())
     for path in (tmp_path / "my_kernels").glob("*.py"):
         compile(path.read_text(), path.name, "exec")
-    done = run(tmp_path, "evictionary", "judge", "my_kernels", "--method", "knorm", "--profile", "quick")
-    assert "NotImplementedError" in done.stdout and done.returncode == 1
-    again = run(tmp_path, "evictionary", "new", "keydiff.score")
-    assert again.returncode == 2 and "is not written over" in again.stderr
+    judging = ("judge", "my_kernels", "--method", "knorm", "--profile", "quick")
+    says(asked(*judging, code=1).stdout, "NotImplementedError")
+    says(asked("new", "keydiff.score", code=2).stderr, "is not written over")
     # A starter is one file, with the functions of a method that a cache calls.
-    done = run(tmp_path, "evictionary", "judge", "--starter", "keydiff")
-    assert done.stderr.strip().endswith("then run evictionary judge keydiff.py") and done.returncode == 0
+    told = asked("judge", "--starter", "keydiff").stderr
+    assert told.strip().endswith("then run evictionary judge keydiff.py")
     text = (tmp_path / "keydiff.py").read_text()
-    assert [line for line in text.splitlines() if re.match("def |from |import ", line)] == [
+    assert re.findall("^(?:def |from |import ).*", text, re.MULTILINE) == [
         "import numpy as np",
         "def score(keys: np.ndarray) -> np.ndarray:",
     ]
-    again = run(tmp_path, "evictionary", "judge", "--starter", "keydiff")
-    assert (
-        again.returncode == 2
-        and "is not written over" in again.stderr
-        and (tmp_path / "keydiff.py").read_text() == text
-    )
-    assert (
-        "wanted one of the two"
-        in run(tmp_path, "evictionary", "judge", "keydiff.py", "--starter", "keydiff").stderr
-    )
+    says(asked("judge", "--starter", "keydiff", code=2).stderr, "is not written over")
+    assert (tmp_path / "keydiff.py").read_text() == text
+    says(asked("judge", "keydiff.py", "--starter", "keydiff", code=2).stderr, "wanted one of the two")
 
 
 @pytest.mark.parametrize(
@@ -140,8 +127,8 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
 )
 def test_a_message_has_no_flag_that_nobody_typed(tmp_path, arguments, flags):
     saved(tmp_path / "keydiff.py", "def score(keys):\n    return keys.sum(-1)\n")
-    done = run(tmp_path, "evictionary", "judge", *arguments.split())
-    assert done.returncode == 2 and set(re.findall(r"--[a-z]+", done.stderr)) == flags
+    told = run(tmp_path, "evictionary", "judge", *arguments.split(), code=2).stderr
+    assert set(re.findall(r"--[a-z]+", told)) == flags
 
 
 def test_a_function_without_a_docstring_gives_its_signature_and_no_body():

@@ -12,8 +12,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tools import PLAIN_KEYDIFF, ROOT, python, refused
-from tools.commands import invoke
+from tools import PLAIN_KEYDIFF, ROOT, invoke, python, refused
 
 from evictionary.spec_tests.judge.arithmetic import round_to
 from evictionary.spec_tests.judge.domain import Domain

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock, Mock
 
 import numpy as np
 import pytest
@@ -98,10 +99,7 @@ def drawn(shape: tuple[int, ...] = (2, 2, 2, 3, 41, 24, 40), dtype: torch.dtype 
     queries = torch.randn(batch, heads * group, count, head_dim).to(dtype)
     kept, gone = torch.rand(batch, heads, length) < 0.4, torch.rand(batch, heads, 90) < 0.7
     kept[0, 0] = gone[0, 0] = False
-    mean, root = (
-        torch.randn(batch, heads * group, head_dim),
-        torch.randn(batch, heads * group, head_dim, head_dim),
-    )
+    mean, root = (torch.randn(batch, heads * group, *[head_dim] * axes) for axes in (1, 2))
     old_keys, old_values = (
         torch.randn(batch, heads, 90, size) * gone[..., None] for size in (head_dim, value_dim)
     )
@@ -470,10 +468,7 @@ def test_an_evicted_token_may_have_held_all_of_the_attention(place: int) -> None
     states.keys[0, 0, place, 0] = 20
 
     def stepped(s: States) -> torch.Tensor:
-        new, slots = (
-            (s.keys[:, :, 70], s.values[:, :, 70]),
-            (s.keys[:, :, :70].clone(), s.values[:, :, :70].clone()),
-        )
+        new, slots = zip(*((x[:, :, 70], x[:, :, :70].clone()) for x in (s.keys, s.values)), strict=True)
         return mk.step(s.query, *new, *slots, torch.arange(70).view(1, 1, 70), mk.no_moments(*slots), 70)
 
     assert_close(stepped(states), stepped(states.exact()), 1e-5)
@@ -541,9 +536,7 @@ def test_a_model_decodes_with_the_kernels_as_with_torch(
 
     def decoded() -> tuple[torch.Tensor, list[list[list[int]]]]:
         with EvictingCache(model, method, **settings) as evicting:
-            return read_in(model, evicting, [30, *[1] * 6, 3, 1]), [
-                positions_of(layer) for layer in evicting.layers
-            ]
+            return read_in(model, evicting, [30, *[1] * 6, 3, 1]), [*map(positions_of, evicting.layers)]
 
     logits, positions = decoded()
     assert set(kernels.split()) <= set(launched)
@@ -561,3 +554,99 @@ def test_logits_far_below_zero_overflow_nothing(length: int) -> None:
     """Beside the tokens of a row stand zeros, whose exponentials above such a peak are infinite."""
     query, keys = torch.full((1, 1, 2), -1.0), torch.full((1, 1, length, 2), 300.0)
     assert gvote.select(query, keys, torch.ones(1, 1, 2, 2), p=0.9).any()
+
+
+# The attention that keys receive, at sizes at which the two passes cut their work.
+
+RECEIVED = KERNELS["received_attention"]
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float32).to(
+        dtype
+    )
+
+
+def assert_near(got: torch.Tensor, wanted: torch.Tensor, bound: float = 4e-6) -> None:
+    assert got.dtype == torch.float32
+    assert_close(got, wanted, bound)
+
+
+@pytest.mark.parametrize("beyond", [0, 40])
+@pytest.mark.parametrize(("group", "count"), [(1, 1), (3, 7), (2, 30)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 4e-6), (torch.float16, 4e-3), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_all_splits_blocks_and_rows(
+    group: int, count: int, beyond: int, dtype: torch.dtype, bound: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that sees nothing of a split, a split of its own for the last token, rows that fill no block,
+    a prompt of one tile.
+    """
+    monkeypatch.setattr(RECEIVED, "LEAST_TOKENS_OF_A_SPLIT", 32)
+    shapes = (1, 2 * group, count, 24), (1, 2, count + beyond, 24), (1, 2, count + beyond, 40)
+    queries, keys, values = (normal(*shape, dtype=dtype) for shape in shapes)
+    exact = h2o.attend_and_score(queries.double(), keys.double(), values.double())
+    output, score = h2o.attend_and_score(queries, keys, values)
+    assert_near(score, exact[1])
+    assert_near(h2o.score(queries, keys), h2o.score(queries.double(), keys.double()))
+    assert output.dtype == dtype
+    assert_close(output, exact[0], bound)
+
+
+def test_the_other_methods_read_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = normal(1, 4, 40, 16), normal(1, 2, 90, 16), normal(1, 2, 90, 16)
+    launcher = Mock(wraps=RECEIVED.score)
+    monkeypatch.setattr(RECEIVED, "score", launcher)
+    for score, count in ((snapkv.score, 2), (tova.score, 2), (mk.score_prompt, 3)):
+        assert_near(score(*states[:count]), score(*(each.double() for each in states[:count])))
+    assert [call.args[0].shape[2] for call in launcher.call_args_list] == [32, 1, 40]
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1000.0])
+def test_logits_of_any_size(scale: float) -> None:
+    """Attention that is flat, and attention that is all on one token: no sum underflows, and none
+    overflows.
+    """
+    queries, keys = normal(1, 2, 33, 16) * scale, normal(1, 1, 60, 16)
+    assert_near(h2o.score(queries, keys), h2o.score(queries.double(), keys.double()), 4e-6 * max(1.0, scale))
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1.0, 1e30])
+def test_norms_of_any_size(scale: float) -> None:
+    keys = normal(2, 3, 70, 20) * scale
+    keys[0, 0, 3] = 0
+    assert_near(knorm.score(keys), knorm.score(keys.double()), 2e-7)
+
+
+@pytest.mark.parametrize("sink_size", [4, 200])
+@pytest.mark.parametrize("budget", [0, 3, 77, 150, 400])
+def test_ends_are_what_score_and_top_k_keep(sink_size: int, budget: int) -> None:
+    keys, values = normal(1, 2, 150, 20, dtype=torch.bfloat16), normal(1, 2, 150, 8, dtype=torch.bfloat16)
+    scores = streaming_llm.score(keys, sink_size=sink_size)
+    wanted = cache.compress(keys, values, selection.top_k(scores, budget))
+    for dtype in (torch.bfloat16, torch.float64):
+        got = streaming_llm.compress(keys.to(dtype), values.to(dtype), budget=budget, sink_size=sink_size)
+        assert got.keys.dtype == dtype
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0, check_dtype=False)
+
+
+def test_no_program_and_no_memory_beyond_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a million tokens in 32 sequences: a grid of one axis below 2^31, and of temporary memory a few
+    numbers for each row.
+    """
+    kernel, meta = MagicMock(), functools.partial(torch.empty, device="meta")
+    monkeypatch.setattr(RECEIVED, "floats", lambda like, *shape: meta(shape))
+    monkeypatch.setattr(RECEIVED, "on_tensor_cores", lambda states: True)  # there is no card to ask
+    for name in ("sum_rows", "sum_columns", "merge_splits"):
+        monkeypatch.setattr(RECEIVED, name, kernel)
+    keys = meta(32, 8, 2**20, 128, dtype=torch.float16)
+    for count in (1, 64, 2**20):
+        queries = meta(32, 32, count, 128, dtype=torch.float16)
+        RECEIVED.score(queries, keys)
+        given = [each for call in kernel.__getitem__().call_args_list for each in call.args]
+        sizes = {each.nbytes for each in given if isinstance(each, torch.Tensor)}
+        assert max(sizes - {queries.nbytes, keys.nbytes}) <= max(4 * 32 * 32 * count, 4 * 32 * 8 * 2**20)
+        kernel.__getitem__().reset_mock()
+    grids = [call.args[0] for call in kernel.__getitem__.call_args_list if call.args]
+    assert grids and all(len(grid) == 1 and 0 < grid[0] < 2**31 for grid in grids)

@@ -1,6 +1,4 @@
-"""What the laws leave to the torch path: errors before any work, inputs left alone, nothing aliased, any
-strides, any scale.
-"""
+"""What the laws leave to the torch path: errors before any work, dtypes, any scale."""
 
 from collections.abc import Callable
 
@@ -8,9 +6,7 @@ import numpy as np
 import pytest
 import torch
 from tools import refused
-from torch.utils._pytree import tree_leaves
 
-from evictionary import reference
 from evictionary.optimized import (
     attention,
     cache,
@@ -21,6 +17,11 @@ from evictionary.optimized import (
     lagkv,
     selection,
     streaming_llm,
+)
+from evictionary.reference import (
+    keydiff as keydiff_reference,
+    knorm as knorm_reference,
+    lagkv as lagkv_reference,
 )
 
 
@@ -34,40 +35,6 @@ KEPT = states(2, 3, 40, seed=2) > 0
 CACHE = cache.compress(KEYS, VALUES, KEPT)
 QUERIES = states(2, 6, 5, 16, seed=3)
 LAG = {"keep_ratio": 0.5, "sink_size": 4, "lag_size": 8}
-
-CALLS: dict[str, tuple[Callable[..., object], list[torch.Tensor]]] = {
-    "keydiff.score": (keydiff.score, [KEYS]),
-    "knorm.score": (knorm.score, [KEYS]),
-    "streaming_llm.score": (streaming_llm.score, [KEYS]),
-    "lagkv.score": (lagkv.score, [KEYS[:, :, :8], VALUES[:, :, :8], KEYS[:, :, 8:20], VALUES[:, :, 8:20]]),
-    "lagkv.select": (lambda keys, values: lagkv.select(keys, values, **LAG), [KEYS, VALUES]),
-    "lagkv.compress": (lambda keys, values: lagkv.compress(keys, values, **LAG), [KEYS, VALUES]),
-    "selection.top_k": (lambda scores: selection.top_k(scores, 7), [states(2, 3, 40)]),
-    "cache.compress": (cache.compress, [KEYS, VALUES, torch.ones_like(KEPT)]),
-    "attention.attend": (
-        lambda queries, keys: attention.attend(queries, CACHE._replace(keys=keys)),
-        [QUERIES, CACHE.keys],
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_inputs_are_left_alone_and_not_aliased(name: str) -> None:
-    call, arguments = CALLS[name]
-    before = [argument.clone() for argument in arguments]
-    places = {result.untyped_storage().data_ptr() for result in tree_leaves(call(*arguments))}
-    assert not places & {argument.untyped_storage().data_ptr() for argument in arguments}
-    torch.testing.assert_close(arguments, before, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_strides_do_not_matter(name: str) -> None:
-    """The last axis strided, and the first and last axes in each other's place in memory."""
-    call, arguments = CALLS[name]
-    strided = [torch.stack([argument, argument], dim=-1)[..., 0] for argument in arguments]
-    swapped = [argument.transpose(0, -1).contiguous().transpose(0, -1) for argument in arguments]
-    for other in (strided, swapped):
-        torch.testing.assert_close(call(*other), call(*arguments), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -86,9 +53,9 @@ def test_scales_beyond_the_squares_of_float32(scale: float) -> None:
     keys = KEYS.clone()
     keys[..., ::3, :] *= scale
     keys[..., 7, :] = 0
-    np.testing.assert_allclose(keydiff.score(keys).numpy(), reference.keydiff.score(keys.numpy()), atol=1e-6)
+    np.testing.assert_allclose(keydiff.score(keys).numpy(), keydiff_reference.score(keys.numpy()), atol=1e-6)
     np.testing.assert_allclose(
-        knorm.score(keys).numpy(), reference.knorm.score(keys.numpy()), rtol=1e-5, atol=1e-44
+        knorm.score(keys).numpy(), knorm_reference.score(keys.numpy()), rtol=1e-5, atol=1e-44
     )
 
 
@@ -111,7 +78,7 @@ def test_a_token_too_far_off_for_float32_wins_its_partition() -> None:
     keys[:, :, 6] *= 1e30
     kept = lagkv.select(keys, VALUES, **LAG)
     assert kept[:, :, 6].all()
-    assert torch.equal(kept, torch.from_numpy(reference.lagkv.select(keys.numpy(), VALUES.numpy(), **LAG)))
+    assert torch.equal(kept, torch.from_numpy(lagkv_reference.select(keys.numpy(), VALUES.numpy(), **LAG)))
 
 
 NAN, INFINITE = KEYS.clone(), KEYS.clone()

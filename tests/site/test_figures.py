@@ -46,15 +46,18 @@ SAID = ("log", "debug", "info", "warning", "error", "assert")
 # the data
 
 
+def masks_of(data: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {each["name"]: figures.decode(data, each) for each in data["methods"]}
+
+
 def test_masks_come_back_from_their_text() -> None:
     masks = np.random.default_rng(0).random((5, 3, 2, 7)) < 0.5
     nested = np.logical_or.accumulate(masks)
-    nested[-1, 0, 0, 0] = False  # kept by no budget
-    nested[:, 0, 0, 0] = False
+    nested[:, 0, 0, 0] = False  # kept by no budget
+    data = {"layers": 3, "heads": 2, "tokens": [""] * 7, "budgets": range(5)}
     for wanted, name in ((masks, "masks"), (nested, "levels")):
         encoded = figures.encode(wanted)
         assert list(encoded) == [name]
-        data = {"layers": 3, "heads": 2, "tokens": [""] * 7, "budgets": range(5)}
         np.testing.assert_array_equal(figures.decode(data, encoded), wanted)
 
 
@@ -64,45 +67,35 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
     """
     model = tiny_llama(max_position_embeddings=2048).double()
     prompt = passkey.make(tokenizer, depth=0.4, tokens=120)
-    length = prompt.context_ids.shape[1]
-    budgets = [64, 100, 150]
+    length, budgets, options = prompt.context_ids.shape[1], [64, 100, 150], figures.OPTIONS["lagkv"]
     names = [*catalogue.evicting(), catalogue.RANDOM]
     data = figures.survivors(model, prompt, ["x"] * length, names, budgets)
     assert json.loads(json.dumps(data)) == data
-    assert [each["name"] for each in data["methods"]] == names
-    masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
+    masks = masks_of(data)
+    assert list(masks) == names
 
     with EvictingCache(model, method=None, record=CAPTURED) as full:
         prefill(model, prompt.context_ids, full)
     for index, layer in enumerate(full.layers):
-        keys, values = layer.keys, layer.values
-        queries = full.recorded[index]["queries"]
-        k, v, q = (states.numpy() for states in (keys, values, queries))
-        scores = {
-            "keydiff": keydiff.score(k),
-            "knorm": knorm.score(k),
-            "tova": tova.score(q, k),
-        }
+        states = {"keys": layer.keys, "values": layer.values, "queries": full.recorded[index]["queries"]}
+        k, v, q = (each.numpy() for each in states.values())
+        scores = {"keydiff": keydiff.score(k), "knorm": knorm.score(k), "tova": tova.score(q, k)}
         for step, budget in enumerate(budgets):
-            states = {"keys": keys, "values": values, "queries": queries}
             optimized = resolve("keydiff").kept(states, MethodRequest(budget=budget))
             np.testing.assert_array_equal(masks["keydiff"][step, index], optimized[0].numpy())
             # equal tokens may score alike, so that rounding decides between them
             for name, score in scores.items():
-                assert (masks[name][step, index].sum(axis=-1) == budget).all()
-                assert (selection.regret(score[0], masks[name][step, index]) < 1e-12).all(), (
-                    f"{name}, {budget} tokens"
-                )
+                mask = masks[name][step, index]
+                assert (mask.sum(axis=-1) == budget).all(), f"{name}, {budget} tokens"
+                assert (selection.regret(score[0], mask) < 1e-12).all(), f"{name}, {budget} tokens"
+            ratio = lagkv.keep_ratio_for(length, budget, **options)
             wanted = {
                 "h2o": h2o.select(q, k, budget=budget),
+                "lagkv": lagkv.select(k, v, keep_ratio=ratio, **options),
                 "momentkv": momentkv.select_prompt(q[:, :, -32:], k, v, budget),
                 "snapkv": selection.top_k(snapkv.score(q, k), budget),
                 "streaming_llm": selection.top_k(streaming_llm.score(k), budget),
             }
-            options = figures.OPTIONS["lagkv"]
-            wanted["lagkv"] = lagkv.select(
-                k, v, keep_ratio=lagkv.keep_ratio_for(length, budget, **options), **options
-            )
             for name, mask in wanted.items():
                 np.testing.assert_array_equal(
                     masks[name][step, index], mask[0], err_msg=f"{name}, {budget} tokens, layer {index}"
@@ -116,7 +109,7 @@ def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedToke
 def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     """What can be known of it without the model: everything that does not depend on keys, and every count."""
     data = figures.stored()
-    masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
+    masks = masks_of(data)
     # `make pages` adds a method that came later: without it the figure is right, and less complete.
     assert list(masks) == [name for name in [*catalogue.evicting(), catalogue.RANDOM] if name in masks]
     assert len(masks) >= 18
@@ -140,14 +133,12 @@ def test_the_stored_data_is_that_of_the_prompt_and_of_the_methods() -> None:
     for index, budget in enumerate(data["budgets"]):
         by_position = selection.top_k(streaming_llm.score(np.ones((1, 1, length, 1))), budget)
         assert (masks["streaming_llm"][index] == by_position[0]).all()
-    assert (masks["tova"] == masks["tova"][:, :, :1]).all()
-    random = resolve("random")
     keys = {"keys": torch.ones(1, data["heads"], length, 1)}
     for layer in range(data["layers"]):
-        wanted = random.kept(
-            keys, MethodRequest(budget=data["budgets"][0], layer_index=layer, seed=figures.SEED)
-        )
-        np.testing.assert_array_equal(masks["random"][0, layer], wanted[0].numpy())
+        asked = MethodRequest(budget=data["budgets"][0], layer_index=layer, seed=figures.SEED)
+        drawn = resolve("random").kept(keys, asked)
+        np.testing.assert_array_equal(masks["random"][0, layer], drawn[0].numpy())
+    assert (masks["tova"] == masks["tova"][:, :, :1]).all()
     assert masks["snapkv"][..., -32:].all() and masks["momentkv"][..., :1].all()
 
 
@@ -170,11 +161,10 @@ def test_the_colours_can_be_told_from_the_ground() -> None:
     """WCAG: 4.5 for text, 3 for shapes, on the light and on the dark ground of the theme."""
     css = (PAGES / "assets" / "figures.css").read_text(encoding="utf-8")
     pairs = re.findall(r"--([\w-]+): [^;]*light-dark\((#\w{6}), (#\w{6})\)", css)
-    colours = {name: shades for name, *shades in pairs}
-    for index, ground in enumerate(("#ffffff", "#1e2129")):
-        for name, least in {"text": 4.5, "faint": 4.5, "kept": 3, "next": 3, "mark": 3}.items():
-            assert contrast(colours[name][index], ground) >= least, (name, ground)
-        assert contrast(colours["text"][index], colours["kept-ground"][index]) >= 4.5
+    colours = {name: shades for name, *shades in pairs} | {"ground": ["#ffffff", "#1e2129"]}
+    for name, least in {"text": 4.5, "faint": 4.5, "kept": 3, "next": 3, "mark": 3}.items():
+        assert min(map(contrast, colours[name], colours["ground"])) >= least, name
+    assert min(map(contrast, colours["text"], colours["kept-ground"])) >= 4.5
 
 
 # the browser
@@ -238,9 +228,7 @@ def test_momentkv_in_the_browser_is_that_of_reference(mathematics: Callable[...,
     wanted = momentkv_by_reference(query, keys, values, kept)
     got = mathematics("momentkv", query, keys, values, kept)
     box = got.pop("box")
-    assert (np.array(box["low"]) - 1e-9 <= got["full"]).all() and (
-        got["full"] <= np.array(box["high"]) + 1e-9
-    ).all()
+    np.testing.assert_allclose(got["full"], np.clip(got["full"], box["low"], box["high"]), atol=1e-9)
     assert got.keys() == wanted.keys()
     for name, value in wanted.items():
         close(got[name], value, name)
@@ -254,18 +242,16 @@ def momentkv_by_reference(
     (retained, log_retained), (evicted, log_evicted) = (
         momentkv.retained_attention(logits.T, values, mask[None]) for mask in (kept, ~kept)
     )
-    one_head = (keys[None, None], values[None, None])
-    moments = momentkv.update(momentkv.no_moments(*one_head), *one_head, ~kept[None, None])
+    one_head, gone = (keys[None, None], values[None, None]), ~kept[None, None]
+    moments = momentkv.update(momentkv.no_moments(*one_head), *one_head, gone)
     estimate = momentkv.log_evicted_partition(query, moments)[0]
-    bounds = momentkv_bounded.update(momentkv_bounded.no_bounds(*one_head), *one_head, ~kept[None, None])
-    certified = momentkv_bounded.attend_certified(
-        query[None, None], *one_head, kept[None, None], moments, bounds
-    )[0, 0]
+    bounds = momentkv_bounded.update(momentkv_bounded.no_bounds(*one_head), *one_head, gone)
+    asked = (query[None, None], *one_head, ~gone, moments)
     return {
         "full": full_output(query, keys, values),
         "retained": retained[0],
-        "corrected": momentkv.attend(query[None, None], *one_head, kept[None, None], moments)[0, 0],
-        "certified": certified,
+        "corrected": momentkv.attend(*asked)[0, 0],
+        "certified": momentkv_bounded.attend_certified(*asked, bounds)[0, 0],
         "evicted": evicted[0],
         "estimate": momentkv.approximate_evicted(query, moments)[0, 0],
         "weight": np.exp(momentkv.log_mixing_weights(log_retained, log_evicted)[0][0]),
@@ -308,8 +294,7 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
 def drag(page: Page, point: Locator, right: float, up: float) -> None:
     """Move a point by so many pixels: with a finger on a phone, with a mouse elsewhere."""
     point.scroll_into_view_if_needed()
-    box = point.bounding_box()
-    assert box is not None
+    box: Any = point.bounding_box()
     x, y = box["x"] + box["width"] / 2, box["y"] + box["height"] / 2
     if page.viewport_size["width"] > 500:  # type: ignore[index]
         page.mouse.move(x, y)
@@ -360,23 +345,18 @@ on_every_screen = pytest.mark.parametrize(
 @on_every_screen
 def test_survivors_follow_the_budget(show: Callable[..., Page], width: int, scheme: str) -> None:
     figure, data = show("survivors", width, scheme).locator("#figure-survivors"), figures.stored()
-    masks = {each["name"]: figures.decode(data, each) for each in data["methods"]}
+    masks, length = masks_of(data), len(data["tokens"])
     slider = figure.get_by_role("slider", name="Budget")
 
     def check(layer: slice = slice(None), head: slice = slice(None)) -> None:
         step = int(slider.input_value())
-        assert (
-            slider.get_attribute("aria-valuetext")
-            == f"{data['budgets'][step]} of {len(data['tokens'])} tokens"
-        )
+        assert slider.get_attribute("aria-valuetext") == f"{data['budgets'][step]} of {length} tokens"
         for panel in figure.locator(".panel:visible").all():
-            kept = masks[panel.get_attribute("data-method") or ""][step, layer, head].reshape(
-                -1, len(data["tokens"])
-            )
-            needle = 100 * kept[:, slice(*data["needle"])].mean()
+            method = panel.get_attribute("data-method") or ""
+            kept = masks[method][step, layer, head].reshape(-1, length)
             tokens, percent = panel.locator(".summary").inner_text().split(";")
             shown(tokens, kept.sum(axis=1).mean(), digits=1)
-            shown(percent, needle, digits=0)
+            shown(percent, 100 * kept[:, slice(*data["needle"])].mean(), digits=0)
             shares = panel.locator(".prompt span").evaluate_all(
                 "all => all.map(one => Number(one.style.getPropertyValue('--share')))"
             )
@@ -386,10 +366,9 @@ def test_survivors_follow_the_budget(show: Callable[..., Page], width: int, sche
     check()
     first = figure.locator(".panel:visible").first
     before = first.screenshot()
-    box = slider.bounding_box()
-    assert box is not None
-    at = {"x": 0.8 * box["width"], "y": box["height"] / 2}
-    slider.tap(position=at) if width < 500 else slider.click(position=at)  # type: ignore[arg-type]
+    box: Any = slider.bounding_box()
+    at: Any = {"x": 0.8 * box["width"], "y": box["height"] / 2}
+    slider.tap(position=at) if width < 500 else slider.click(position=at)
     assert int(slider.input_value()) > len(data["budgets"]) // 2
     check()
     assert first.screenshot() != before
@@ -411,36 +390,26 @@ def test_a_query_moves(show: Callable[..., Page], width: int, scheme: str) -> No
     figure = page.locator("#figure-moments")
     query = figure.get_by_role("slider", name="query")
     keys, values = (figure.get_by_role("slider", name=f"{what} of token") for what in ("key", "value"))
-    boxes = figure.get_by_role("checkbox")
+    boxes, planes = figure.get_by_role("checkbox"), [figure.locator("svg").first, figure.locator("svg").last]
+    right = dict.fromkeys(("retained", "corrected", "certified"), "full")
+    right |= {"estimate": "evicted", "estimatedWeight": "weight"}
 
     def check() -> None:
         kept = np.array(boxes.evaluate_all("all => all.map((one) => !one.checked)"))
         wanted = momentkv_by_reference(place(query), places(keys), places(values), kept)
-        errors = {
-            "retained": np.linalg.norm(wanted["retained"] - wanted["full"]),
-            "corrected": np.linalg.norm(wanted["corrected"] - wanted["full"]),
-            "certified": np.linalg.norm(wanted["certified"] - wanted["full"]),
-            "estimate": np.linalg.norm(wanted["estimate"] - wanted["evicted"]),
-            "estimatedWeight": abs(wanted["estimatedWeight"] - wanted["weight"]),
-        }
         for cells, (name, value) in zip(cells_of(figure), wanted.items(), strict=True):
-            if cells[0] == "none":
-                continue
-            shown(cells[0], *np.atleast_1d(value), digits=3 if "eight" in name else 2)
-            if name in errors:
-                shown(cells[1], errors[name], digits=3)
+            if cells[0] != "none":
+                shown(cells[0], *np.atleast_1d(value), digits=3 if "eight" in name else 2)
+                if name in right:
+                    shown(cells[1], np.linalg.norm(value - wanted[right[name]]), digits=3)
 
     check()
     for point in (query, keys.nth(1), values.nth(2)):
-        before, picture = (
-            place(point),
-            figure.locator("svg").first.screenshot() + figure.locator("svg").last.screenshot(),
-        )
+        before, pictures = place(point), [plane.screenshot() for plane in planes]
         drag(page, point, -60, 40)
-        size = figure.locator("svg").first.bounding_box()
-        assert size is not None
+        size: Any = planes[0].bounding_box()
         np.testing.assert_allclose(place(point) - before, np.array([-60, 40]) * 6 / size["width"], atol=0.1)
-        assert figure.locator("svg").first.screenshot() + figure.locator("svg").last.screenshot() != picture
+        assert [plane.screenshot() for plane in planes] != pictures
         check()
     before = place(query)
     for key in ("ArrowRight", "ArrowRight", "ArrowUp", "Shift+ArrowDown"):
@@ -467,27 +436,19 @@ def test_a_key_moves(show: Callable[..., Page], width: int, scheme: str) -> None
     def check() -> None:
         keys = places(planes[0].get_by_role("slider"))
         np.testing.assert_array_equal(keys, places(planes[1].get_by_role("slider")))
-        rows = cells_of(figure)
-        partition, following = keys[:6], keys[6:]
-        by_keydiff, by_lagkv = (
-            keydiff.score(keys),
-            lagkv.variation_score(lagkv.normalise(partition, following)),
-        )
-        for token, (score, _, other, _) in enumerate(rows):
-            shown(score, by_keydiff[token], digits=3)
-            if token < len(partition):
-                shown(other, by_lagkv[token], digits=3)
-        count = int(budget.input_value())
-        stays = (
-            selection.top_k(by_keydiff, count),
-            np.append(selection.top_k(by_lagkv, count - 5), [True] * 5),
-        )
-        for column, plane, kept in ((1, planes[0], stays[0]), (3, planes[1], stays[1])):
-            assert [row[column] == "yes" for row in rows] == kept.tolist()
+        rows, count = cells_of(figure), int(budget.input_value())
+        by_keydiff = keydiff.score(keys)
+        by_lagkv = lagkv.variation_score(lagkv.normalise(keys[:6], keys[6:]))
+        for column, plane, scores, kept in (
+            (0, planes[0], by_keydiff, selection.top_k(by_keydiff, count)),
+            (2, planes[1], by_lagkv, np.append(selection.top_k(by_lagkv, count - 5), [True] * 5)),
+        ):
+            for row, score in zip(rows, scores, strict=False):
+                shown(row[column], score, digits=3)
             drawn = plane.locator(".handle").evaluate_all(
                 "all => all.map(one => !one.classList.contains('evicted'))"
             )
-            assert drawn == kept.tolist()
+            assert [row[column + 1] == "yes" for row in rows] == drawn == kept.tolist()
 
     check()
     for plane, name in ((planes[0], "key 4"), (planes[1], "key 10, of the next partition")):
@@ -510,24 +471,18 @@ def press(figure: Locator, name: str) -> str:
 
 
 def test_buttons_show_where_the_methods_lose_the_needle(show: Callable[..., Page]) -> None:
-    figure, names = (
-        show("survivors", 1440).locator("#figure-survivors"),
-        [each["name"] for each in figures.stored()["methods"]],
-    )
-    start = figure.locator(".told").inner_text()
-    panels = figure.locator(".panel:visible .summary")
-    tops = figure.locator(".panel:visible").evaluate_all(
-        "all => all.map((one) => one.getBoundingClientRect().top)"
-    )
+    figure = show("survivors", 1440).locator("#figure-survivors")
+    start, panels = figure.locator(".told").inner_text(), figure.locator(".panel:visible")
+    tops = panels.evaluate_all("all => all.map((one) => one.getBoundingClientRect().top)")
     assert len(set(tops)) == 1 and len(tops) == 4  # side by side
     for button, count, least, most in (
         ("fail", 4, 0, 2),
         ("work", 4, 65, 100),
         ("own", 2, 50, 100),
-        ("All", len(names), 0, 100),
+        ("All", len(figures.stored()["methods"]), 0, 100),
     ):
         told = press(figure, button)
-        shares = [numbers(text)[1] for text in panels.all_inner_texts()]
+        shares = [numbers(text)[1] for text in panels.locator(".summary").all_inner_texts()]
         assert len(shares) == count and all(least <= share <= most for share in shares), button
         assert [numbers(part)[-1] for part in told.split("; ")[:4]] == shares[:4]
     assert press(figure, "Start again") == start
@@ -565,15 +520,13 @@ def test_buttons_show_where_each_score_fails(show: Callable[..., Page]) -> None:
 def test_the_theme_of_the_site_decides_between_light_and_dark(show: Callable[..., Page], name: str) -> None:
     """Not the reader's system, where they disagree; without a theme the system decides."""
     page = show(name)
-    colours = {}
-    for system in ("light", "dark"):
+
+    def colour(theme: str, system: Any) -> str:
         page.emulate_media(color_scheme=system)
-        for theme in ("", "default", "slate"):
-            page.evaluate("theme => document.body.setAttribute('data-md-color-scheme', theme)", theme)
-            colours[system, theme] = page.locator(f"#figure-{name}").evaluate(
-                "one => getComputedStyle(one).color"
-            )
-    light, dark = colours["light", ""], colours["dark", ""]
+        page.evaluate("theme => document.body.setAttribute('data-md-color-scheme', theme)", theme)
+        return page.locator(f"#figure-{name}").evaluate("one => getComputedStyle(one).color")
+
+    light, dark = colour("", "light"), colour("", "dark")
     assert light != dark
-    assert [colours[system, "default"] for system in ("light", "dark")] == [light, light]
-    assert [colours[system, "slate"] for system in ("light", "dark")] == [dark, dark]
+    assert colour("default", "light") == colour("default", "dark") == light
+    assert colour("slate", "light") == colour("slate", "dark") == dark

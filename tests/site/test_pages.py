@@ -155,38 +155,31 @@ def matches(shown: str, output: str) -> bool:
     return bool(re.fullmatch(re.escape(shown).replace(r"\ \ \.\.\." + "\\\n", "(?:.*\n)*"), output))
 
 
-@pytest.mark.whole
-def test_the_report_of_the_readme_is_what_its_program_is_told(tmp_path: Path) -> None:
-    (tmp_path / "my_kernels").symlink_to(".")  # the page calls the folder so
-    ((shown, output),) = told(README, tmp_path)
-    assert matches(shown, output), output
-
-
-@pytest.mark.whole
-def test_ten_minutes_end_as_the_page_says(tmp_path: Path) -> None:
-    for shown, output in (pairs := told(DOCS / "ten_minutes.md", tmp_path)):
+@pytest.mark.parametrize(
+    ("page", "name", "verdicts"),
+    [
+        pytest.param(README, "keydiff.py", "FAIL", marks=pytest.mark.whole),
+        pytest.param(DOCS / "ten_minutes.md", "keydiff.py", "FAIL FAIL PASS", marks=pytest.mark.whole),
+        pytest.param(DOCS / "paging.md", "paging.py", "FAIL", marks=pytest.mark.slow),
+    ],
+    ids=lambda value: getattr(value, "stem", value),
+)
+def test_the_programs_of_a_page_are_told_what_it_shows(
+    page: Path, name: str, verdicts: str, tmp_path: Path
+) -> None:
+    """And the badge of the last one is that of the page."""
+    (tmp_path / "my_kernels").symlink_to(".")  # the README calls the folder so
+    for shown, output in (pairs := told(page, tmp_path, name)):
         assert matches(shown, output), output
-    assert [re.findall("^(PASS|FAIL): ", output, flags=re.MULTILINE) for _, output in pairs] == [
-        ["FAIL"],
-        ["FAIL"],
-        ["PASS"],
-    ]
-    badge = json.loads((tmp_path / "verdict" / "badge.json").read_text())
-    assert (
-        badge in [json.loads(block) for block in blocks(DOCS / "ten_minutes.md", "json")]
-        and badge["color"] == "green"
-    )
+    found = [each for _, output in pairs for each in re.findall("^(PASS|FAIL): ", output, re.MULTILINE)]
+    assert " ".join(found) == verdicts
+    for badge in map(json.loads, blocks(page, "json")):
+        assert badge == json.loads((tmp_path / "verdict" / "badge.json").read_text()) | {"color": "green"}
 
 
 def test_the_worked_example_of_a_cache_in_pages_gives_what_it_shows() -> None:
     failed, attempted = doctest.testfile(str(DOCS / "paging.md"), module_relative=False)
     assert attempted > 10 and failed == 0
-
-
-@pytest.mark.slow
-def test_a_compaction_that_frees_pages_of_others_is_told_so(tmp_path: Path) -> None:
-    ((shown, output),) = told(DOCS / "paging.md", tmp_path, "paging.py")
-    assert matches(shown, output), output
 
 
 def test_the_chinese_readme_shows_what_the_english_one_shows() -> None:

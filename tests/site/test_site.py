@@ -6,10 +6,11 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
-from tools import saved
+from tools import saved, says
 
 from docs_build import charts, entries as site, figures, hooks, judging, kills, pages
 from docs_build.running import said
@@ -49,9 +50,15 @@ def test_code_in_a_sentence_is_shown_as_code(page: Path) -> None:
     assert pages.escaped("a_b `c_d` e*") == r"a\_b `c_d` e\*"
 
 
+def card_of(identifier: str) -> str:
+    cards = pages.equations(site.entries()[identifier].page, site.stem_of()[identifier])
+    return cards.partition(f"### {identifier} ")[2].partition("### ")[0]
+
+
 def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> None:
-    card = pages.equations("methods/keydiff.md", "keydiff").partition("### KD-8 ")[2].partition("### ")[0]
-    wanted = (
+    """And says nothing of a mended formula where nothing was mended."""
+    says(
+        card_of("KD-8"),
         r"\mathrm{score}_i = -\cos(\mu, k_i)",
         "../reference/api/reference/keydiff.md#evictionary.reference.keydiff.score",
         "../reference/api/optimized/keydiff.md#evictionary.optimized.keydiff.score",
@@ -59,26 +66,14 @@ def test_a_card_names_the_function_in_each_layer_its_laws_and_its_mistakes() -> 
         f"{pages.REPOSITORY}/blob/main/spec_tests/keydiff/test_keydiff.py#L",
         "mean taken before normalising",
         "return -cosine(keys, anchor(keys))",
+        never=("As printed", "As restored", "What holds"),
     )
-    assert [part for part in wanted if part not in card] == []
-
-
-def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they_differ() -> None:
-    cards = pages.equations("methods/keydiff.md", "keydiff")
-    count, score = (
-        cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("KD-A1", "KD-8")
-    )
-    printed, _, holds = count.partition("What holds:")
-    assert (
-        "6nd + d + 18n" in printed.partition("As restored:")[2]
-        and "6nd + 2d + 18n" in holds.partition("</div>")[0]
-    )
-    assert "As printed" not in score and "As restored" not in score and "What holds" not in score
 
 
 @pytest.mark.parametrize(
     ("identifier", "printed", "other"),
     [
+        ("KD-A1", "6nd + d + 18n", "6nd + 2d + 18n"),
         ("EA-1", r"\mathbb R^{h \times d}", r"\mathbb R^{d \times h}"),
         ("EA-9", r"\lVert W_o v_i \rVert", r"\lVert v_i \rVert"),
         ("KD-C1", r"\cos(k_*, q) \ge \frac a M - 1", r"k_*^\top q \ge a - M"),
@@ -88,27 +83,15 @@ def test_a_card_shows_the_printed_and_the_mended_formula_side_by_side_where_they
 def test_a_card_keeps_the_form_of_the_paper_beside_the_other(
     identifier: str, printed: str, other: str
 ) -> None:
-    entry = site.entries()[identifier]
-    card = (
-        pages.equations(entry.page, site.stem_of()[identifier])
-        .partition(f"### {identifier} ")[2]
-        .partition("### ")[0]
-    )
-    left, _, right = card.partition("As used here:" if identifier == "EA-9" else "What holds:")
-    assert (
-        printed in left.partition("As restored:" if identifier == "KD-C1" else "As printed:")[2]
-        and other not in left
-    )
+    restored = identifier in ("KD-A1", "KD-C1")
+    left, _, right = card_of(identifier).partition("As used here:" if identifier == "EA-9" else "What holds:")
+    assert printed in left.partition("As restored:" if restored else "As printed:")[2] and other not in left
     assert other in right.partition("</div>")[0]
 
 
 def test_a_card_says_where_code_is_quoted_that_another_card_shows() -> None:
-    cards = pages.equations("methods/lagkv.md", "lagkv")
-    first, last = (
-        cards.partition(f"### {identifier} ")[2].partition("### ")[0] for identifier in ("LK-1", "LK-4")
-    )
-    assert "quoted at [LK-4](#lk-4)" in first and "def project(" not in first
-    assert "def project(" in last and "quoted at [LK-4]" not in last
+    says(card_of("LK-1"), "quoted at [LK-4](#lk-4)", never=["def project("])
+    says(card_of("LK-4"), "def project(", never=["quoted at [LK-4]"])
 
 
 @pytest.mark.parametrize("stem", pages.PAPERS)
@@ -133,13 +116,16 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
     )
     assert re.findall(r"^## (.+)$", short, re.MULTILINE) == [*wanted]
     assert re.findall(r"^## (.+)$", long, re.MULTILINE) == [*behind, "The equations"]
-    for text, markers in (
-        (short, ("kept", "retrieved", "run", "ids")),
-        (long, ("overview", "measured", "errata", "equations")),
-    ):
-        assert all(f"<!-- {marker}: {stem} -->" in text for marker in markers)
-    assert all(f"]({link}" in short for link in ("https://arxiv.org/abs/", "../lessons/", "../figures/"))
-    assert f"](../decisions.md#{stem.replace('_', '-')}" in long
+    marked = {
+        short: ("kept", "retrieved", "run", "ids"),
+        long: ("overview", "measured", "errata", "equations"),
+    }
+    links = {
+        short: ("](https://arxiv.org/abs/", "](../lessons/", "](../figures/"),
+        long: (f"](../decisions.md#{stem.replace('_', '-')}",),
+    }
+    for text, markers in marked.items():
+        says(text, *(f"<!-- {marker}: {stem} -->" for marker in markers), *links[text])
     anchors = {
         entry.anchor for entry in site.entries().values() if entry.page == f"methods/{stem}_equations.md"
     }
@@ -151,12 +137,13 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
 
 def test_the_method_in_short_shows_formulas_that_lead_to_their_cards() -> None:
     text = pages.filled("methods/keydiff.md", "<!-- formulas: KD-8, KD-7 -->")
-    assert text.count("$$") == 4
-    assert r"\mathrm{score}_i = -\cos(\mu, k_i)" in text
-    assert (
-        "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }" in text
-        and "(keydiff_equations.md#kd-7)" in text
-    )
+    wanted = {
+        "$$": 4,
+        r"\mathrm{score}_i = -\cos(\mu, k_i)": 1,
+        "[KD-8 · The score](keydiff_equations.md#kd-8){ .from }": 1,
+        "(keydiff_equations.md#kd-7)": 1,
+    }
+    assert {part: text.count(part) for part in wanted} == wanted
 
 
 FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
@@ -164,15 +151,10 @@ FOUR_LAWS = json.loads((DOCS / "four_laws.json").read_text(encoding="utf-8"))
 
 def test_the_page_of_four_laws_quotes_each_law_and_lists_what_it_kills() -> None:
     text = pages.filled("four_laws.md", (DOCS / "four_laws.md").read_text(encoding="utf-8"))
-    assert "<!--" not in text
-    for identifier in kills.SHOWN:
-        entry = site.entries()[identifier]
-        for law in entry.laws:
-            assert f"def {site.law_definition(law).name}(" in text
-        for mutant in entry.mutants:
-            assert mutant.above or (
-                f"`{mutant.of}`: " in text and pages.escaped(mutant.misconception) in text
-            )
+    for entry in (site.entries()[identifier] for identifier in kills.SHOWN):
+        says(text, *(f"def {site.law_definition(law).name}(" for law in entry.laws), never=["<!--"])
+        for mutant in (each for each in entry.mutants if not each.above):
+            says(text, f"`{mutant.of}`: ", pages.escaped(mutant.misconception))
 
 
 @pytest.mark.parametrize("identifier", kills.SHOWN)
@@ -197,7 +179,7 @@ def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() 
 
 def test_a_marker_in_a_tab_is_replaced_by_indented_lines() -> None:
     text = pages.filled("index.md", '=== "A law"\n\n    <!-- code: reference/keydiff.py::anchor -->\n')
-    assert "\n    ~~~~ python\n    def anchor(" in text and "<!--" not in text
+    says(text, "\n    ~~~~ python\n    def anchor(", never=["<!--"])
     assert all(line.startswith("    ") for line in text.splitlines()[2:] if line)
 
 
@@ -238,12 +220,9 @@ def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -
         pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared")
     )
     assert set(catalogue.evicting()) <= set(figures.strips(figures.stored()))
-    assert all(f"(../images/kept_{stem}.png)" in cards for stem in catalogue.evicting())
-    assert all(f"| [`{stem}`](" in table for stem in methods)
-    assert (
-        "| [`kvzip`](kvzip.md) | keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | "
-        "145.1% |" in table
-    )
+    says(cards, *(f"(../images/kept_{stem}.png)" for stem in catalogue.evicting()))
+    kvzip = "keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |"
+    says(table, *(f"| [`{stem}`](" for stem in methods), f"| [`kvzip`](kvzip.md) | {kvzip}")
 
 
 def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() -> None:
@@ -262,58 +241,64 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
 
 
-def test_ids_tests_and_files_become_links_and_code_and_formulas_stay() -> None:
-    text = pages.linked(
-        "tolerance.md",
-        "See KD-8, `KD-8`, $KD-8$ and [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n"
-        "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` [a file](../README.md) [a "
-        "page](../docs/a.md) UTF-8",
-    )
-    law = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
-    assert text == (
-        "See [KD-8](methods/keydiff_equations.md#kd-8), `KD-8`, $KD-8$ and [KD-8](x.md).\n# "
-        "KD-8\n```\nKD-8\n```\n"
-        "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
-        f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{law.first}-L{law.last}) "
-        f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n"
-    )
+LAW = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
 
 
-def test_a_link_whose_text_is_broken_over_two_lines_stays_one_link() -> None:
-    text = "See KD-8 and [the entry\nKD-8](../errata.md#kd-8). KD-8\n"
-    linked = "[KD-8](../methods/keydiff_equations.md#kd-8)"
-    assert (
-        pages.linked("lessons/a.md", text)
-        == f"See {linked} and [the entry\nKD-8](../errata.md#kd-8). {linked}\n"
-    )
-
-
-def test_code_that_is_broken_over_two_lines_stays_code() -> None:
-    """The link after it was taken for a part of the code once, and led nowhere."""
-    text = "See `judge my\nkernels` and [it](../README.md).\n"
-    assert pages.linked("a.md", text) == text.replace("../", f"{pages.REPOSITORY}/blob/main/")
+@pytest.mark.parametrize(
+    ("page", "text", "linked"),
+    [
+        (
+            "methods/a.md",
+            "See KD-8, `KD-8`, $KD-8$, [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n",
+            "See [KD-8](keydiff_equations.md#kd-8), `KD-8`, $KD-8$, [KD-8](x.md).\n# KD-8\n```\nKD-8\n```\n",
+        ),
+        (
+            "tolerance.md",
+            "`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm` KD-8\n",
+            "[`spec_tests/knorm/test_knorm.py::test_score_is_minus_the_norm`]"
+            f"({pages.REPOSITORY}/blob/main/spec_tests/knorm/test_knorm.py#L{LAW.first}-L{LAW.last}) "
+            "[KD-8](methods/keydiff_equations.md#kd-8)\n",
+        ),
+        (
+            "tolerance.md",
+            "[a file](../README.md) [a page](../docs/a.md) UTF-8",
+            f"[a file]({pages.REPOSITORY}/blob/main/README.md) [a page](../docs/a.md) UTF-8\n",
+        ),
+        (  # a link whose text is broken over two lines stays one link
+            "lessons/a.md",
+            "[the entry\nKD-8](../errata.md#kd-8). KD-8\n",
+            "[the entry\nKD-8](../errata.md#kd-8). [KD-8](../methods/keydiff_equations.md#kd-8)\n",
+        ),
+        (  # the link after it was taken for a part of the code once, and led nowhere
+            "a.md",
+            "See `judge my\nkernels` and [it](../README.md).\n",
+            f"See `judge my\nkernels` and [it]({pages.REPOSITORY}/blob/main/README.md).\n",
+        ),
+    ],
+)
+def test_ids_tests_and_files_become_links_and_code_and_formulas_stay(
+    page: str, text: str, linked: str
+) -> None:
+    assert pages.linked(page, text) == linked
 
 
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
     style = (DOCS / "stylesheets" / "extra.css").read_text(encoding="utf-8")
     for uri, kind in hooks.WIDE.items():
         assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
+        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
+        shown = hooks.on_page_content("<table></table>", page=page)
+        assert shown == f'<div class="wide {kind}"><table></table></div>'
         assert f".{kind} td:nth-child(5)" in style
-        assert (
-            hooks.on_page_content("<table></table>", page=SimpleNamespace(file=SimpleNamespace(src_uri=uri)))
-            == f'<div class="wide {kind}"><table></table></div>'
-        )
 
 
 def test_the_navigation_names_what_exists() -> None:
-    def named(items: list[object]) -> list[str]:
-        found = []
-        for item in items:
-            value = next(iter(item.values())) if isinstance(item, dict) else item
-            if isinstance(item, dict) and "glob" in item:
-                continue
-            found += named(value) if isinstance(value, list) else [str(value)]
-        return found
+    def named(items: Any) -> list[str]:
+        """Every page of a tree of titles, lists and globs."""
+        if isinstance(items, str):
+            return [items]
+        parts = items.values() if isinstance(items, dict) else items
+        return [] if "glob" in items else [page for part in parts for page in named(part)]
 
     generated = [
         *pages.api_pages(),
@@ -328,8 +313,7 @@ def test_the_navigation_names_what_exists() -> None:
 
 def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    assert "font: false" in settings
-    assert f"repo_url: {pages.REPOSITORY}\n" in settings
+    assert "font: false" in settings and f"repo_url: {pages.REPOSITORY}\n" in settings
     # the theme would ask the host of the repository for its stars
     html = hooks.on_post_page(
         '<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>'
@@ -348,28 +332,26 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
 @pytest.mark.parametrize("name", charts.CHARTS)
 def test_a_chart_of_the_results_names_its_rows_its_data_and_its_command(name: str) -> None:
     chart, page = charts.CHARTS[name], (DOCS / "results.md").read_text(encoding="utf-8")
-    told = pages.filled("results.md", page)
-    assert (
-        f"(images/results_{name}.svg)" in told
-        and f"/{chart.stored})" in told
-        and f"`{chart.command}`" in told
-    )
-    svg = chart.svg().decode()
-    assert svg == chart.svg().decode()
-    assert "keydiff" in svg
+    wanted = (f"(images/results_{name}.svg)", f"/{chart.stored})", f"`{chart.command}`")
+    says(pages.filled("results.md", page), *wanted)
+    assert chart.svg() == chart.svg() and b"keydiff" in chart.svg()
 
 
 def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
-    told = pages.filled("retrieval.md", "<!-- retrieved: all -->")
-    assert "| keydiff+moments | - | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |" in told
-    # a budget of its own: the same at every size
-    assert "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |" in told
-    assert told.count("\n| ") == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
-    of_real = [pages.filled("real_texts.md", f"<!-- real_texts: {part} -->") for part in ("full", "1000")]
-    assert (
-        "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |" in of_real[0]
-        and "| 0 | 8 | 3.87 | 25.9 |" in of_real[1]
-    )
+    for page, marker, row in (
+        ("retrieval.md", "retrieved: all", "| keydiff+moments | - | 5 | 5 | 5 | 8.8 | 19.8 | 34.4 |"),
+        # a budget of its own: the same at every size
+        ("retrieval.md", "retrieved: all", "| gvote, removes 64% | - | 0 | 0 | 0 | 63.2 | 63.2 | 63.2 |"),
+        (
+            "real_texts.md",
+            "real_texts: full",
+            "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |",
+        ),
+        ("real_texts.md", "real_texts: 1000", "| 0 | 8 | 3.87 | 25.9 |"),
+    ):
+        assert row in pages.filled(page, f"<!-- {marker} -->")
+    rows = pages.filled("retrieval.md", "<!-- retrieved: all -->").count("\n| ")
+    assert rows == 1 + len(charts.at_ratios(charts.CHARTS["retrieval"].data))
 
 
 @pytest.mark.parametrize(
@@ -388,10 +370,7 @@ def test_the_reference_of_commands_has_every_command_with_its_options() -> None:
     text = pages.filled("reference/cli.md", "<!-- cli -->")
     for name, command in pages.PROGRAM.commands.items():
         section = text.partition(f"\n### {name}\n")[2].partition("\n### ")[0]
-        assert (
-            all(f"| `{one.opts[0]}`" in section for one in command.params)
-            and command.help.split()[0] in section
-        ), name
+        says(section, *(f"| `{one.opts[0]}`" for one in command.params), command.help.split()[0])
 
 
 def test_the_bibliography_has_every_paper() -> None:
@@ -420,8 +399,7 @@ def test_measured_claims_appear_once_they_are_stored(tmp_path: Path, monkeypatch
         tmp_path / "docs" / "claims" / "results.json", json.dumps({"date": "2026-01-01", "papers": [paper]})
     )
     text = pages.filled("methods/keydiff.md", "<!-- measured: keydiff -->")
-    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text
-    assert r"| \|a\| &lt; 1 | not seen |" in text
+    assert "(../claims/keydiff.png)](../claims/keydiff.md)" in text and r"| \|a\| &lt; 1 | not seen |" in text
     assert pages.filled("methods/lagkv.md", "<!-- measured: lagkv -->").startswith(
         "`evictionary claims --papers lagkv`"
     )

@@ -1,5 +1,5 @@
-"""What the tests share: no test, and no part of what is installed. Here they write files, start programs and
-ask for errors.
+"""What the tests share: no test, and no part of what is installed. Here they write files, call commands and
+other programs, and ask for errors.
 """
 
 import json
@@ -7,12 +7,14 @@ import os
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
+from evictionary.cli.app import app
 from evictionary.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +48,12 @@ def refused(
     """Fail unless the call raises this error, with a message that the pattern is found in."""
     with pytest.raises(error, match=message):
         call()
+
+
+def says(text: str, *parts: str, never: Iterable[str] = ()) -> None:
+    """Fail unless a text has each of these parts, and nothing of what it is never to have."""
+    found = [part for part in parts if part not in text], [part for part in never if part in text]
+    assert found == ([], []), text
 
 
 def saved(path: Path, content: str | bytes) -> Path:
@@ -102,3 +110,38 @@ def ends_with_its_parent(program: str, *arguments: object) -> bool:
 def json_in(output: str) -> Any:
     """The JSON object that an output holds beside other lines."""
     return json.loads(output[output.index("{") : output.rindex("}") + 1])
+
+
+def invoke(*arguments: object) -> Result:
+    """The result of a command, whatever its exit code."""
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def printed(*arguments: object) -> str:
+    """What a command that succeeds prints on standard output."""
+    done = invoke(*arguments)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def as_json(*arguments: object) -> Any:
+    """The JSON of a command that succeeds: nothing else may stand on its standard output."""
+    return json.loads(printed(*arguments, "--json"))
+
+
+def failed(*arguments: object, code: int) -> str:
+    """What a command that exits with this code says on standard error, its line breaks as spaces."""
+    done = invoke(*arguments)
+    assert done.exit_code == code, done.output
+    return " ".join(done.stderr.split())
+
+
+def sampled(cases: Iterable[Any], every: int) -> list[Any]:
+    """Cases for `parametrize`, all but each `every`-th of them marked slow, the first one not, so that `make
+    slow` runs them. A tuple is several arguments.
+    """
+    apart = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [
+        pytest.param(*case, marks=[pytest.mark.slow] if index % every else [])
+        for index, case in enumerate(apart)
+    ]
