@@ -78,7 +78,9 @@ def test_a_downloaded_lesson_imports_what_is_installed(lesson: Path) -> None:
     says(lesson.read_text(encoding="utf-8"), wanted, never=["\nfrom tutorials"])
 
 
-@pytest.mark.parametrize(("lesson", "following"), itertools.pairwise(LESSONS), ids=lambda lesson: lesson.stem)
+@pytest.mark.parametrize(
+    ("lesson", "following"), list(itertools.pairwise(LESSONS)), ids=lambda lesson: lesson.stem
+)
 def test_a_lesson_leads_to_the_next_one(lesson: Path, following: Path) -> None:
     assert f"]({following.stem}.md)" in lesson.read_text(encoding="utf-8").rpartition("Next:")[2]
 
