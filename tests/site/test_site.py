@@ -345,7 +345,7 @@ def test_the_charts_and_tables_of_retrieval_show_the_stored_numbers() -> None:
         (
             "real_texts.md",
             "real_texts: full",
-            "| `squad` | 1,000 | 10 | 0 | 0% | 28% | does none of it |",
+            "| `squad` | 1,000 | 10 | 0 | 0% | 28% | 0% | does none of it |",
         ),
         ("real_texts.md", "real_texts: 1000", "| 0 | 8 | 3.87 | 25.9 |"),
     ):
