@@ -16,9 +16,8 @@ def as_good(kept, expected, scores, protected, what):
     )
     equal(got, wanted, what)
     for head in np.ndindex(scores.shape[:2]):
-        selects(
-            kept[head], scores[head], int(kept[head].sum()), protected=protected[head], what=f"head {head}"
-        )
+        count = int(kept[head].sum())
+        selects(kept[head], scores[head], count, protected=protected[head], what=f"head {head}")
 
 
 def shared_by_sorting(scores, budget, percent, protected):
@@ -28,9 +27,8 @@ def shared_by_sorting(scores, budget, percent, protected):
     taken = int(protected[0, 0].sum())
     own = sorted_choice(scores, taken + percent * (budget - taken) // 100, protected)
     layer = (1, scores[0].size)
-    return sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer)).reshape(
-        scores.shape
-    )
+    kept = sorted_choice(scores.reshape(layer), scores.shape[1] * budget, own.reshape(layer))
+    return kept.reshape(scores.shape)
 
 
 def shared_by_hand(scores, budget, ratio, protected):

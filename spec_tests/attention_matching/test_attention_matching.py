@@ -85,11 +85,8 @@ def test_one_query_that_needs_a_token_outweighs_four_that_like_another(impl):
     """
     keys, queries = np.zeros((1, 1, 3, width(impl))), np.zeros((1, 1, 4, width(impl)))
     keys[0, 0, :2, 0], keys[0, 0, 2, 1], queries[0, 0, :3, 0], queries[0, 0, 3, 1] = 32, 32, 32, 32
-    equal(
-        impl.attention_matching.select(keys, queries, budget=1),
-        np.array([[[False, False, True]]]),
-        "another token is kept",
-    )
+    kept = impl.attention_matching.select(keys, queries, budget=1)
+    equal(kept, np.array([[[False, False, True]]]), "another token is kept")
 
 
 @law("AM-1", of=SCORE)
@@ -100,12 +97,8 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
     keys, queries = np.zeros((1, 2, 2, width(impl))), np.zeros((1, 4, 1, width(impl)))
     keys[0, :, 0, 0], queries[0, 3, :, 0] = 32, 32
     got = impl.attention_matching.score(keys, queries)
-    near(
-        got,
-        np.sqrt(np.array([[[1, 1], [5 / 2, 1 / 2]]]) / np.array([4, 4])),
-        rounding(impl),
-        "the score where query head h reads KV head h // G",
-    )
+    expected = np.sqrt(np.array([[[1, 1], [5 / 2, 1 / 2]]]) / np.array([4, 4]))
+    near(got, expected, rounding(impl), "the score where query head h reads KV head h // G")
 
 
 @law("AM-1", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
@@ -228,12 +221,8 @@ def test_one_key_for_one_query_has_the_logarithm_of_the_mass(impl, case, seed):
     log_mass = np.logaddexp.reduce(logits, axis=-1, keepdims=True)
     slack = 2 * logit_errors(impl, queries, keys).max(axis=-1) + 4 * rounding(impl, keys.shape[2]) + 1e-6
     expected = log_mass - logits[kept].reshape(log_mass.shape)
-    near(
-        impl.attention_matching.fit_bias(queries, keys, kept),
-        np.minimum(expected, 3),
-        np.where(expected < 8, slack, 6),
-        "the bias of the only key",
-    )
+    got = impl.attention_matching.fit_bias(queries, keys, kept)
+    near(got, np.minimum(expected, 3), np.where(expected < 8, slack, 6), "the bias of the only key")
 
 
 @law("AM-3", of=BIAS)
@@ -243,12 +232,8 @@ def test_each_line_counts_in_parts_of_its_largest_exponential(impl):
     keys[0, 0, 1, 0], queries[0, 1, 0, 0] = 4, 1
     part = np.exp(-4 / np.sqrt(keys.shape[-1]))
     got = impl.attention_matching.fit_bias(queries, keys, np.array([[[True, False]]]))
-    near(
-        got,
-        np.array([[[np.log((2 + part * (1 + part)) / (1 + part**2))]]]),
-        2 * rounding(impl) + 1e-7,
-        "the bias of two queries of a group",
-    )
+    expected = np.log((2 + part * (1 + part)) / (1 + part**2))
+    near(got, np.array([[[expected]]]), 2 * rounding(impl) + 1e-7, "the bias of two queries of a group")
 
 
 @law("AM-3", of=BIAS)
@@ -266,9 +251,8 @@ def test_a_bias_is_at_least_minus_three(impl):
 @law("AM-3", of=BIAS, kind="edge", case=cases(max_length=33), seed=seeds(), count=counts)
 def test_where_all_keys_are_kept_the_bias_is_zero(impl, case, seed, count):
     """Nothing is missing, so of the many optima the cache as it was is taken."""
-    got = impl.attention_matching.fit_bias(
-        reference_queries(case, seed, count), case.keys, np.ones(case.keys.shape[:3], dtype=bool)
-    )
+    queries = reference_queries(case, seed, count)
+    got = impl.attention_matching.fit_bias(queries, case.keys, np.ones(case.keys.shape[:3], dtype=bool))
     near(got, np.zeros(case.keys.shape[:3]), 1e-6, "the bias where all keys are kept")
 
 
@@ -300,12 +284,8 @@ def fitted(impl, case, seed, count, share, sign=np.positive):
         impl.round(sign(case.values)),
     )
     kept = some_kept(keys, seed, share)
-    bias = (
-        np.round(
-            8 * np.random.default_rng(seed).uniform(-3, 3, size=(*keys.shape[:2], int(kept[0, 0].sum())))
-        )
-        / 8
-    )
+    draw = np.random.default_rng(seed)
+    bias = np.round(8 * draw.uniform(-3, 3, size=(*keys.shape[:2], int(kept[0, 0].sum())))) / 8
     systems = {}
     for place, rows in of_heads(queries, keys):
         logits, errors = rows @ keys[place].T / np.sqrt(keys.shape[-1]), logit_errors(impl, rows, keys[place])

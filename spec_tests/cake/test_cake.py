@@ -48,12 +48,8 @@ def test_even_attention_has_the_entropy_ln_n_and_one_token_has_none(impl, expone
         np.full((queries, 2**exponent), 2.0**-exponent),
         np.eye(1, 2**exponent).repeat(queries, axis=0),
     )
-    near(
-        impl.cake.dispersion(np.array([even, alone])),
-        np.array([queries * exponent * math.log(2), 0.0]),
-        within(impl),
-        "the entropy",
-    )
+    got = impl.cake.dispersion(np.array([even, alone]))
+    near(got, np.array([queries * exponent * math.log(2), 0.0]), within(impl), "the entropy")
 
 
 @law("CAKE-2", of=SHIFT, seed=seeds())
@@ -82,17 +78,8 @@ def test_the_preference_is_the_product_of_both(impl, case, seed, window_size, ta
     weights = causal_weights(queries[:, :, before:], for_each_reader(keys, queries))[..., :before]
     spread, moved = (each(weights).sum(axis=1) for each in (entropy_by_hand, variance_by_hand))
     by_hand = spread ** (1 / tau1) * moved ** (1 / tau2) if before else np.zeros(len(keys))
-    agrees(
-        impl,
-        PREFERENCE,
-        queries,
-        keys,
-        window_size=window_size,
-        tau1=tau1,
-        tau2=tau2,
-        by_hand=by_hand,
-        size=100 + by_hand,
-    )
+    settings = {"window_size": window_size, "tau1": tau1, "tau2": tau2}
+    agrees(impl, PREFERENCE, queries, keys, **settings, by_hand=by_hand, size=100 + by_hand)
 
 
 @law("CAKE-3", of=PREFERENCE, tau1=st.sampled_from([0.4, 1, 2, 64]), tau2=st.sampled_from([0.5, 1, 4]))
@@ -125,12 +112,8 @@ def test_the_total_is_exact_and_each_layer_has_its_share(impl, given, budget, le
     equal(int(got.sum()), len(given) * mean, "the budgets have another total")
     least = min(mean, max(1, window))
     require(least <= got.min() and got.max() <= length, "a budget out of range", (least, length), got)
-    require(
-        (np.diff(got[order])[np.diff(given[order]) > 0] >= 0).all(),
-        "a layer with more preference has a smaller budget",
-        given,
-        got,
-    )
+    steps = np.diff(got[order])[np.diff(given[order]) > 0]
+    require((steps >= 0).all(), "a layer with more preference has a smaller budget", given, got)
     shares = least + given * (len(given) * (mean - least)) / max(given.sum(), 2.0**-24)
     if given.any() and shares.max() <= length:
         near(got.astype(float), shares, len(given), "a budget, from its share,")
@@ -179,11 +162,8 @@ def test_the_cascade_keeps_what_is_kept_at_once_and_never_stores_more(
     order = np.argsort(-scores, axis=-1, kind="stable")
     best = [np.isin(np.arange(length), row[:count]) for row, count in zip(order, last, strict=True)]
     equal(kept, np.array(best), "the cascade keeps other tokens")
-    require(
-        length <= most <= len(given) * min(budget, length) + length,
-        "a whole layer is not stored, or more than the total and a layer",
-        got=most,
-    )
+    inside = length <= most <= len(given) * min(budget, length) + length
+    require(inside, "a whole layer is not stored, or more than the total and a layer", got=most)
 
 
 @law(

@@ -55,14 +55,8 @@ def test_the_next_kept_tokens_have_equal_shares(impl, case, seed, merge_size):
 def test_the_probability_is_the_attention_beside_the_mean_of_the_receivers(impl, case, seed, merge_size):
     """Token by token, cut off at 1; 0 for a kept token, and where no kept token comes later."""
     _, attention, kept = given(impl, case, seed)
-    agrees(
-        impl,
-        PROBABILITIES,
-        attention,
-        kept,
-        merge_size=merge_size,
-        by_hand=by_attention(attention, kept, merge_size),
-    )
+    by_hand = by_attention(attention, kept, merge_size)
+    agrees(impl, PROBABILITIES, attention, kept, merge_size=merge_size, by_hand=by_hand)
 
 
 @law("CAM-2", of=PROBABILITIES, kind="edge", received=st.sampled_from([0, 1 / 8, 4]))
@@ -122,17 +116,8 @@ def test_a_value_is_merged_where_its_draw_is_below_its_probability(impl, case, s
     values, attention, kept = given(impl, case, seed)
     exact, size = by_attention(attention, kept, merge_size), (1 + np.abs(values).max()) * values.shape[2]
     draws = far_draws(impl, exact, seed)
-    agrees(
-        impl,
-        MERGE,
-        values,
-        attention,
-        kept,
-        draws,
-        merge_size=merge_size,
-        by_hand=by_adding(values, kept, draws < exact, merge_size),
-        size=size,
-    )
+    by_hand = by_adding(values, kept, draws < exact, merge_size)
+    agrees(impl, MERGE, values, attention, kept, draws, merge_size=merge_size, by_hand=by_hand, size=size)
 
 
 @law("CAM-4", of=MERGE, received=st.integers(0, 20))

@@ -97,13 +97,8 @@ def test_an_orthogonal_sketch_is_exact(impl, case):
     """The channels in another order, turned round. Keys and their opposites have a mean of zero."""
     keys = np.concatenate([case.keys, -case.keys], axis=2)
     sketch = np.broadcast_to(-np.eye(case.head_dim)[::-1], (*keys.shape[:2], *2 * keys.shape[-1:]))
-    agrees(
-        impl,
-        LEVERAGE,
-        keys,
-        got=impl.compactor.sketched_leverage(keys, sketch, ridge=0.0),
-        what="the leverage through an orthogonal sketch",
-    )
+    got = impl.compactor.sketched_leverage(keys, sketch, ridge=0.0)
+    agrees(impl, LEVERAGE, keys, got=got, what="the leverage through an orthogonal sketch")
 
 
 @law("CO-2", of=SKETCHED)
@@ -165,17 +160,8 @@ def test_the_score_blends_leverage_and_attention(impl, case, seed, ratio, ends):
         pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
         outliers = standard(hat((plain - plain.mean(axis=2, keepdims=True)) @ states[4], 0.01))
         by_hand[:, :, middle] = ratio * outliers + standard(pooled)
-    agrees(
-        impl,
-        SCORE,
-        *states,
-        compression_ratio=ratio,
-        sink_size=ends,
-        recent_size=2,
-        chunk_size=5,
-        by_hand=by_hand,
-        size=1e8,
-    )
+    settings = {"compression_ratio": ratio, "sink_size": ends, "recent_size": 2, "chunk_size": 5}
+    agrees(impl, SCORE, *states, **settings, by_hand=by_hand, size=1e8)
 
 
 @law("CO-5", of=SCORE, kind="edge", length=st.integers(1, 20))

@@ -30,14 +30,8 @@ def test_the_norm_is_the_sum_of_magnitudes_of_the_projected_value(impl, case, se
     w_o, values = output_projection(case, seed), impl.round(case.values)
     repeated = for_each_reader(values, case.queries)
     projected = np.stack([linear(repeated[:, head], w_o[head]) for head in range(w_o.shape[0])], axis=1)
-    agrees(
-        impl,
-        NORMS,
-        values,
-        w_o,
-        by_hand=over_group(np.abs(projected).sum(axis=-1), values.shape[1]),
-        size=float(np.abs(values).max()) * 100,
-    )
+    by_hand = over_group(np.abs(projected).sum(axis=-1), values.shape[1])
+    agrees(impl, NORMS, values, w_o, by_hand=by_hand, size=float(np.abs(values).max()) * 100)
 
 
 @law("CK-1", of=NORMS)
@@ -46,11 +40,8 @@ def test_two_heads_project_three_and_five(impl):
     the length.
     """
     w_o = np.array([[[1.0, 0], [0, 1]], [[4, 1], [0, 1]]])
-    equal(
-        impl.criticalkv.projected_norms(np.array([[[[1.0, -2], [2, -4]]]]), w_o),
-        [[[4.0, 8.0]]],
-        "the lengths are not 4 and 8",
-    )
+    got = impl.criticalkv.projected_norms(np.array([[[[1.0, -2], [2, -4]]]]), w_o)
+    equal(got, [[[4.0, 8.0]]], "the lengths are not 4 and 8")
 
 
 @law(
@@ -80,16 +71,9 @@ def check_importance(impl, case, seed, window_size, kernel_size):
     total = pooled.sum(axis=-1, keepdims=True)
     pooled *= weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)
     largest = pooled.max(axis=2).reshape(*keys.shape[:2], -1, count).max(axis=2)
-    agrees(
-        impl,
-        IMPORTANCE,
-        queries,
-        keys,
-        window_size=window,
-        kernel_size=kernel_size,
-        by_hand=np.maximum(largest, largest.mean(axis=-1, keepdims=True)),
-        size=1 + np.abs(keys).max(),
-    )
+    by_hand = np.maximum(largest, largest.mean(axis=-1, keepdims=True))
+    settings: dict = {"window_size": window, "kernel_size": kernel_size}
+    agrees(impl, IMPORTANCE, queries, keys, **settings, by_hand=by_hand, size=1 + np.abs(keys).max())
 
 
 @law("CK-3", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -121,9 +105,8 @@ def test_pooling_takes_nothing_from_the_ends(impl):
 @law("CK-3", of=IMPORTANCE, kind="edge")
 def test_a_query_that_sees_the_window_alone_says_nothing(impl):
     """The key of the window outweighs the others by e^2000: their importance is 0, where 0/0 would be NaN."""
-    got = impl.criticalkv.importance(
-        np.ones((1, 1, 1, 1)), np.array([[[[-1000.0], [-1000], [1000]]]]), window_size=1, kernel_size=1
-    )
+    keys = np.array([[[[-1000.0], [-1000], [1000]]]])
+    got = impl.criticalkv.importance(np.ones((1, 1, 1, 1)), keys, window_size=1, kernel_size=1)
     equal(got, np.zeros((1, 1, 2)), "the importance of tokens without attention is not 0")
 
 
@@ -167,13 +150,8 @@ def test_the_first_stage_stays_inside_the_result(impl, case, seed, share):
     )
     got = scored(impl, queries, case.keys, case.values, w_o, budget=budget, window_size=1)
     allowed = second_stage(impl, queries, case, w_o, window_size=1)
-    selects(
-        impl.selection.top_k(got, budget),
-        allowed.expected,
-        budget,
-        slack=allowed.largest,
-        protected=np.isinf(got),
-    )
+    kept = impl.selection.top_k(got, budget)
+    selects(kept, allowed.expected, budget, slack=allowed.largest, protected=np.isinf(got))
 
 
 @law("CK-4", of=SCORE)
@@ -181,12 +159,8 @@ def test_the_rest_goes_by_attention_times_length(impl):
     """Of four tokens with equal attention each scores by its value: (1/5 + 1e-4) times 1, 4, 2 and 8."""
     values, one = np.array([[[[1.0], [4], [2], [8], [1]]]]), np.ones((1, 1, 1, 1))
     got = scored(impl, one, np.zeros((1, 1, 5, 1)), values, one[0], budget=1, window_size=1, kernel_size=1)
-    near(
-        got,
-        np.array([[[*(np.array([1, 4, 2, 8]) * (0.2 + 1e-4)), np.inf]]]),
-        2e-2,
-        "the score, (1/5 + 1e-4) times 1, 4, 2 and 8,",
-    )
+    expected = np.array([[[*(np.array([1, 4, 2, 8]) * (0.2 + 1e-4)), np.inf]]])
+    near(got, expected, 2e-2, "the score, (1/5 + 1e-4) times 1, 4, 2 and 8,")
 
 
 @law("CK-4", of=SCORE)
@@ -274,14 +248,8 @@ def test_the_bound_is_met_by_opposite_values(impl):
     """Of the values 2 and -2 with weights 3/4 and 1/4 the first is kept: the output 1 becomes 2, and the
     bound is 1.
     """
-    agrees(
-        impl,
-        BOUND,
-        np.array([[0.75, 0.25]]),
-        np.array([[2.0, 2.0]]),
-        np.array([[True, False]]),
-        expected=np.array([1.0]),
-    )
+    kept = np.array([[True, False]])
+    agrees(impl, BOUND, np.array([[0.75, 0.25]]), np.array([[2.0, 2.0]]), kept, expected=np.array([1.0]))
 
 
 @law(
@@ -309,9 +277,8 @@ def test_every_token_of_a_long_prompt_has_its_score(impl, case):
     """
     queries, importance, wrong = long_importance(impl, case)
     values, w_o = impl.round(case.values), output_projection(case, case.seed)
-    norms = over_group(np.abs(for_each_reader(values, queries) @ w_o).sum(axis=-1), case.num_kv_heads)[
-        ..., :-1
-    ]
+    projected = for_each_reader(values, queries) @ w_o
+    norms = over_group(np.abs(projected).sum(axis=-1), case.num_kv_heads)[..., :-1]
     got = scored(impl, queries, case.keys, values, w_o, budget=2052, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than the second stage")
     first = np.isinf(got[..., :-1])

@@ -26,9 +26,8 @@ def query_by_query(queries, keys, *, window_size=32, kernel_size=5):
     pooled = shifted_sums(weights, kernel_size)
     lost = pooled.sum(axis=-1, keepdims=True)
     pooled = pooled / np.where(lost == 0, 1, lost) * weights.sum(axis=-1, keepdims=True)
-    largest = functools.reduce(
-        np.maximum, np.moveaxis(pooled.reshape(*keys.shape[:2], -1, pooled.shape[-1]), 2, 0)
-    )
+    rows = pooled.reshape(*keys.shape[:2], -1, pooled.shape[-1])
+    largest = functools.reduce(np.maximum, np.moveaxis(rows, 2, 0))
     least = np.einsum("bht->bh", largest) / keys.dtype.type(largest.shape[-1])
     return np.where(largest < least[..., None], least[..., None], largest)
 

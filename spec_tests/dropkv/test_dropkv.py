@@ -43,15 +43,8 @@ def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     logits = queries[:, :, -1:] @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
     by_hand = over_group(removed(logits, values)[:, :, 0] ** 2, case.num_kv_heads)
     by_hand[..., -1] = np.inf
-    scores(
-        impl,
-        queries,
-        *states,
-        window_size=1,
-        kernel_size=1,
-        by_hand=by_hand,
-        size=100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max())),
-    )
+    size = 100 * float(np.abs(values).max() ** 2 * (1 + np.abs(logits).max()))
+    scores(impl, queries, *states, window_size=1, kernel_size=1, by_hand=by_hand, size=size)
 
 
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal", "drift")), seed=seeds())
@@ -63,15 +56,8 @@ def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
     errors = removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2
     expected = over_group(errors, case.num_kv_heads)
     expected[..., -1] = np.inf
-    scores(
-        impl,
-        queries,
-        *states,
-        window_size=1,
-        kernel_size=1,
-        expected=expected,
-        more=1e-6 * float(np.abs(values).max() ** 2),
-    )
+    more = 1e-6 * float(np.abs(values).max() ** 2)
+    scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)
 
 
 @law("DK-1", of=SCORE)

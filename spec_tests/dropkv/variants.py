@@ -41,9 +41,8 @@ def torch_changes(queries, keys, values):
     total = rest.sum(dim=-1, keepdim=True) + 1
     output = powers @ values / total
     without = logits.scatter(-1, place, -torch.inf).softmax(dim=-1) @ values
-    changes = (rest / (total - rest)).square() * (values.unsqueeze(2) - output.unsqueeze(3)).square().sum(
-        dim=-1
-    )
+    odds = rest / (total - rest)
+    changes = odds.square() * (values.unsqueeze(2) - output.unsqueeze(3)).square().sum(dim=-1)
     chosen = (
         values.unsqueeze(2)
         .expand(-1, -1, window, -1, -1)

@@ -66,9 +66,8 @@ def select_head_by_head(keys, gates, *, threshold=0.5, sink_size=128, recent_siz
 
 def select_what_is_forgotten(keys, gates, *, threshold=0.5, sink_size=128, recent_size=256):
     from_the_end = np.arange(keys.shape[2])[::-1]
-    return ~np.logical_and.outer(
-        gates < threshold, (from_the_end[::-1] >= sink_size) & (from_the_end >= recent_size)
-    )
+    middle = (from_the_end[::-1] >= sink_size) & (from_the_end >= recent_size)
+    return ~np.logical_and.outer(gates < threshold, middle)
 
 
 FORMS: dict = {

@@ -45,12 +45,8 @@ def test_a_head_that_looks_everywhere_has_a_gate_above_one_half(impl):
     """A zero query gives 1/500 to each place: the cumulated attention rises to 1, and its mean is
     501/1000.
     """
-    near(
-        impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2))),
-        np.array([[0.501]]),
-        rounding(impl, 500),
-        "the gate",
-    )
+    got = impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2)))
+    near(got, np.array([[0.501]]), rounding(impl, 500), "the gate")
 
 
 @law("DA-1", of=ESTIMATE)
@@ -145,11 +141,8 @@ def states_of(case, seed, count):
     """Queries [B, H_q, M, D] of at most `count` last tokens, in quarters, and the keys and values of the
     case.
     """
-    return (
-        quarters(seed, *case.queries.shape[:2], min(count, case.length), case.head_dim),
-        case.keys,
-        case.values,
-    )
+    queries = quarters(seed, *case.queries.shape[:2], min(count, case.length), case.head_dim)
+    return queries, case.keys, case.values
 
 
 many: dict[str, Any] = {
@@ -233,9 +226,5 @@ def test_the_loss_is_the_mean_squared_distance_and_the_sum_of_the_gates(impl, se
     got = impl.duo_attention.training_loss(states, wanted, gates, penalty=penalty)
     squares = [(x - y) ** 2 for x, y in zip(states.flat, wanted.flat, strict=True)]
     expected = sum(squares) / len(squares) + penalty * sum(gates.flat)
-    near(
-        np.array(got),
-        np.array(expected),
-        rounding(impl, states.size + gates.size) * (1 + expected),
-        "the loss",
-    )
+    slack = rounding(impl, states.size + gates.size) * (1 + expected)
+    near(np.array(got), np.array(expected), slack, "the loss")

@@ -111,9 +111,8 @@ def rope_head_by_head(query_mean, query_covariance, *, position, horizon=512, th
 
 
 def logits_by_matmul(keys, mean, covariance):
-    return (keys @ mean / math.sqrt(keys.shape[-1])) + ((keys @ covariance) * keys).sum(axis=-1) / (
-        2 * keys.shape[-1]
-    )
+    linear = keys @ mean / math.sqrt(keys.shape[-1])
+    return linear + ((keys @ covariance) * keys).sum(axis=-1) / (2 * keys.shape[-1])
 
 
 def logits_by_einsum(keys, mean, covariance):

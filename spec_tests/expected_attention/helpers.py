@@ -56,18 +56,13 @@ def averages(
     got = impl.call(ROPE, mean, covariance, **asked) if got is None else got
     rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + horizon)
     for pick, size in enumerate((np.abs(mean).max(), 4 * np.abs(covariance).max())):
-        agrees(
-            impl,
-            ROPE,
-            mean,
-            covariance,
-            **asked,
-            pick=pick,
-            got=got[pick],
-            expected=expected[pick],
-            what=("the mean", "the covariance")[pick],
-            more=float(size) * rounded + more[pick],
-        )
+        how = {
+            "pick": pick,
+            "got": got[pick],
+            "expected": expected[pick],
+            "what": ("the mean", "the covariance")[pick],
+        }
+        agrees(impl, ROPE, mean, covariance, **asked, **how, more=float(size) * rounded + more[pick])
     return got
 
 

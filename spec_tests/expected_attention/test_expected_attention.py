@@ -30,14 +30,8 @@ def test_score_is_expected_attention_times_the_norm_of_the_value(impl, case, eps
 def test_epsilon_is_two_hundredths_unless_given(impl, case):
     """Without an epsilon the score is the one with epsilon = 0.02."""
     inputs = arguments(impl, case)
-    agrees(
-        impl,
-        SCORE,
-        *inputs,
-        epsilon=0.02,
-        got=impl.expected_attention.score(*inputs),
-        what="the score by default",
-    )
+    got = impl.expected_attention.score(*inputs)
+    agrees(impl, SCORE, *inputs, epsilon=0.02, got=got, what="the score by default")
 
 
 def check_loops(impl, case, epsilon):
@@ -53,14 +47,9 @@ def check_loops(impl, case, epsilon):
         )
         weights = np.array([math.exp(logit - logits.max()) for logit in logits])
         expected[head] += (weights / math.fsum(weights) + epsilon) * lengths(values[head]) / group
+    more = 1e-12 * float(2 * np.abs(expected).max(initial=0))
     agrees(
-        impl,
-        SCORE,
-        *inputs,
-        epsilon=epsilon,
-        expected=expected,
-        more=1e-12 * float(2 * np.abs(expected).max(initial=0)),
-        what="the score, against loops,",
+        impl, SCORE, *inputs, epsilon=epsilon, expected=expected, more=more, what="the score, against loops,"
     )
 
 
@@ -103,13 +92,8 @@ def test_one_turn_of_queries_and_keys_changes_nothing(impl, case, seed):
     generator = np.random.default_rng(seed)
     turn, other = (mirrored(generator, states.shape[-1]) for states in (keys, values))
     turned = keys @ turn, values @ other, mean @ turn, turn.T @ covariance @ turn
-    agrees(
-        impl,
-        SCORE,
-        *inputs,
-        got=impl.expected_attention.score(*turned),
-        what="the score of the turned states",
-    )
+    got = impl.expected_attention.score(*turned)
+    agrees(impl, SCORE, *inputs, got=got, what="the score of the turned states")
 
 
 @law("EA-9", of=SCORE, case=seeded_cases(min_length=2, groups=(1, 2, 3)), epsilon=epsilons)
@@ -165,15 +149,8 @@ def test_the_output_projection_may_weigh_the_value(impl, case, seed):
         expected = (weights + 0.02) * lengths(projected)
         agrees(impl, CONTRIBUTION, weights, values, 0.02, *given, by_hand=expected, size=expected.max())
     turn = mirrored(np.random.default_rng(seed), values.shape[-1])
-    agrees(
-        impl,
-        CONTRIBUTION,
-        weights,
-        values,
-        0.02,
-        got=impl.expected_attention.contribution(weights, values, 0.02, turn),
-        what="the contribution with W_o turned",
-    )
+    got = impl.expected_attention.contribution(weights, values, 0.02, turn)
+    agrees(impl, CONTRIBUTION, weights, values, 0.02, got=got, what="the contribution with W_o turned")
 
 
 BAD = [  # beside 2 KV heads, 4 query heads, 4 tokens, 4 channels of the keys and 3 of the values
@@ -204,12 +181,8 @@ def test_the_weights_of_a_head_sum_to_one(impl, case):
     """Over values of norm 1, and without epsilon, the scores of every head are positive and sum to 1."""
     keys, values, *statistics = arguments(impl, case)
     states = keys, np.broadcast_to(np.arange(values.shape[-1]) == 0, values.shape).astype(float), *statistics
-    totals(
-        impl.expected_attention.score(*states, epsilon=0.0),
-        1,
-        impl.allowance(SCORE, *states, epsilon=0.0),
-        "the weights of a head",
-    )
+    got = impl.expected_attention.score(*states, epsilon=0.0)
+    totals(got, 1, impl.allowance(SCORE, *states, epsilon=0.0), "the weights of a head")
 
 
 @law("EA-8", of=SCORE, case=grouped, shift=st.sampled_from([0.5, -3.0, 64.0, -64.0]))
@@ -304,14 +277,8 @@ def test_without_variance_it_is_the_attention_of_the_mean_query(impl, case):
     weights = causal_weights(mean[:, :, None], for_each_reader(keys, mean))[:, :, 0]
     expected = over_group(weights, keys.shape[1]) * lengths(values)
     states = keys, values, mean, np.zeros_like(covariance)
-    agrees(
-        impl,
-        SCORE,
-        *states,
-        epsilon=0.0,
-        expected=expected,
-        more=1e-12 * float(np.abs(expected).max(initial=0)),
-    )
+    more = 1e-12 * float(np.abs(expected).max(initial=0))
+    agrees(impl, SCORE, *states, epsilon=0.0, expected=expected, more=more)
 
 
 @law("EA-7", of=SCORE, case=grouped)
@@ -320,13 +287,8 @@ def test_halving_the_keys_and_doubling_the_queries_changes_nothing(impl, case):
     the key twice.
     """
     keys, values, mean, covariance = inputs = arguments(impl, case)
-    agrees(
-        impl,
-        SCORE,
-        *inputs,
-        got=impl.expected_attention.score(keys / 2, values, 2 * mean, 4 * covariance),
-        what="the score of the scaled states",
-    )
+    got = impl.expected_attention.score(keys / 2, values, 2 * mean, 4 * covariance)
+    agrees(impl, SCORE, *inputs, got=got, what="the score of the scaled states")
 
 
 @law("EA-L1", of="expected_attention.listing_1", case=seeded_cases(), percent=st.integers(0, 99))

@@ -126,16 +126,8 @@ def test_decoding_compresses_every_interval(
     """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the
     latest queries.
     """
-    check_stream(
-        impl,
-        states(impl, seed, group, length + 12),
-        length,
-        target,
-        interval=interval,
-        buffer_size=buffer_size,
-        horizon=4,
-        epsilon=epsilon,
-    )
+    settings = {"interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
+    check_stream(impl, states(impl, seed, group, length + 12), length, target, **settings)
 
 
 @law("EA-10", of=STEP, examples=1, seed=seeds())
@@ -191,9 +183,8 @@ def test_the_defaults_are_those_of_the_paper(impl, position):
     equal(sizes, (521, 511, 128), "compressed before 512 steps, or the buffer is not of 128 queries")
     compressed = impl.expected_attention.decode_step(state._replace(steps=511), *token, target=200)
     relative = compressed._replace(positions=compressed.positions - (position - 521))
-    check_compression(
-        impl, relative, queries[:, :, -128:], keys, values, places - (position - 521), position, 200
-    )
+    candidates = places - (position - 521)
+    check_compression(impl, relative, queries[:, :, -128:], keys, values, candidates, position, 200)
 
 
 def check_start(impl, seed, length, buffer_size=None):
@@ -231,14 +222,8 @@ def test_reconstruction_error_is_the_mean_norm_of_the_difference(impl, case):
     size = min(case.keys.shape[2], case.next_keys.shape[2])
     hidden, compressed = impl.rounded((case.keys[:, :, :size], case.next_keys[:, :, :size]))
     norms = lengths(hidden - compressed)
-    agrees(
-        impl,
-        path,
-        hidden,
-        compressed,
-        by_hand=np.array([[math.fsum(row) / size for row in rows] for rows in norms]),
-        size=norms.max(),
-    )
+    by_hand = np.array([[math.fsum(row) / size for row in rows] for rows in norms])
+    agrees(impl, path, hidden, compressed, by_hand=by_hand, size=norms.max())
     equal(impl.call(path, hidden, hidden), 0, "equal states have a reconstruction error")
 
 

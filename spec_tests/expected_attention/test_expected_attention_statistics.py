@@ -96,16 +96,8 @@ def test_mean_and_covariance_are_turned_alike(impl, case, position, horizon):
     # of the outer product, rounded to the dtype
     more = 4 * largest**2 * final_rounding(impl) + 4 * largest * error
     outer = got[..., None] * got[..., None, :]
-    averages(
-        impl,
-        mean,
-        covariance,
-        position=position,
-        horizon=horizon,
-        got=(got, turned),
-        expected=(None, outer),
-        more=(0.0, more),
-    )
+    settings = {"position": position, "horizon": horizon, "got": (got, turned)}
+    averages(impl, mean, covariance, **settings, expected=(None, outer), more=(0.0, more))
 
 
 @law(
@@ -175,15 +167,8 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
         sizes = np.abs(states[pick]) @ np.abs(w_q.T)
         sizes = np.abs(w_q) @ sizes if pick else sizes
         more = (final_rounding(impl) + 1e-12) * sizes
-        agrees(
-            impl,
-            "expected_attention.project_statistics",
-            *states,
-            pick=pick,
-            got=got[pick],
-            expected=direct,
-            more=(more.max(), more.mean()),
-        )
+        how = {"pick": pick, "got": got[pick], "expected": direct, "more": (more.max(), more.mean())}
+        agrees(impl, "expected_attention.project_statistics", *states, **how)
 
 
 @law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))
@@ -212,12 +197,8 @@ def test_logits_depend_on_distance_alone(impl, seed, shift):
                 what="the values elsewhere",
             )
         else:
-            near(
-                lengths(there[pick]),
-                lengths(allowed.expected),
-                4 * (allowed.largest + more),
-                f"the length of {name} elsewhere",
-            )
+            slack = 4 * (allowed.largest + more)
+            near(lengths(there[pick]), lengths(allowed.expected), slack, f"the length of {name} elsewhere")
     logits = [queries @ keys.T for queries, keys, _ in (here, there)]
     bound = 16 * float(np.abs(here[0]).max() * np.abs(here[1]).max()) * (4 * final_rounding(impl) + turned)
     near(logits[1], logits[0], bound, "the logits where all positions move together")
@@ -269,14 +250,9 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
         others = np.arange(tokens) != token
         left = weights[..., others] / weights[..., others].sum(axis=-1, keepdims=True)
         expected[..., token] = lengths((full - (left[..., None] * values[:, :, others]).sum(axis=2)) @ w_o.T)
+    more = 1e-12 * float(np.abs(values).max() * np.abs(w_o).sum())
     agrees(
-        impl,
-        "expected_attention_theory.removal_error",
-        weights,
-        values,
-        w_o,
-        expected=expected,
-        more=1e-12 * float(np.abs(values).max() * np.abs(w_o).sum()),
+        impl, "expected_attention_theory.removal_error", weights, values, w_o, expected=expected, more=more
     )
 
 
@@ -295,12 +271,8 @@ def test_the_average_rotation_never_lengthens(impl, position, horizon, dim):
     # A matrix made of whole numbers alone has no dtype to follow: float32 is what every implementation can
     # do.
     error = 2.0**-23 * (position + horizon)
-    near(
-        got,
-        oracle("expected_attention.average_rotation")(dim, position=position, horizon=horizon),
-        error,
-        "the average rotation",
-    )
+    expected = oracle("expected_attention.average_rotation")(dim, position=position, horizon=horizon)
+    near(got, expected, error, "the average rotation")
     gram = got.T @ got
     squares = np.diag(gram)
     require(squares.max() <= 1 + 4 * error, "the average rotation lengthens a vector", np.eye(dim), gram)

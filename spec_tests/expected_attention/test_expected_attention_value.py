@@ -48,12 +48,8 @@ def test_at_equal_attention_the_score_is_the_length_of_the_value(impl, case):
     """Of queries that are zero each of T tokens expects 1/T: its score is (1/T + 0.02) |v|, by hand."""
     values = impl.round(case.values)
     expected = (1 / values.shape[2] + 0.02) * lengths(values)
-    near(
-        flat_score(impl, case, values),
-        expected,
-        rounding(impl, values.shape[2]) * expected,
-        "the score at equal attention",
-    )
+    got = flat_score(impl, case, values)
+    near(got, expected, rounding(impl, values.shape[2]) * expected, "the score at equal attention")
 
 
 @law("EA-9", of=SCORE, case=some_cases, seed=seeds(), epsilon=epsilons)
@@ -64,9 +60,5 @@ def test_of_projected_values_the_score_is_equation_9(impl, case, seed, epsilon):
     _, values, w_o = updates(impl, case, seed)
     projected = impl.round(linear(values, w_o.T))
     expected = (1 / values.shape[2] + epsilon) * lengths(projected)
-    near(
-        flat_score(impl, case, projected, epsilon=epsilon),
-        expected,
-        rounding(impl, values.shape[2]) * expected,
-        "the score of projected values",
-    )
+    got = flat_score(impl, case, projected, epsilon=epsilon)
+    near(got, expected, rounding(impl, values.shape[2]) * expected, "the score of projected values")

@@ -208,9 +208,8 @@ def factors_of_the_covariance(keys, query_mean, query_covariance):
     """One einsum for the linear part, the quadratic part key by key as the sum of all entries of Sigma
     times k k^T.
     """
-    quadratic = ((keys[..., :, None] * keys[..., None, :]) * query_covariance[..., None, :, :]).sum(
-        axis=(-2, -1)
-    )
+    outer = keys[..., :, None] * keys[..., None, :]
+    quadratic = (outer * query_covariance[..., None, :, :]).sum(axis=(-2, -1))
     dim = keys.shape[-1]
     return np.einsum("...td,...d->...t", keys, query_mean / keys.dtype.type(math.sqrt(dim))) + quadratic / (
         2 * dim

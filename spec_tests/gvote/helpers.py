@@ -10,10 +10,8 @@ def drawn_queries(case, seed, samples):
     sometimes equal.
     """
     batch, num_query_heads, _, head_dim = case.queries.shape
-    states = (
-        np.round(4 * np.random.default_rng(seed).normal(size=(batch, num_query_heads, samples + 1, head_dim)))
-        / 4
-    )
+    generator = np.random.default_rng(seed)
+    states = np.round(4 * generator.normal(size=(batch, num_query_heads, samples + 1, head_dim))) / 4
     return states[:, :, 0], states[:, :, 1:]
 
 

@@ -209,11 +209,8 @@ def test_logits_a_few_roundings_apart_still_rank(impl):
     """
     keys = np.zeros((1, 1, 4, 4))
     keys[..., 0] = 1 + 4 * final_rounding(impl) * np.arange(4)
-    equal(
-        impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5),
-        [[[False, False, True, True]]],
-        "logits that differ count as equal",
-    )
+    got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
+    equal(got, [[[False, False, True, True]]], "logits that differ count as equal")
 
 
 @law("GV-A9", of=SELECT)
@@ -223,11 +220,8 @@ def test_small_logits_still_rank(impl):
     """
     keys = np.zeros((1, 1, 4, 4))
     keys[..., 0] = np.arange(4) / 2**14
-    equal(
-        impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5),
-        [[[False, False, True, True]]],
-        "small logits count as equal",
-    )
+    got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
+    equal(got, [[[False, False, True, True]]], "small logits count as equal")
 
 
 FITTING: dict[str, Any] = {
@@ -301,26 +295,13 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
         float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys)
     )
     moved = angle_error(impl, case.length + horizon) * longest * longest_key / case.head_dim**0.5
-    got = impl.gvote.algorithm_1(
-        query,
-        keys,
-        case.values,
-        hidden,
-        weight,
-        noise,
-        p=0.5,
-        sink_size=sink_size,
-        horizon=horizon,
-        theta=theta,
-    )
+    settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
+    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
     kept = np.zeros(keys.shape[:3], dtype=bool)
     for item, head, rows in cache.heads(cache.CompressedCache(*got)):
         kept[item, head, got[2][rows]] = True
-        equal(
-            got[1][rows],
-            impl.round(case.values)[item, head, kept[item, head]],
-            "the values are not those of the kept tokens",
-        )
+        wanted = impl.round(case.values)[item, head, kept[item, head]]
+        equal(got[1][rows], wanted, "the values are not those of the kept tokens")
     weights = impl.allowance(WEIGHTS, query, np.repeat(keys, case.group, axis=1))
     check_votes(impl, kept, weights, logits.wider(moved, 0), case.num_kv_heads, 0.5)
 

@@ -92,11 +92,8 @@ def test_a_long_row_keeps_its_own_number(impl, case, budget):
 def test_a_long_row_keeps_the_lower_of_equal_scores(impl, case, budget):
     """Each of several rows of up to 131,072 tokens keeps the first b_h of a stable sort by falling score."""
     scores, budgets = long_scores(impl, case, budget)
-    equal(
-        impl.gvote.top_each(scores, budgets),
-        first_of_each(scores, budgets),
-        "a long row keeps other tokens than a stable sort",
-    )
+    got = impl.gvote.top_each(scores, budgets)
+    equal(got, first_of_each(scores, budgets), "a long row keeps other tokens than a stable sort")
 
 
 def long_scores(impl, case, budget):
@@ -270,10 +267,8 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     states = of_dtype(impl, case.keys[:, 0])
     observed = states[:, 4:]
     mean = observed.mean(axis=1)
-    variance = (
-        sum(np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
-        / observed.shape[1]
-    )
+    squares = (np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
+    variance = sum(squares) / observed.shape[1]
     slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
     got = impl.gvote.hidden_statistics(states)
     near(got[0], mean, slack * size, "the mean of a long prompt")

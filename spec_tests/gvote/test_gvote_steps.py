@@ -33,14 +33,8 @@ def exact_weights(draw, max_length=6):
 def test_weights_are_the_softmax_of_the_scaled_logits(impl, case):
     """exp(q . k_t / sqrt(D)), divided by its sum over the tokens; also computed token by token."""
     keys, query = impl.round(for_each_reader(case.keys, case.queries)), impl.round(case.queries[:, :, 0])
-    agrees(
-        impl,
-        WEIGHTS,
-        query,
-        keys,
-        by_hand=causal_weights(query[:, :, None], keys)[:, :, 0],
-        size=1 + np.abs(query).max() * np.abs(keys).max(),
-    )
+    by_hand = causal_weights(query[:, :, None], keys)[:, :, 0]
+    agrees(impl, WEIGHTS, query, keys, by_hand=by_hand, size=1 + np.abs(query).max() * np.abs(keys).max())
 
 
 @law("GV-A1", of=WEIGHTS, size=st.sampled_from([1.0, 1e2, 1e4]), length=st.sampled_from([1, 2, 17]))
@@ -64,14 +58,8 @@ def test_output_is_the_weighted_sum_of_the_values(impl, case):
     """o = sum_t A_t v_t; a one-hot weight gives the value of that token."""
     weights, values = impl.round(np.abs(case.keys[..., 0])), impl.round(case.values)
     by_hand = sum(weights[..., token, None] * values[:, :, token] for token in range(weights.shape[-1]))
-    agrees(
-        impl,
-        "gvote_theory.output",
-        weights,
-        values,
-        by_hand=by_hand,
-        size=weights.sum(axis=-1).max() * np.abs(values).max(),
-    )
+    size = weights.sum(axis=-1).max() * np.abs(values).max()
+    agrees(impl, "gvote_theory.output", weights, values, by_hand=by_hand, size=size)
     for token, one_hot in enumerate(np.eye(weights.shape[-1])):
         got = impl.gvote_theory.output(np.broadcast_to(one_hot, weights.shape).copy(), values)
         equal(got, values[:, :, token], f"all weight on token {token} does not give its value")
@@ -140,11 +128,8 @@ def test_of_equal_weights_those_at_the_lower_positions_are_in_the_nucleus(impl, 
     """As many tokens as are in the nucleus come first in a stable sort by falling weight, and they are it."""
     kept = impl.gvote.nucleus(weights, p)
     require_mask(kept, weights.shape, "the nucleus")
-    equal(
-        kept,
-        first_of_each(weights[None], kept.sum(keepdims=True))[0],
-        "of equal weights one at a higher position is in the nucleus",
-    )
+    expected = first_of_each(weights[None], kept.sum(keepdims=True))[0]
+    equal(kept, expected, "of equal weights one at a higher position is in the nucleus")
 
 
 @law("GV-A2", of=(NUCLEUS, WEIGHTS), case=seeded_cases(), percent=st.integers(1, 99))
@@ -199,11 +184,8 @@ def test_mass_is_the_sum_of_the_weights(impl):
     four.
     """
     for count, p in enumerate((0.25, 0.5, 0.75, 0.9375), start=1):
-        equal(
-            impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p),
-            np.arange(4) < count,
-            f"the nucleus at {p} is not the first {count}",
-        )
+        kept = impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p)
+        equal(kept, np.arange(4) < count, f"the nucleus at {p} is not the first {count}")
 
 
 @law("GV-A2", of=NUCLEUS)
@@ -269,27 +251,12 @@ def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
     of_channel = (statistics.fmean, statistics.pvariance)[pick]
     by_hand = np.array([[of_channel(channel) for channel in item.T.tolist()] for item in observed])
     how = {"pick": pick, "more": updating_errors(impl, observed)[pick]}
-    agrees(
-        impl,
-        path,
-        states,
-        sink_size=sink_size,
-        **how,
-        by_hand=by_hand,
-        size=1 + np.abs(observed).max(axis=1) ** 2,
-        what=f"the {name}",
-    )
+    size = 1 + np.abs(observed).max(axis=1) ** 2
+    agrees(impl, path, states, sink_size=sink_size, **how, by_hand=by_hand, size=size, what=f"the {name}")
     changed = states.copy()
     changed[:, :skipped] = np.random.default_rng(seed).normal(size=changed[:, :skipped].shape)
-    agrees(
-        impl,
-        path,
-        states,
-        sink_size=sink_size,
-        **how,
-        got=impl.gvote.hidden_statistics(changed, sink_size=sink_size)[pick],
-        what=f"the {name} with other sinks",
-    )
+    got = impl.gvote.hidden_statistics(changed, sink_size=sink_size)[pick]
+    agrees(impl, path, states, sink_size=sink_size, **how, got=got, what=f"the {name} with other sinks")
 
 
 @law("GV-A4", of="gvote.hidden_statistics")
@@ -298,12 +265,8 @@ def test_the_variance_survives_a_large_mean(impl):
     offset = min(2.0**-10 / accumulating(impl), 2.0**-2 / final_rounding(impl))
     states = offset + np.arange(4.0)[:, None]
     slack = updating_errors(impl, states)[1] + final_rounding(impl)
-    near(
-        impl.gvote.hidden_statistics(states, sink_size=0)[1],
-        np.array([1.25]),
-        slack,
-        f"the variance of {offset} + 0, 1, 2, 3",
-    )
+    got = impl.gvote.hidden_statistics(states, sink_size=0)[1]
+    near(got, np.array([1.25]), slack, f"the variance of {offset} + 0, 1, 2, 3")
 
 
 @law("GV-A5", of="gvote.sample_hidden_states", case=cases(), seed=seeds())
@@ -344,23 +307,13 @@ def test_projection_is_the_linear_layer(impl, case, seed):
     channels, generator, keys = case.keys.shape[-1], np.random.default_rng(seed), impl.round(case.keys)
     weight, bias = (impl.round(generator.normal(size=shape)) for shape in ((channels, 5), 5))
     for layer, added in (((weight,), 0.0), ((weight, bias), bias)):
-        agrees(
-            impl,
-            "gvote.project",
-            keys,
-            *layer,
-            by_hand=linear(keys, weight) + added,
-            size=channels * np.abs(case.keys).max(),
-        )
+        by_hand = linear(keys, weight) + added
+        agrees(impl, "gvote.project", keys, *layer, by_hand=by_hand, size=channels * np.abs(case.keys).max())
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
     parts = sum(impl.gvote.project(x, weight) for x in (states, other))
     together = impl.gvote.project(states + other, weight)
-    near(
-        parts,
-        together,
-        final_rounding(impl) * np.abs(together).max(initial=1) * channels,
-        "the sum of two projections",
-    )
+    slack = final_rounding(impl) * np.abs(together).max(initial=1) * channels
+    near(parts, together, slack, "the sum of two projections")
 
 
 @law(
@@ -397,11 +350,8 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no
     query grows.
     """
-    even = (
-        np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1)
-        if (case.queries.shape[-1] % 2)
-        else case.queries
-    )
+    odd = case.queries.shape[-1] % 2
+    even = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1) if odd else case.queries
     path, queries = "gvote.rotate_by_average", impl.round(even)
     settings = {"position": position, "horizon": horizon, "theta": theta}
     # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair
@@ -409,15 +359,8 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     moved = angle_error(impl, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
     places = range(position, position + horizon)
     by_hand = np.mean([rope.rotate(queries, np.array(place), theta) for place in places], axis=0)
-    got = agrees(
-        impl,
-        path,
-        queries,
-        **settings,
-        by_hand=by_hand,
-        size=1 + np.abs(queries).max(),
-        more=(moved.max(), moved.mean()),
-    )
+    how = {"size": 1 + np.abs(queries).max(), "more": (moved.max(), moved.mean())}
+    got = agrees(impl, path, queries, **settings, by_hand=by_hand, **how)
     before, after = (np.linalg.norm(states, axis=-1) for states in (queries, got))
     error = impl.allowance(path, queries, **settings).largest + moved.max()
     slack = 4 * final_rounding(impl) * before + queries.shape[-1] * error
@@ -444,14 +387,8 @@ def test_logits_compare_each_sample_with_each_key(impl, case, seed):
     expected = np.zeros((*sampled.shape[:3], keys.shape[2]))
     for place in np.ndindex(sampled.shape[:2]):
         expected[place] = linear(sampled[place], keys[place].T) / keys.shape[-1] ** 0.5
-    agrees(
-        impl,
-        "gvote.sampled_logits",
-        sampled,
-        keys,
-        by_hand=expected,
-        size=keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max(),
-    )
+    size = keys.shape[-1] * np.abs(sampled).max() * np.abs(keys).max()
+    agrees(impl, "gvote.sampled_logits", sampled, keys, by_hand=expected, size=size)
 
 
 @law("GV-A11", of="gvote.union", case=cases(), seed=seeds())
@@ -462,9 +399,8 @@ def test_union_keeps_what_any_sample_votes_for(impl, case, seed):
     votes = np.random.default_rng(seed).random((*case.keys.shape[:2], 3, case.keys.shape[2])) < 0.3
     expected = votes[:, :, 0] | votes[:, :, 1] | votes[:, :, 2]
     for order in itertools.permutations(range(3)):
-        equal(
-            impl.gvote.union(votes[:, :, list(order)]), expected, "the union is not what any sample votes for"
-        )
+        got = impl.gvote.union(votes[:, :, list(order)])
+        equal(got, expected, "the union is not what any sample votes for")
     many = np.repeat(votes[:, :, :1], 256, axis=2)
     equal(impl.gvote.union(many), votes[:, :, 0], "256 equal samples are not one of them")
 
@@ -539,8 +475,5 @@ def test_overlap_is_the_attention_on_the_candidates(impl, weights, seed):
     candidates = np.random.default_rng(seed).random(weights.shape) < 0.5
     expected = sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen)
     for tokens, wanted in ((candidates, expected), (candidates | True, 1), (candidates & False, 0)):
-        equal(
-            float(impl.gvote_theory.attention_overlap(weights, tokens)),
-            wanted,
-            "the overlap is not the attention on the candidates",
-        )
+        got = impl.gvote_theory.attention_overlap(weights, tokens)
+        equal(float(got), wanted, "the overlap is not the attention on the candidates")

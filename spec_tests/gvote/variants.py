@@ -338,9 +338,8 @@ def torch_algorithm(
         (query, keys, hidden_states, query_weight, noise)
     )
     states = torch_addcmul(*torch_statistics(hidden_states, sink_size=sink_size), noise)
-    rotated = torch_rotate_half(
-        torch.einsum("bsc,hcd->bhsd", states, query_weight), position=keys.shape[2], **window
-    )
+    sampled = torch.einsum("bsc,hcd->bhsd", states, query_weight)
+    rotated = torch_rotate_half(sampled, position=keys.shape[2], **window)
     return torch_indexing(keys, values, torch_select(wide_query, wide_keys, rotated, p=p))
 
 

@@ -56,9 +56,8 @@ def received_query_by_query(queries, keys):
     out = np.zeros(keys.shape[:-1])
     before = keys.shape[-2] - queries.shape[-2]
     for row in range(queries.shape[-2]):
-        logits = (keys[..., : before + row + 1, :] @ queries[..., row, :, None])[..., 0] / np.sqrt(
-            keys.shape[-1]
-        )
+        seen = keys[..., : before + row + 1, :]
+        logits = (seen @ queries[..., row, :, None])[..., 0] / np.sqrt(keys.shape[-1])
         out[..., : before + row + 1] += softmax_by_maximum(logits)
     return out
 

@@ -51,12 +51,8 @@ def test_equal_keys_score_by_how_long_they_were_seen(impl):
     """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and
     1/4.
     """
-    near(
-        impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2))),
-        np.array([[[25, 13, 7, 3]]]) / 12,
-        0.02,
-        "the score, the sum of 1/(m+1),",
-    )
+    got = impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)))
+    near(got, np.array([[[25, 13, 7, 3]]]) / 12, 0.02, "the score, the sum of 1/(m+1),")
 
 
 @law("H2-1", of=SCORE)
@@ -88,13 +84,8 @@ def test_half_of_the_budget_is_recent(impl, case, seed, share):
     budget = 2 * max(1, int(share * (length + 2) / 2))
     allowed = impl.allowance(SCORE, queries, case.keys)
     kept = impl.h2o.select(queries, case.keys, budget=budget)
-    selects(
-        kept,
-        allowed.expected,
-        min(budget, length),
-        slack=lambda: allowed.largest,
-        protected=latest(case.keys.shape[:3], budget // 2),
-    )
+    recent = latest(case.keys.shape[:3], budget // 2)
+    selects(kept, allowed.expected, min(budget, length), slack=lambda: allowed.largest, protected=recent)
 
 
 @law("H2-1", of=SELECT, kind="edge", budget=st.integers(1, 9))
@@ -104,9 +95,8 @@ def test_the_recent_half_rounds_up(impl, budget):
     """
     kept = impl.h2o.select(np.ones((1, 1, 9, 2)), np.zeros((1, 1, 9, 2)), budget=budget)
     place = np.arange(9)
-    equal(
-        kept, ((place < budget // 2) | (place >= 9 - (budget + 1) // 2))[None, None], "other tokens are kept"
-    )
+    expected = (place < budget // 2) | (place >= 9 - (budget + 1) // 2)
+    equal(kept, expected[None, None], "other tokens are kept")
 
 
 @law("H2-1", of=SELECT)
@@ -117,11 +107,8 @@ def test_each_head_chooses_for_itself(impl):
     keys = np.zeros((1, 2, 4, 2))
     keys[0, 0, 0] = keys[0, 1, 1] = 5
     kept = impl.h2o.select(np.ones((1, 2, 4, 2)), keys, budget=2)
-    equal(
-        kept,
-        np.array([[[True, False, False, True], [False, True, False, True]]]),
-        "a head keeps what another one chose",
-    )
+    expected = np.array([[[True, False, False, True], [False, True, False, True]]])
+    equal(kept, expected, "a head keeps what another one chose")
 
 
 @law("H2-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, -1, 1.5]))
@@ -181,12 +168,8 @@ def test_much_and_little_attention_adds_up(impl, case):
     slack = rounding(impl, case.length**2) * expected + (2.0**-23 if impl.dtype == "float16" else 0)
     # logits may be rounded to the dtype
     slack += np.where(seen == 0, 0, np.expm1(apart * final_rounding(impl) / 2) * expected)
-    near(
-        impl.h2o.score(queries, keys),
-        np.broadcast_to(expected, keys.shape[:3]),
-        slack,
-        "the score of a long prompt",
-    )
+    got = impl.h2o.score(queries, keys)
+    near(got, np.broadcast_to(expected, keys.shape[:3]), slack, "the score of a long prompt")
 
 
 @law("H2-1", of=SELECT, examples=2, case=long_cases(groups=(2, 1), lengths=(1025, 767), head_dims=(64, 80)))
@@ -194,13 +177,8 @@ def test_half_of_a_large_budget_is_recent(impl, case):
     """Of a thousand tokens the last 257 stay, and the 257 heavy hitters among the others."""
     queries, keys, expected, slack = long_prompt(impl, case)
     recent = np.broadcast_to(np.arange(case.length) >= case.length - 257, expected.shape)
-    selects(
-        impl.h2o.select(queries, keys, budget=514),
-        expected,
-        min(514, case.length),
-        slack=slack,
-        protected=recent,
-    )
+    kept = impl.h2o.select(queries, keys, budget=514)
+    selects(kept, expected, min(514, case.length), slack=slack, protected=recent)
 
 
 @law("H2-1", of=SCORE, examples=2, case=paper_cases(groups=(2, 1)))

@@ -72,11 +72,8 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
         expected, slack = scores.expected, lambda: scores.largest
     selects(kept, expected, wanted, slack=slack, what="the step")
     for name, states, source in (("keys", after.keys, before.keys), ("values", after.values, before.values)):
-        equal(
-            states,
-            source[kept].reshape(*after.positions.shape, -1),
-            f"the cache's {name} are not those of the tokens at its positions",
-        )
+        rows = source[kept].reshape(*after.positions.shape, -1)
+        equal(states, rows, f"the cache's {name} are not those of the tokens at its positions")
 
 
 @law("KD-1", of="keydiff_theory.transformer_block", case=cases())
@@ -149,15 +146,10 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     keys, values = (np.concatenate(pair, axis=-2) for pair in zip(cache[:2], states, strict=True))
     size = np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
+    got = impl.keydiff_theory.cached_attention(*new, backwards)
+    by_hand = causal_weights(queries, keys) @ values
     agrees(
-        impl,
-        CACHED,
-        *new,
-        cache,
-        got=impl.keydiff_theory.cached_attention(*new, backwards),
-        by_hand=causal_weights(queries, keys) @ values,
-        size=size,
-        what="attention to the reversed cache",
+        impl, CACHED, *new, cache, got=got, by_hand=by_hand, size=size, what="attention to the reversed cache"
     )
 
 
@@ -190,11 +182,8 @@ def test_eviction_keeps_a_subset_whole_and_in_order(impl, case, seed):
     got = impl.keydiff.evict(cache, kept)
     for name in ("keys", "values", "positions"):
         rows = getattr(cache, name)[kept]  # head by head, as many of each
-        equal(
-            getattr(got, name),
-            rows.reshape(*kept.shape[:2], budget, *rows.shape[1:]),
-            f"the {name} of a head are not those of its kept tokens",
-        )
+        wanted = rows.reshape(*kept.shape[:2], budget, *rows.shape[1:])
+        equal(getattr(got, name), wanted, f"the {name} of a head are not those of its kept tokens")
     equal(got.seen, cache.seen, "eviction changes how many tokens were seen")
 
 

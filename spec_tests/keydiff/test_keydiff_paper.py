@@ -122,10 +122,8 @@ def test_the_mean_of_a_random_subset_is_near_the_mean(case):
             ((directions[..., list(chosen), :].mean(axis=-2) - mean) ** 2).sum(axis=-1)
             for chosen in itertools.combinations(range(length), budget)
         ]
-        assert (
-            np.abs(np.mean(errors, axis=0) - (spread * (length - budget) / (budget * (length - 1)))).max()
-            <= 1e-12
-        )
+        expected = spread * (length - budget) / (budget * (length - 1))
+        assert np.abs(np.mean(errors, axis=0) - expected).max() <= 1e-12
 
 
 @law("KD-O", scale=st.sampled_from([1, 4, 64, 1024]))
@@ -242,10 +240,8 @@ def test_the_pairwise_form_keeps_the_same_cache(case, budget):
     """
     arguments: dict[str, Any] = {"budget": budget, "block_size": 4}
     plain = keydiff.process_prompt(case.keys, case.values, **arguments)
-    assert np.array_equal(
-        plain.positions,
-        keydiff.process_prompt(case.keys, case.values, scorer=keydiff.pairwise_score, **arguments).positions,
-    )
+    pairwise = keydiff.process_prompt(case.keys, case.values, scorer=keydiff.pairwise_score, **arguments)
+    assert np.array_equal(plain.positions, pairwise.positions)
 
 
 @law("KD-T2")

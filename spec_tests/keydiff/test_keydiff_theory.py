@@ -80,12 +80,8 @@ def test_keys_of_one_length_have_one_mean(impl, case, seed):
     if np.abs(raw.expected - plain.expected).max() > 1e-6:
         return  # the keys cancel but for rounding
     slack = raw.largest + plain.largest + 1e-6
-    near(
-        impl.keydiff_variants.raw_mean_score(keys),
-        impl.keydiff.score(keys),
-        slack,
-        "the raw mean's score of keys of one length",
-    )
+    got = impl.keydiff_variants.raw_mean_score(keys)
+    near(got, impl.keydiff.score(keys), slack, "the raw mean's score of keys of one length")
 
 
 @law("KD-T2", of=(MEDIAN, RAW, "keydiff.score"))
@@ -106,13 +102,8 @@ def test_the_dot_product_variant_sums_the_dot_products(impl, case):
     mean of the keys.
     """
     keys = impl.round(case.keys)
-    agrees(
-        impl,
-        DOT,
-        keys,
-        by_hand=-(keys @ np.swapaxes(keys, -1, -2)).mean(axis=-1),
-        size=(keys**2).sum(axis=-1).max(),
-    )
+    pairs = -(keys @ np.swapaxes(keys, -1, -2)).mean(axis=-1)
+    agrees(impl, DOT, keys, by_hand=pairs, size=(keys**2).sum(axis=-1).max())
 
 
 @law("KD-T3", of=DOT, case=cases(), exponent=st.integers(-2, 2))
@@ -146,9 +137,8 @@ def test_the_euclidean_variant_keeps_what_is_far_from_the_mean(impl, case):
     agrees(impl, EUCLID, case.keys)
     keys = impl.round(case.keys)
     pairs = ((keys[..., :, None, :] - keys[..., None, :, :]) ** 2).sum(axis=(-2, -1))
-    assert np.ptp(pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2, axis=-1).max() <= 1e-11 * max(
-        1, pairs.max()
-    )
+    common = pairs - keys.shape[2] * oracle(EUCLID)(keys) ** 2
+    assert np.ptp(common, axis=-1).max() <= 1e-11 * max(1, pairs.max())
 
 
 @law("KD-T3", of=EUCLID, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
@@ -259,12 +249,8 @@ def test_alignment_bound_is_the_formula(impl, count, percent, largest):
     """a / M - 1 with a = log n + log(w / (1 - w)), in natural logarithms."""
     expected = (math.log(count) + math.log(percent) - math.log(100 - percent)) / largest - 1
     got = float(impl.keydiff_theory.alignment_bound(count, percent / 100, largest))
-    require(
-        abs(got - expected) <= (8 * final_rounding(impl) * (1 + 14 / largest)),
-        "the bound is another number",
-        expected,
-        got,
-    )
+    slack = 8 * final_rounding(impl) * (1 + 14 / largest)
+    require(abs(got - expected) <= slack, "the bound is another number", expected, got)
 
 
 @law("KD-C1", of=BOUND, kind="refusal", name=st.sampled_from(["count", "weight", "largest_norm"]))
@@ -282,12 +268,8 @@ def test_squared_cosines_with_a_basis_sum_to_one(impl, case, seed):
     basis = mirrored(np.random.default_rng(seed), vector.size)
     by_hand = linear(vector, basis.T) ** 2 / (math.fsum(vector**2) or 1.0)
     total, one = agrees(impl, SQUARES, vector, basis, by_hand=by_hand).sum(), float(vector.any())
-    require(
-        abs(total - one) <= (vector.size * within(impl, roundings=1)),
-        "the squared cosines do not sum to 1",
-        one,
-        total,
-    )
+    slack = vector.size * within(impl, roundings=1)
+    require(abs(total - one) <= slack, "the squared cosines do not sum to 1", one, total)
 
 
 @law(

@@ -224,10 +224,8 @@ def worst_place_deleted(cache, key, value, *, budget, scorer=None):
     held = [joined.keys.astype(key.dtype), joined.values.astype(key.dtype), joined.positions]
     while held[2].shape[-1] > budget:
         scores = tiled(held[0])
-        left = (
-            np.arange(scores.shape[-1])
-            != (scores.shape[-1] - 1 - scores[..., ::-1].argmin(axis=-1))[..., None]
-        )
+        worst = scores.shape[-1] - 1 - scores[..., ::-1].argmin(axis=-1)
+        left = np.arange(scores.shape[-1]) != worst[..., None]
         held = [
             entry[left].reshape(*left.shape[:-1], left.shape[-1] - 1, *entry.shape[left.ndim :])
             for entry in held

@@ -39,11 +39,8 @@ def test_a_token_below_the_threshold_goes_when_it_leaves_the_window(
     """Each by itself, whatever other tokens, heads and batch items score. At the threshold it stays."""
     scores = quarters(seed, 2, 3, length)
     scores[..., seed % 7 : seed % 7 + 1] = np.copysign(np.inf, scores[..., seed % 7 : seed % 7 + 1])
-    equal(
-        impl.kvzap.dms(scores, threshold=threshold, window_size=window_size),
-        by_hand(scores, threshold, window_size),
-        "another token stays",
-    )
+    kept = impl.kvzap.dms(scores, threshold=threshold, window_size=window_size)
+    equal(kept, by_hand(scores, threshold, window_size), "another token stays")
 
 
 @law("ZA-1", of=DMS, seed=seeds(), length=lengths_of, window_size=windows)
@@ -71,25 +68,15 @@ def test_bad_settings_are_refused(impl, bad):
 def test_the_score_is_the_product_with_the_weights_and_a_bias(impl, case, seed, heads):
     """Number by number, with the weights of each KV head, so two surrogates added score their sum."""
     states, weights = impl.round(case.keys[:, 0]), quarters(seed, case.batch, heads, case.head_dim)
-    agrees(
-        impl,
-        SCORE,
-        states,
-        weights,
-        weights[..., 0],
-        by_hand=scores_by_hand,
-        size=1 + (np.abs(states) @ np.swapaxes(np.abs(weights), 1, 2)).max(),
-    )
+    size = 1 + (np.abs(states) @ np.swapaxes(np.abs(weights), 1, 2)).max()
+    agrees(impl, SCORE, states, weights, weights[..., 0], by_hand=scores_by_hand, size=size)
 
 
 @law("ZA-2", of=SCORE)
 def test_the_scores_of_states_in_half_precision_are_sums_in_float32(impl):
     """256 + 1 - 256 + 171 is 172; a sum in bfloat16 or float16 would lose some of it, here 4,096 times."""
-    got = impl.kvzap.score(
-        np.tile([256.0, 1, -256, 171], 4096)[None, None],
-        np.tile([1.0, 1, 1, 0], 4096)[None, None],
-        np.zeros((1, 1)),
-    )
+    states = np.tile([256.0, 1, -256, 171], 4096)[None, None]
+    got = impl.kvzap.score(states, np.tile([1.0, 1, 1, 0], 4096)[None, None], np.zeros((1, 1)))
     near(got, np.array([[[4096.0]]]), 4096 * final_rounding(impl), "the score")
 
 
@@ -130,12 +117,8 @@ def test_one_token_by_hand(impl):
     zero, w_o = np.zeros((1, 1, 1, 2)), np.array([[[4.0, 0, 0], [0, 1, 0]]])
     for length, size, share in ((3, 5, 1.2), (0, 5, 1e-30), (3, 0, 1e-30)):
         value, state = np.array([[[[length, 0.0]]]]), np.array([[[0.6, 0.8, 0]]]) * size
-        near(
-            impl.kvzap.target(zero, value, w_o, zero, zero, state),
-            np.full((1, 1, 1), np.log(share)),
-            70 * rounding(impl),
-            "the target",
-        )
+        got = impl.kvzap.target(zero, value, w_o, zero, zero, state)
+        near(got, np.full((1, 1, 1), np.log(share)), 70 * rounding(impl), "the target")
 
 
 @law("ZA-3", of=TARGET, examples=1, seed=seeds())
@@ -148,12 +131,8 @@ def test_a_long_replay_counts_to_its_last_query(impl, seed):
     got = impl.kvzap.target(
         keys, np.ones((1, 1, 130, 1)), np.full((2, 1, 1), 2.0), queries, more, np.full((1, 300, 1), 2.0)
     )
-    near(
-        got,
-        np.where(np.arange(130) == seed % 130, 0, -np.log(131))[None, None],
-        6 * rounding(impl, 430),
-        "the target by a replay of 300",
-    )
+    expected = np.where(np.arange(130) == seed % 130, 0, -np.log(131))[None, None]
+    near(got, expected, 6 * rounding(impl, 430), "the target by a replay of 300")
 
 
 @law("ZA-4", of=FIT, seed=seeds(), length=lengths_of, ridge=st.sampled_from([1.0, 0.25, 16.0]))
@@ -216,11 +195,8 @@ def test_tokens_one_by_one_stay_as_all_at_once(impl, seed, length, window_size):
         kept = impl.kvzap.select(keys, recent, *surrogate, **settings)
         require_mask(kept, keys.shape[:3], "the selection of a step")
         stored = stored[kept[0, 0]]
-    equal(
-        stored,
-        np.flatnonzero(by_hand(scores_by_hand(states, *surrogate), **settings)),
-        "token by token others stay",
-    )
+    expected = by_hand(scores_by_hand(states, *surrogate), **settings)
+    equal(stored, np.flatnonzero(expected), "token by token others stay")
 
 
 @law("ZA-5", of=SELECT)

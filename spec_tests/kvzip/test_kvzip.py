@@ -17,9 +17,8 @@ def replay(case, seed, count):
 
 def by_hand(keys, queries, replay_keys):
     """The attention of each query of the replay on the text, [B, H_q, M, T], query by query."""
-    return causal_weights(queries, for_each_reader(np.concatenate([keys, replay_keys], axis=2), queries))[
-        ..., : keys.shape[2]
-    ]
+    whole = np.concatenate([keys, replay_keys], axis=2)
+    return causal_weights(queries, for_each_reader(whole, queries))[..., : keys.shape[2]]
 
 
 def largest(weights, keys):
@@ -114,12 +113,8 @@ def check_shared(impl, scores, budget):
 @law("KZ-3", of=TOP_R, case=seeded_cases(max_length=17), seed=seeds(), budget=st.integers(1, 20))
 def test_all_layers_and_heads_share_one_budget(impl, case, seed, budget):
     """Of three layers the highest scores of all heads stay, as many as the budget of all heads together."""
-    check_shared(
-        impl,
-        np.round(8 * np.random.default_rng(seed).normal(size=(3, case.batch, case.num_kv_heads, case.length)))
-        / 8,
-        budget,
-    )
+    drawn = np.random.default_rng(seed).normal(size=(3, case.batch, case.num_kv_heads, case.length))
+    check_shared(impl, np.round(8 * drawn) / 8, budget)
 
 
 @law("KZ-3", of=TOP_R)

@@ -60,13 +60,8 @@ def check_partitions(kept, keys, values, percent, sink, lag, scored):
             for states in (keys, values)
         )
         scores, slack = scored(keys[:, :, :-1], values[:, :, :-1], keys[:, :, 1:], values[:, :, 1:])
-        selects(
-            kept[..., sink:last].reshape(scores.shape),
-            scores,
-            percent * lag // 100,
-            slack=slack,
-            what="a partition",
-        )
+        parts = kept[..., sink:last].reshape(scores.shape)
+        selects(parts, scores, percent * lag // 100, slack=slack, what="a partition")
 
 
 def states_at(impl, keys, values, cuts, **settings):

@@ -76,12 +76,8 @@ def test_score_is_the_sum_of_the_scores_of_keys_and_values(impl, case):
 @law("LK-10", of=SCORE, case=cases())
 def test_scores_are_positive_and_sum_to_two(impl, case):
     """Two softmaxes over the tokens of the partition: positive, at most 2, and 2 in total."""
-    totals(
-        impl.lagkv.score(*partitions(case)),
-        2,
-        impl.allowance(SCORE, *partitions(case)),
-        "the scores of a partition",
-    )
+    allowed = impl.allowance(SCORE, *partitions(case))
+    totals(impl.lagkv.score(*partitions(case)), 2, allowed, "the scores of a partition")
 
 
 @law("LK-7", of=SCORE, case=cases(), seed=seeds())
@@ -126,12 +122,8 @@ def test_the_sign_of_a_channel_matters(impl):
     mirror = np.array([-1.0, 1])
     plain = impl.lagkv.score(keys, keys, following, following)
     mirrored = impl.lagkv.score(keys * mirror, keys * mirror, following * mirror, following * mirror)
-    require(
-        np.abs(plain - mirrored).max() >= 1e-3,
-        "mirroring a channel of both partitions changed nothing",
-        plain,
-        mirrored,
-    )
+    apart = np.abs(plain - mirrored).max()
+    require(apart >= 1e-3, "mirroring a channel of both partitions changed nothing", plain, mirrored)
 
 
 @law("LK-9", of=SCORE, kind="edge", case=cases(), seed=seeds())
@@ -143,15 +135,8 @@ def test_a_channel_constant_in_the_next_partition_counts_as_zero(impl, case, see
     next_keys[..., channel] = 0.5
     other_keys = keys.copy()
     other_keys[..., channel] = generator.integers(-8, 9, size=keys.shape[:-1])
-    agrees(
-        impl,
-        SCORE,
-        keys,
-        values,
-        next_keys,
-        next_values,
-        got=impl.lagkv.score(other_keys, values, next_keys, next_values),
-    )
+    got = impl.lagkv.score(other_keys, values, next_keys, next_values)
+    agrees(impl, SCORE, keys, values, next_keys, next_values, got=got)
 
 
 @law("LK-9", of=SCORE)
@@ -174,26 +159,16 @@ def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
     permuted = (
         states[..., order] for states, order in zip(partitions(case), (k_order, v_order) * 2, strict=True)
     )
-    agrees(
-        impl,
-        SCORE,
-        *partitions(case),
-        got=impl.lagkv.score(*permuted),
-        what="the score with permuted channels",
-    )
+    got = impl.lagkv.score(*permuted)
+    agrees(impl, SCORE, *partitions(case), got=got, what="the score with permuted channels")
 
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties",)))
 def test_large_states_do_not_overflow(impl, case):
     """States a thousand times larger, as in the outlier channels of trained models, give the same score."""
     states = [np.round(each) for each in partitions(case)]
-    agrees(
-        impl,
-        SCORE,
-        *states,
-        got=impl.lagkv.score(*(1024 * each for each in states)),
-        what="the score of large states",
-    )
+    got = impl.lagkv.score(*(1024 * each for each in states))
+    agrees(impl, SCORE, *states, got=got, what="the score of large states")
 
 
 @law("LK-10", of=SCORE, case=cases(), seed=seeds())
@@ -220,15 +195,8 @@ def test_a_channel_without_a_range_counts_as_zero(impl):
     """
     keys, following = np.array([[[[0.0, 1, 7], [0, 0, 7]]]]), np.array([[[[0.0, 0, 5], [1, 1, 5]]]])
     weight = math.exp(1 / math.sqrt(3))
-    agrees(
-        impl,
-        SCORE,
-        keys,
-        np.zeros_like(keys),
-        following,
-        np.zeros_like(keys),
-        expected=0.5 + np.array([[[weight, 1.0]]]) / (weight + 1),
-    )
+    expected = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
+    agrees(impl, SCORE, keys, np.zeros_like(keys), following, np.zeros_like(keys), expected=expected)
 
 
 @law("LK-10", of=SCORE)
@@ -236,15 +204,8 @@ def test_the_deviation_is_that_of_a_sample(impl):
     """Two channels at 0 and 1 deviate by 1/sqrt(2) (ddof=1), not by 1/2; the softmax has no temperature."""
     keys, following = np.array([[[[0.0, 1], [0, 0]]]]), np.array([[[[0.0, 0], [1, 1]]]])
     weight = math.exp(1 / math.sqrt(2))
-    agrees(
-        impl,
-        SCORE,
-        keys,
-        np.zeros_like(keys),
-        following,
-        following,
-        expected=0.5 + np.array([[[weight, 1.0]]]) / (weight + 1),
-    )
+    expected = 0.5 + np.array([[[weight, 1.0]]]) / (weight + 1)
+    agrees(impl, SCORE, keys, np.zeros_like(keys), following, following, expected=expected)
 
 
 @law("LK-10", of=SCORE, kind="edge", case=cases(), keys_too=st.booleans())
@@ -332,11 +293,8 @@ def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
     expected = impl.lagkv.retained_length(case.length, **asked(percent, sink, lag))
     equal(kept.sum(axis=-1), expected, "the mask keeps another number of tokens than LK-12 says")
     equal(kept[..., :sink], True, "a sink token was evicted")
-    equal(
-        kept[..., (sink + max(0, (case.length - sink) // lag - 1) * lag) :],
-        True,
-        "a token of the sliding window was evicted",
-    )
+    end = sink + max(0, (case.length - sink) // lag - 1) * lag
+    equal(kept[..., end:], True, "a token of the sliding window was evicted")
 
 
 @law("LK-12", of=SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
@@ -419,12 +377,8 @@ def test_the_keep_ratio_for_a_budget_is_the_largest_that_fits(impl, length, budg
     settings = {"sink_size": sink, "lag_size": lag}
     ratio, said = impl.lagkv.keep_ratio_for(length, budget, **settings), f"keep_ratio_for({length}, {budget})"
     require(0 <= ratio <= 1, f"{said} = {ratio}, wanted in [0, 1]", None, ratio)
-    require(
-        ratio == 1 or (budget < length and length >= sink + 2 * lag),
-        f"{said} = {ratio} where nothing has to go, or can",
-        1,
-        ratio,
-    )
+    must_go = budget < length and length >= sink + 2 * lag
+    require(ratio == 1 or must_go, f"{said} = {ratio} where nothing has to go, or can", 1, ratio)
     least, got = (impl.lagkv.retained_length(length, keep_ratio=each, **settings) for each in (0, ratio))
     require(
         got <= max(budget, least),
@@ -444,12 +398,8 @@ def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     """Below S + 2L tokens the reason names that number; from there on there is none."""
     shortest = sink + 2 * lag
     got = impl.lagkv.why_nothing_removed(shortest + more, sink_size=sink, lag_size=lag)
-    require(
-        str(shortest) in str(got) if more < 0 else got is None,
-        f"a cache of {shortest + more} tokens is explained by {got!r}",
-        shortest,
-        got,
-    )
+    explained = str(shortest) in str(got) if more < 0 else got is None
+    require(explained, f"a cache of {shortest + more} tokens is explained by {got!r}", shortest, got)
 
 
 @law(

@@ -59,24 +59,16 @@ def test_heads_stand_side_by_side(impl, case, seed):
     by_head = sum(
         weights[:, i] @ values[:, i] @ output_weight[i * width : (i + 1) * width] for i in range(num_heads)
     )
-    agrees(
-        impl,
-        OUTPUT,
-        weights,
-        values,
-        output_weight,
-        by_hand=by_head,
-        size=np.abs(values).max() * np.abs(output_weight).sum(),
-    )
+    size = np.abs(values).max() * np.abs(output_weight).sum()
+    agrees(impl, OUTPUT, weights, values, output_weight, by_hand=by_head, size=size)
 
 
 @law("LK-3", of=WEIGHTS, case=seeded_cases(max_length=17))
 def test_attention_weights_are_a_causal_softmax(impl, case):
     """Row t is the softmax of q_t . k_j / sqrt(d_h) over j <= t, and zero after t."""
     queries, keys = impl.round(case.next_keys), impl.round(case.keys)
-    got = agrees(
-        impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=np.abs(queries).max() * np.abs(keys).max()
-    )
+    size = np.abs(queries).max() * np.abs(keys).max()
+    got = agrees(impl, WEIGHTS, queries, keys, by_hand=causal_weights, size=size)
     equal(got[..., ~np.tri(case.length, dtype=bool)], 0, "a token attends to one after it")
 
 
@@ -98,11 +90,8 @@ def test_new_tokens_come_after_the_cached_ones(impl, case):
     """Cat[K : k] holds the cached tokens first, each unchanged; an empty cache is allowed."""
     for cached in (case.keys, case.keys[:, :, :0]):
         got = impl.lagkv.append(cached, case.next_keys)
-        equal(
-            got,
-            impl.round(np.concatenate([cached, case.next_keys], axis=2)),
-            "the new tokens do not follow the cached ones unchanged",
-        )
+        wanted = impl.round(np.concatenate([cached, case.next_keys], axis=2))
+        equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
 
 
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
@@ -111,9 +100,8 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
     matrix.
     """
     new = int(np.random.default_rng(seed).integers(1, case.length))
-    got = impl.lagkv_theory.attention_weights(
-        case.next_keys[:, :, -new:], impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
-    )
+    cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
+    got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
     agrees(impl, WEIGHTS, case.next_keys, case.keys, got=got, expected=lambda weights: weights[:, :, -new:])
 
 
@@ -123,12 +111,8 @@ def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, 
     next partition.
     """
     *_, (kept, end, _) = streamed(impl, case, percent, sink, lag, seed)
-    require(
-        (np.diff(end.positions, axis=-1) > 0).all(),
-        "the positions of a head are not distinct and ascending",
-        None,
-        end.positions,
-    )
+    ascending = (np.diff(end.positions, axis=-1) > 0).all()
+    require(ascending, "the positions of a head are not distinct and ascending", None, end.positions)
     check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl))
 
 
@@ -210,9 +194,8 @@ def test_what_does_not_fit_the_stream_is_refused(impl, bad):
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
     states = case.keys, case.values
-    agrees(
-        impl, SCORE, *states, *states, got=impl.lagkv_variants.local_score(*states), what="the local score"
-    )
+    got = impl.lagkv_variants.local_score(*states)
+    agrees(impl, SCORE, *states, *states, got=got, what="the local score")
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())
@@ -258,14 +241,10 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
     """
     settings = {"layer": 2} | asked(percent, sink, lag)
     kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
-    check_partitions(
-        kept, case.keys, case.values, percent, sink, lag, by_oracle(impl, "knorm.score", takes=1)
-    )
-    equal(
-        impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings),
-        kept,
-        "other values changed what is kept",
-    )
+    scored = by_oracle(impl, "knorm.score", takes=1)
+    check_partitions(kept, case.keys, case.values, percent, sink, lag, scored)
+    others = impl.lagkv_variants.norm_select(case.keys, -3 * case.values[:, :, ::-1], **settings)
+    equal(others, kept, "other values changed what is kept")
 
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))

@@ -48,12 +48,8 @@ SEAMS = (
 
 
 def moments_of(case: Case) -> momentkv.Moments:
-    return momentkv.update(
-        momentkv.no_moments(case.keys, case.values),
-        case.next_keys,
-        case.next_values,
-        mask(case, case.keys.shape[:3], 0.5),
-    )
+    empty = momentkv.no_moments(case.keys, case.values)
+    return momentkv.update(empty, case.next_keys, case.next_values, mask(case, case.keys.shape[:3], 0.5))
 
 
 def in_pages(case: Case) -> cache.PagedCache:
@@ -349,9 +345,8 @@ def test_another_stream_gives_the_same_numbers(impl, case):
 
 
 def lazy_memory_only(impl):
-    return torch_only(impl) or (
-        "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
-    )
+    copied = "ttsem copies all the memory of a launch, here 8 GB" if impl.device == DEVICE else ""
+    return torch_only(impl) or copied
 
 
 @law("MEM-7", of=ANY, not_for=lazy_memory_only)

@@ -55,9 +55,8 @@ def test_one_token_at_a_time_gives_the_same_moments(impl, case, seed):
     _, keys, values, evicted = whole(case, seed)
     moments = empty = momentkv.no_moments(keys, values)
     for token in np.random.default_rng(seed).permutation(keys.shape[2]):
-        moments = Moments(
-            *impl.momentkv.update(moments, keys, values, evicted & (np.arange(keys.shape[2]) == token))
-        )
+        now = evicted & (np.arange(keys.shape[2]) == token)
+        moments = Moments(*impl.momentkv.update(moments, keys, values, now))
         moments = moments._replace(count=moments.count.astype(np.int64))
     at_once = impl.momentkv.update(empty, keys, values, evicted)
     expected = moments_in_loops(keys, values, evicted)
@@ -72,15 +71,8 @@ def test_what_stays_does_not_count(impl, case, seed):
     evicted = some(case, seed)
     empty = momentkv.no_moments(case.keys, case.values)
     others = (np.where(evicted[..., None], states, 3.0) for states in (case.keys, case.values))
-    same_moments(
-        impl,
-        UPDATE,
-        empty,
-        case.keys,
-        case.values,
-        evicted,
-        got=impl.momentkv.update(empty, *others, evicted),
-    )
+    got = impl.momentkv.update(empty, *others, evicted)
+    same_moments(impl, UPDATE, empty, case.keys, case.values, evicted, got=got)
 
 
 @law("MK-25", of="momentkv.merge", case=short_cases, seed=seeds())
@@ -152,13 +144,8 @@ def test_no_entry_of_the_covariance_is_too_small_to_count(impl, power):
     cut.
     """
     keys = np.array([[[[2.0], [-2.0]]]])
-    agrees(
-        impl,
-        "momentkv.recover",
-        moments_of(keys, keys / 2 ** (power + 1)),
-        pick=2,
-        expected=np.array([[[[2.0 ** (2 - power)]]]]),
-    )
+    expected = np.array([[[[2.0 ** (2 - power)]]]])
+    agrees(impl, "momentkv.recover", moments_of(keys, keys / 2 ** (power + 1)), pick=2, expected=expected)
 
 
 @law("MK-25", of=UPDATE, kind="refusal", bad=st.sampled_from(["evicted", "moments", "values"]))
@@ -218,16 +205,8 @@ def test_a_predicted_token_scores_zero(impl, power):
         root * scale * np.array([[[[1.0], [-1.0], [1.0]]]]),
     )
     what = f"the score of the residuals 0, 2 and 1, times {root} (values 1, -1 and 1, predictions 1, 1 and 2)"
-    agrees(
-        impl,
-        SCORE,
-        np.zeros((1, 1, root**2)),
-        keys,
-        values,
-        moments,
-        also=root * scale * np.array([[[0, 2, 1]]]) / 3,
-        what=what,
-    )
+    also = root * scale * np.array([[[0, 2, 1]]]) / 3
+    agrees(impl, SCORE, np.zeros((1, 1, root**2)), keys, values, moments, also=also, what=what)
 
 
 @law("MK-10", of=SCORE)
@@ -312,11 +291,5 @@ def test_batch_items_do_not_see_each_other(impl, case):
     """Item 1 scores the same beside another item 0."""
     query, keys, values, moments = states = situation(impl, case, 3)
     other = (np.concatenate([each[:1] * 0 + 3, each[1:]]) for each in (keys, values))
-    agrees(
-        impl,
-        SCORE,
-        *states,
-        got=impl.momentkv.score(query, *other, moments)[1:],
-        expected=lambda scores: scores[1:],
-        what="the score of item 1",
-    )
+    got = impl.momentkv.score(query, *other, moments)[1:]
+    agrees(impl, SCORE, *states, got=got, expected=lambda scores: scores[1:], what="the score of item 1")

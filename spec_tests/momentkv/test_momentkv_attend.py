@@ -61,9 +61,8 @@ def test_without_moments_it_is_plain_attention_over_the_kept(impl, case, seed):
 def test_a_head_without_any_token_gives_zero(impl, case):
     """A head that keeps nothing and has evicted nothing has the output 0, not NaN."""
     query, keys, values = case.queries[:, :, 0], case.keys, case.values
-    got = impl.momentkv.attend(
-        query, keys, values, np.zeros(keys.shape[:3], dtype=bool), momentkv.no_moments(keys, values)
-    )
+    nothing = np.zeros(keys.shape[:3], dtype=bool)
+    got = impl.momentkv.attend(query, keys, values, nothing, momentkv.no_moments(keys, values))
     equal(got, 0, "the output of a head that keeps nothing and has evicted nothing is not 0")
 
 
@@ -108,9 +107,8 @@ def test_a_small_covariance_moves_the_output(impl, power):
     """
     keys, values = np.array([[[[2.0, 0, 0, 0], [-2, 0, 0, 0]]]]), np.array([[[[1.0], [-1]]]]) * 2.0**-power
     query, nothing = np.array([[[1.0, 0, 0, 0]]]), np.zeros((1, 1, 2), dtype=bool)
-    attends(
-        impl, query, keys, values, nothing, moments_of(keys, values), expected=np.array([[[2.0**-power]]])
-    )
+    expected = np.array([[[2.0**-power]]])
+    attends(impl, query, keys, values, nothing, moments_of(keys, values), expected=expected)
 
 
 def weights_by_hand(query, keys, kept):
@@ -284,12 +282,8 @@ def test_the_residual_is_what_the_model_leaves(impl, case, seed):
     agrees(impl, "momentkv.residual", keys, values, moments)
     agrees(impl, "momentkv.residual_norm", keys, values, moments)
     expected = values - momentkv.approximate_evicted(keys, Moments(*(field[:, :, None] for field in moments)))
-    near(
-        momentkv.residual(keys, values, moments),
-        expected,
-        1e-9 * max(1.0, np.abs(expected).max()),
-        "v - fhat(k)",
-    )
+    size = max(1.0, np.abs(expected).max())
+    near(momentkv.residual(keys, values, moments), expected, 1e-9 * size, "v - fhat(k)")
 
 
 def spread_of_means(moments):
@@ -305,16 +299,8 @@ def test_the_zeroth_order_ignores_the_covariance(impl, case, seed):
     """
     query, keys, values, kept, moments = impl.rounded(kept_situation(impl, case, seed))
     path = "momentkv_theory.attend_zeroth_order"
-    got = agrees(
-        impl,
-        path,
-        query,
-        keys,
-        values,
-        kept,
-        moments,
-        also=attend_in_loops(query, keys, values, kept, spread_of_means(moments)),
-    )
+    without_spread = attend_in_loops(query, keys, values, kept, spread_of_means(moments))
+    got = agrees(impl, path, query, keys, values, kept, moments, also=without_spread)
     other = moments._replace(value_key_sum=np.ones_like(moments.value_key_sum))
     equal(impl.call(path, query, keys, values, kept, other), got, "value_key_sum plays a part")
 

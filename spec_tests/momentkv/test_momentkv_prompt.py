@@ -72,9 +72,8 @@ def test_heads_share_the_budgets_of_the_paper(impl, seed, percent):
     of binary digits.
     """
     for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], batch=1, num_kv_heads=3):
-        check_shares(
-            impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67), percent
-        )
+        states = prompt(case, seed, 32)
+        check_shares(impl, states, lambda safe, length=case.length: max(safe, length - 67), percent)
 
 
 @law("MK-P2", of=SELECT_PROMPT, not_for=no_sharing, examples=1, seed=seeds())

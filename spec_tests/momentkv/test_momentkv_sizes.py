@@ -61,9 +61,8 @@ def estimate(impl, queries, moments):
     outer = np.outer(moments.value_sum, moments.key_sum) / float(moments.count)
     mean = moments.value_sum / float(moments.count)
     magnitude = np.abs(mean) + np.abs(queries) @ (np.abs(moments.value_key_sum) + np.abs(outer)).T / scale
-    return mean + queries @ (moments.value_key_sum - outer).T / scale, rounding(
-        impl, queries.shape[-1]
-    ) * magnitude
+    slack = rounding(impl, queries.shape[-1]) * magnitude
+    return mean + queries @ (moments.value_key_sum - outer).T / scale, slack
 
 
 def looked_at(case):
@@ -116,12 +115,8 @@ def test_no_split_of_a_long_cache_is_scored_apart(impl, case):
         expected[0, np.arange(len(tokens))[:, None] // each.group, tokens] = 1 / (4 * each.group)
         expected *= np.linalg.norm(values, axis=-1)
         slack = rounding(impl, each.value_dim) * expected + 1e-3 * rounding(impl) * expected.max()
-        near(
-            impl.momentkv.score(queries, keys, values, moments),
-            expected,
-            slack,
-            f"the score of a cache of {each.length} tokens",
-        )
+        got = impl.momentkv.score(queries, keys, values, moments)
+        near(got, expected, slack, f"the score of a cache of {each.length} tokens")
 
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
@@ -148,12 +143,8 @@ def test_thousands_of_tokens_and_their_moments_mix(impl, case):
         of_share = share * (1 - share) * np.expm1(of_logs + rounding(impl, case.length))[:, None]
         slack[0, readers] = share * output_slack(impl, queries, keys[0, head, kept], values[0, head, kept])
         slack[0, readers] += of_share * np.abs(retained - evicted_part) + (1 - share) * of_estimate
-    near(
-        impl.momentkv.attend(query, keys, values, ~evicted, moments),
-        expected,
-        slack,
-        "the output over a long cache",
-    )
+    got = impl.momentkv.attend(query, keys, values, ~evicted, moments)
+    near(got, expected, slack, "the output over a long cache")
 
 
 @law("MK-25", of=UPDATE, examples=2, case=long_cases(LONG_KINDS))

@@ -39,11 +39,8 @@ def check_bookkeeping(impl, case, seed, budget):
     )
     left, (all_keys, all_values) = min(keys.shape[2] + 1, budget), map(joined, (keys, values), new)
     require_numbers(left_keys, (*keys.shape[:2], left, keys.shape[-1]), "the keys left")
-    equal(
-        after[0] - before.count,
-        np.broadcast_to(keys.shape[2] + 1 - left, before.count.shape),
-        "the count did not grow by the tokens evicted",
-    )
+    gone = np.broadcast_to(keys.shape[2] + 1 - left, before.count.shape)
+    equal(after[0] - before.count, gone, "the count did not grow by the tokens evicted")
     sums = (all_keys.sum(axis=2), all_values.sum(axis=2), np.swapaxes(all_values, -1, -2) @ all_keys)
     still = (left_keys.sum(axis=2), left_values.sum(axis=2), np.swapaxes(left_values, -1, -2) @ left_keys)
     for name, had, total, kept_part, now in zip(
@@ -55,24 +52,11 @@ def check_bookkeeping(impl, case, seed, budget):
     for place in np.ndindex(keys.shape[:2]):
         rows = iter(np.hstack([all_keys[place], all_values[place]]).tolist())
         in_order = all(row in rows for row in np.hstack([left_keys[place], left_values[place]]).tolist())
-        require(
-            in_order,
-            "the tokens left are not in position order, or a key lost its value",
-            None,
-            left_keys[place],
-        )
+        what = "the tokens left are not in position order, or a key lost its value"
+        require(in_order, what, None, left_keys[place])
     fresh = Moments(np.asarray(after[0]).astype(np.int64), *after[1:])
-    agrees(
-        impl,
-        ATTEND,
-        query,
-        left_keys,
-        left_values,
-        np.ones(left_keys.shape[:3], dtype=bool),
-        fresh,
-        got=output,
-        also=attend_in_loops,
-    )
+    kept = np.ones(left_keys.shape[:3], dtype=bool)
+    agrees(impl, ATTEND, query, left_keys, left_values, kept, fresh, got=output, also=attend_in_loops)
 
 
 @law("MK-A1", of=STEP, case=short_cases, seed=seeds(), budget=st.integers(1, 20))
@@ -137,11 +121,8 @@ def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
         gone = np.random.default_rng(seed).integers(case.length + 1, size=case.keys.shape[:2])
         values = np.ones((*gone.shape, case.length + 1, case.value_dim))
         np.put_along_axis(values, gone[..., None, None], 0.25, axis=2)
-        equal(
-            values_left(impl, values, case.length),
-            np.ones_like(case.values),
-            f"a longer value went from a cache of {case.length} tokens",
-        )
+        left = values_left(impl, values, case.length)
+        equal(left, np.ones_like(case.values), f"a longer value went from a cache of {case.length} tokens")
 
 
 @law("MK-A1", of=STEP)
@@ -150,11 +131,8 @@ def test_each_eviction_is_scored_anew(impl):
     -1.25 stays.
     """
     values = np.array([[[[1.0], [1.5], [-1.25]]]])
-    equal(
-        values_left(impl, values, 1),
-        values[:, :, 2:],
-        "the second eviction does not follow from the moments after the first",
-    )
+    left = values_left(impl, values, 1)
+    equal(left, values[:, :, 2:], "the second eviction does not follow from the moments after the first")
 
 
 @law("MK-A1", of=STEP, kind="edge", signs=st.lists(st.sampled_from([1.0, -1.0]), min_size=2, max_size=6))

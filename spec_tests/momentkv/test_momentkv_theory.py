@@ -114,9 +114,8 @@ def test_the_output_is_the_mixture_of_the_sub_outputs(impl, case, seed):
     full = impl.momentkv_theory.full_output(query, keys, values)
     slack = impl.allowance("momentkv_theory.full_output", query, keys, values).largest
     for pick, what in enumerate(("w_R", "w_E")):
-        agrees(
-            impl, "momentkv_theory.mass", query, keys, kept, pick=pick, also=expected[..., pick], what=what
-        )
+        share = {"pick": pick, "got": got[pick], "also": expected[..., pick], "what": what}
+        agrees(impl, "momentkv_theory.mass", query, keys, kept, **share)
         of_share = impl.allowance("momentkv_theory.mass", query, keys, kept, pick=pick).largest
         of_output = impl.allowance("momentkv_theory.sub_outputs", query, keys, values, kept, pick=pick)
         slack += of_share * np.abs(values).max() + of_output.largest
@@ -133,14 +132,8 @@ fractions = st.sampled_from([0.0, 0.125, 0.25, 0.5, 0.75, 1.0]).map(lambda share
 @law("MK-4", of="momentkv_theory.eviction_error", retained=vectors, evicted=vectors, share=fractions)
 def test_the_eviction_error_is_mass_times_divergence(impl, retained, evicted, share):
     """f - f_R = w_E (f_E - f_R), with f the mixture."""
-    agrees(
-        impl,
-        "momentkv_theory.eviction_error",
-        retained,
-        evicted,
-        share,
-        also=(1 - share) * retained + share * evicted - retained,
-    )
+    expected = (1 - share) * retained + share * evicted - retained
+    agrees(impl, "momentkv_theory.eviction_error", retained, evicted, share, also=expected)
 
 
 @law("MK-5", of="momentkv_theory.split_divergence", retained=vectors.filter(np.any), evicted=vectors)
@@ -198,13 +191,8 @@ def test_a_shift_of_all_logits_changes_no_weight(impl, case, shift):
     logits = np.clip(np.round(case.keys * 4) / 4, -8, 8)
     shift = math.copysign(min(abs(shift), 2.0), shift) if impl.dtype in ("float16", "bfloat16") else shift
     weights = np.array([math.exp(logit) for logit in logits.flat]).reshape(logits.shape)
-    agrees(
-        impl,
-        "momentkv_theory.shifted_softmax",
-        logits,
-        shift,
-        also=weights / weights.sum(axis=-1, keepdims=True),
-    )
+    expected = weights / weights.sum(axis=-1, keepdims=True)
+    agrees(impl, "momentkv_theory.shifted_softmax", logits, shift, also=expected)
 
 
 CENTRED = "momentkv_theory.centred_logits"
@@ -217,9 +205,8 @@ def less_the_mean_logit(query, keys):
 
 def centred_late(impl, query, keys):
     """What centred logits may be wrong by where the logits are centred, and not the keys."""
-    return allowance(
-        less_the_mean_logit, query, keys, dtype=impl.dtype, unrepresentable=impl.unrepresentable
-    ).errors()
+    holds = {"dtype": impl.dtype, "unrepresentable": impl.unrepresentable}
+    return allowance(less_the_mean_logit, query, keys, **holds).errors()
 
 
 @law("MK-14", of=CENTRED, case=heads)
@@ -242,12 +229,8 @@ def test_centred_logits_sum_to_zero(impl, case):
 @law("MK-16", of="momentkv_theory.centred_output", case=heads)
 def test_centring_leaves_the_evicted_output_as_it_is(impl, case):
     """The softmax of the centred logits over the values is f_E."""
-    agrees(
-        impl,
-        "momentkv_theory.centred_output",
-        *one_query(impl, case),
-        also=oracle("momentkv_theory.full_output"),
-    )
+    full = oracle("momentkv_theory.full_output")
+    agrees(impl, "momentkv_theory.centred_output", *one_query(impl, case), also=full)
 
 
 @law("MK-8", of=("momentkv_theory.centred_output", "momentkv_theory.sub_outputs"), case=heads, seed=seeds())
@@ -328,13 +311,8 @@ def test_the_bound_of_the_denominator_is_the_printed_number(impl, case):
 def test_the_bound_of_the_numerator_is_the_printed_number(impl, case):
     """n sigma^2 V_max e^sigma / 2."""
     terms, _ = expanded(impl, case)
-    agrees(
-        impl,
-        "momentkv_theory.remainder_bounds",
-        terms,
-        pick=1,
-        also=case.length * half_spread(terms) * terms.largest_value,
-    )
+    expected = case.length * half_spread(terms) * terms.largest_value
+    agrees(impl, "momentkv_theory.remainder_bounds", terms, pick=1, also=expected)
 
 
 @law("MK-27", of="momentkv_theory.inverse_to_first_order", case=heads)
@@ -354,12 +332,8 @@ def test_the_approximation_errors_are_their_lines(impl, case):
     """R_num / n - A R_den / n^2 as printed, and (R_num - R_den fhat_E) / B exactly."""
     terms, n = expanded(impl, case)[0], case.length
     remainder = terms.denominator_remainder[..., None]
-    agrees(
-        impl,
-        "momentkv_theory.approximation_error",
-        terms,
-        also=terms.numerator_remainder / n - terms.numerator * remainder / n**2,
-    )
+    printed = terms.numerator_remainder / n - terms.numerator * remainder / n**2
+    agrees(impl, "momentkv_theory.approximation_error", terms, also=printed)
     approximate = (terms.mean_part + terms.linear_part) / n
     exact = (terms.numerator_remainder - remainder * approximate) / terms.denominator[..., None]
     agrees(impl, "momentkv_theory.approximation_error_exactly", terms, also=exact)

@@ -63,12 +63,8 @@ def no_farther(impl, path, *arguments, other, truth, values, what):
     """
     got = agrees(impl, path, *arguments)
     worse = lengths(got - truth) - lengths(other - truth)
-    require(
-        (worse <= (1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5)).all(),
-        f"{what}, by {worse.max():.3g}",
-        other,
-        got,
-    )
+    slack = 1e-9 + 2 * within(impl, roundings=0) * values.shape[-1] ** 0.5
+    require((worse <= slack).all(), f"{what}, by {worse.max():.3g}", other, got)
 
 
 def encloses(impl, path, *arguments, least, most, what):
@@ -194,43 +190,24 @@ def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, cas
     inside = (low <= paper) & (paper <= high)
     loops(np.where(inside, exact, 0), np.where(inside, paper, 0), 10)
     truth = attention(query, keys, values)[0]
-    no_farther(
-        impl,
-        ESTIMATE,
-        query,
-        *bounds,
-        other=paper,
-        truth=truth,
-        values=values,
-        what="the bounded estimate is farther from f_E than MomentKV's",
-    )
+    what = "the bounded estimate is farther from f_E than MomentKV's"
+    no_farther(impl, ESTIMATE, query, *bounds, other=paper, truth=truth, values=values, what=what)
 
 
 @law("MB-5", of=ESTIMATE)
 def test_no_estimate_lies_beyond_all_values(impl):
     """Evicted keys -1 and 1 with values 0 and 2, query 4: MomentKV estimates 5; the largest value is 2."""
     keys, values = np.array([[[[-1.0], [1]]]]), np.array([[[[0.0], [2]]]])
-    lies(
-        impl,
-        impl.momentkv_bounded.bounded_evicted(np.full((1, 1, 1), 4.0), *held(keys, values)),
-        between=(0, 2),
-        what="the estimate",
-    )
+    got = impl.momentkv_bounded.bounded_evicted(np.full((1, 1, 1), 4.0), *held(keys, values))
+    lies(impl, got, between=(0, 2), what="the estimate")
 
 
 @law("MB-6", of=ATTEND, case=short_cases, seed=seeds(), shift=shifts, scale=scales)
 def test_it_is_never_worse_than_momentkv(impl, case, seed, shift, scale):
     """Never farther from attention over all tokens than MomentKV's output is."""
     arguments, full, _, paper = decoding(case, seed, shift, scale)
-    no_farther(
-        impl,
-        ATTEND,
-        *arguments,
-        other=paper,
-        truth=full,
-        values=arguments[2],
-        what="the output is farther from full attention than MomentKV's",
-    )
+    what = "the output is farther from full attention than MomentKV's"
+    no_farther(impl, ATTEND, *arguments, other=paper, truth=full, values=arguments[2], what=what)
 
 
 @law("MB-6", of=ATTEND)
@@ -254,27 +231,16 @@ def test_the_plain_case_is_momentkv(impl):
     """
     keys, values = np.zeros((1, 1, 4, 2)), np.array([[[[0.0], [2], [4], [6]]]])
     kept, query = np.array([[[True, False, False, False]]]), np.ones((1, 1, 2))
-    near(
-        impl.momentkv_bounded.attend(query, keys, values, kept, *held(keys, values, ~kept)),
-        np.full((1, 1, 1), 3.0),
-        0.02,
-        "the mean of 0, 2, 4, 6",
-    )
+    got = impl.momentkv_bounded.attend(query, keys, values, kept, *held(keys, values, ~kept))
+    near(got, np.full((1, 1, 1), 3.0), 0.02, "the mean of 0, 2, 4, 6")
 
 
 @law("MB-7", of=CERTIFIED, case=short_cases, seed=seeds(), shift=shifts, scale=scales)
 def test_it_is_never_worse_than_no_correction(impl, case, seed, shift, scale):
     """Never farther from attention over all tokens than the retained tokens alone are."""
     arguments, full, retained, _ = decoding(case, seed, shift, scale)
-    no_farther(
-        impl,
-        CERTIFIED,
-        *arguments,
-        other=retained,
-        truth=full,
-        values=arguments[2],
-        what="the output is farther from full attention than no correction",
-    )
+    what = "the output is farther from full attention than no correction"
+    no_farther(impl, CERTIFIED, *arguments, other=retained, truth=full, values=arguments[2], what=what)
 
 
 ends = st.sampled_from([-1.0, -0.5, 0.0, 0.5, 1.0])

@@ -17,17 +17,10 @@ def layers_of(impl, budget, num_layers, *, most=None, least=1, **settings):
     """
     got = list(impl.pyramid_kv.budgets(budget, num_layers, **settings))
     equal(len(got), num_layers, "there is not one budget for each layer")
-    equal(
-        sum(got),
-        num_layers * (budget if most is None else min(budget, most)),
-        "the budgets have another total",
-    )
-    require(
-        least <= min(got) and (most is None or max(got) <= most),
-        f"budgets from {min(got)} to {max(got)} of {most} tokens",
-        (least, most),
-        got,
-    )
+    total = num_layers * (budget if most is None else min(budget, most))
+    equal(sum(got), total, "the budgets have another total")
+    inside = least <= min(got) and (most is None or max(got) <= most)
+    require(inside, f"budgets from {min(got)} to {max(got)} of {most} tokens", (least, most), got)
     return np.array(got)
 
 

@@ -42,23 +42,15 @@ def test_most_queries_point_ahead(impl, case, seed):
     require(
         ((products > 0).mean(axis=-1) > 0.5).all(), "most queries point against the direction", queries, got
     )
-    near(
-        impl.q_filters.main_direction(-queries),
-        -got,
-        4 * error(impl),
-        "the direction of the queries turned around",
-    )
+    turned = impl.q_filters.main_direction(-queries)
+    near(turned, -got, 4 * error(impl), "the direction of the queries turned around")
 
 
 @law("QF-1", of=DIRECTION)
 def test_the_majority_decides_and_not_the_sum(impl):
     """Two queries (1, 0) and one (-3, 0): two of three point along (1, 0), although the sum points back."""
-    near(
-        impl.q_filters.main_direction(np.array([[1.0, 0], [1, 0], [-3, 0]])),
-        np.array([1.0, 0]),
-        error(impl),
-        "the direction",
-    )
+    got = impl.q_filters.main_direction(np.array([[1.0, 0], [1, 0], [-3, 0]]))
+    near(got, np.array([1.0, 0]), error(impl), "the direction")
 
 
 @law("QF-1", of=DIRECTION)
@@ -87,12 +79,8 @@ def test_the_mean_is_not_taken_away(impl):
     """(3, 1), (3, 1), (3, -1), (3, -1): channel 0 holds the squares. Without their mean, (3, 0), channel 1
     would.
     """
-    near(
-        impl.q_filters.main_direction(np.array([[3.0, 1], [3, 1], [3, -1], [3, -1]])),
-        np.array([1.0, 0]),
-        error(impl),
-        "the direction",
-    )
+    got = impl.q_filters.main_direction(np.array([[3.0, 1], [3, 1], [3, -1], [3, -1]]))
+    near(got, np.array([1.0, 0]), error(impl), "the direction")
 
 
 @law("QF-2", of=CALIBRATE)
@@ -101,12 +89,8 @@ def test_the_filter_is_the_mean_of_the_group(impl):
     cancel.
     """
     axes = np.array([[2.0, 0], [0, 3], [5, 0], [-1, 0]])
-    near(
-        impl.q_filters.calibrate(np.repeat(axes[None, :, None], 3, axis=2), 2),
-        np.array([[[0.5, 0.5], [0, 0]]]),
-        error(impl),
-        "the filters",
-    )
+    got = impl.q_filters.calibrate(np.repeat(axes[None, :, None], 3, axis=2), 2)
+    near(got, np.array([[[0.5, 0.5], [0, 0]]]), error(impl), "the filters")
 
 
 @law("QF-2", of=(CALIBRATE, DIRECTION), case=seeded_cases(kinds=("drift",), min_length=5), seed=seeds())
@@ -124,12 +108,8 @@ def test_each_filter_is_that_of_its_own_heads(impl, case, seed):
         return
     got = impl.q_filters.calibrate(queries, case.num_kv_heads)
     alone = [impl.q_filters.main_direction(queries[:, head]) for head in range(shape[1])]
-    near(
-        got,
-        np.stack(alone, axis=1).reshape(case.batch, case.num_kv_heads, case.group, -1).mean(axis=2),
-        2 * error(impl),
-        "the filters",
-    )
+    expected = np.stack(alone, axis=1).reshape(case.batch, case.num_kv_heads, case.group, -1).mean(axis=2)
+    near(got, expected, 2 * error(impl), "the filters")
 
 
 @law("QF-3", of=SCORE, case=cases())

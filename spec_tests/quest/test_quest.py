@@ -32,22 +32,16 @@ def test_the_bounds_of_a_page_are_those_of_its_keys_in_any_order(impl, case, see
     keys, draw = impl.round(case.keys), np.random.default_rng(seed)
     pages = np.split(np.arange(keys.shape[2]), range(page_size, keys.shape[2], page_size))
     permuted = keys[:, :, np.concatenate([draw.permutation(page) for page in pages])]
-    equal(
-        np.array(impl.quest.page_bounds(permuted, page_size=page_size)),
-        box(keys, page_size),
-        "another bound of a page",
-    )
+    got = np.array(impl.quest.page_bounds(permuted, page_size=page_size))
+    equal(got, box(keys, page_size), "another bound of a page")
 
 
 @law("QU-1", of=PAGES)
 def test_a_page_has_sixteen_tokens_unless_told(impl):
     """Of the keys 0 to 32, the pages begin at 0, 16 and 32."""
     keys = np.arange(33.0)[:, None].repeat(width(impl), axis=1)[None, None]
-    equal(
-        np.array(impl.quest.page_bounds(keys)),
-        np.array([keys[:, :, [0, 16, 32]], keys[:, :, [15, 31, 32]]]),
-        "other pages",
-    )
+    got = np.array(impl.quest.page_bounds(keys))
+    equal(got, np.array([keys[:, :, [0, 16, 32]], keys[:, :, [15, 31, 32]]]), "other pages")
 
 
 @law("QU-1", of=APPEND, case=cases(max_length=33), page_size=sizes)
@@ -95,11 +89,8 @@ def test_a_head_attends_to_the_pages_with_the_highest_bounds(impl, case, pages, 
     budget = count * page_size + min(more % page_size, max(0, keys.shape[2] - 1 - count * page_size))
     got = impl.quest.select(query, keys, 2, budget=budget, page_size=page_size)
     require_mask(got, (*query.shape[:2], keys.shape[2]), "what is attended to")
-    equal(
-        got,
-        got[..., ::page_size].repeat(page_size, axis=-1)[..., : keys.shape[2]],
-        "a page is attended to in part",
-    )
+    pages_of = got[..., ::page_size].repeat(page_size, axis=-1)
+    equal(got, pages_of[..., : keys.shape[2]], "a page is attended to in part")
     last = np.broadcast_to(np.arange(low.shape[2]) == low.shape[2] - 1, scores.shape)
     slack = impl.allowance(BOUNDS, query, low, high).wider(0)
     selects(got[..., ::page_size], scores, count, slack=lambda: slack.largest, protected=last)
@@ -113,11 +104,8 @@ def test_two_queries_of_a_group_attend_to_their_own_pages(impl):
     keys, query = np.zeros((1, 1, 7, width(impl))), np.zeros((1, 2, width(impl)))
     keys[0, 0, :6, 0], keys[0, 0, :6, -1] = [8, 8, -8, -8, 1, 1], [-8, -8, 8, 8, 1, 1]
     query[0, 0, 0], query[0, 1, -1] = 1, 1
-    equal(
-        impl.quest.select(query, keys, 2, budget=5, page_size=2),
-        np.array([[[1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0, 1]]]) > 0,
-        "other pages",
-    )
+    got = impl.quest.select(query, keys, 2, budget=5, page_size=2)
+    equal(got, np.array([[[1, 1, 0, 0, 0, 0, 1], [0, 0, 1, 1, 0, 0, 1]]]) > 0, "other pages")
 
 
 @law("QU-3", of=SELECT, examples=2, case=paper_cases(groups=(1, 3)))
@@ -136,11 +124,8 @@ def test_the_first_layers_attend_to_all(impl, layer, settings):
     """The first two, unless told."""
     shape = (1, 2, 20, width(impl))
     got = impl.quest.select(np.ones((1, 2, shape[-1])), np.ones(shape), layer, budget=16, **settings)
-    equal(
-        got,
-        np.broadcast_to(np.arange(20) >= (0 if layer < settings.get("skipped_layers", 2) else 16), got.shape),
-        "another choice in this layer",
-    )
+    expected = np.arange(20) >= (0 if layer < settings.get("skipped_layers", 2) else 16)
+    equal(got, np.broadcast_to(expected, got.shape), "another choice in this layer")
 
 
 @law("QU-3", of=SELECT, kind="edge", case=cases(), page_size=sizes)
@@ -150,11 +135,8 @@ def test_a_budget_of_all_tokens_attends_to_all_and_one_below_a_page_to_the_last(
     got = impl.quest.select(query, case.keys, 2, budget=length, page_size=page_size)
     equal(got, np.ones((*query.shape[:2], length), dtype=bool), "a token is left out of a full budget")
     few = impl.quest.select(query, case.keys, 2, budget=1, page_size=page_size)
-    equal(
-        few,
-        np.broadcast_to(np.arange(length) >= (length - 1) // page_size * page_size, few.shape),
-        "another page than the last",
-    )
+    last = np.arange(length) >= (length - 1) // page_size * page_size
+    equal(few, np.broadcast_to(last, few.shape), "another page than the last")
 
 
 @law("QU-3", of=SELECT, kind="edge", pages=st.integers(1, 6))
@@ -162,11 +144,8 @@ def test_of_equal_pages_the_earlier_are_chosen(impl, pages):
     """Beside the last, where all keys are equal."""
     keys = np.ones((1, 2, 21, width(impl)))
     got = impl.quest.select(keys[:, :, 0], keys, 2, budget=3 * pages, page_size=3)
-    equal(
-        got,
-        np.broadcast_to((np.arange(21) // 3 < pages - 1) | (np.arange(21) >= 18), got.shape),
-        "a later page of equal score",
-    )
+    expected = (np.arange(21) // 3 < pages - 1) | (np.arange(21) >= 18)
+    equal(got, np.broadcast_to(expected, got.shape), "a later page of equal score")
 
 
 BAD = [("budget", 0), ("page_size", 0), ("layer_index", -1)]
@@ -190,13 +169,5 @@ def test_the_output_is_the_attention_over_the_chosen_tokens_alone(impl, case, se
     for head in np.ndindex(query.shape[:2]):
         chosen = own_keys[head][attended[head]], own_values[head][attended[head]]
         output.append(causal_weights(query[head][None], chosen[0]) @ chosen[1])
-    agrees(
-        impl,
-        ATTEND,
-        query,
-        keys,
-        values,
-        attended,
-        by_hand=np.reshape(output, (*query.shape[:2], -1)),
-        size=1 + np.abs(values).max(),
-    )
+    by_hand = np.reshape(output, (*query.shape[:2], -1))
+    agrees(impl, ATTEND, query, keys, values, attended, by_hand=by_hand, size=1 + np.abs(values).max())

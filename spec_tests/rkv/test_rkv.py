@@ -150,16 +150,8 @@ def check_importance(impl, case, seed, window_size, kernel_size):
             logits = (keys[item, head, :before] @ readers.T / keys.shape[-1] ** 0.5).max(axis=-1)
             received += softmax(logits) / window
         expected[item, head] = [received[max(0, t - reach) : t + reach + 1].max() for t in range(before)]
-    agrees(
-        impl,
-        IMPORTANCE,
-        queries,
-        keys,
-        window_size=window,
-        kernel_size=kernel_size,
-        by_hand=expected,
-        size=1 + np.abs(keys).max(),
-    )
+    settings: dict = {"window_size": window, "kernel_size": kernel_size}
+    agrees(impl, IMPORTANCE, queries, keys, **settings, by_hand=expected, size=1 + np.abs(keys).max())
 
 
 @law("RK-4", of=IMPORTANCE, case=cases(min_length=2), seed=seeds(), window_size=windows, kernel_size=kernels)
@@ -206,14 +198,8 @@ def test_the_defaults_are_those_of_the_public_code(impl):
     1/16.
     """
     states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
-    agrees(
-        impl,
-        SCORE,
-        *states,
-        got=scored(impl, *states),
-        expected=np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None],
-        what="the score",
-    )
+    expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
+    agrees(impl, SCORE, *states, got=scored(impl, *states), expected=expected, what="the score")
 
 
 @law("RK-5", of=SCORE)
@@ -232,9 +218,8 @@ def test_a_peak_lifts_three_neighbours_to_each_side(impl):
 @law("RK-5", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
     """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1."""
-    got = scored(impl, *two_readers(width(impl), 3), window_size=1, kernel_size=1, importance_share=1.0)[
-        ..., :2
-    ]
+    settings = {"window_size": 1, "kernel_size": 1, "importance_share": 1.0}
+    got = scored(impl, *two_readers(width(impl), 3), **settings)[..., :2]
     near(got, np.array([[[0.5, 0.5], [1, 0]]]), 2e-3, "the score where query head h reads KV head h // G")
 
 
@@ -345,16 +330,8 @@ def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case
         expected = share * oracle(IMPORTANCE)(queries, keys, **settings) - (1 - share) * redundancy[..., :-2]
         expected = np.concatenate([expected, np.full((*keys.shape[:2], 2), np.inf)], axis=-1)
     settings |= {"importance_share": share}
-    agrees(
-        impl,
-        RELEASED,
-        queries,
-        keys,
-        **settings,
-        got=scored(impl, queries, keys, path=RELEASED, **settings),
-        more=doubt(impl, keys),
-        by_hand=expected,
-    )
+    got = scored(impl, queries, keys, path=RELEASED, **settings)
+    agrees(impl, RELEASED, queries, keys, **settings, got=got, more=doubt(impl, keys), by_hand=expected)
 
 
 @law("RK-6", of=RELEASED)

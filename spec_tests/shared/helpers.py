@@ -98,9 +98,8 @@ def window_scored(impl, path, queries, keys, *values, **settings):
     number.
     """
     default = inspect.signature(oracle(path)).parameters["window_size"].default
-    return window_above_all(
-        impl.call(path, queries, keys, *values, **settings), keys, settings.get("window_size", default)
-    )
+    got = impl.call(path, queries, keys, *values, **settings)
+    return window_above_all(got, keys, settings.get("window_size", default))
 
 
 def check_window(impl, path, states, share, more=0.0, **settings):
@@ -112,13 +111,8 @@ def check_window(impl, path, states, share, more=0.0, **settings):
     equal(np.isinf(scores), window, "another token than those of the window scores more than all others")
     allowed, length = impl.allowance(path, *states, **settings), scores.shape[2]
     budget = min(length, settings["window_size"] + int(share * length))
-    selects(
-        impl.selection.top_k(scores, budget),
-        allowed.expected,
-        budget,
-        slack=lambda: allowed.largest + more,
-        protected=window,
-    )
+    kept = impl.selection.top_k(scores, budget)
+    selects(kept, allowed.expected, budget, slack=lambda: allowed.largest + more, protected=window)
 
 
 def mirrored(generator, size):

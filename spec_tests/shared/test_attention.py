@@ -24,16 +24,8 @@ def check_attend(impl, case, seed, pick, what):
     queries, keys, values = impl.rounded((case.queries, case.keys, case.values))
     by_hand = attention_by_hand(queries, keys, values, kept)
     size = (1 + np.abs(queries).max() * np.abs(keys).max() * case.head_dim) * (1 + np.abs(values).max())
-    agrees(
-        impl,
-        "attention.attend",
-        queries,
-        compressed(impl, case, kept),
-        pick=pick,
-        by_hand=by_hand[pick],
-        size=size,
-        what=what,
-    )
+    cache = compressed(impl, case, kept)
+    agrees(impl, "attention.attend", queries, cache, pick=pick, by_hand=by_hand[pick], size=size, what=what)
 
 
 @law("ATT-1", of="attention.attend", case=CASES, seed=seeds())
@@ -103,9 +95,8 @@ def test_large_logits_stay_finite(impl, case):
     keys = case.keys / max(np.abs(case.keys).max(), 1e-300)
     products = direction @ np.swapaxes(for_each_reader(keys, direction), -1, -2)
     size = np.sqrt(largest_product(impl, keys.shape[-1]) / max(np.abs(products).max(), 1e-2))
-    cache = reference_cache.compress(
-        impl.round(keys * size), impl.round(case.values), np.ones(case.keys.shape[:3], dtype=bool)
-    )
+    every = np.ones(case.keys.shape[:3], dtype=bool)
+    cache = reference_cache.compress(impl.round(keys * size), impl.round(case.values), every)
     output, _ = impl.attention.attend(impl.round(direction * size), cache)
     require_numbers(output, (*case.queries.shape[:3], case.values.shape[-1]), "the output")
     largest, bound = np.abs(output).max(), np.abs(case.values).max()
@@ -124,11 +115,8 @@ def test_each_query_head_stands_beside_its_kv_head(impl, case):
     """
     queries, keys = impl.rounded((case.queries, case.keys))
     grouped, shared = impl.attention.by_group(queries, keys)
-    equal(
-        grouped,
-        np.stack([queries[:, head :: case.group] for head in range(case.group)], axis=2),
-        "query head h is not at [h // G, h % G]",
-    )
+    expected = np.stack([queries[:, head :: case.group] for head in range(case.group)], axis=2)
+    equal(grouped, expected, "query head h is not at [h // G, h % G]")
     equal(shared, keys[:, :, None], "the keys are not those of the KV heads in their order")
 
 
@@ -144,14 +132,8 @@ def test_causal_attention_is_the_softmax_over_the_tokens_so_far(impl, case, seed
     """Each query attends with scale 1/sqrt(D) to the tokens up to its own; also computed query by query
     over what it can see.
     """
-    agrees(
-        impl,
-        CAUSAL,
-        last_queries(case, seed),
-        case.keys,
-        by_hand=causal_weights,
-        size=1 + np.abs(case.keys).max(),
-    )
+    queries = last_queries(case, seed)
+    agrees(impl, CAUSAL, queries, case.keys, by_hand=causal_weights, size=1 + np.abs(case.keys).max())
 
 
 @law("ATT-6", of=CAUSAL, case=seeded_cases(max_length=33), seed=seeds(), size=st.sampled_from([1.0, 1e4]))
@@ -234,12 +216,8 @@ def test_no_split_of_a_long_cache_is_lost(impl, case):
     outputs = [attention_in_parts(*states)[0] for states in zip(by_head, keys[0], values[0], strict=True)]
     expected = np.concatenate(outputs)[None, :, None]
     cache = reference_cache.compress(keys, values, np.ones(keys.shape[:3], dtype=bool))
-    near(
-        impl.attention.attend(queries[:, :, None], cache)[0],
-        expected,
-        rounding(impl, case.length) * expected.max(),
-        "the output over a long cache",
-    )
+    got = impl.attention.attend(queries[:, :, None], cache)[0]
+    near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
 
 
 @law(

@@ -289,11 +289,8 @@ def torch_weights(queries, keys):
     """Causal attention [B, H_q, M, T] in the dtype of the keys throughout, the keys repeated for each
     query head.
     """
-    logits = (
-        queries
-        @ keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1).mT
-        / math.sqrt(keys.shape[-1])
-    )
+    repeated = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
+    logits = queries @ repeated.mT / math.sqrt(keys.shape[-1])
     return logits.masked_fill(hidden(*logits.shape[-2:]), -torch.inf).softmax(dim=-1)
 
 
@@ -448,9 +445,8 @@ def torch_layer_sort(scores, budget, *, floor_ratio=0.2, protected=None):
 
 def last_of_equals(scores, budget, protected=None):
     """A top-k that keeps the later of equal scores."""
-    return selection.top_k(scores[..., ::-1], budget, None if protected is None else protected[..., ::-1])[
-        ..., ::-1
-    ]
+    held = None if protected is None else protected[..., ::-1]
+    return selection.top_k(scores[..., ::-1], budget, held)[..., ::-1]
 
 
 # Which of equal scores stay is our decision: whoever decides otherwise fails edges alone.

@@ -24,14 +24,8 @@ def test_score_is_the_mean_attention_of_the_last_query(impl, case):
     """
     queries, keys = impl.rounded((last_queries(case), case.keys))
     last = queries[:, :, -1:]
-    agrees(
-        impl,
-        SCORE,
-        queries,
-        keys,
-        by_hand=over_heads(keys)(causal_weights(last, for_each_reader(keys, last))),
-        size=1 + np.abs(keys).max() * np.abs(last).max(),
-    )
+    by_hand = over_heads(keys)(causal_weights(last, for_each_reader(keys, last)))
+    agrees(impl, SCORE, queries, keys, by_hand=by_hand, size=1 + np.abs(keys).max() * np.abs(last).max())
 
 
 @law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())
@@ -123,12 +117,8 @@ def test_large_logits_and_single_tokens_are_finite(impl, size):
         sharp,
     )
     near(impl.tova.score(queries, queries), np.ones((1, 1, 1)), rounding(impl), "the score of a single token")
-    near(
-        impl.tova.score(queries, np.zeros((1, 1, 4, 4))),
-        np.full((1, 1, 4), 0.25),
-        rounding(impl),
-        "the score of each of four equal keys",
-    )
+    shared = impl.tova.score(queries, np.zeros((1, 1, 4, 4)))
+    near(shared, np.full((1, 1, 4), 0.25), rounding(impl), "the score of each of four equal keys")
 
 
 @law("TO-1", of=SCORE, examples=1, case=paper_cases(groups=(4, 1)))

@@ -32,21 +32,10 @@ def test_the_slack_is_what_the_mean_hides_of_the_lengths(impl, case):
     states = pairs(impl.round(case.keys))
     size = float(np.abs(states).max())
     slack = agrees(impl, STATISTICS, case.keys)[1]
-    agrees(
-        impl,
-        STATISTICS,
-        case.keys,
-        pick=1,
-        got=slack,
-        by_hand=np.abs(states).mean(axis=-2) - np.abs(states.mean(axis=-2)),
-        size=size,
-    )
-    require(
-        slack.min() >= (-within(impl, pick=1, roundings=0) - 1e-12 * size),
-        "a mean is longer than the mean length",
-        0.0,
-        slack,
-    )
+    by_hand = np.abs(states).mean(axis=-2) - np.abs(states.mean(axis=-2))
+    agrees(impl, STATISTICS, case.keys, pick=1, got=slack, by_hand=by_hand, size=size)
+    least = -within(impl, pick=1, roundings=0) - 1e-12 * size
+    require(slack.min() >= least, "a mean is longer than the mean length", 0.0, slack)
 
 
 @law("TA-1", of=STATISTICS)
@@ -71,9 +60,8 @@ def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset)
     """
     mean = impl.round(case.keys[:, :, 0])
     offsets = [2**power for power in range(17) if 2**power <= max_offset]
-    expected = np.mean(
-        [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets], axis=0
-    )
+    turned = [rotate(mean[..., None, :], np.array([position + offset]))[..., 0, :] for offset in offsets]
+    expected = np.mean(turned, axis=0)
     got = impl.triattention.average_over_offsets(mean, position=position, max_offset=max_offset)
     slack = (angle_error(impl, position + max_offset) + rounding(impl, len(offsets))) * np.tile(
         np.abs(pairs(mean)), 2
@@ -86,12 +74,8 @@ def test_the_last_offset_is_65536_by_default(impl):
     """17 offsets, from 1 to 2^16, at base 10000: for one pair, the mean of the cosines and sines of p + d."""
     got = impl.triattention.average_over_offsets(np.array([1.0, 0]), position=3)
     angles = 3 + 2.0 ** np.arange(17)
-    near(
-        got,
-        np.array([np.cos(angles).mean(), np.sin(angles).mean()]),
-        angle_error(impl, angles.max()) + rounding(impl, 17),
-        "the average",
-    )
+    slack = angle_error(impl, angles.max()) + rounding(impl, 17)
+    near(got, np.array([np.cos(angles).mean(), np.sin(angles).mean()]), slack, "the average")
 
 
 @law(
@@ -143,12 +127,8 @@ def test_a_constant_added_to_all_positions_changes_nothing(impl, case, seed, shi
         for start in (0, shift)
     ]
     error = 2 * angle_error(impl, shift + case.length + 65536) + 4 * rounding(impl, case.head_dim)
-    near(
-        found[1],
-        found[0],
-        error * (lengths(direction).max() + lengths(slack).max()) * lengths(keys).max(),
-        "S of the later text",
-    )
+    longest = lengths(direction).max() + lengths(slack).max()
+    near(found[1], found[0], error * longest * lengths(keys).max(), "S of the later text")
 
 
 @law("TA-3", of=LOGITS)
@@ -159,12 +139,8 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
     first = np.eye(width(impl, 2) // 2)[:1]
     keys = rotate(np.concatenate([0 * first, 3 * first], axis=-1), np.array([5]))
     direction = rotate(np.concatenate([2 * first, 0 * first], axis=-1), np.array([7]))[0]
-    near(
-        impl.triattention.logits(keys, direction, 0.5 * first[0]),
-        np.array([6 * np.cos(2 - np.pi / 2) + 1.5]),
-        8 * rounding(impl, 3),
-        "S",
-    )
+    got = impl.triattention.logits(keys, direction, 0.5 * first[0])
+    near(got, np.array([6 * np.cos(2 - np.pi / 2) + 1.5]), 8 * rounding(impl, 3), "S")
 
 
 @law("TA-4", of=SCORE, case=seeded_cases(head_dims=EVEN_DIMS, min_length=2, kinds=TRAITS), seed=seeds())
@@ -191,15 +167,8 @@ def test_the_scale_of_a_head_does_not_count(impl, case, seed):
     direction, slack = states = calibrated(case, seed)
     factors = 2.0 ** np.random.default_rng(seed).integers(-1, 2, size=(*direction.shape[:2], 1))
     got = impl.triattention.score(case.keys, direction * factors, slack * factors)
-    agrees(
-        impl,
-        SCORE,
-        case.keys,
-        *states,
-        got=got,
-        more=impl.allowance(SCORE, case.keys, *states).errors(),
-        what="the score of rescaled heads",
-    )
+    more = impl.allowance(SCORE, case.keys, *states).errors()
+    agrees(impl, SCORE, case.keys, *states, got=got, more=more, what="the score of rescaled heads")
 
 
 @law(
@@ -229,11 +198,8 @@ def test_two_heads_score_by_hand(impl):
 def test_equal_keys_score_zero(impl):
     """Without any deviation nothing is divided: all scores are 0."""
     keys = np.broadcast_to([3.0, 4], (1, 1, 4, 2))
-    equal(
-        impl.triattention.score(keys, np.ones((1, 2, 2)), np.ones((1, 2, 1))),
-        0.0,
-        "equal keys have different scores",
-    )
+    got = impl.triattention.score(keys, np.ones((1, 2, 2)), np.ones((1, 2, 1)))
+    equal(got, 0.0, "equal keys have different scores")
 
 
 @law("TA-4", of=SCORE, examples=2, case=long_cases(groups=(2,), lengths=(16_385, 8_191), head_dims=(64, 80)))
@@ -244,12 +210,5 @@ def test_a_long_prompt_is_standardised_over_all_of_its_tokens(impl, case):
     rows = np.repeat(np.abs(states), 2, axis=1) @ slack[..., None]
     rows = rows[..., 0] + (np.repeat(np.conj(states), 2, axis=1) @ pairs(direction)[..., None])[..., 0].real
     standard = (rows - rows.mean(axis=-1, keepdims=True)) / rows.std(axis=-1, keepdims=True)
-    agrees(
-        impl,
-        SCORE,
-        case.keys,
-        direction,
-        slack,
-        expected=standard.reshape(1, case.num_kv_heads, 2, -1).max(axis=2),
-        more=1e-9,
-    )
+    expected = standard.reshape(1, case.num_kv_heads, 2, -1).max(axis=2)
+    agrees(impl, SCORE, case.keys, direction, slack, expected=expected, more=1e-9)
