@@ -23,8 +23,8 @@ from .softmax import weights as softmax
 TILE = 2**22
 # What is added to the diagonal of a system, in parts of it: what no query can tell apart stays as it was.
 RIDGE, FLOOR = 1e-10, 1e-150
-# Newton's steps, which end by themselves after some ten, and how often each looks who would leave.
-ROUNDS, PASSES = 50, 4
+# Newton's steps, which mostly end by themselves after some ten, and how often each looks who would leave.
+ROUNDS, PASSES = 20, 4
 
 
 def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> torch.Tensor:
@@ -75,7 +75,8 @@ def _solve_between(gram: torch.Tensor, wish: torch.Tensor) -> torch.Tensor:
     """AM-2 by a projected Newton method: the change u of weights of 1 with the least `u G u / 2 - wish u`.
 
     A weight at a bound that would leave it is held. The others go along Newton's step up to the first bound,
-    or along it or the slope with all that leaves cut off: what gains most.
+    or along it or the slope with all that leaves cut off: what gains most. Where some rows cannot tell the
+    weights apart this may go on for thousands of steps, so `_finish` takes over from it.
     """
     low, high = torch.full_like(wish, LOW - 1), torch.full_like(wish, HIGH - 1)
     change, ridge = torch.zeros_like(wish), RIDGE * gram.diagonal(dim1=-2, dim2=-1) + FLOOR
@@ -87,23 +88,58 @@ def _solve_between(gram: torch.Tensor, wish: torch.Tensor) -> torch.Tensor:
         held = torch.zeros_like(wish, dtype=torch.bool)
         for _ in range(PASSES):
             held = held | ((change <= low) & (step < 0)) | ((change >= high) & (step > 0))
-            system = gram.masked_fill(held[..., None] | held[..., None, :], 0) + torch.diag_embed(
-                held.to(gram)
-            )
-            step = torch.linalg.solve(system, slope.masked_fill(held, 0))
-        bound = torch.where(step > 0, high, low)
-        room = ((bound - change) / step).masked_fill(step == 0, torch.inf)
-        reach = room.amin(dim=-1, keepdim=True).clamp(max=1)
-        first = torch.where(room <= reach, bound, change + reach * step)
+            step = _newton(gram, slope, held)
+        first = _to_the_first_bound(change, step, low, high)
         steps = torch.stack([step, step / 2, step / 4, slope / careful])
         tried = torch.cat([first[None], change + steps]).clamp(low, high)
         moved = tried - change
         gain, best = (moved * (slope - (gram @ moved[..., None])[..., 0] / 2)).sum(dim=-1).max(dim=0)
         if not (gain > enough).any():
-            break
+            return change
         taken = tried.gather(0, best[None, ..., None].expand(1, *wish.shape))[0]
         change = torch.where((gain > enough)[..., None], taken, change)
+    return _finish(gram, wish, change, low, high)
+
+
+def _finish(
+    gram: torch.Tensor, wish: torch.Tensor, change: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> torch.Tensor:
+    """The least of AM-2 from a change near it, one bound at a time: a weight that meets a bound stays there
+    until the others are the best beside it. Then the one that gains most by leaving leaves. No set of held
+    weights comes twice, but for rounding.
+    """
+    held = (change <= low) | (change >= high)
+    careful = gram.diagonal(dim1=-2, dim2=-1)
+    enough = 1e-15 * (wish.square() / careful).sum(dim=-1, keepdim=True)
+    for _ in range(ROUNDS * wish.shape[-1]):
+        step = _newton(gram, wish - (gram @ change[..., None])[..., 0], held)
+        moved = _to_the_first_bound(change, step, low, high)
+        met = ~held & ((moved <= low) | (moved >= high))
+        change, held = moved, held | met
+        slope = wish - (gram @ change[..., None])[..., 0]
+        leaves = held & torch.where(change <= low, slope > 0, slope < 0) & ~met.any(dim=-1, keepdim=True)
+        gain = torch.where(leaves, slope.square() / careful, 0)
+        leaves = leaves & (gain > enough) & (gain == gain.amax(dim=-1, keepdim=True))
+        held = held & ~leaves
+        if not (met | leaves).any():
+            break
     return change
+
+
+def _newton(gram: torch.Tensor, slope: torch.Tensor, held: torch.Tensor) -> torch.Tensor:
+    """Newton's step of the weights that are not held."""
+    system = gram.masked_fill(held[..., None] | held[..., None, :], 0) + torch.diag_embed(held.to(gram))
+    return torch.linalg.solve(system, slope.masked_fill(held, 0))
+
+
+def _to_the_first_bound(
+    change: torch.Tensor, step: torch.Tensor, low: torch.Tensor, high: torch.Tensor
+) -> torch.Tensor:
+    """The whole step, or its part up to the first bound that a weight meets."""
+    bound = torch.where(step > 0, high, low)
+    room = ((bound - change) / step).masked_fill(step == 0, torch.inf)
+    reach = room.amin(dim=-1, keepdim=True).clamp(max=1)
+    return torch.where(room <= reach, bound, change + reach * step)
 
 
 def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:

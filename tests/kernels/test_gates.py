@@ -28,7 +28,6 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from evictionary.cache.model_hooks import _batch_hook
 from evictionary.optimized.kernels import launching
 from evictionary.optimized.momentkv_bounded import no_bounds
 from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
@@ -499,10 +498,9 @@ def test_the_mask_of_a_decoded_token_is_not_looked_at() -> None:
     with cached(model, IDS[:, :40], "momentkv", budget=20) as cache:
         to_meta(cache)
         token, mask = (torch.ones(1, length, dtype=torch.long, device="meta") for length in (1, 41))
+        (look,) = model.base_model._forward_pre_hooks.values()
         with Watch(100):
-            _batch_hook(weakref.ref(cache), model)(
-                model, (token,), {"past_key_values": cache, "attention_mask": mask}
-            )
+            look(model.base_model, (token,), {"past_key_values": cache, "attention_mask": mask})
 
 
 def test_the_watch_sees_waits_and_copies() -> None:
