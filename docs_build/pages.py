@@ -158,7 +158,6 @@ def _rendered(template: str, page: str, **content: Any) -> str:
             f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata
         ],
         "fence": _fence,
-        "functions": functions(),
         "heading": heading,
         "law_definition": law_definition,
         "law_links": lambda page, entry: [
@@ -166,7 +165,6 @@ def _rendered(template: str, page: str, **content: Any) -> str:
             for law in entry.laws
             for at in [law_definition(law)]
         ],
-        "laws": load_laws(),
         "lessons": lessons(),
         "link_to": link_to,
         "mistake": _mistake,
@@ -180,7 +178,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 
 def coverage() -> str:
     """The coverage page: a table for each paper, a row for each requirement."""
-    return _rendered("coverage", "coverage.md") + "\n"
+    return _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws()) + "\n"
 
 
 def _mistake(page: str, mutant: Mutant) -> str:

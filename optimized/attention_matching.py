@@ -111,9 +111,9 @@ def _finish(
     held = (change <= low) | (change >= high)
     careful = gram.diagonal(dim1=-2, dim2=-1)
     enough = 1e-15 * (wish.square() / careful).sum(dim=-1, keepdim=True)
+    slope = wish - (gram @ change[..., None])[..., 0]
     for _ in range(ROUNDS * wish.shape[-1]):
-        step = _newton(gram, wish - (gram @ change[..., None])[..., 0], held)
-        moved = _to_the_first_bound(change, step, low, high)
+        moved = _to_the_first_bound(change, _newton(gram, slope, held), low, high)
         met = ~held & ((moved <= low) | (moved >= high))
         change, held = moved, held | met
         slope = wish - (gram @ change[..., None])[..., 0]

@@ -6,6 +6,7 @@ beside the model's.
 """
 
 import copy
+import functools
 import inspect
 import sys
 import threading
@@ -186,10 +187,15 @@ def _read(
     """The arguments of a forward by name, given by place or not, and the ids [B, M] or the embeddings
     [B, M, hidden] that it reads.
     """
-    if arguments:
-        _, *names = inspect.signature(type(module).forward).parameters  # whatever wraps that of the module
-        named = dict(zip(names, arguments, strict=False)) | named
+    if arguments:  # by the names of the class, whatever wraps the forward of the module
+        named = dict(zip(_names(type(module).forward), arguments, strict=False)) | named
     return named, named.get("inputs_embeds") if named.get("input_ids") is None else named["input_ids"]
+
+
+@functools.cache
+def _names(forward: Callable[..., Any]) -> list[str]:
+    """The arguments of a forward after `self`. Hooks ask at each token."""
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
@@ -218,7 +224,8 @@ def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
         # GPT-NeoX calls its cache layer_past
         is_its_own = named.get("past_key_values", named.get("layer_past")) is cache
         if cache is not None and is_its_own:
-            cache.see_hidden_states(int(module.layer_idx), named["hidden_states"])
+            hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
+            cache.see_hidden_states(int(module.layer_idx), hidden_states)
 
     return hook
 

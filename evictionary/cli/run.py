@@ -2,7 +2,7 @@
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.text import Text
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
 FULL, AUTO = "full cache", "auto"
 
 
+def every_tokens(and_also: str = "") -> Any:
+    """The option `--every`."""
+    return whole_number(
+        f"Compress again after this many new tokens, such as 64{and_also}; by default only the prompt is "
+        "compressed, with momentkv each token."
+    )
+
+
 @app.command(
     epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 "
     "--prompt-file book.txt "
@@ -53,14 +61,7 @@ def run(
     compression_ratio: Ratio = 0.5,
     budget: Budget = None,
     option: Options = None,
-    every: Annotated[
-        int | None,
-        whole_number(
-            "Compress again after this many new tokens, such as 64, and read the text in blocks of that "
-            "size; by default only the "
-            "prompt is compressed, with momentkv each token."
-        ),
-    ] = None,
+    every: Annotated[int | None, every_tokens(", and read the text in blocks of that size")] = None,
     max_new_tokens: Annotated[int, whole_number("The longest answer, in tokens.")] = 64,
     seed: RandomSeed = 0,
     full: Annotated[bool, typer.Option(help="Answer from the full cache too, and show both answers.")] = True,
@@ -177,14 +178,7 @@ def export(
     compression_ratio: Ratio = 0.5,
     budget: Budget = None,
     option: Options = None,
-    every: Annotated[
-        int | None,
-        whole_number(
-            "Compress again after this many new tokens, such as 64; by default only the prompt is "
-            "compressed, "
-            "with momentkv each token."
-        ),
-    ] = None,
+    every: Annotated[int | None, every_tokens()] = None,
     seed: RandomSeed = 0,
 ) -> None:
     """Write a folder for model.generate(custom_generate=FOLDER): plain transformers code can use it

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.lagkv.helpers import SCORE, SELECT, asked, check_partitions, states_at
-from evictionary.spec_tests.shared.helpers import holds_tokens
+from evictionary.spec_tests.shared.helpers import holds_tokens, softmax
 
 ANY_SCALE = ("minute", "moving_mean", "vast", "normal", "sinks")
 
@@ -31,8 +31,7 @@ def expected_score(impl, *partitions):
     score = slack = np.zeros(keys.shape[:-1])
     for states, next_states in ((keys, next_keys), (values, next_values)):
         deviation, largest = deviations(states, next_states)
-        weights = np.exp(deviation - deviation.max(axis=-1, keepdims=True))
-        weights = weights / weights.sum(axis=-1, keepdims=True)
+        weights = softmax(deviation)
         score = score + weights
         slack = slack + softmax_slack(impl, weights, rounding(impl, states.shape[-1]) * largest)
     return score, slack
