@@ -215,7 +215,7 @@ def seeds() -> st.SearchStrategy[int]:
 
 
 # Sizes at which kernels break: one, a tile less one, a tile, a tile and one.
-LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 64, 65)
+LENGTHS = (1, 2, 3, 5, 15, 16, 17, 31, 32, 33, 64, 65, 129)
 # RoPE turns pairs of channels. The odd number lies beyond a tile.
 EVEN_DIMS = (2, 4, 8, 6, 16)
 HEAD_DIMS = (*EVEN_DIMS, 33)
@@ -223,7 +223,7 @@ HEAD_DIMS = (*EVEN_DIMS, 33)
 
 def seeded_cases(
     min_length: int = 1,
-    max_length: int = 65,
+    max_length: int = LENGTHS[-1],
     kinds: tuple[str, ...] = KINDS,
     head_dims: tuple[int, ...] = HEAD_DIMS,
     groups: tuple[int, ...] = (1, 2, 3, 8),
@@ -246,7 +246,7 @@ def seeded_cases(
 
 # Lengths at which long inputs break: one token less or more than whole tiles, splits, and what 15, 16 and 8 +
 # 8 bits count. A law that draws one long case draws the first of each of these.
-LONG_LENGTHS = (65_537, 4_097, 32_769, 8_191, 12_289, 4_095, 40_960, 16_385)
+LONG_LENGTHS = (65_537, 4_097, 1_025, 32_769, 8_191, 12_289, 4_095, 40_960, 16_385)
 # Enough for several splits; a plain loop over the tokens and the heads of a group ends in seconds.
 SPLIT_LENGTHS = (16_385, 4_097, 8_191, 32_769, 12_289)
 LONG_HEAD_DIMS = (64, 80, 128, 96, 256)
@@ -330,7 +330,7 @@ def long_rows(
 
 
 def cases(
-    min_length: int = 1, max_length: int = 65, kinds: tuple[str, ...] = KINDS, min_dim: int = 1
+    min_length: int = 1, max_length: int = LENGTHS[-1], kinds: tuple[str, ...] = KINDS, min_dim: int = 1
 ) -> st.SearchStrategy[Tiny | Case]:
     """Draw from both families."""
     return st.one_of(

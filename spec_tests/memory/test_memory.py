@@ -5,6 +5,9 @@ They put to the test each seam whose arguments `ARGUMENTS` knows how to make; th
 
 import importlib
 import inspect
+import pickle
+import random
+import sys
 from collections.abc import Callable, Iterator
 
 from evictionary.reference import attention, cache, momentkv
@@ -188,6 +191,32 @@ def test_inputs_are_left_alone(impl, case):
                 value,
                 to_numpy(natives[name]),
             )
+
+
+def global_generators() -> bytes:
+    """The states of the random generators of a process: of Python, NumPy, and torch where it runs."""
+    torch = sys.modules.get("torch")
+    tensor = torch.get_rng_state().numpy() if torch else None
+    return pickle.dumps((random.getstate(), np.random.get_state(), tensor))
+
+
+def use_global_generators() -> None:
+    """Draw a number from each, so that a seed would show."""
+    random.random()
+    np.random.random()
+    if torch := sys.modules.get("torch"):
+        torch.rand(1)
+
+
+@law("MEM-1", of=ANY, case=SMALL)
+def test_global_random_generators_are_left_alone(impl, case):
+    """No function seeds a global random generator, or draws from it: its caller draws from it too."""
+    for path, arguments, _ in callables(impl, case):
+        natives = {name: impl.native(value) for name, value in arguments.items()}
+        use_global_generators()
+        before = global_generators()
+        impl.function(path)(**natives)
+        require(global_generators() == before, f"{path} changed the state of a global random generator")
 
 
 def share_memory(impl: Implementation, one: Any, other: Any) -> bool:
