@@ -84,6 +84,12 @@ def test_another_number_of_rows_is_refused_and_changes_nothing(
     assert torch.equal(*(read(model, prompt[:, :5].expand(held, -1), each) for each in (cache, twin)))
 
 
+def test_a_closed_cache_refuses_another_number_of_rows(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
+    cache = cached(model, prompt.expand(3, -1), "keydiff", 0.5)
+    cache.close()
+    refused(lambda: read(model, prompt[:, :1], cache), "batch size: got 1, wanted 3")
+
+
 def test_a_crop_that_one_layer_refuses_changes_no_layer(
     model: LlamaForCausalLM, prompt: torch.Tensor
 ) -> None:
