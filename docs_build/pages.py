@@ -202,7 +202,8 @@ def page_of(stem: str) -> str:
 
 def studied(page: str, part: str) -> str:
     """A part of what the stored study says: `corrected`, `recommended`, `effects` or `table`; all but
-    the first also of `finals.`, `pyramid.`, `real.` and `real_finals.`, as `docs_build.study` names them.
+    the first also of `finals.`, `pyramid.`, `real.`, `real_2000.` and `real_finals.`, as `docs_build.study`
+    names them.
     """
     found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")
