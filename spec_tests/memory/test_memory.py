@@ -101,6 +101,11 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
 }
 
 
+def natives_of(impl: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments as arrays of the library of the implementation; no two calls share them."""
+    return {name: impl.native(value) for name, value in arguments.items()}
+
+
 def answers(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
     """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and
     what it gives; not where it fails, of which the laws of its equation say. Of none there is nothing to ask.
@@ -111,8 +116,7 @@ def answers(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, A
         arguments = arguments_of(impl, path, case)
         if arguments is not None:
             try:
-                natives = {name: impl.native(value) for name, value in arguments.items()}
-                answer = to_numpy(impl.function(path)(**natives))
+                answer = to_numpy(impl.function(path)(**natives_of(impl, arguments)))
             except Exception as error:
                 silent[path] = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
             else:
@@ -182,7 +186,7 @@ def cuda_only(impl: Implementation) -> str:
 def test_inputs_are_left_alone(impl, case):
     """No function writes into its inputs."""
     for path, arguments, _ in callables(impl, case):
-        natives = {name: impl.native(value) for name, value in arguments.items()}
+        natives = natives_of(impl, arguments)
         impl.function(path)(**natives)
         for name, value in arguments.items():
             require(
@@ -212,10 +216,9 @@ def use_global_generators() -> None:
 def test_global_random_generators_are_left_alone(impl, case):
     """No function seeds a global random generator, or draws from it: its caller draws from it too."""
     for path, arguments, _ in callables(impl, case):
-        natives = {name: impl.native(value) for name, value in arguments.items()}
         use_global_generators()
         before = global_generators()
-        impl.function(path)(**natives)
+        impl.function(path)(**natives_of(impl, arguments))
         require(global_generators() == before, f"{path} changed the state of a global random generator")
 
 
@@ -233,7 +236,7 @@ def test_outputs_are_memory_of_their_own(impl, case):
     for path, arguments, _ in callables(impl, case):
         if "kept" in arguments:
             arguments["kept"] = np.ones_like(arguments["kept"])
-        natives = {name: impl.native(value) for name, value in arguments.items()}
+        natives = natives_of(impl, arguments)
         results, later = (leaves(impl.function(path)(**natives)) for _ in range(2))
         for what, others in (
             ("an argument", leaves(tuple(natives.values()))),
@@ -251,10 +254,7 @@ def test_the_same_call_gives_the_same_bits(impl, case):
     """
     calls = list(callables(impl, case))
     for path, arguments, first in reversed(calls):
-        again, at_once = (
-            to_numpy(impl.function(path)(**{name: impl.native(value) for name, value in arguments.items()}))
-            for _ in range(2)
-        )
+        again, at_once = (to_numpy(impl.function(path)(**natives_of(impl, arguments))) for _ in range(2))
         require(same_bits(again, at_once), f"{path} gives other numbers the second time", again, at_once)
         agree_within_rounding(impl, path, arguments, first, again, "gives other numbers after other calls")
 
@@ -278,7 +278,7 @@ def sliced(impl: Implementation, native: Any) -> Any:
 def test_strides_do_not_matter(impl, case, layout):
     """Inputs stored in another order, or with gaps, give what contiguous ones give."""
     for path, arguments, plain in callables(impl, case):
-        natives = {name: impl.native(value) for name, value in arguments.items()}
+        natives = natives_of(impl, arguments)
         strided = {
             name: layout(impl, value)
             if isinstance(arguments[name], np.ndarray) and value.ndim >= 3
@@ -339,7 +339,7 @@ def test_poisoned_memory_does_not_shine_through(impl, case):
     """With every uninitialised tensor filled with NaN the results are the same: each element is written."""
     torch = importlib.import_module("torch")
     for path, arguments, plain in callables(impl, case):
-        natives = {name: impl.native(value) for name, value in arguments.items()}
+        natives = natives_of(impl, arguments)
         before = (
             torch.are_deterministic_algorithms_enabled(),
             torch.is_deterministic_algorithms_warn_only_enabled(),
@@ -360,15 +360,13 @@ def test_another_stream_gives_the_same_numbers(impl, case):
     """A call queued on a stream of its own, behind other work, gives the same numbers."""
     torch = importlib.import_module("torch")
     for path, arguments, _ in callables(impl, case):
-        plain = to_numpy(
-            impl.function(path)(**{name: impl.native(value) for name, value in arguments.items()})
-        )
+        plain = to_numpy(impl.function(path)(**natives_of(impl, arguments)))
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             busy = torch.randn(2048, 2048, device=impl.device)
             for _ in range(8):
                 busy = busy @ busy / 2048
-            result = impl.function(path)(**{name: impl.native(value) for name, value in arguments.items()})
+            result = impl.function(path)(**natives_of(impl, arguments))
         stream.synchronize()
         agree_within_rounding(impl, path, arguments, plain, result, "gives other numbers on another stream")
 
@@ -389,7 +387,7 @@ def test_offsets_do_not_wrap_at_two_to_the_31(impl):
     for path, arguments, _ in callables(impl, case):
         if "keys" not in arguments:
             continue
-        natives = {name: impl.native(value) for name, value in arguments.items()}
+        natives = natives_of(impl, arguments)
         keys = natives["keys"]
         step = 2**31 + 64
         far = torch.empty(step + keys[0].numel(), dtype=dtype, device=impl.torch_device)
