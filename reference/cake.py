@@ -103,8 +103,8 @@ def budgets(
         exact = min(exact, Fraction(room))
         shares[layer] = math.floor(exact)
         rest, weight = rest - exact, weight - given[layer]
-    # Decision: a token left over by the floors goes where preference / (share + 1) is largest, lower
-    # layers first. The largest fractions would break CAKE-5.
+    # Decision: a token left over by the floors goes where preference / (share + 1) is largest, of
+    # equals to the smallest share, then to the lowest layer. The largest fractions would break CAKE-5.
     for _ in range(total - sum(shares)):
         free = [layer for layer, share in enumerate(shares) if share < room]
         shares[max(free, key=lambda layer: (given[layer] / (shares[layer] + 1), -shares[layer], -layer))] += 1

@@ -122,10 +122,14 @@ def test_the_total_is_exact_and_each_layer_has_its_share(impl, given, budget, le
 
 @law("CAKE-4", of=SHARED)
 def test_budgets_by_hand(impl):
-    """Whole shares, beside a window, of the first layers of a model, with full layers, without preference."""
+    """Whole shares and equal claims to the rest, beside a window, of the first layers of a model, with full
+    layers, without preference.
+    """
     for budget, given, settings, wanted in (
         (11, [3, 2, 2, 2, 1], {}, [16, 11, 11, 11, 6]),
         (2, [1, 3, 4, 8], {}, [1, 2, 2, 3]),
+        (2, [2, 1], {}, [2, 2]),
+        (2, [1, 1], {"num_layers": 3}, [3, 2]),
         (10, [2, 1], {"window_size": 4}, [12, 8]),
         (3, [2, 1], {"window_size": 4}, [3, 3]),
         (10, [3, 1], {"num_layers": 4}, [28, 10]),
