@@ -21,6 +21,7 @@ from evictionary.evaluation.questions import prefill
 from evictionary.models.load import load
 
 SELECTORS = ("keydiff", "random", "momentkv", "gvote")
+REAL = ("real", "real_2000", "real_4000")
 
 
 def plan_for(model: Path, **changes: Any) -> study.Plan:
@@ -220,7 +221,7 @@ def test_the_stored_study_follows_from_its_measurements_and_its_final_from_other
     stored, found = json.loads(study.STORED.read_text(encoding="utf-8")), docs_build.study.summary()
     for one, other in (
         (stored, found),
-        *((stored[name], found[name]) for name in ("finals", "real", "real_2000", "real_finals")),
+        *((stored[name], found[name]) for name in ("finals", *REAL, "real_finals")),
     ):
         assert [(row["method"], row["ratio"]) for row in one["rows"]] == [
             (row["method"], row["ratio"]) for row in other["rows"]
@@ -229,7 +230,7 @@ def test_the_stored_study_follows_from_its_measurements_and_its_final_from_other
     assert [entry["as_good"] for entry in stored["recommended"]] == [
         entry["as_good"] for entry in found["recommended"]
     ]
-    for names in (("results", "finals"), ("real", "real_finals"), ("real_2000", "real_finals")):
+    for names in (("results", "finals"), *((name, "real_finals") for name in REAL)):
         every, finals = ({line["seed"] for line in docs_build.study.lines(f"{name}.jsonl")} for name in names)
         assert every.isdisjoint(finals)
 
