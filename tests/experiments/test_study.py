@@ -20,8 +20,7 @@ from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
 from evictionary.models.load import load
 
-SELECTORS = ("keydiff", "random", "momentkv", "gvote")
-REAL = ("real", "real_2000", "real_4000")
+SELECTORS, REAL = ("keydiff", "random", "momentkv", "gvote"), ("real", "real_2000", "real_4000")
 
 
 def plan_for(model: Path, **changes: Any) -> study.Plan:
