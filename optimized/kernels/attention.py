@@ -37,7 +37,7 @@ import triton.language as tl
 
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, launch, outputs, padded, warps
+from .launching import floats, is_amd, is_for, launch, outputs, padded, warps
 from .strided import Rows, load_row, pages, row_of_slot, strided
 from .tiles import absorb, at_head, dot_dtype, load_queries, load_tile
 
@@ -183,8 +183,13 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
     if queries.dtype == torch.float32:
         tile = {"BLOCK_ROWS": 16, "BLOCK_T": 16 if wide else 32, "num_warps": 8, "num_stages": 2}
     elif rows > 32 and not wide:
-        # Three tiles in flight do not fit into the 64 KB of an AMD GPU.
-        tile = {"BLOCK_ROWS": 64, "BLOCK_T": 64, "num_warps": 4, "num_stages": 2 if is_amd(queries) else 3}
+        # Three tiles in flight do not fit into the 64 KB of an AMD GPU, and spill registers on sm_100.
+        tile = {
+            "BLOCK_ROWS": 64,
+            "BLOCK_T": 64,
+            "num_warps": 4,
+            "num_stages": 2 if is_amd(queries) or is_for(queries, 100) else 3,
+        }
     else:
         tile = {
             "BLOCK_ROWS": min(32, padded(rows)),
