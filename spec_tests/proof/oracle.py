@@ -40,7 +40,7 @@ SECONDS = 20
 # before.
 FEW, SOME, MANY = 3, 8, 100
 # Laws that are asked first, and in all; the nearest ones.
-NEAR, FAR = 10, 40
+NEAR, FAR = 10, 100
 # Calls of each law that are recorded, and of all laws; where they are fewer, the laws draw more.
 CALLS, ENOUGH = 60, 300
 # Mistakes of one function that a process takes at a time.
