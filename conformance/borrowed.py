@@ -7,7 +7,7 @@ import __future__
 import ast
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -118,6 +118,11 @@ def leave_out(where: bool, what: str) -> None:
 def leave_out_window(length: int, window: int) -> None:
     """Raise OutsideDomain for a prompt within the window, which such code leaves whole or refuses."""
     leave_out(length <= window, "a prompt within the window, which this code leaves whole or refuses")
+
+
+def each_head(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Of tensors [B, H, ...], those of one head of one text after the other, for code that takes one head."""
+    return zip(*(each.flatten(0, 1) for each in tensors), strict=True)
 
 
 def for_all_queries(queries: torch.Tensor, length: int) -> torch.Tensor:

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 
 import torch
 
-from conformance.borrowed import ranked_by, take
+from conformance.borrowed import each_head, ranked_by, take
 
 DOMAIN = {"dtype": ("float32",)}
 
@@ -30,8 +30,7 @@ method = theirs.HighestAttentionKeysCompaction(
 
 def heads_of(keys, queries, *more):
     """The keys [T, D] of each head of each text, the queries of its group [G M, D], and what else it has."""
-    rows = queries.reshape(*keys.shape[:2], -1, keys.shape[3])
-    return zip(*(each.flatten(0, 1) for each in (keys, rows, *more)), strict=True)
+    return each_head(keys, queries.reshape(*keys.shape[:2], -1, keys.shape[3]), *more)
 
 
 def score(keys, replay_queries):

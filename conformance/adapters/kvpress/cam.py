@@ -9,13 +9,14 @@ import torch
 from kvpress import CAMPress
 
 from conformance.adapters.kvpress.given import Given
-from conformance.borrowed import leave_out
+from conformance.borrowed import each_head, leave_out
 
 DOMAIN = {"dtype": ("float32",)}
 
 
 def compressed(values, attention, kept, merge_size, drawn):
     """The values [T, D] of one head afterwards, and the probabilities, from which `drawn` makes the mask."""
+    leave_out(not kept.any(), "a head of which nothing stays")
     press = CAMPress(Given(kept[None, None].float()), target_size=int(kept.sum()), merge_budget=merge_size)
     press.layer_step_counts, press._running_attn_sum = {0: len(kept)}, {0: attention[None, None]}
     values = values.clone()[None, None]
@@ -24,14 +25,9 @@ def compressed(values, attention, kept, merge_size, drawn):
     return values[0, 0], bernoulli.call_args[0][0] if bernoulli.called else torch.zeros(0)
 
 
-def each_head(kept, *tensors):
-    leave_out(not kept.any(dim=-1).all(), "a head of which nothing stays")
-    return zip(*(each.flatten(0, 1) for each in (kept, *tensors)), strict=True)
-
-
 def probabilities(attention, kept, *, merge_size=32):
     found = torch.zeros(kept.shape)
-    for row, (mask, received) in zip(found.flatten(0, 1), each_head(kept, attention), strict=True):
+    for row, mask, received in each_head(found, kept, attention):
         row[~mask] = compressed(received[:, None], received, mask, merge_size, torch.zeros_like)[1].flatten()
         row[mask.nonzero().max() :] = 0  # what it finds after the last kept token merges nothing
     return found

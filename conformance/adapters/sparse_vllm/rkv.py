@@ -2,7 +2,7 @@
 
 import torch
 
-from conformance.borrowed import leave_out, take
+from conformance.borrowed import each_head, leave_out, take
 
 # One query head to a KV head: of several the engine averages over the queries first. All pairs of tokens.
 DOMAIN = {"dtype": ("float32",), "group": (1,), "max_length": 2048}
@@ -33,6 +33,6 @@ def importance(queries, keys, *, window_size=8, kernel_size=7):
         _found.attention_scores_from_materialized_keys(
             q[-window_size:, None], k[:-window_size, None], positions[-window_size:], positions[:-window_size]
         )
-        for q, k in zip(queries.flatten(0, 1), keys.flatten(0, 1), strict=True)
+        for q, k in each_head(queries, keys)
     ]
     return torch.stack(heads).view(*keys.shape[:2], length - window_size)
