@@ -201,8 +201,8 @@ def page_of(stem: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `corrected`, `recommended`, `effects` or `table`; all but
-    the first also of the parts that `docs_build.study` names, such as `finals.` and `real_2000.`.
+    """A part of what the stored study says: `corrected`, `needles`, `recommended`, `effects` or `table`; all
+    but the first two also of the parts that `docs_build.study` names, such as `finals.` and `real_2000.`.
     """
     found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")
