@@ -71,9 +71,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--call-timeout",
         type=float,
-        default=SECONDS,
         metavar="SECONDS",
-        help=f"for each call of a function or a program. Default: {SECONDS:g}",
+        help=f"for each call of a function or a program. Default: {SECONDS:g}, and {compiled.SECONDS:g} with "
+        f"--device {compiled.DEVICE}",
     )
     group.addoption(
         "--device",
@@ -150,6 +150,8 @@ def pytest_configure(config: pytest.Config) -> None:
         *(PREFIX + command for command in config.getoption("--exec")),
     ]
     config.option.exec = []  # a worker of pytest-xdist gets the options as they are left here
+    if config.option.call_timeout is None:
+        config.option.call_timeout = _usual_seconds(config)
     if not config.getoption("--impl"):
         config.option.strict, config.option.impl = True, ["reference", "optimized"]
     if config.getoption("--brief"):
@@ -221,9 +223,13 @@ def _dtypes(option: str | None) -> list[str | None]:
     return list(names)
 
 
+def _usual_seconds(config: pytest.Config) -> float:
+    return compiled.SECONDS if config.getoption("--device") == compiled.DEVICE else SECONDS
+
+
 def _asked(config: pytest.Config) -> list[str]:
     """The options that are not the default, as `evictionary judge` names them."""
-    usual = {"device": "cpu", "dtype": None, "profile": "default", "call-timeout": SECONDS}
+    usual = {"device": "cpu", "dtype": None, "profile": "default", "call-timeout": _usual_seconds(config)}
     given = [(name, each) for name in usual if (each := config.getoption(f"--{name}")) != usual[name]]
     given += [(name, each) for name in ("domain", "method") for each in config.getoption(f"--{name}")]
     options = [f"--{name.removeprefix('call-')} {shlex.quote(str(each))}" for name, each in given]

@@ -103,14 +103,15 @@ def judge(
         ),
     ] = None,
     timeout: Annotated[
-        float,
+        float | None,
         typer.Option(
             parser=number,
             metavar="SECONDS",
             rich_help_panel=HOW,
-            help="How long a function or a program may take for one call.",
+            help="How long a function or a program may take for one call; by default 60, and 900 with "
+            "--device compiled.",
         ),
-    ] = 60.0,
+    ] = None,
     strict: Annotated[
         bool,
         typer.Option(rich_help_panel=COUNTS, help="Edges and refusals count too, not the mathematics alone."),
@@ -156,7 +157,7 @@ def judge(
                 f"wrote {written}: write the body, then run evictionary judge {written}", highlight=False
             )
             return
-        require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
+        require(timeout is None or timeout > 0, f"--timeout: got {timeout}, wanted more than 0 seconds")
         require(
             path is None or not path.endswith((".py", "/")) or Path(path).exists(),
             f"{path}: no such file or folder",
@@ -173,13 +174,16 @@ def judge(
             # conftest.py beside it.
             options = [
                 f"--impl={path}" if command is None else f"--exec={command}",
-                f"--call-timeout={timeout}",
                 *[f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"],
                 *[f"--domain={each}" for each in domain or []],
                 *[f"--method={each}" for each in names if MEMORY not in names],
                 *[
                     f"--{name}={value}"
-                    for name, value in {"dtype": dtype, "expected-failures": expected_failures}.items()
+                    for name, value in {
+                        "call-timeout": timeout,
+                        "dtype": dtype,
+                        "expected-failures": expected_failures,
+                    }.items()
                     if value
                 ],
                 *(["--strict"] if strict else []),
