@@ -138,11 +138,11 @@ def _scores(logits: torch.Tensor, parts: tuple[Part, ...], moments: Moments) -> 
     values.
     """
     dtype = working_dtype(parts[0][0])
-    count, (_, mean_value, covariance) = _recovered(moments, parts[0][0])
+    mean_value, covariance = (field.to(dtype) for field in recover(moments)[1:])
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
     alpha = weights(logits).mean(dim=(2, 3))
     # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
-    scale = count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(covariance.shape[-1])
+    scale = moments.count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(covariance.shape[-1])
     residuals = (
         values.to(dtype) - mean_value[..., None, :] - keys.to(dtype) @ covariance.mT.div(scale)
         for keys, values in parts
@@ -182,16 +182,8 @@ def _mixed(
     """MK-12 from the logits [B, H_kv, G, T] of the tokens whose values the parts hold, -inf for those
     without weight.
     """
-    count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
-    batch, num_kv_heads, _, head_dim = keys.shape
     dtype = working_dtype(keys)
-    queries = query.to(dtype).reshape(batch, num_kv_heads, -1, head_dim)
-    divisor = count.clamp(min=1)[..., None].to(dtype)
-    evicted_logit = divisor.log() + (queries @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
-    evicted_logit = evicted_logit.masked_fill(count[..., None] == 0, -math.inf)
-    evicted_value = mean_value[:, :, None] + queries @ covariance.mT / (
-        divisor[..., None] * math.sqrt(head_dim)
-    )
+    evicted_value, evicted_logit = evicted_part(query.reshape(*keys.shape[:2], -1, keys.shape[-1]), moments)
     # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals
     # left.
     top = torch.maximum(logits.amax(dim=-1), evicted_logit)
@@ -204,7 +196,22 @@ def _mixed(
         sum(share @ values.to(dtype) for share, values in zip(shares, parts, strict=True))
         + evicted_weight * evicted_value
     )
-    return (mixed / torch.where(total == 0, 1, total)).reshape(batch, query.shape[1], -1).to(query.dtype)
+    return (mixed / torch.where(total == 0, 1, total)).reshape(*query.shape[:2], -1).to(query.dtype)
+
+
+def evicted_part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
+    r"""MK-9, MK-11: the evicted tokens as one token, with the value `vbar + Stilde q / (n_e sqrt(d))` and the
+    logit `log n_e + q . kbar / sqrt(d)`.
+
+    Args: queries [B, H_kv, N, D]; moments. Returns values [B, H_kv, N, D_v] and logits [B, H_kv, N], -inf
+    where nothing was evicted, in float32 (float64 for float64 queries). Source: equations 9 and 11.
+    """
+    dtype, root = working_dtype(queries), math.sqrt(queries.shape[-1])
+    queries, count = queries.to(dtype), moments.count.clamp(min=1)[..., None].to(dtype)
+    mean_key, mean_value, covariance = (field.to(dtype) for field in recover(moments))
+    logits = count.log() + (queries @ mean_key[..., None]).squeeze(-1) / root
+    values = mean_value[:, :, None] + queries @ covariance.mT / (count[..., None] * root)
+    return values, logits.masked_fill(moments.count[..., None] == 0, -math.inf)
 
 
 def step(
@@ -433,12 +440,6 @@ def _wide(moments: Moments, keys: torch.Tensor) -> Moments:
     count, *sums = moments
     dtype = torch.promote_types(working_dtype(keys), working_dtype(sums[0]))
     return Moments(count.to(torch.int64), *(field.to(dtype) for field in sums))
-
-
-def _recovered(moments: Moments, keys: torch.Tensor) -> tuple[torch.Tensor, Recovered]:
-    """Return the count, and the means and the covariance in the arithmetic of keys."""
-    dtype = working_dtype(keys)
-    return moments.count, Recovered(*(field.to(dtype) for field in recover(moments)))
 
 
 def _kernels(

@@ -10,7 +10,7 @@ import torch
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
-from .momentkv import _recovered, _wide
+from .momentkv import _wide, evicted_part, recover
 from .states import Moments
 
 # sinh(40) = 1e17: the radius of MB-4 then exceeds the box of the values up to 1e34 evicted tokens.
@@ -108,13 +108,13 @@ def _parts(
     require_fit("momentkv_bounded.attend", query, keys, values, kept, moments, bounds)
     moments = _wide(moments, keys)
     _require_finite_bounds(bounds, moments.count)
-    count, (mean_key, mean_value, covariance) = _recovered(moments, keys)
-    some, dtype = count[..., None] > 0, working_dtype(keys)
+    some, dtype = moments.count[..., None] > 0, working_dtype(keys)
+    mean_key, mean_value = (field.to(dtype) for field in recover(moments)[:2])
     key_low, key_high, value_low, value_high = (
         torch.where(some, field.to(dtype), 0)[:, :, None] for field in bounds
     )
     queries = query.to(dtype).reshape(*keys.shape[:2], -1, keys.shape[-1])
-    root, divisor = math.sqrt(keys.shape[-1]), count.clamp(min=1)[..., None].to(dtype)
+    root, log_count = math.sqrt(keys.shape[-1]), moments.count.clamp(min=1)[..., None].to(dtype).log()
     # MB-2 and MB-3: the logits and the partition function of the evicted tokens.
     ends = queries * key_low, queries * key_high
     least, largest = torch.minimum(*ends).sum(dim=-1) / root, torch.maximum(*ends).sum(dim=-1) / root
@@ -129,7 +129,7 @@ def _parts(
     )
     # The sigmoid of a difference is 1 where nothing is kept, and 0 where nothing was evicted.
     light, heavy = (
-        torch.where(some, (divisor.log() + bound - log_retained[..., 0]).sigmoid(), 0)[..., None]
+        torch.where(some, (log_count + bound - log_retained[..., 0]).sigmoid(), 0)[..., None]
         for bound in (mean_logit, chord)
     )
     # MB-4: the box of the evicted output.
@@ -141,8 +141,7 @@ def _parts(
         torch.maximum(value_low, mean - radius) - from_retained,
         torch.minimum(value_high, mean + radius) - from_retained,
     )
-    estimate = mean_value[:, :, None] + queries @ covariance.mT / (divisor[..., None] * root)
-    correction = light * (estimate - from_retained)
+    correction = light * (evicted_part(queries, moments)[0] - from_retained)
     return (
         from_retained,
         correction,

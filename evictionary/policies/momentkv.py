@@ -2,7 +2,6 @@
 moments of each head.
 """
 
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -43,15 +42,10 @@ def part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.T
     [B, H_q, M].
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
-    mean_key, mean_value, covariance = momentkv.recover(moments)
-    grouped = queries.to(mean_key.dtype).reshape(batch, moments.count.shape[1], -1, head_dim)
-    count = moments.count.clamp(min=1)[..., None].to(mean_key.dtype)
-    log_sum_exp = count.log() + (grouped @ mean_key[..., None]).squeeze(-1) / math.sqrt(head_dim)
-    log_sum_exp = log_sum_exp.masked_fill(moments.count[..., None] == 0, -math.inf)
-    output = mean_value[:, :, None] + grouped @ covariance.mT / (count[..., None] * math.sqrt(head_dim))
-    return output.reshape(batch, num_query_heads, num_queries, -1), log_sum_exp.reshape(
-        batch, num_query_heads, num_queries
-    )
+    grouped = queries.reshape(batch, moments.count.shape[1], -1, head_dim)
+    output, log_sum_exp = momentkv.evicted_part(grouped, moments)
+    asked = batch, num_query_heads, num_queries
+    return output.reshape(*asked, -1), log_sum_exp.reshape(asked)
 
 
 def stepping(method: Any) -> Callable[..., torch.Tensor] | None:
