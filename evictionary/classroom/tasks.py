@@ -17,7 +17,7 @@ from evictionary.source import first_paragraph
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import contract_functions, load, oracle
 from evictionary.spec_tests.judge.law import load_laws
-from evictionary.spec_tests.memory import test_memory as memory
+from evictionary.spec_tests.memory import helpers as memory
 
 # Every axis of this case has a size of its own, by which it is known in an argument and in the answer.
 NAMED = Case(batch=2, num_kv_heads=3, group=4, length=17, head_dim=8, value_dim=10, num_queries=5)

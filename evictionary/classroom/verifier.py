@@ -27,7 +27,7 @@ from evictionary.spec_tests.judge.law import Law, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import TimedOut, outcome
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Violation
-from evictionary.spec_tests.memory import test_memory as memory
+from evictionary.spec_tests.memory import helpers as memory
 from evictionary.spec_tests.verdict import report
 from evictionary.spec_tests.verdict.diagnosis import sign
 

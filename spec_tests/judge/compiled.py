@@ -24,7 +24,7 @@ WANTED = {"ttsem": "0.1.0", "triton": "3.8.0"}
 
 TARGET = "sm_90"
 SECONDS = 900.0
-"""How long one call may take where nothing else is asked for: one of 131,072 tokens takes a minute or more."""
+"""How long one call may take by default: one of 131,072 tokens takes a minute or more."""
 
 STOPPED: list[Exception] = []
 """The faults of the law at hand. Code that catches a fault and goes on hides it from nobody."""
