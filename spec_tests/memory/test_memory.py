@@ -9,7 +9,7 @@ import pickle
 import random
 import sys
 
-from evictionary.spec_tests.judge.compiled import DEVICE
+from evictionary.spec_tests.judge.compiled import DEVICE, STOPPED
 from evictionary.spec_tests.judge.degenerate import MEMORY
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.memory.helpers import (
@@ -17,6 +17,7 @@ from evictionary.spec_tests.memory.helpers import (
     agree_within_rounding,
     answers,
     callables,
+    holds_nan,
     leaves,
     natives_of,
     same_bits,
