@@ -58,10 +58,13 @@ COMPILED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST)
 EXECUTED := $(COMPILED) --profile quick --device compiled
 TUNED := --impl optimized --dtype float32,float16,bfloat16
 TO_READ := --impl evictionary.optimized.teaching --dtype float32
+# The kernels that only long rows and long prompts reach.
+LONG := -k "a_long_row_keeps_its_best or scores_all_of_a_long_prompt"
 compiled: build/compiled
 	$(COMPILED) -m "compiled and not slow" tests/compiled
 	$(EXECUTED) spec_tests/memory -k compiled_code $(TUNED)
 	$(EXECUTED) spec_tests/memory -k compiled_code $(TO_READ)
+	$(EXECUTED) spec_tests/shared/test_selection.py spec_tests/tova $(LONG) --impl optimized --dtype float32
 
 compiled-all: build/compiled
 	$(COMPILED) -m compiled tests/compiled

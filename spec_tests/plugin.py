@@ -269,8 +269,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:
-    compiled.STOPPED.clear()
-    compiled.UNFILLED.clear()
+    compiled.forget()
     if (law := law_of(item)) is not None and law.functions:
         WATCH.require_alive(str(_subject(item)), law.functions)
 
@@ -374,31 +373,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if law is not None:
         column = str(_subject(item)) if law.functions else verdict.PAPER
         result.user_properties.append(("law", _identity(law, column)))
-        if law.functions and result.when == "call" and result.failed and call.excinfo is not None:
-            subject, error = _subject(item), call.excinfo.value
+        if law.functions and result.when == "call":
+            subject, error = _subject(item), call.excinfo and call.excinfo.value
             # Without such limits, a law that asks nothing is a broken law.
             narrowed = bool(subject.domain.said() or subject.conventions or subject.array_library == "exec")
             narrowed = narrowed or CANNOT_HOLD in subject.outside or ANY in law.functions
-            if why := report.unanswerable(subject, error):
-                _fail(result, law, subject, *why)
-            elif reason := compiled.unsupported(error):
+            silent = isinstance(error, NothingToAsk | Unsatisfiable) and narrowed and subject.outside
+            if reason := compiled.unexecuted(error) or silent:
                 result.outcome, result.longrepr = "passed", None
                 result.user_properties.append(("not applicable", reason))
-            elif isinstance(error, NothingToAsk | Unsatisfiable) and subject.outside and narrowed:
-                result.outcome, result.longrepr = "passed", None
-                result.user_properties.append(("not applicable", subject.outside))
-            else:
+            elif compiled.STOPPED and result.passed:  # a fault that the code has caught
+                _fail(result, law, subject, *(compiled.fault(compiled.STOPPED[0]) or ("", "")))
+            elif result.failed and error and (why := report.unanswerable(subject, error)):
+                _fail(result, law, subject, *why)
+            elif result.failed and error:
                 parts = report.said(law, subject, error)
                 result.longrepr = report.told(law, subject, parts)
                 result.user_properties.append(("said", dict(parts)))
-        if law.functions and result.when == "call":
-            if result.passed and compiled.STOPPED:  # a fault that the code has caught
-                _fail(
-                    result,
-                    law,
-                    _subject(item),
-                    *(compiled.fault(compiled.STOPPED[0]) or (str(compiled.STOPPED[0]), "")),
-                )
             if _subject(item).device == compiled.DEVICE:
                 result.user_properties.append(("compiled", dict(compiled.COUNTED)))
                 compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
@@ -454,6 +445,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
             session.exitstatus, line = good if passed else bad, f"{line}: {sentence}" if sentence else line
         elif sentence:
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
+        elif sentence := found.unexecuted():
+            session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"no verdict: {sentence}"
         elif found.reasons and not found.others:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
     result = yield

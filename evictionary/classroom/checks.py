@@ -256,13 +256,14 @@ def _kernel(impl: Any, seed: int) -> None:
             )
 
 
-def _compiled(impl: Implementation, seed: int) -> None:
-    """The scores of compiled code, at sizes that fill no tile. A launch that is stopped raises, and
-    memory that nobody wrote is NaN.
+def _compiled(impl: Any, seed: int) -> None:
+    """A kernel computes the scores of compiled code, right also at sizes that fill no tile. A launch that is
+    stopped raises, and memory that nobody wrote is NaN.
     """
-    for length, channels in ((37, 24), (5, 64)):
+    for length, channels in ((37, 24), (5, 64), (130, 64)):
         keys = np.random.default_rng(seed).standard_normal((2, 3, length, channels), dtype=np.float32)
         agrees(impl, "keydiff.score", keys)
+    _kernel(impl, seed)
 
 
 MOST_SCORES = 2**18  # in the rows of a judge

@@ -306,7 +306,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             import triton.language  # noqa: F401
         if setup["strict"]:
             torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty gives holds NaN
-    watching = watched_launches() if setup["interpret"] else contextlib.nullcontext({"added": 0.0})
+    watching = (
+        watched_launches()
+        if setup["interpret"]
+        else contextlib.nullcontext(compiled.CHANGED if compiled else {"added": 0.0})
+    )
     launches = watching.__enter__()  # as long as the process lives
     path = setup["path"]
     walls, tried = sandbox.confined(setup) if setup["confine"] else ({"audit hook": False}, [])
@@ -333,10 +337,10 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
                 asked = kernels_alone(arguments[0])(function) if alone else function
                 owes_memory = message["call"] in setup["strict"] if setup["strict"] else None
                 if compiled:
-                    compiled.STOPPED.clear()
+                    compiled.forget()
                 result = ask(asked, arguments, keywords, owes_memory)
-                if compiled and compiled.STOPPED:  # a fault that the file has caught
-                    raise compiled.STOPPED[0]
+                for stop in compiled.STOPPED + compiled.UNEXECUTED if compiled else ():
+                    raise stop  # also one that the file has caught
             reply({}, result)
         except wire.BadMessage as error:
             reply(

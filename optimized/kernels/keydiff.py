@@ -17,8 +17,8 @@ gains those of the block and loses those of the evicted keys (KD-6): `sum_unit_k
 `score_keys` alone scores.
 
 The walks over tiles load the next two tiles while they compute (`STAGES`). There are at most 64 splits, by
-the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a program reads stay below
-an eighth of its keys, and the scores of a sequence are the same bits in every batch.
+the number of tokens only: from 8 heads on they fill a GPU, the partial sums that a program reads are at
+most half as many bytes as its keys, and the scores of a sequence are the same bits in every batch.
 
 Range: a key is first multiplied by the power of two that brings its largest component to [1, 2), which is
 exact, so that the squares of keys around 1e-30 or 1e30 neither vanish nor overflow.

@@ -58,7 +58,7 @@ def said(
     else:
         frame = _raised_in(error, implementation)
         wrong = [
-            ("what is wrong", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"),
+            ("what is wrong", f"{type(error).__name__}: {_first_line(error)}"),
             ("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"),
         ]
     known, judged_in = "your numbers match a known bug", implementation.dtype
@@ -101,9 +101,18 @@ def _alone(law: Law, implementation: Implementation) -> str:
     return " ".join(words)
 
 
+def _first_line(error: BaseException) -> str:
+    """What an error says, in a line. Triton's compiler says where, shows the source, and says why last."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{lines[0]} {lines[-1]}" if type(error).__name__ == "CompilationError" else lines[0]
+
+
 def _raised_in(error: BaseException, implementation: Implementation) -> traceback.FrameSummary:
     """The line that raised an error; of a call that a function does not accept, the line that defines it."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = (compiled.__file__, compiled.folder() or compiled.__file__)
+    own = [each for each in frames if not each.filename.startswith(theirs)]
+    frame = (own or frames)[-1]
     if frame.filename == watch.__file__ and implementation.calls:
         stem, name = implementation.calls[-1].function.split(".")
         if code := getattr(getattr(implementation.modules[stem], name), "__code__", None):

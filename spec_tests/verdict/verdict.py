@@ -131,6 +131,11 @@ class Verdict:
         for column, entry in laws:
             if column in faults and entry["kind"] == MEMORY and entry["outcome"] == "pass":
                 entry.update(faults[column], law=entry["law"], kind=MEMORY, functions=entry["functions"])
+        for key, entries in list(self.laws.items()):  # where nothing was launched, nothing was seen
+            passes = all(entry["kind"] == MEMORY and entry["outcome"] == "pass" for entry in entries)
+            if passes and not self.executed[key[1]]["launches"]:
+                self.reasons[key] = ("not applicable", "no kernel was launched")
+                del self.laws[key]
         self._expect()
         for column in self.columns:
             self._excuse(column)
@@ -188,9 +193,13 @@ class Verdict:
         reasons = [entry.get("unanswered", "") for entries in self.laws.values() for entry in entries]
         return next((reason for reason in reasons if text in reason), "")
 
+    def unexecuted(self) -> str:
+        """Why compiled code of a law could not be executed; empty where all could."""
+        return next((why for _, why in self.reasons.values() if why.startswith(compiled.CANNOT)), "")
+
     def in_a_line(self, required: list[str]) -> tuple[bool, str]:
-        """Whether the verdict is good, and why; an empty line where nothing was judged, or a GPU is all that
-        is missing.
+        """Whether the verdict is good, and why; an empty line where nothing was judged, a GPU is all that
+        is missing, or a launch could not be executed.
         """
         entries = [(column, entry) for (_, column), found in self.laws.items() for entry in found]
         own = [entry for column, entry in entries if column != PAPER]
@@ -211,6 +220,8 @@ class Verdict:
         if any(reasons) or elsewhere:
             reasons += [_count(len(elsewhere), "needs a GPU", "need a GPU")] * any(reasons)
             return False, f"FAIL: {', '.join(filter(None, reasons))}" * any(reasons)
+        if self.unexecuted():
+            return False, ""
         reasons = [
             _count(sum(entry["outcome"] == "pass" for _, entry in entries), "holds", "hold"),
             *(
@@ -329,7 +340,8 @@ class Verdict:
                 found = grouped(
                     (why, name)
                     for (name, each), (said, why) in self.reasons.items()
-                    if each == column and said == word and (name, column) not in self.laws
+                    if each == column and said == word
+                    if (name, column) not in self.laws or why.startswith(compiled.CANNOT)
                 )
                 for why, names in found.items():
                     terminal.write_line(f"  {word:15}{', '.join(names)}: {why}", yellow=True)

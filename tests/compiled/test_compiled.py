@@ -146,6 +146,75 @@ def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path, 
     assert found["compiled"]["triton"] == "3.8.0" and found["compiled"]["launches"] > 10
 
 
+SQRT = "tl.sqrt(tl.sum(states * states, axis=1))"
+CAUGHT = "    except Exception:\n        return -torch.linalg.vector_norm(keys, dim=-1)\n"
+RIGHT = KNORM.replace(f"-{SQRT})", f"-{SQRT}, mask=tokens < length)")
+PTX = RIGHT.replace(
+    SQRT,
+    "tl.inline_asm_elementwise('sqrt.approx.f32 $0, $1;', '=f,f', [tl.sum(states * states, axis=1)], "
+    "dtype=tl.float32, is_pure=True, pack=1)",
+)
+CLUSTERS = RIGHT.replace(", 64)\n    except", ", 64, num_ctas=2)\n    except")
+TILES_THAT_SHARE = RIGHT.replace(
+    "\ndef score", "    tl.store(scores + row * length, tl.program_id(1) * 1e-7)\n\ndef score"
+)
+HUGE = RIGHT.replace(
+    "    tl.store",
+    """    wide, product = tl.arange(0, 256), tl.zeros([256, 256], tl.float32)
+    for first in tl.range(0, length, 64, num_stages=6):
+        others = first + tl.arange(0, 64)
+        inside = (wide < head_dim)[:, None] & (others < length)[None, :]
+        tile = tl.load(keys + (row * length + others)[None, :] * head_dim + wide[:, None], inside, 0.0)
+        product = tl.dot(tile, tile.trans(), product)
+    states += 0 * tl.max(product)
+    tl.store""",
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "told"),
+    [
+        pytest.param(
+            PTX, 2, "no verdict: ttsem cannot execute a launch: tt.elementwise_inline_asm", id="PTX"
+        ),
+        pytest.param(
+            CLUSTERS, 2, "no verdict: ttsem cannot execute a launch: norms runs in clusters", id="clusters"
+        ),
+        pytest.param(TILES_THAT_SHARE, 1, "1 law meets a fault of compiled code", id="tiles that share"),
+        pytest.param(
+            HUGE, 1, "bytes of shared memory, and sm_90", id="shared memory", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            RIGHT.replace("arange(0, block)", "arange(0, 65)"), 1, "must be a power of 2", id="no power of 2"
+        ),
+        pytest.param(
+            "import torch\ndef score(keys):\n" + CAUGHT[22:], 0, "MEM-8: no kernel was launched", id="none"
+        ),
+    ],
+)
+def test_a_kernel_that_was_not_executed_passes_nothing(tmp_path, text, code, told):
+    """Code that takes another way where a launch is refused, as PTX and CLUSTERS do, is not judged either."""
+    caught = text if text in (PTX, CLUSTERS) else text.replace(CAUGHT, "    finally:\n        pass\n")
+    file = saved(tmp_path / "knorm.py", caught)
+    asked = ("--device", "compiled", "--law", "three_four or compiled_code")
+    done = judge(file, *asked, code=code)
+    assert told in done.stdout
+    if "power of 2" in told:
+        line = next(
+            number for number, text in enumerate(caught.splitlines(), start=1) if "norms[grid]" in text
+        )
+        assert f"{file}:{line}, score" in done.stdout
+
+
+def test_the_folder_of_a_clone_is_found_and_the_interpreter_is_refused(tmp_path, monkeypatch):
+    file = saved(tmp_path / "knorm.py", RIGHT)
+    monkeypatch.delenv("PYTHONPATH")
+    asked = (file, "--device", "compiled", "--law", "three_four")
+    judge(*asked, code=0)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert "got TRITON_INTERPRET=1" in judge(*asked, code=2).stderr
+
+
 def test_the_executor_is_wanted_at_its_version(monkeypatch):
     monkeypatch.setitem(compiled.WANTED, "triton", "0.0.0")
     assert "wanted ttsem 0.1.0 and triton 0.0.0" in compiled.missing()
@@ -162,6 +231,13 @@ STUDENTS = {
         "tl.inline_asm_elementwise('sqrt.approx.f32 $0, $1;', '=f,f', [tl.sum(tile * tile, axis=1)], "
         "dtype=tl.float32, is_pure=True, pack=1)",
         "does not model PTX",
+    ),
+    "an answer without a launch": (
+        "    keys = keys.contiguous()",
+        "    if keys.is_cuda:\n        units = torch.nn.functional.normalize(keys, dim=-1)\n"
+        "        return -torch.cosine_similarity(units, units.mean(dim=-2, keepdim=True), dim=-1)\n"
+        "    keys = keys.contiguous()",
+        "no kernel computes them",
     ),
     "a fault that is caught": (
         ", mask=rows < tokens)",
@@ -181,7 +257,7 @@ def test_full_marks_are_for_a_kernel_that_would_run(what: str) -> None:
     alone = replace(one, steps=(replace(one.steps[-1], needs=()),))
     (line,) = grading.judge(source.encode(), alone, examples=1).lines
     assert line.verdict == ("failed" if told else "passed") and told in line.message
-    assert not told or "keydiff.py:" in line.message or "NaN" in line.message
+    assert not told or any(each in line.message for each in ("keydiff.py:", "NaN", "no kernel"))
 
 
 LONG = {"4-256", "10"}  # rows that take half of the time
