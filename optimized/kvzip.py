@@ -11,6 +11,7 @@ import torch
 
 from .attention import grouped_attention
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 
 # Entries of the attention matrix at a time.
 TILE = 2**22
@@ -29,6 +30,8 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     and on a CPU for NaN or infinite numbers.
     """
     require_fit("kvzip.score", keys, replay_queries, replay_keys)
+    if kernels := kernels_for("received_attention", keys, replay_queries, replay_keys):
+        return kernels.score_replay(keys, replay_queries, replay_keys)
     scores = keys.new_zeros(keys.shape[:3], dtype=working_dtype(keys))
     for head, _, weights in replay_attention_in_blocks(keys, replay_queries, replay_keys):
         scores[:, head] = scores[:, head].maximum(weights.amax(dim=(1, 2)))

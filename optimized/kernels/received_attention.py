@@ -1,5 +1,5 @@
 r"""The attention that every key receives, in the manner of FlashAttention: no T x T matrix (H2-1, SN-1,
-TO-1, MK-P).
+TO-1, MK-P, KZ-2).
 
 It equals, in torch, for one query head, whose M queries are those of the last M of T tokens:
 
@@ -57,6 +57,19 @@ def attend_and_score(
     queries, keys, values = (_by_channels(states) for states in (queries, keys, values))
     logs, output = _sum_rows(queries, keys, values)
     return output.to(queries.dtype), _sum_columns(queries, keys, logs)
+
+
+def score_replay(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
+    r"""KZ-2: the largest attention that a query of the replay gives each token, as `optimized.kvzip.score`.
+
+    The replay stands behind the text, so its keys take part in the rows, and have no columns. One sequence
+    at a time: its keys lie in memory once more, one behind the other.
+    """
+    scores = []
+    for text, queries, replay in zip(keys, replay_queries, replay_keys, strict=True):
+        rows, whole = _by_channels(queries[None]), torch.cat([text, replay], dim=1)[None]
+        scores.append(_sum_columns(rows, whole, _sum_rows(rows, whole, None)[0], keys.shape[2]))
+    return torch.cat(scores)
 
 
 def _by_channels(states: torch.Tensor) -> torch.Tensor:
@@ -125,8 +138,12 @@ def _sum_rows(
     return merged, output
 
 
-def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) -> torch.Tensor:
-    """Return the sum of every column of the attention, mean over the group, [B, H_kv, T] float32."""
+def _sum_columns(
+    queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor, tokens: int = 0
+) -> torch.Tensor:
+    """Return the sum of every column of the attention, mean over the group, [B, H_kv, T] float32; with
+    `tokens` the largest number of each of so many columns.
+    """
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     tile = _tile(queries, rows)
     if on_tensor_cores(queries):
@@ -136,9 +153,18 @@ def _sum_columns(queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor) 
             "BLOCK_ROWS": min(32 if wide else 64, padded(rows)),
             "num_warps": 4 if wide else 8,
         }
-    scores = floats(queries, *keys.shape[:3])
-    launch(sum_columns, (heads * triton.cdiv(shape[2], tile["BLOCK_T"]),))(
-        strided(queries), strided(keys), logs, scores, num_kv_heads, *shape, **tile
+    columns = tokens or shape[2]
+    scores = floats(queries, *keys.shape[:2], columns)
+    launch(sum_columns, (heads * triton.cdiv(columns, tile["BLOCK_T"]),))(
+        strided(queries),
+        strided(keys),
+        logs,
+        scores,
+        num_kv_heads,
+        *shape,
+        columns,
+        LARGEST=tokens > 0,
+        **tile,
     )
     return scores
 
@@ -238,16 +264,17 @@ def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, 
     )
 
 
-@triton.jit(do_not_specialize=["num_queries", "length"])
+@triton.jit(do_not_specialize=["num_queries", "length", "columns"])
 def sum_columns(
-    queries, keys, logs_ptr, scores_ptr, num_kv_heads, group, num_queries, length, head_dim,
+    queries, keys, logs_ptr, scores_ptr, num_kv_heads, group, num_queries, length, head_dim, columns,
+    LARGEST: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log). Grid: heads *
-    blocks of keys.
+    """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log); LARGEST: the
+    largest of these numbers. Grid: heads * blocks of the first `columns` keys.
     """
     program = tl.program_id(0).to(tl.int64)
-    rows, blocks = group * num_queries, tl.cdiv(length, BLOCK_T)
+    rows, blocks = group * num_queries, tl.cdiv(columns, BLOCK_T)
     head, block = program // blocks, (program % blocks).to(tl.int32)  # the first keys are seen by most
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     own_keys = head_of(keys, head, num_kv_heads)
@@ -271,8 +298,13 @@ def sum_columns(
             if compared:
                 seen = token[:, None] <= (before + row // group)[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
-            received += tl.sum(tl.exp2(logits - logs[None, :]), axis=1)
-    tl.store(scores_ptr + head * length + token, received / group, mask=token < length)
+            weights = tl.exp2(logits - logs[None, :])
+            if LARGEST:
+                received = tl.maximum(received, tl.max(weights, axis=1))
+            else:
+                received += tl.sum(weights, axis=1)
+    received = received if LARGEST else received / group
+    tl.store(scores_ptr + head * columns + token, received, mask=token < columns)
 
 
 def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
@@ -281,6 +313,7 @@ def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
     score(queries, keys)
     if not window:
         attend_and_score(queries, keys, keys)
+        score_replay(keys, queries, keys)
 
 
 CONFIGURATIONS = configurations(

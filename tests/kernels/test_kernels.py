@@ -34,6 +34,7 @@ from evictionary.optimized import (
     h2o,
     keydiff,
     knorm,
+    kvzip,
     lagkv,
     momentkv as mk,
     paging,
@@ -590,6 +591,8 @@ def test_all_splits_blocks_and_rows(
     output, score = h2o.attend_and_score(queries, keys, values)
     assert_near(score, exact[1])
     assert_near(h2o.score(queries, keys), h2o.score(queries.double(), keys.double()))
+    replay = keys, queries, keys[:, :, beyond:]
+    assert_near(kvzip.score(*replay), kvzip.score(*(states.double() for states in replay)))
     assert output.dtype == dtype
     assert_close(output, exact[0], bound)
 
