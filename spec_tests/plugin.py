@@ -390,10 +390,10 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
                 parts = report.said(law, subject, error)
                 result.longrepr = report.told(law, subject, parts)
                 result.user_properties.append(("said", dict(parts)))
-            if _subject(item).device == compiled.DEVICE:
+            if subject.device == compiled.DEVICE:
                 result.user_properties.append(("compiled", dict(compiled.COUNTED)))
                 compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
-            _subject(item).outside = ""  # what this law asked outside the domain excuses no other
+            subject.outside = ""  # what this law asked outside the domain excuses no other
     return result
 
 

@@ -183,7 +183,7 @@ class Child:
         """Call a function of the student's file; with `time_it`, return its median milliseconds on a GPU.
 
         With `change_launches`, 1 is added to every number that a Triton kernel writes meanwhile, in the
-        interpreter.
+        interpreter or as compiled code.
 
         A ValueError is raised unchanged, because laws expect it; any other exception is raised as
         StudentError.
