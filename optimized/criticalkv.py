@@ -34,11 +34,13 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     # One query head at a time, and on a CPU as many tokens as stay in its cache: a product has hidden numbers
     # for each token.
     tokens = values.shape[2] if values.is_cuda else max(1, BLOCK // w_o.shape[2])
-    for query_head, weight in enumerate(w_o.to(dtype)):
+    # bfloat16 is multiplied as it is, on tensor cores too; a product of float16 can pass its largest number.
+    narrow = values.dtype if values.dtype == w_o.dtype == torch.bfloat16 else dtype
+    for query_head, weight in enumerate(w_o.to(narrow)):
         head = query_head // group
         parts = zip(values[:, head].split(tokens, dim=1), norms[:, head].split(tokens, dim=1), strict=True)
         for block, part in parts:
-            part += (block.to(dtype) @ weight).abs_().sum(dim=-1) / group
+            part += (block.to(narrow) @ weight).abs_().sum(dim=-1, dtype=dtype) / group
     return norms
 
 

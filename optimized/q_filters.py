@@ -10,6 +10,7 @@ from evictionary.reference.checks import group_size
 
 from .checks import require_finite_by, require_fit, room_for, working_dtype
 from .cpu import BLOCK, blockwise
+from .kernels.launching import kernels_for
 
 
 def main_direction(queries: torch.Tensor) -> torch.Tensor:
@@ -53,16 +54,19 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     public code, where stored filter and score have the other sign.
     """
     require_fit("q_filters.score", keys, q_filters, free=("q_filters",), finite=False)
-    along = q_filters.to(working_dtype(keys))[:, :, None]
-    scores = along.new_empty(keys.shape[:3])
-    # A sum of products: torch's product of a matrix with one vector is slower than memory. On a CPU the
-    # products stay in one place.
-    products = room_for(keys, BLOCK)
+    along = q_filters.to(working_dtype(keys))
+    if kernels := kernels_for("projections", keys):
+        scores = kernels.project(keys, along)
+    else:
+        scores = along.new_empty(keys.shape[:3])
+        # A sum of products: torch's product of a matrix with one vector is slower than memory. On a CPU the
+        # products stay in one place.
+        products = room_for(keys, BLOCK)
 
-    def add(block: torch.Tensor, part: torch.Tensor) -> None:
-        place = None if keys.is_cuda else products[: block.numel()].view(block.shape)
-        torch.sum(torch.mul(block, along, out=place), dim=-1, out=part)
+        def add(block: torch.Tensor, part: torch.Tensor) -> None:
+            place = None if keys.is_cuda else products[: block.numel()].view(block.shape)
+            torch.sum(torch.mul(block, along[:, :, None], out=place), dim=-1, out=part)
 
-    blockwise(add, keys, scores, room=products)
+        blockwise(add, keys, scores, room=products)
     require_finite_by(scores, keys=keys, q_filters=q_filters)
     return scores

@@ -8,6 +8,7 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 import torch
 
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 
 
 def pair_lengths(states: torch.Tensor) -> torch.Tensor:
@@ -42,13 +43,15 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     require_fit(
         "triattention.score", keys, query_direction, query_slack, free=("query_direction", "query_slack")
     )
-    (batch, heads, *_), dtype = keys.shape, working_dtype(keys)
-    wide = keys.to(dtype)
-    direction, slack = (
-        each.to(dtype).view(batch, heads, -1, each.shape[-1]) for each in (query_direction, query_slack)
-    )
-    rows = direction @ wide.mT + slack @ pair_lengths(wide).mT
-    centred = rows - rows.mean(dim=-1, keepdim=True)
-    deviation = centred.square().mean(dim=-1, keepdim=True).sqrt()
+    heads, dtype = keys.shape[1], working_dtype(keys)
+    direction, slack = query_direction.to(dtype), query_slack.to(dtype)
+    if kernels := kernels_for("projections", keys):
+        rows = kernels.project(keys, direction, slack).unflatten(1, (heads, -1))
+    else:
+        wide = keys.to(dtype)
+        rows = direction.unflatten(1, (heads, -1)) @ wide.mT
+        rows += slack.unflatten(1, (heads, -1)) @ pair_lengths(wide).mT
+    # In float64: the square of 1e30 overflows float32.
+    deviation, mean = torch.std_mean(rows.double(), dim=-1, correction=0, keepdim=True)
     # Decision: 1e-6 is the least deviation, as in the public code.
-    return (centred / deviation.clamp(min=1e-6)).amax(dim=2)
+    return ((rows - mean) / deviation.clamp(min=1e-6)).amax(dim=2).to(dtype)

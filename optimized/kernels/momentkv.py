@@ -219,13 +219,12 @@ def _block_v(keys: torch.Tensor, values: torch.Tensor) -> int:
 
 
 @triton.jit
-def load_covariance(value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim):
-    """MK-24: `Stilde = S - s_v kbar^T` of some value channels: S and Stilde, [BLOCK_V, BLOCK_D] each."""
+def load_sums(value_key_sum, channels, value_channels, head_dim, value_dim):
+    """S of some value channels, [BLOCK_V, BLOCK_D]."""
     inside = (value_channels < value_dim)[:, None] & (channels < head_dim)[None, :]
-    sums = tl.load(
+    return tl.load(
         value_key_sum + value_channels[:, None] * head_dim + channels[None, :], mask=inside, other=0.0
     )
-    return sums, sums - value_sum[:, None] * mean_key[None, :]
 
 
 @triton.jit
@@ -265,10 +264,13 @@ def walk_cache(
     value_sum = tl.load(
         moments.value_sum + head * value_dim + value_channels, mask=value_channels < value_dim, other=0.0
     )
-    _, covariance = load_covariance(
-        moments.value_key_sum + head * value_dim * head_dim, value_sum, tl.div_rn(key_sum, count),
-        channels, value_channels, head_dim, value_dim,
-    )  # fmt: skip
+    # MK-24: Stilde = S - s_v kbar^T
+    covariance = (
+        load_sums(
+            moments.value_key_sum + head * value_dim * head_dim, channels, value_channels, head_dim, value_dim
+        )
+        - value_sum[:, None] * tl.div_rn(key_sum, count)[None, :]
+    )
     unscale = scale
     if DOT_DTYPE == tl.float16:  # noqa: SIM300
         up, down = power_of_two(tl.max(tl.max(tl.abs(covariance), axis=1), axis=0), 14)
@@ -518,10 +520,10 @@ def write_new(
     if slot < length:
         position = tl.load(position_ptr + head)
         tl.store(at_head(positions, head, num_kv_heads) + slot * positions.stride_d, position)
-        copy_row(new_key, key_slot, channels, head_dim, new_keys.stride_d, keys.stride_d, True)
+        copy_row(new_key, key_slot, channels, head_dim, new_keys.stride_d, keys.stride_d)
         new_value = at_head(new_values, head, num_kv_heads)
         value_slot = at_head(values, head, num_kv_heads) + slot * values.stride_t
-        copy_row(new_value, value_slot, value_channels, value_dim, new_values.stride_d, values.stride_d, True)
+        copy_row(new_value, value_slot, value_channels, value_dim, new_values.stride_d, values.stride_d)
 
 
 @triton.jit(do_not_specialize=["positions", "num_kv_heads", "group", "length", "splits", "chunks"])
@@ -577,10 +579,7 @@ def take_out(
             slots = first + tl.arange(0, BLOCK_L)
             stays = (rows < group)[:, None] & ((slots < width) & (slots != slot))[None, :]
             logits = tl.load(logit_rows[:, None] + slots[None, :], mask=stays, other=float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, axis=1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            mass = mass * tl.exp2(top - base) + tl.sum(tl.exp2(logits - base[:, None]), axis=1)
-            top = higher
+            top, mass, _, _ = absorb(top, mass, logits)
         top = tl.where(top == float("-inf"), 0.0, top)
         retained = tl.zeros_like(retained)
         coming = load_row(new_value, value_channels, value_dim, new_stride_d)
@@ -614,9 +613,7 @@ def update_moments(
         tl.load(moments.value_sum + head * value_dim + value_channels, mask=inside, other=0.0) + evicted_value
     )
     value_key_sum = moments.value_key_sum + head * value_dim * head_dim
-    sums, _ = load_covariance(
-        value_key_sum, value_sum, mean_key, channels, value_channels, head_dim, value_dim
-    )
+    sums = load_sums(value_key_sum, channels, value_channels, head_dim, value_dim)
     sums += evicted_value[:, None] * evicted_key[None, :]
     # Threads of one program read the same numbers at their own pace: none may write before all have read.
     tl.debug_barrier()

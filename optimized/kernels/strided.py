@@ -86,10 +86,10 @@ def load_row(base, channels, head_dim, stride_d):
 
 
 @triton.jit
-def copy_row(source, target, channels, head_dim, source_stride_d, target_stride_d, copied):
-    """target = source, bit by bit, if `copied`; by few threads, as in `load_row`."""
+def copy_row(source, target, channels, head_dim, source_stride_d, target_stride_d):
+    """target = source, bit by bit; by few threads, as in `load_row`."""
     rows = tl.arange(0, 32)[:, None]
-    inside = (rows == 0) & (channels < tl.where(copied, head_dim, 0))[None, :]
+    inside = (rows == 0) & (channels < head_dim)[None, :]
     channels = rows * 16 + channels.to(tl.int64)[None, :]  # row 0 alone is read and written
     states = tl.load(source + channels * source_stride_d, mask=inside, other=0.0)
     tl.store(target + channels * target_stride_d, states, mask=inside)

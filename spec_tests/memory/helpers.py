@@ -72,12 +72,15 @@ ARGUMENTS: dict[str, Callable[[Case], Any]] = {
     "attention": lambda case: attention.softmax(case.keys[..., 0]),
     "query_mean": lambda case: case.queries.mean(axis=2),
     "query_covariance": covariance,
+    "q_filters": lambda case: case.queries[:, :: case.group, 0],
+    "query_direction": lambda case: case.queries[:, :, 0],
+    "query_slack": lambda case: np.abs(case.queries[:, :, 0, ::2]),
     "moments": moments_of,
     "evicted": lambda case: mask(case, case.keys.shape[:3], 0.5),
     "p": lambda case: 0.9,
     "keep_ratio": lambda case: 0.5,
     "sink_size": lambda case: 1,
-    "lag_size": lambda case: 3,
+    "lag_size": lambda case: max(3, case.length // 8),
 }
 
 

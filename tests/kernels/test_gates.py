@@ -294,6 +294,7 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "attention.attend, a long block of a prompt": (lambda: attended(1, 32_768), 0.3),
     "paging.compact": (in_pages, 0),
     "knorm.score": (lambda: (states(),), 0),
+    "projections.project": (lambda: (states(), numbers(BATCH, 32, 128), numbers(BATCH, 32, 64)), 0),
     "streaming_llm.compress": (lambda: (states(), states(), 4, 4092), 0),
     # The logarithm of the normaliser of each query; for a window, in 64 splits.
     "received_attention.score": (lambda: (states(heads=32), states()), 0.6),

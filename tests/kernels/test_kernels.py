@@ -38,10 +38,12 @@ from evictionary.optimized import (
     lagkv,
     momentkv as mk,
     paging,
+    q_filters,
     selection,
     snapkv,
     streaming_llm,
     tova,
+    triattention,
 )
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
 
@@ -140,6 +142,12 @@ def unrotated(s: States) -> Any:
     return ea.unrotated_statistics(s.keys[..., : s.keys.shape[-1] // 2 * 2], torch.tensor([1000]))
 
 
+def turned(s: States) -> torch.Tensor:
+    """TriAttention, of whose channels two are a pair: of an odd number the last one is left out."""
+    keys, query = (states[..., : states.shape[-1] // 2 * 2] for states in (s.keys, s.query))
+    return triattention.score(keys, query, query[..., ::2].abs())
+
+
 def last_queries(s: States) -> torch.Tensor:
     """The queries of the last tokens, at least of two and no more than there are tokens."""
     return torch.cat([s.queries, s.queries], dim=2)[:, :, : s.keys.shape[2]]
@@ -219,6 +227,8 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         "sum_rows merge_splits sum_columns",
     ),
     "knorm.score": (lambda s: knorm.score(s.keys), "score_norms"),
+    "q_filters.score": (lambda s: q_filters.score(s.keys, s.query[:, : s.keys.shape[1]]), "project_keys"),
+    "triattention.score": (turned, "project_keys"),
     "streaming_llm.compress": (lambda s: streaming_llm.compress(s.keys, s.values, budget=9), "copy_ends"),
 }
 # These products round a factor to float16, or their output to the dtype of the cache.
@@ -620,6 +630,8 @@ def test_norms_of_any_size(scale: float) -> None:
     keys = normal(2, 3, 70, 20) * scale
     keys[0, 0, 3] = 0
     assert_near(knorm.score(keys), knorm.score(keys.double()), 2e-7)
+    ends = normal(2, 6, 20), normal(2, 6, 10).abs()
+    assert_near(triattention.score(keys, *ends), triattention.score(keys.double(), *ends), 4e-6)
 
 
 @pytest.mark.parametrize("sink_size", [4, 200])
