@@ -32,6 +32,7 @@ from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.proof import matrix
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions
 from evictionary.store import cell
@@ -147,6 +148,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "commands": PROGRAM.commands,
         "method": catalogue.definition,
         "planted": load_mutants(),
+        "proof": matrix,
         "methods": METHODS,
         "evicting": catalogue.evicting(),
         "page_of": page_of,

@@ -1,5 +1,5 @@
-"""Laws against mutants: who kills whom. `python -m evictionary.spec_tests.proof.matrix` writes the matrix,
-as JSON and a page.
+"""Laws against mutants: who kills whom. `python -m evictionary.spec_tests.proof.matrix` writes
+docs/kill_matrix.json.xz, of which docs/kill_matrix.md is the page.
 
 A mutant is killed only by an assertion of a law. A crash, a hang or a law that found nothing to judge is not
 a kill and is counted apart.
@@ -7,10 +7,9 @@ a kill and is counted apart.
 
 import functools
 import json
+import lzma
 import math
 import re
-import tomllib
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,13 +23,12 @@ from evictionary.spec_tests.judge.implementation import ANY
 from evictionary.spec_tests.judge.law import SUITE, Law, laws_version, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import outcome as at_once
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
-from evictionary.store import grouped, put, table
+from evictionary.store import grouped, put
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
+MATRIX = DOCS / "kill_matrix.json.xz"
 CONTROLS = DOCS / "controls.json"
 POWER = DOCS / "power.json"
-# Why a mistake cannot be seen in an answer of half precision, or with the channels of real kernels.
-ALIVE = DOCS / "alive.toml"
 outcome = functools.partial(at_once, patience=10)  # a measurement shares the machine with other work
 # What docs/power.json lists by name: mistakes that die otherwise than by their own laws.
 OTHERWISE = ("another", "crash", "none")
@@ -49,8 +47,8 @@ def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
     return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
 
 
-def row(name: str, max_examples: int) -> dict[str, Any]:
-    """One mutant against every law that calls its function."""
+def row(name: str, max_examples: int) -> dict[str, str]:
+    """What each law that calls its function says of one mutant, by the name of the law."""
     mutant = load_mutants()[name]
     implementation = mutant.implementation()
     laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
@@ -61,16 +59,13 @@ def row(name: str, max_examples: int) -> dict[str, Any]:
         outcomes |= {
             law.name: outcome(law, implementation, max_examples=20 * max_examples)[0] for law in mine
         }
-    own = {outcomes[law.name] for law in mine}
-    verdict = next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
-    return {
-        "mutant": name,
-        "of": mutant.of,
-        "killed_by": mutant.killed_by,
-        "misconception": mutant.misconception,
-        "verdict": verdict,
-        "laws": outcomes,
-    }
+    return outcomes
+
+
+def verdict(name: str, outcomes: dict[str, str]) -> str:
+    """What the laws of its own requirement say of a mutant, by its row."""
+    own = {outcomes.get(law.name) for law in laws_for(load_mutants()[name], load_mutants()[name].killed_by)}
+    return next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
 
 
 def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
@@ -100,6 +95,22 @@ def folder_of(path: str) -> str:
     return max((name for name in folders if re.match(rf"{name}(_|\.)", path)), key=len, default="shared")
 
 
+@functools.cache
+def by_folder() -> dict[str, list[str]]:
+    """The names of the mutants of each folder."""
+    return grouped((folder_of(mutant.of), name) for name, mutant in sorted(load_mutants().items()))
+
+
+def judged(folder: str) -> list[Any]:
+    """What a measurement of the mutants of a folder stands for: how many they are, and the laws."""
+    return [len(by_folder()[folder]), laws_version(folder)]
+
+
+def earlier(stored: dict[str, Any]) -> list[str]:
+    """The folders whose laws or number of mutants are not those of `stored`, what was judged by folder."""
+    return [folder for folder in sorted(by_folder()) if stored.get(folder) != judged(folder)]
+
+
 def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], what: str) -> Any:
     """The results of a function with each of these arguments, computed in several processes."""
     from joblib import Parallel, delayed
@@ -108,22 +119,47 @@ def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[
     return list(track(answers, total=len(calls), description=what))
 
 
+def kill_matrix() -> dict[str, Any]:
+    """The stored matrix: of each folder the laws by which it was judged, and the rows of its mutants."""
+    return dict(json.loads(lzma.decompress(MATRIX.read_bytes())))
+
+
+def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
+    """Judge the mutants of some folders by all laws, or of those whose laws or mutants have changed since.
+
+    Writes docs/kill_matrix.json.xz after each folder, and returns how many are not killed.
+    """
+    content = kill_matrix() if MATRIX.exists() else {"judged": {}, "mutants": {}}
+    for folder in only or earlier(content["judged"]):
+        names = by_folder()[folder]
+        found = in_processes(jobs, row, [(name, max_examples) for name in names], folder)
+        content["judged"][folder] = judged(folder)
+        content["mutants"][folder] = dict(zip(names, found, strict=True))
+        content["max_examples"] = max_examples
+        put(MATRIX, lzma.compress(json.dumps(content, sort_keys=True).encode()))
+    every = {name: outcomes for rows in content["mutants"].values() for name, outcomes in rows.items()}
+    survivors = [name for name, outcomes in every.items() if verdict(name, outcomes) != "killed"]
+    print(
+        "not killed: " + ", ".join(survivors) if survivors else f"all {len(every)} killed by their own laws"
+    )
+    return len(survivors)
+
+
 def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: list[str]) -> int:
     """Judge every mutant at a dtype and a number of channels, or those of some folders of the suite alone.
 
     Writes docs/power.json, where what is known of the others stays, and returns how many live.
     """
-    of = {name: folder_of(mutant.of) for name, mutant in sorted(load_mutants().items())}
-    names = [name for name, folder in of.items() if folder in (only or of.values())]
+    folders = only or list(by_folder())
+    names = [name for folder in folders for name in by_folder()[folder]]
     work = [(name, dtype, head_dim, max_examples) for name in names]
     found = in_processes(jobs, dies, work, f"{dtype}, {head_dim} channels")
     content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
     cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}})
-    asked = Counter(map(of.__getitem__, names))
-    cell["judged"] |= {folder: [count, laws_version(folder)] for folder, count in sorted(asked.items())}
+    cell["judged"] |= {folder: judged(folder) for folder in sorted(folders)}
     cell["max_examples"] = max_examples
     for word in OTHERWISE:
-        others = [name for name in cell.get(word, []) if name in of and name not in names]
+        others = [name for name in cell.get(word, []) if name in load_mutants() and name not in names]
         cell[word] = sorted(others + [name for name, by in zip(names, found, strict=True) if by == word])
     put(POWER, json.dumps(content, indent=1) + "\n")
     print(
@@ -131,125 +167,6 @@ def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: lis
         f"{', '.join(cell['none']) or 'none'}"
     )
     return len(cell["none"])
-
-
-def _power() -> list[str]:
-    """How many mutants die at dtypes and channels of real kernels, and why the others live; nothing where
-    none was asked.
-    """
-    if not POWER.exists():
-        return []
-    measured, reasons = (
-        json.loads(POWER.read_text(encoding="utf-8")),
-        tomllib.loads(ALIVE.read_text(encoding="utf-8")),
-    )
-    cells = []
-    alive = grouped(
-        (name, cell.replace(" ", "/")) for cell, found in measured.items() for name in found["none"]
-    )
-    today = Counter(folder_of(mutant.of) for mutant in load_mutants().values())
-    for cell, found in measured.items():
-        asked = sum(count for count, _ in found["judged"].values())
-        another, crash, none = (len(found[word]) for word in OTHERWISE)
-        stale = [
-            name for name, count in today.items() if found["judged"].get(name) != [count, laws_version(name)]
-        ]
-        share = f"{100 * (asked - none) / asked:.1f} %"
-        dead = (asked - another - crash - none, another, crash)
-        cells.append(
-            (*cell.split(), *dead, share, none, f"earlier: {', '.join(sorted(stale))}" * bool(stale))
-        )
-    listed = [(reason, name) for reason, names in reasons.items() for name in names if name in alive]
-    because = [(reason, f"`{name}`", ", ".join(alive[name])) for reason, name in listed]
-    return [
-        "",
-        "## At the dtypes and channels of real kernels",
-        "",
-        "Each mistake is judged as a kernel that takes so many channels and no other number",
-        "(`--dtype bfloat16 --head-dim 64`). Where no law detects a mistake, its own laws draw four times as",
-        "many inputs. A crash fails an implementation too. It is counted apart.",
-        "",
-        table(
-            ["dtype", "channels", "own law", "another law", "a crash", "detected", "not detected", "laws"],
-            cells,
-        ),
-        "",
-        "These mistakes are not detected in some of the rows. The first column says why.",
-        "",
-        table(["why", "mistake", "not detected at"], because),
-    ]
-
-
-def _controls() -> list[str]:
-    """What the last run of the correct variants found; nothing where there was none."""
-    if not CONTROLS.exists():
-        return []
-    sets = json.loads(CONTROLS.read_text(encoding="utf-8"))["sets"]
-    alarms, fixed = ([each for one in sets for each in one[name]] for name in ("alarms", "mended"))
-    return [
-        "",
-        "## False alarms",
-        "",
-        *(
-            f"{len(one['controls'])} right variants were judged with {one['seeds']} seeds each, at "
-            f"{one['max_examples']} inputs a law"
-            f"{'' if one['suite'] == suite_version() else ', by the laws of that day'}."
-            for one in sets
-        ),
-        "A seed takes one of the dtypes that the variant claims, in turn. Each variant runs twice: as it is, "
-        "and bare.",
-        "A bare variant checks no argument. It declares a domain, as kernel authors do.",
-        f"Laws of long inputs run at one of {sets[-1]['long_every']} seeds.",
-        f"There were {len(alarms)} alarms in {sum(one['runs'] for one in sets)} runs. The command is",
-        "`python -m evictionary.spec_tests.proof.matrix --controls 200`. `--new` takes new variants alone.",
-        "",
-        *(f"- {alarm}" for alarm in alarms),
-        *[f"{len(fixed)} other alarms were fixed. Each is silent when its seed runs again.", ""]
-        * bool(fixed),
-        *(f"- Fixed: {alarm}" for alarm in fixed),
-    ]
-
-
-def page(rows: list[dict[str, Any]], max_examples: int) -> str:
-    """The matrix as Markdown: what was planted, whether its own requirement kills it, and how many of its
-    laws do.
-    """
-    verdicts = Counter(entry["verdict"] for entry in rows)
-    counted = ", ".join(f"{verdicts[word]} {word}" for word in ("killed", "survived", "crashed", "timed out"))
-    lines = [
-        "# Kill matrix",
-        "",
-        "This page says which laws detect which mistake. A *law* is a property test. A mistake is a wrong "
-        "version of a right function.",
-        "Every law that calls the function judges each mistake.",
-        "",
-        "A mistake names one requirement. It is *killed* if a law of that requirement fails by an assertion.",
-        "A crash and a hang are counted apart.",
-        "",
-        f"**{counted}, of {len(rows)}.**",
-        "",
-        f"Each law drew {max_examples} inputs. Where its own laws did not detect a mistake, they drew twenty "
-        "times as many.",
-        "`python -m evictionary.spec_tests.proof.matrix` makes this page. The whole matrix goes to "
-        "`build/kill_matrix.json`.",
-        *_controls(),
-        *_power(),
-        "",
-        "## Every mistake",
-        "",
-    ]
-
-    def killing(laws: dict[str, str]) -> str:
-        kills = sorted(name.split("::")[1] for name, word in laws.items() if word == "killed")
-        more = [f"and {len(kills) - 3} more"] * (len(kills) > 3)
-        return f"{len(kills)} of {len(laws)}: {'<br>'.join([*kills[:3], *more])}"
-
-    cells = [
-        [f"`{each['of']}`", each["misconception"], each["killed_by"], each["verdict"], killing(each["laws"])]
-        for each in rows
-    ]
-    lines.append(table(["function", "planted mistake", "must die by", "outcome", "laws that kill it"], cells))
-    return "\n".join(lines) + "\n"
 
 
 # What kernel authors accept; a seed takes one of them, in turn.
@@ -355,29 +272,19 @@ def main(
     head_dim: Annotated[int, typer.Option(help="The channels of that kernel.")] = 64,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER", help="With --dtype: mistakes of this folder alone; repeated."),
+        typer.Option(metavar="FOLDER", help="Mistakes of this folder of the suite alone; repeated."),
     ] = None,
     new: Annotated[
         bool, typer.Option("--new", help="With --controls: the variants that no earlier run had.")
     ] = False,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
 ) -> None:
-    """Run every planted mistake against every law; write build/kill_matrix.json and docs/kill_matrix.md."""
+    """Run planted mistakes against the laws: those whose laws have changed since docs/kill_matrix.json.xz."""
     if controls:
         raise typer.Exit(run_controls(controls, max_examples or 4, jobs, new))
-    max_examples = max_examples or 30
     if dtype:
-        raise typer.Exit(bool(run_power(dtype, head_dim, max_examples, jobs, only or [])))
-    names = sorted(load_mutants())
-    rows = in_processes(jobs, row, [(name, max_examples) for name in names], "mutants")
-    content = {"schema": "evictionary/kill-matrix/1", "max_examples": max_examples, "mutants": rows}
-    whole = DOCS.parent / "build" / "kill_matrix.json"
-    whole.parent.mkdir(exist_ok=True)
-    whole.write_text(json.dumps(content, separators=(",", ":")) + "\n", encoding="utf-8")
-    (DOCS / "kill_matrix.md").write_text(page(rows, max_examples), encoding="utf-8")
-    survivors = [entry["mutant"] for entry in rows if entry["verdict"] != "killed"]
-    print("not killed: " + ", ".join(survivors) if survivors else f"all {len(rows)} killed by their own laws")
-    raise typer.Exit(bool(survivors))
+        raise typer.Exit(bool(run_power(dtype, head_dim, max_examples or 30, jobs, only or [])))
+    raise typer.Exit(bool(run_matrix(max_examples or 30, jobs, only or [])))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ tree as it is. A commit that changes the goldens says why.
 import argparse
 import json
 import lzma
-import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.proof.matrix import kill_matrix
 from evictionary.spec_tests.proof.planted import load_controls, load_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,13 +40,11 @@ def mistakes() -> dict[str, str]:
 
 
 def kills() -> dict[str, str]:
-    """Outcome and number of killing laws of each mistake, as the page of the last full matrix has them."""
+    """The laws that kill each mistake, as docs/kill_matrix.json.xz has them."""
+    rows = (each for found in kill_matrix()["mutants"].values() for each in found.items())
     return {
-        f"{of} {misconception}": f"{outcome} by {number} of its laws"
-        for of, misconception, _, outcome, number in re.findall(
-            r"(?m)^\| (`.*?) \| (.*) \| (\S+) \| (\w+) \| (\d+) of \d+: .*\|$",
-            (ROOT / "docs/kill_matrix.md").read_text(),
-        )
+        name: ", ".join(law for law, word in sorted(outcomes.items()) if word == "killed")
+        for name, outcomes in rows
     }
 
 

@@ -127,7 +127,9 @@ def test_at_most_three_of_a_hundred_mistakes_live_and_each_for_a_reason() -> Non
     matrix gives.
     """
     reasons = {
-        name for names in tomllib.loads(matrix.ALIVE.read_text(encoding="utf-8")).values() for name in names
+        name
+        for names in tomllib.loads((matrix.DOCS / "alive.toml").read_text(encoding="utf-8")).values()
+        for name in names
     }
     alive = [cell["none"] for cell in json.loads(matrix.POWER.read_text(encoding="utf-8")).values()]
     assert max(map(len, alive)) <= 0.03 * len(load_mutants())
@@ -152,4 +154,17 @@ def test_mistakes_of_one_folder_are_judged_again_alone(
     monkeypatch.setattr(
         matrix, "laws_version", lambda folder: cell["judged"][folder][1] + "0" * (folder == "h2o")
     )
-    assert "earlier: h2o |" in "\n".join(matrix._power())
+    assert matrix.earlier(cell["judged"]) == ["h2o"]
+
+
+def test_the_matrix_judges_again_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    every, version = len(load_mutants()), matrix.laws_version
+    monkeypatch.setattr(matrix, "MATRIX", tmp_path / "matrix.json.xz")
+    monkeypatch.setattr(matrix, "row", lambda name, *_: {"another law": "killed"})
+    assert matrix.run_matrix(1, 1, []) == every
+    names = matrix.by_folder()["h2o"]
+    own = {name: matrix.laws_for(load_mutants()[name])[0].name for name in names}
+    monkeypatch.setattr(matrix, "laws_version", lambda folder: version(folder) + "0" * (folder == "h2o"))
+    monkeypatch.setattr(matrix, "row", lambda name, *_: {own[name]: "killed"})
+    assert matrix.run_matrix(1, 1, []) == every - len(names)
+    assert matrix.kill_matrix()["mutants"]["h2o"] == {name: {law: "killed"} for name, law in own.items()}
