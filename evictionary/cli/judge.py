@@ -131,9 +131,10 @@ def judge(
 ) -> None:
     """Judge an implementation by the laws of the functions that it provides.
 
-    Three classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning
-    is our decision; and refusal, bad input that must raise. The exit code is 0 where the mathematics holds, 1
-    where it does not, and 2 where there is nothing to judge.
+    Four classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning
+    is our decision; refusal, bad input that must raise; and memory, what compiled code touches. The exit code
+    is 0 where the mathematics holds, and the memory with --device compiled, 1 where they do not, and 2 where
+    there is nothing to judge.
     """
     with exit_codes(extra="torch"):
         from evictionary.spec_tests.judge import project
@@ -206,7 +207,7 @@ def judge(
             code in (0, 1),
             f"path: nothing of {path or command} was judged; "
             + (
-                f"no law of what it provides has {law} in its name"
+                f"no law that applies to it has {law} in its name"
                 if law and code == 5
                 else "the lines above say why"
             ),

@@ -515,7 +515,9 @@ def _no_device(library: str, device: str) -> str:
     try:
         torch.empty(1, device=device)
     except Exception as error:
-        return f"torch has no such device here: {str(error).strip().splitlines()[0]}"
+        return f"torch has no such device here: {str(error).strip().splitlines()[0]}" + (
+            "; --device compiled executes Triton kernels without a GPU" * device.startswith("cuda")
+        )
     return ""
 
 

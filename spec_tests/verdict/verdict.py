@@ -1,8 +1,9 @@
 """The verdict: by requirement, one column for each implementation, and the files that carry it elsewhere.
 
-Three classes of law are told apart. *mathematics* is what the equation says on generic inputs, and the exit
-code is that of these laws; *edge* is a degenerate input whose meaning is our decision; *refusal* is bad input
-that must raise. One cause, one failure: what depends on a requirement that fails is not judged.
+Four classes of law are told apart. *mathematics* is what the equation says on generic inputs, and *memory*
+what compiled code touches; the exit code is that of these laws. *edge* is a degenerate input whose meaning is
+our decision; *refusal* is bad input that must raise. One cause, one failure: what depends on a requirement
+that fails is not judged.
 
 `--report FOLDER` writes `conformance.json` (the schema is docs/conformance.md, its version is in the file),
 `junit.xml` and `badge.json` (one line, in the format of shields.io endpoints).
@@ -376,8 +377,10 @@ class Verdict:
             f"{found['launches']:,} launches with {found['accesses']:,} accesses, compiled for "
             f"{compiled.TARGET}"
         )
-        return line + f"; in {found['unchecked']:,} no race was looked for, which have too many" * bool(
-            found["unchecked"]
+        return (
+            line
+            + f"; no race was looked for in {found['unchecked']:,} launches with too many accesses"
+            * bool(found["unchecked"])
         )
 
     def as_json(self) -> dict[str, Any]:
