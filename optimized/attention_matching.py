@@ -16,6 +16,7 @@ from evictionary.reference.checks import as_count
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import weights as softmax
 
@@ -221,6 +222,10 @@ def attend(
     naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     require_fit("attention_matching.attend", queries, keys, values, bias, free=("bias",))
+    if kernels := kernels_for("attention", queries, keys, values):
+        # no causal mask: each query as a head of its own
+        output, _ = kernels.attend(queries.flatten(1, 2)[:, :, None], None, (keys, values), bias=bias)
+        return output.view(*queries.shape[:3], -1)
     logits = grouped_logits(queries, keys)
     weights = softmax(logits + bias.to(logits)[:, :, None, None])
     return (weights @ values.to(weights)[:, :, None]).flatten(1, 2).to(queries.dtype)

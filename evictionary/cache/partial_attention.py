@@ -33,11 +33,11 @@ def attend(
     keys, values = layer.slots()
     moments = layer.moments
     is_float32 = moments is None or moments.key_sum.dtype == torch.float32
-    fits = is_float32 and keys.dtype == queries.dtype and softmax.cap is None and layer.bias is None
+    fits = is_float32 and keys.dtype == queries.dtype and softmax.cap is None
     parts = []
     if fits and (kernels := kernels_for("attention", queries, keys, values)):
         recent = (keys, values) if layer.stored else None
-        parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans))
+        parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans, bias=layer.bias))
         moments = None
     elif layer.ragged is not None and (softmax.cap is not None or _is_graph(queries, layer.ragged.keys)):
         # padded: the attention over flat heads has no cap, and writes into its results

@@ -101,13 +101,15 @@ def attend(
     moments: Moments | None = None,
     plans: dict[int, Plan] | None = None,
     kept: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-1..3: attention of every query over the parts of a cache, one of which may be None.
 
     Args: queries [B, H_q, M, D]; cache, ragged; recent, keys [B, H_kv, R, D] and values after those of the
     cache, causal: the last M are the tokens of the queries; moments of evicted tokens, float32; plans, of
     this cache, by the size of their chunks: one that is missing is made and added; kept [B, H_kv, R],
-    boolean, which recent tokens take part, where there is no cache. Returns as `optimized.attention.attend`.
+    boolean, which recent tokens take part, and bias [B, H_kv, n], added to the logits of the first n of them,
+    both where there is no cache. Returns as `optimized.attention.attend`.
     """
     batch, num_query_heads, num_queries, _ = queries.shape
     part: Any = recent if cache is None else cache
@@ -119,7 +121,9 @@ def attend(
         end = min(first + wave, num_queries)
         seen = recent and tuple(states[:, :, : states.shape[2] - num_queries + end] for states in recent)
         parts.append(
-            _attend(queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans, kept)
+            _attend(
+                queries[:, :, first:end], cache, seen, moments, {} if plans is None else plans, kept, bias
+            )
         )
     if len(parts) == 1:
         return parts[0]
@@ -134,6 +138,7 @@ def _attend(
     moments: Moments | None,
     plans: dict[int, Plan],
     kept: torch.Tensor | None,
+    bias: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One wave of queries."""
     batch, num_query_heads, num_queries, head_dim = queries.shape
@@ -142,8 +147,8 @@ def _attend(
     num_kv_heads, value_dim = (cache.lengths if cache is not None else keys).shape[1], values.shape[-1]
     heads, rows = batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
     tile = _tile(queries, padded(head_dim), padded(value_dim), rows)
-    if kept is not None:
-        tile["num_stages"] = 2  # with a mask, three tiles in flight spill registers
+    if kept is not None or bias is not None:
+        tile["num_stages"] = 2  # with either, three tiles in flight spill registers
     row_blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
     length = 0 if recent is None else recent[0].shape[2]
     chunk = chunk_size(most_tokens(cache) + heads * length, row_blocks)
@@ -162,11 +167,11 @@ def _attend(
     log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
     scale = math.log2(math.e) / math.sqrt(head_dim)
     launch(attend_chunks, (programs * row_blocks,))(
-        strided(queries), *flat, *dense, None if kept is None else kept.contiguous(), stored, partial,
+        strided(queries), *flat, *dense, None if kept is None else kept.contiguous(),
+        None if bias is None else Rows(bias.float().contiguous(), bias.shape[2], 1), stored, partial,
         partial_log,
         num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, KEPT=kept is not None, PAGE=keys.shape[1] if paged else 0,
-        BLOCK_DV=padded(value_dim), **tile,
+        STORED=cache is not None, PAGE=keys.shape[1] if paged else 0, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     launch(merge_chunks, (heads * rows,))(
         strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
@@ -202,10 +207,10 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
 
 @triton.jit(do_not_specialize=["plan", "num_queries", "rows", "length", "chunks_each", "scale"])
 def attend_chunks(
-    queries, keys, values, recent_keys, recent_values, kept_ptr, plan, partial_ptr, partial_log_ptr,
+    queries, keys, values, recent_keys, recent_values, kept_ptr, bias, plan, partial_ptr, partial_log_ptr,
     num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, KEPT: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    STORED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent
@@ -261,7 +266,7 @@ def attend_chunks(
         for start in range(0, end, BLOCK_T):
             token = start + tl.arange(0, BLOCK_T)
             inside = token < end
-            if KEPT:
+            if kept_ptr is not None:
                 inside &= tl.load(kept_ptr + head * length + first + token, mask=inside, other=0) != 0
             key_row, value_row = token, token
             if PAGE:
@@ -277,6 +282,10 @@ def attend_chunks(
             key = load_tile(own_keys, key_row, channels, inside, head_dim).to(DOT_DTYPE)
             value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
+            if bias is not None:  # AM-5, in powers of two; a row of it is as long as it is
+                own = bias.ptr + head * bias.stride_t + first + token
+                added = tl.load(own, mask=inside & (first + token < bias.stride_t), other=0.0)
+                logits += added[None, :] * 1.4426950408889634
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             highest, mass, weights, shrink = absorb(highest, mass, logits)
             output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
@@ -411,6 +420,7 @@ def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:
     kept = torch.empty((32, 8, 256), dtype=torch.bool, device="meta")
     attend(queries, None, (recent, recent), moments)
     attend(queries, None, (recent, recent), moments, kept=kept)
+    attend(queries, None, (recent, recent), bias=floats(recent, 32, 8, 128))
     pool, table = storage.view(-1, 16, 8, head_dim), torch.empty((32, 64), dtype=torch.int32, device="meta")
     attend(queries, PagedCache(pool, pool, pool[..., 0], table, lengths, lengths[:, 0]))
 

@@ -28,6 +28,7 @@ from triton.runtime import interpreter
 from evictionary import EvictingCache
 from evictionary.optimized import (
     attention,
+    attention_matching,
     cache,
     expected_attention as ea,
     gvote,
@@ -195,6 +196,10 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         lambda s: paging.attend_pages(s.queries, in_pages(s)),
         "attend_chunks merge_chunks",
     ),
+    "attention_matching.attend": (
+        lambda s: attention_matching.attend(s.queries, s.keys, s.values, s.keys[..., 0]),
+        "attend_chunks merge_chunks",
+    ),
     "paging.compact_in_place": (lambda s: paging.compact_in_place(in_pages(s), s.kept), "compact_heads"),
     "gvote.select": (
         lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9),
@@ -234,6 +239,7 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
 # These products round a factor to float16, or their output to the dtype of the cache.
 ROUNDED = (
     "attention.attend",
+    "attention_matching.attend",
     "h2o.attend",
     "momentkv.score",
     "momentkv.attend",
@@ -529,6 +535,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"compression_ratio": 0.5},
         "sum_evicted attend_chunks merge_chunks",
     ),
+    "biased": ("attention_matching", {"budget": 12}, "attend_chunks merge_chunks"),
     "keydiff": ("keydiff", {"budget": 12, "every": 4}, "sum_unit_keys score_keys copy_rows"),
     "lagkv": (
         "lagkv",

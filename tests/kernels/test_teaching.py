@@ -19,7 +19,7 @@ STEMS = sorted(
 )
 # AdaKV is two calls of the kernel of `selection`.
 WITHOUT_A_KERNEL = {"ada_kv"}
-SHARED = {"h2o", "kvzip", "q_filters", "snapkv", "tova", "triattention"}
+SHARED = {"attention_matching", "h2o", "kvzip", "q_filters", "snapkv", "tova", "triattention"}
 
 
 def kernels(stem: str) -> dict[str, str]:
@@ -37,7 +37,7 @@ def test_each_file_is_of_a_method_and_stands_on_a_page() -> None:
     additions = {"cake", "cam", "chunk_kv"}
     assert set(STEMS) <= methods | additions | {"ada_kv", "paging", "selection"}
     tuned = {path.stem for path in (ROOT / "optimized" / "kernels").glob("*.py")}
-    # These share tuned kernels: received_attention and projections; AdaKV calls that of the selection.
+    # These share tuned kernels; AdaKV calls that of the selection.
     assert set(STEMS) >= (methods & tuned) | {*SHARED, "ada_kv", "chunk_kv", "selection"}
     # Each other method or addition with a kernel to read has a line that says whether a GPU needs more, and
     # each tuned kernel a bound.
