@@ -209,8 +209,7 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
 def attend_chunks(
     queries, keys, values, recent_keys, recent_values, kept_ptr, bias, plan, partial_ptr, partial_log_ptr,
     num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, PAGE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    STORED: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent
@@ -282,7 +281,7 @@ def attend_chunks(
             key = load_tile(own_keys, key_row, channels, inside, head_dim).to(DOT_DTYPE)
             value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            if bias is not None:  # AM-5, in powers of two; a row of it is as long as it is
+            if bias is not None:  # AM-5, in powers of two; stride_t is the number of tokens with a bias
                 own = bias.ptr + head * bias.stride_t + first + token
                 added = tl.load(own, mask=inside & (first + token < bias.stride_t), other=0.0)
                 logits += added[None, :] * 1.4426950408889634
