@@ -13,6 +13,7 @@ from evictionary.reference.checks import as_count, require_between
 from evictionary.reference.compactor import CUTOFF
 
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 from .snapkv import average_pool
 
 
@@ -46,14 +47,13 @@ def score(
     last = keys.shape[2] - as_count("recent_size", recent_size, low=0)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if first < last:
-        given = (queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], values, unrotated_keys)
-        states = (each[..., first:last, :] for each in given)
+        states = (each[:, :, first:last] for each in (queries, keys, values, unrotated_keys))
         # On a CPU the logits of one head stay in the processor's cache.
-        heads = keys.shape[1] if keys.is_cuda else 1
+        parts = keys.shape[1] if not keys.is_cuda else 1
         found = []
-        for part in zip(*(each.split(heads, dim=1) for each in (*states, sketch)), strict=True):
+        for part in zip(*(each.chunk(parts, dim=1) for each in (*states, sketch)), strict=True):
             readers, own, behind, plain, phi = part
-            received = chunk_attention(readers, own, chunk_size=chunk_size).mean(dim=2)
+            received = group_attention(readers, own, chunk_size=chunk_size)
             lengths = vector_norm(behind, dim=-1, dtype=received.dtype)
             found.append((sketched_leverage(plain, phi), received * lengths))
         outliers, attended = (torch.cat(each, dim=1) for each in zip(*found, strict=True))
@@ -112,6 +112,18 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     chunks = zip(queries.split(size, dim=-2), keys.split(size, dim=-2), strict=True)
     received = [(rows.to(dtype) @ own.to(dtype).mT).softmax(dim=-1).sum(dim=-2) for rows, own in chunks]
     return torch.cat(received, dim=-1)
+
+
+def group_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: int = 256) -> torch.Tensor:
+    r"""CO-3: the `chunk_attention` of queries [B, H_q, T, D] over keys [B, H_kv, T, D], mean over the group:
+    [B, H_kv, T].
+    """
+    size = as_count("chunk_size", chunk_size, low=1)
+    if kernels := kernels_for("received_attention", queries, keys):
+        return kernels.score_chunks(queries, keys, size)
+    return chunk_attention(queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], chunk_size=size).mean(
+        dim=2
+    )
 
 
 def z_scores(scores: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
 r"""The attention that every key receives, in the manner of FlashAttention: no T x T matrix (H2-1, SN-1,
-TO-1, MK-P, KZ-2).
+TO-1, MK-P, KZ-2, CO-3).
 
 It equals, in torch, for one query head, whose M queries are those of the last M of T tokens:
 
@@ -72,6 +72,25 @@ def score_replay(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: 
     return torch.cat(scores)
 
 
+def score_chunks(queries: torch.Tensor, keys: torch.Tensor, chunk_size: int) -> torch.Tensor:
+    r"""CO-3: the attention that every token receives from its chunk, as
+    `optimized.compactor.group_attention`.
+
+    A chunk is a sequence of its own, whose queries see all of it. The last one may be shorter.
+    """
+    length, sequences = keys.shape[2], []
+    whole = length // chunk_size * chunk_size
+    for one in zip(_by_channels(queries), _by_channels(keys), strict=True):
+        scores = []
+        for part, size in ((slice(0, whole), chunk_size), (slice(whole, length), length - whole)):
+            if part.stop > part.start:
+                rows, own = (each[:, part].unflatten(1, (-1, size)).transpose(0, 1) for each in one)
+                logs = _sum_rows(rows, own, None, in_chunk=True)[0]
+                scores.append(_sum_columns(rows, own, logs, in_chunk=True).transpose(0, 1).flatten(1))
+        sequences.append(torch.cat(scores, dim=1))
+    return torch.stack(sequences)
+
+
 def _by_channels(states: torch.Tensor) -> torch.Tensor:
     """Return states whose channels are neighbours in memory: as they are, or else a copy."""
     return states if states.stride(-1) == 1 else states.contiguous()
@@ -111,7 +130,7 @@ def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
 
 
 def _sum_rows(
-    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, in_chunk: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32, and with
     values the output.
@@ -127,7 +146,8 @@ def _sum_rows(
     logs, output = floats(queries, heads, splits, rows), outputs(queries, *queries.shape[:3], value_dim)
     launch(sum_rows, (heads * blocks * splits,))(
         strided(queries), strided(keys), strided(keys if values is None else values), logs, output,
-        num_kv_heads, *shape, value_dim, split, ATTEND=values is not None, BLOCK_DV=padded(value_dim), **tile,
+        num_kv_heads, *shape, value_dim, split,
+        ATTEND=values is not None, IN_CHUNK=in_chunk, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     if splits == 1:
         return logs, output
@@ -139,7 +159,7 @@ def _sum_rows(
 
 
 def _sum_columns(
-    queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor, tokens: int = 0
+    queries: torch.Tensor, keys: torch.Tensor, logs: torch.Tensor, tokens: int = 0, in_chunk: bool = False
 ) -> torch.Tensor:
     """Return the sum of every column of the attention, mean over the group, [B, H_kv, T] float32; with
     `tokens` the largest number of each of so many columns.
@@ -164,6 +184,7 @@ def _sum_columns(
         *shape,
         columns,
         LARGEST=tokens > 0,
+        IN_CHUNK=in_chunk,
         **tile,
     )
     return scores
@@ -183,16 +204,17 @@ def load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BL
 
 
 @triton.jit
-def scale_of(head_dim):
+def scale_of(head_dim, IN_CHUNK: tl.constexpr):
     """The factor of a product of query and key, whose logit is in powers of two."""
     # a constant 1 has no `to`
-    return tl.div_rn(1.4426950408889634, tl.sqrt_rn(tl.cast(head_dim, tl.float32)))
+    root = tl.sqrt_rn(tl.cast(head_dim, tl.float32))
+    return 1.4426950408889634 if IN_CHUNK else tl.div_rn(1.4426950408889634, root)
 
 
 @triton.jit
-def row_logits(query, key, token, last, head_dim):
+def row_logits(query, key, token, last, scale):
     """Logits of rows by keys: -inf for the tokens after the last one that a row sees."""
-    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale_of(head_dim)
+    logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
     return tl.where(token[None, :] <= last[:, None], logits, float("-inf"))
 
 
@@ -200,9 +222,8 @@ def row_logits(query, key, token, last, head_dim):
 def sum_rows(
     queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim,
     value_dim, split,
-    ATTEND: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_DV: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    ATTEND: tl.constexpr, IN_CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen; ATTEND:
     the output of the row too.
@@ -215,13 +236,14 @@ def sum_rows(
     head, part = program // (blocks * splits), (program % splits).to(tl.int32)
     block = (blocks - 1 - program // splits % blocks).to(tl.int32)  # the last rows see most
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    last = length - num_queries + row // group
+    before = length - (1 if IN_CHUNK else num_queries)  # the last token that the first query sees
+    last = before + row // group
     query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
     own_keys, own_values = head_of(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
     channels = tl.arange(0, BLOCK_DV)
     end = tl.minimum(
         tl.minimum((part + 1) * split, length),
-        length - num_queries + ((block + 1) * BLOCK_ROWS - 1) // group + 1,
+        before + ((block + 1) * BLOCK_ROWS - 1) // group + 1,
     )
     highest = tl.full([BLOCK_ROWS], float("-inf"), dtype=tl.float32)
     mass = tl.zeros([BLOCK_ROWS], dtype=tl.float32)
@@ -229,7 +251,7 @@ def sum_rows(
     for start in range(part * split, end, BLOCK_T):
         token = start + tl.arange(0, BLOCK_T)
         key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
-        logits = row_logits(query, key, token, tl.minimum(last, end - 1), head_dim)
+        logits = row_logits(query, key, token, tl.minimum(last, end - 1), scale_of(head_dim, IN_CHUNK))
         highest, mass, weights, shrink = absorb(highest, mass, logits)
         if ATTEND:
             value = load_tile(own_values, token, channels, token < length, value_dim).to(DOT_DTYPE)
@@ -267,8 +289,8 @@ def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, 
 @triton.jit(do_not_specialize=["num_queries", "length", "columns"])
 def sum_columns(
     queries, keys, logs_ptr, scores_ptr, num_kv_heads, group, num_queries, length, head_dim, columns,
-    LARGEST: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    LARGEST: tl.constexpr, IN_CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log); LARGEST: the
     largest of these numbers. Grid: heads * blocks of the first `columns` keys.
@@ -279,7 +301,7 @@ def sum_columns(
     token = block * BLOCK_T + tl.arange(0, BLOCK_T)
     own_keys = head_of(keys, head, num_kv_heads)
     key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
-    before = length - num_queries
+    before = length - (1 if IN_CHUNK else num_queries)
     first = tl.maximum(block * BLOCK_T - before, 0) * group // BLOCK_ROWS * BLOCK_ROWS
     # From `whole` on, a block of rows sees every token of the block, and nothing is compared.
     whole = tl.cdiv(tl.maximum((block + 1) * BLOCK_T - 1 - before, 0) * group, BLOCK_ROWS) * BLOCK_ROWS
@@ -294,7 +316,7 @@ def sum_columns(
             )
             # A row that is not there has an infinite normaliser, and gives nothing.
             logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
-            logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim)
+            logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim, IN_CHUNK)
             if compared:
                 seen = token[:, None] <= (before + row // group)[None, :]
                 logits = tl.where(seen, logits, float("-inf"))
@@ -314,6 +336,7 @@ def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
     if not window:
         attend_and_score(queries, keys, keys)
         score_replay(keys, queries, keys)
+        score_chunks(queries, keys, 256)
 
 
 CONFIGURATIONS = configurations(

@@ -301,6 +301,7 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "received_attention.score, of a window": (lambda: (states(heads=32, tokens=32), states()), 0.01),
     # And the keys of a text and of its replay, one behind the other.
     "received_attention.score_replay": (lambda: (states(), states(heads=32), states()), 1),
+    "received_attention.score_chunks": (lambda: (states(heads=32), states(), 256), 0.6),
     "received_attention.attend_and_score": (lambda: (states(heads=32), states(), states()), 0.6),
     # 20 bytes for each token and KV head: the logits of four query heads, and the norm of the residual.
     "momentkv.step": (lambda: stepped(128, 1024), 0.05),

@@ -30,6 +30,7 @@ from evictionary.optimized import (
     attention,
     attention_matching,
     cache,
+    compactor,
     expected_attention as ea,
     gvote,
     h2o,
@@ -230,6 +231,10 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "tova.score": (
         lambda s: tova.score(s.queries, several_splits(s.keys)),
         "sum_rows merge_splits sum_columns",
+    ),
+    "compactor.group_attention": (
+        lambda s: compactor.group_attention(s.keys.repeat(1, 2, 1, 1) / 4, s.keys, chunk_size=8),
+        "sum_rows sum_columns",
     ),
     "knorm.score": (lambda s: knorm.score(s.keys), "score_norms"),
     "q_filters.score": (lambda s: q_filters.score(s.keys, s.query[:, : s.keys.shape[1]]), "project_keys"),

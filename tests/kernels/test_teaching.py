@@ -19,7 +19,7 @@ STEMS = sorted(
 )
 # AdaKV is two calls of the kernel of `selection`.
 WITHOUT_A_KERNEL = {"ada_kv"}
-SHARED = {"attention_matching", "h2o", "kvzip", "q_filters", "snapkv", "tova", "triattention"}
+SHARED = {"attention_matching", "compactor", "h2o", "kvzip", "q_filters", "snapkv", "tova", "triattention"}
 
 
 def kernels(stem: str) -> dict[str, str]:
