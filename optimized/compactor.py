@@ -49,7 +49,7 @@ def score(
     if first < last:
         states = (each[:, :, first:last] for each in (queries, keys, values, unrotated_keys))
         # On a CPU the logits of one head stay in the processor's cache.
-        parts = keys.shape[1] if not keys.is_cuda else 1
+        parts = 1 if keys.is_cuda else keys.shape[1]
         found = []
         for part in zip(*(each.chunk(parts, dim=1) for each in (*states, sketch)), strict=True):
             readers, own, behind, plain, phi = part

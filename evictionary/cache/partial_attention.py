@@ -33,7 +33,13 @@ def attend(
     keys, values = layer.slots()
     moments = layer.moments
     is_float32 = moments is None or moments.key_sum.dtype == torch.float32
-    fits = is_float32 and keys.dtype == queries.dtype and softmax.cap is None
+    # beside ragged heads the kernel has no place for a bias
+    fits = (
+        is_float32
+        and keys.dtype == queries.dtype
+        and softmax.cap is None
+        and (layer.bias is None or layer.ragged is None)
+    )
     parts = []
     if fits and (kernels := kernels_for("attention", queries, keys, values)):
         recent = (keys, values) if layer.stored else None

@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
+from evictionary.errors import require_known
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import ANY
@@ -64,7 +65,8 @@ def row(name: str, max_examples: int) -> dict[str, str]:
 
 def verdict(name: str, outcomes: dict[str, str]) -> str:
     """What the laws of its own requirement say of a mutant, by its row."""
-    own = {outcomes.get(law.name) for law in laws_for(load_mutants()[name], load_mutants()[name].killed_by)}
+    laws, killed_by = load_laws(), load_mutants()[name].killed_by
+    own = {word for law, word in outcomes.items() if law in laws and laws[law].requirement.id == killed_by}
     return next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
 
 
@@ -124,24 +126,27 @@ def kill_matrix() -> dict[str, Any]:
     return dict(json.loads(lzma.decompress(MATRIX.read_bytes())))
 
 
+def rows() -> dict[str, dict[str, str]]:
+    """The stored row of each mutant that is planted today, in the order of their names."""
+    every = {name: row for found in kill_matrix()["mutants"].values() for name, row in found.items()}
+    return {name: every[name] for name in sorted(load_mutants()) if name in every}
+
+
 def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
     """Judge the mutants of some folders by all laws, or of those whose laws or mutants have changed since.
 
     Writes docs/kill_matrix.json.xz after each folder, and returns how many are not killed.
     """
-    content = kill_matrix() if MATRIX.exists() else {"judged": {}, "mutants": {}}
+    content = kill_matrix() if MATRIX.exists() else {"judged": {}, "mutants": {}, "max_examples": {}}
     for folder in only or earlier(content["judged"]):
         names = by_folder()[folder]
         found = in_processes(jobs, row, [(name, max_examples) for name in names], folder)
         content["judged"][folder] = judged(folder)
         content["mutants"][folder] = dict(zip(names, found, strict=True))
-        content["max_examples"] = max_examples
+        content["max_examples"][folder] = max_examples
         put(MATRIX, lzma.compress(json.dumps(content, sort_keys=True).encode()))
-    every = {name: outcomes for rows in content["mutants"].values() for name, outcomes in rows.items()}
-    survivors = [name for name, outcomes in every.items() if verdict(name, outcomes) != "killed"]
-    print(
-        "not killed: " + ", ".join(survivors) if survivors else f"all {len(every)} killed by their own laws"
-    )
+    survivors = [name for name, outcomes in rows().items() if verdict(name, outcomes) != "killed"]
+    print(f"not killed by their own laws: {', '.join(survivors) or 'none'}")
     return len(survivors)
 
 
@@ -280,6 +285,8 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
 ) -> None:
     """Run planted mistakes against the laws: those whose laws have changed since docs/kill_matrix.json.xz."""
+    for folder in only or []:
+        require_known("--only", folder, by_folder())
     if controls:
         raise typer.Exit(run_controls(controls, max_examples or 4, jobs, new))
     if dtype:

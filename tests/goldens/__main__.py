@@ -16,7 +16,7 @@ import zipfile
 from pathlib import Path
 
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
-from evictionary.spec_tests.proof.matrix import kill_matrix
+from evictionary.spec_tests.proof.matrix import rows
 from evictionary.spec_tests.proof.planted import load_controls, load_mutants
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -41,10 +41,9 @@ def mistakes() -> dict[str, str]:
 
 def kills() -> dict[str, str]:
     """The laws that kill each mistake, as docs/kill_matrix.json.xz has them."""
-    rows = (each for found in kill_matrix()["mutants"].values() for each in found.items())
     return {
         name: ", ".join(law for law, word in sorted(outcomes.items()) if word == "killed")
-        for name, outcomes in rows
+        for name, outcomes in rows().items()
     }
 
 
