@@ -9,6 +9,9 @@ from evictionary.reference.checks import as_window, require_between
 
 from .attention import grouped_attention
 from .checks import require_fit
+from .kernels.launching import kernels_for
+
+LONGEST_WINDOW = 128  # queries whose weights a program of the kernel has at once
 
 
 def preference(
@@ -21,7 +24,7 @@ def preference(
 ) -> torch.Tensor:
     r"""CAKE-1 to CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
 
-    The attention of one KV head at a time is in memory.
+    On a CPU the attention of one KV head at a time is in memory.
 
     Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
     H_kv, T, D]; window_size, the last queries, which weigh the tokens before them; tau1 and tau2, at least
@@ -34,11 +37,15 @@ def preference(
     length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
     window = as_window(window_size, queries.shape[2], length)
     spread, moved = keys.new_zeros(2, len(keys), dtype=torch.float64)
-    for head in range(keys.shape[1] if window < length else 0):
-        readers = queries[:, head * group : (head + 1) * group, -window:]
-        before = grouped_attention(readers, keys[:, head : head + 1], head)[..., :-window]
-        spread += torch.special.entr(before).sum(dim=(1, 2, 3, 4))
-        moved += before.var(dim=3, correction=min(1, window - 1)).sum(dim=(1, 2, 3))
+    kernels = kernels_for("received_attention", queries, keys) if window <= LONGEST_WINDOW else None
+    if kernels and window < length:
+        spread, moved = kernels.measure_window(queries[:, :, -window:], keys)
+    else:
+        for head in range(keys.shape[1] if window < length else 0):
+            readers = queries[:, head * group : (head + 1) * group, -window:]
+            before = grouped_attention(readers, keys[:, head : head + 1], head)[..., :-window]
+            spread += torch.special.entr(before).sum(dim=(1, 2, 3, 4))
+            moved += before.var(dim=3, correction=min(1, window - 1)).sum(dim=(1, 2, 3))
     return spread ** (1 / tau1) * moved ** (1 / tau2)
 
 

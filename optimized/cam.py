@@ -8,6 +8,7 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_count
 
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 
 
 def merge_values(
@@ -64,7 +65,9 @@ def spread(
     argument.
     """
     require_fit("cam.spread", values, kept, weights, free=("weights",))
-    parts, first = stretches(kept, weights.double(), merge_size)
+    if kernels := kernels_for("cam", values):
+        return kernels.spread(values, kept, *stretches(kept, weights.float(), merge_size))
+    parts, first, _ = stretches(kept, weights.double(), merge_size)
     # Sums in float64 hide no small value behind a large one of long ago.
     sums = pad((values.double() * parts[..., None]).cumsum(dim=-2), (0, 0, 1, 0))
     before = sums.gather(-2, first[..., None].expand(values.shape))
@@ -73,17 +76,17 @@ def spread(
 
 def stretches(
     kept: torch.Tensor, weights: torch.Tensor, merge_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """CAM-3 as a sum over neighbours: a token t receives from first_t to t - 1, of each its part `w_i / m_i`.
 
     A kept token receives from the tokens after the m-th kept token before it, and an evicted one from none.
-    Returns parts and first, [..., T].
+    Returns parts, first and the order of `receivers`, [..., T].
     """
     before, count, order = receivers(kept, merge_size)
     rank = before - 1 - merge_size
     start = (order.gather(-1, rank.clamp(min=0)) + 1).masked_fill(rank < 0, 0)
     first = torch.where(kept, start, torch.arange(kept.shape[-1], device=kept.device))
-    return weights / count.clamp(min=1) * (count > 0), first
+    return weights / count.clamp(min=1) * (count > 0), first, order
 
 
 def receivers(kept: torch.Tensor, merge_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from evictionary.reference.checks import as_count, as_fraction, require_between,
 from .attention import grouped_attention
 from .checks import require_fit, working_dtype
 from .cpu import BLOCK
+from .kernels.launching import kernels_for
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -28,13 +29,15 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     float64). Raises ValueError naming the argument that does not fit.
     """
     require_fit("criticalkv.projected_norms", values, w_o)
+    if kernels := kernels_for("criticalkv", values):
+        return kernels.projected_norms(values, w_o)
     heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
     norms = values.new_zeros(values.shape[:3], dtype=dtype)
-    # One query head at a time, and on a CPU as many tokens as stay in its cache: a product has hidden numbers
-    # for each token.
-    tokens = values.shape[2] if values.is_cuda else max(1, BLOCK // w_o.shape[2])
-    # bfloat16 is multiplied as it is, on tensor cores too; a product of float16 can pass its largest number.
+    # One query head at a time, and as many tokens as stay in the processor's cache: a product has hidden
+    # numbers for each token.
+    tokens = max(1, BLOCK // w_o.shape[2])
+    # bfloat16 is multiplied as it is; a product of float16 can pass its largest number.
     narrow = values.dtype if values.dtype == w_o.dtype == torch.bfloat16 else dtype
     for query_head, weight in enumerate(w_o.to(narrow)):
         head = query_head // group

@@ -14,6 +14,7 @@ from evictionary.reference.checks import as_window
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 from .snapkv import average_pool
 from .softmax import with_sink
 
@@ -43,6 +44,25 @@ def perturbation(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     )
 
 
+def squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    r"""DK-2 before the pooling: `(1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`, [B, H_kv, T].
+
+    Args: queries [B, H_q, M, D] of the last M tokens, those of the window; keys and values as `score`.
+    """
+    window, length, group = queries.shape[2], keys.shape[2], queries.shape[1] // keys.shape[1]
+    changes = keys.new_empty(keys.shape[:3], dtype=working_dtype(keys))
+    later = torch.ones(window, length, dtype=torch.bool, device=keys.device).triu(length - window + 1)
+    # One KV head at a time: the logits of all queries of the window are G * window numbers for every token
+    # and head.
+    for head, own in enumerate(queries.split(group, dim=1)):
+        logits = grouped_logits(own, keys[:, head : head + 1]).masked_fill_(later, -math.inf)
+        rows = with_sink(logits, head)[:, 0].flatten(1, 2)
+        # a sink is a token whose value is 0
+        padded = pad(values[:, head].to(rows.dtype), (0, 0, 0, rows.shape[2] - length))
+        changes[:, head] = perturbation(rows, padded)[..., :length].square_().sum(dim=1) / group
+    return changes
+
+
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -65,17 +85,10 @@ def score(
     window = as_window(window_size, queries.shape[2], length)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
-        group = queries.shape[1] // keys.shape[1]
-        later = torch.ones(window, length, dtype=torch.bool, device=keys.device).triu(length - window + 1)
-        # One KV head at a time: the logits of all queries of the window are G * window numbers for every
-        # token and head.
-        for head, last in enumerate(queries[:, :, -window:].split(group, dim=1)):
-            logits = grouped_logits(last, keys[:, head : head + 1]).masked_fill_(later, -math.inf)
-            rows = with_sink(logits, head)[:, 0].flatten(1, 2)
-            # a sink is a token whose value is 0
-            own = pad(values[:, head].to(rows.dtype), (0, 0, 0, rows.shape[2] - length))
-            changes = perturbation(rows, own)[..., :length].square_().sum(dim=1) / group
-            # Decision: the scores of the window are pooled with the others, as the public code does; SnapKV's
-            # are not.
-            scores[:, head, : length - window] = average_pool(changes, kernel_size)[:, : length - window]
+        last = queries[:, :, -window:]
+        kernels = kernels_for("dropkv", queries, keys, values)
+        changes = kernels.sum_squares(last, keys, values) if kernels else squares(last, keys, values)
+        # Decision: the scores of the window are pooled with the others, as the public code does; SnapKV's are
+        # not.
+        scores[..., : length - window] = average_pool(changes, kernel_size)[..., : length - window]
     return scores

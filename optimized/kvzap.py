@@ -13,6 +13,7 @@ from evictionary.reference.kvzap import FLOOR
 
 from .checks import require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
+from .kernels.launching import kernels_for
 from .kvzip import replay_attention_in_blocks
 
 
@@ -65,15 +66,18 @@ def score(
     given = hidden_states, surrogate_weights, surrogate_bias
     require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"), finite=False)
     weights, bias = (each.to(working_dtype(hidden_states)) for each in given[1:])
-    scores = weights.new_empty(*weights.shape[:2], hidden_states.shape[1])
-    # A block of states is converted at a time: as a whole they would be read three times.
-    blockwise(
-        lambda states, part: torch.matmul(weights, states.mT, out=part),
-        hidden_states,
-        scores,
-        room=working_room(hidden_states, BLOCK),
-    )
-    scores.add_(bias[..., None])
+    if kernels := kernels_for("kvzap", hidden_states, longest=None):
+        scores = kernels.score(hidden_states, weights, bias)
+    else:
+        scores = weights.new_empty(*weights.shape[:2], hidden_states.shape[1])
+        # A block of states is converted at a time: as a whole they would be read three times.
+        blockwise(
+            lambda states, part: torch.matmul(weights, states.mT, out=part),
+            hidden_states,
+            scores,
+            room=working_room(hidden_states, BLOCK),
+        )
+        scores.add_(bias[..., None])
     require_finite_by(
         scores,
         hidden_states=hidden_states,

@@ -8,6 +8,7 @@ from evictionary.reference.checks import as_count
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import weights
 
@@ -83,6 +84,8 @@ def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
     for NaN or infinite numbers.
     """
     require_fit("quest.bounds", query, low, high)
+    if kernels := kernels_for("quest", query, low, high):
+        return kernels.bounds(query, low, high)
     rows = query.to(working_dtype(query)).unflatten(1, (low.shape[1], -1))
     # Decision: each query head for itself, also where a group reads one KV head.
     return (rows.clamp(min=0) @ high.to(rows).mT + rows.clamp(max=0) @ low.to(rows).mT).flatten(1, 2)

@@ -14,6 +14,7 @@ from evictionary.reference.checks import as_count, as_fraction, as_odd, require_
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
+from .kernels.launching import kernels_for
 
 # Columns of the similarity matrix of one head at a time.
 BLOCK = 512
@@ -28,10 +29,12 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     have not found theirs.
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are
-    similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and on a CPU
+    similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and
     less where many keys are similar. Raises ValueError for unusable keys.
     """
     require_fit("rkv.redundancy", keys)
+    if kernels := kernels_for("rkv", keys):
+        return (kernels.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
     # the square of 1e30 overflows
     wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
@@ -54,8 +57,7 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
                 0, columns[place], torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0)
             )
             is_open[rows] &= ~found
-            if not keys.is_cuda:  # a GPU would have to be waited for
-                rows = is_open.nonzero()[:, 0]
+            rows = is_open.nonzero()[:, 0]
     return (totals / length).softmax(dim=-1).view(keys.shape[:-1])
 
 

@@ -43,8 +43,16 @@ STAGES = tl.constexpr(3)
 
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, as `optimized.keydiff.score`."""
+    return score_and_sums(keys)[0]
+
+
+def score_and_sums(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    r"""KD-8 with what it is made of: the scores [..., T], the sums of unit keys [heads, splits, D], and 1 /
+    |k| [..., T] of the keys as `load_keys` gives them, 0 for a zero key.
+    """
     inverses = floats(keys, *keys.shape[:-1])
-    return _score(keys, _partial_sums(keys, inverses), inverses)
+    sums = _partial_sums(keys, inverses)
+    return _score(keys, sums, inverses), sums, inverses
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch
 from .. import softmax
 
 LARGEST_HEAD_DIM = 256
-PLAIN_ALONE = {"attention", "expected_attention", "gvote", "momentkv", "received_attention"}
+PLAIN_ALONE = {"attention", "dropkv", "expected_attention", "gvote", "momentkv", "received_attention"}
 """The kernels that compute a softmax, which is the plain one."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

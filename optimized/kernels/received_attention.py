@@ -91,6 +91,21 @@ def score_chunks(queries: torch.Tensor, keys: torch.Tensor, chunk_size: int) -> 
     return torch.stack(sequences)
 
 
+def measure_window(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    r"""CAKE-1, CAKE-2: how far the attention of the queries spreads over the tokens before them, and how much
+    it moves, [2, B] float64, summed over the query heads.
+    """
+    queries, keys = _by_channels(queries), _by_channels(keys)
+    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
+    tile = tile_of(queries, rows) | {"BLOCK_ROWS": padded(shape[1])}
+    tiles = triton.cdiv(shape[2] - shape[1], tile["BLOCK_T"])
+    sums, logs = floats(queries, 2, heads, tiles), _sum_rows(queries, keys, None)[0]
+    launch(measure_columns, (heads * tiles,))(
+        strided(queries), strided(keys), logs, sums, sums[1:], num_kv_heads, *shape, **tile
+    )
+    return sums.double().view(2, len(queries), -1).sum(dim=-1)
+
+
 def _by_channels(states: torch.Tensor) -> torch.Tensor:
     """Return states whose channels are neighbours in memory: as they are, or else a copy."""
     return states if states.stride(-1) == 1 else states.contiguous()
@@ -104,7 +119,7 @@ def _sizes(queries: torch.Tensor, keys: torch.Tensor) -> tuple[tuple[int, int, i
     return (group, num_queries, length, head_dim), batch * num_kv_heads, num_kv_heads, group * num_queries
 
 
-def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
+def tile_of(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
     """Return the constants of a pass over the keys; `widest` is the number of channels of the values, if
     they are read.
     """
@@ -129,6 +144,12 @@ def _tile(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
+def split_of(length: int, blocks: int, block_t: int) -> int:
+    """Return the tokens of a split, whole tiles, where the rows of a head are so many blocks."""
+    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, MOST_SPLITS // blocks)))
+    return triton.cdiv(split, block_t) * block_t
+
+
 def _sum_rows(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None, in_chunk: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,11 +158,10 @@ def _sum_rows(
     """
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     value_dim = 0 if values is None else values.shape[3]
-    tile = _tile(queries, rows, value_dim)
-    blocks, split = triton.cdiv(rows, tile["BLOCK_ROWS"]), shape[2]
-    if values is None:  # an output is not added up from splits
-        split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(split, max(1, MOST_SPLITS // blocks)))
-    split = triton.cdiv(split, tile["BLOCK_T"]) * tile["BLOCK_T"]
+    tile = tile_of(queries, rows, value_dim)
+    blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
+    # an output is not added up from splits
+    split = split_of(shape[2], blocks, tile["BLOCK_T"]) if values is None else shape[2]
     splits = triton.cdiv(shape[2], split)
     logs, output = floats(queries, heads, splits, rows), outputs(queries, *queries.shape[:3], value_dim)
     launch(sum_rows, (heads * blocks * splits,))(
@@ -165,7 +185,7 @@ def _sum_columns(
     `tokens` the largest number of each of so many columns.
     """
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
-    tile = _tile(queries, rows)
+    tile = tile_of(queries, rows)
     if on_tensor_cores(queries):
         wide = tile["BLOCK_D"] > 128
         tile |= {
@@ -329,10 +349,44 @@ def sum_columns(
     tl.store(scores_ptr + head * columns + token, received, mask=token < columns)
 
 
+@triton.jit(do_not_specialize=["num_queries", "length"])
+def measure_columns(
+    queries, keys, logs_ptr, entropies_ptr, variances_ptr, num_kv_heads, group, num_queries, length, head_dim,
+    BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
+):  # fmt: skip
+    """entropies[head, tile] = the sum of -p ln p over the tokens of a tile and the rows, and variances that
+    of the variance of each column of each query head. Grid: heads * tiles of the tokens before the queries.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    rows, before = group * num_queries, length - num_queries
+    tiles = tl.cdiv(before, BLOCK_T)
+    head, token = program // tiles, (program % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
+    own_keys, query_place = head_of(keys, head, num_kv_heads), tl.arange(0, BLOCK_ROWS)
+    key = load_tile(own_keys, token, tl.arange(0, BLOCK_D), token < before, head_dim).to(DOT_DTYPE)
+    inside = (token < before)[:, None] & (query_place < num_queries)[None, :]
+    entropy = tl.zeros([BLOCK_T], dtype=tl.float32)
+    variance = tl.zeros([BLOCK_T], dtype=tl.float32)
+    for member in range(group):
+        row = query_place * group + member
+        query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(
+            DOT_DTYPE
+        )
+        logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=0.0)
+        logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim, False)
+        information = logs[None, :] - logits
+        weights = tl.where(inside, tl.exp2(-information), 0.0)
+        entropy += tl.sum(tl.where(inside, weights * information, 0.0), axis=1)
+        distance = tl.where(inside, weights - (tl.sum(weights, axis=1) / num_queries)[:, None], 0.0)
+        variance += tl.sum(distance * distance, axis=1)
+    tl.store(entropies_ptr + program, tl.sum(entropy, axis=0) * 0.6931471805599453)
+    tl.store(variances_ptr + program, tl.sum(variance, axis=0) / tl.maximum(num_queries - 1, 1))
+
+
 def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
     keys = torch.empty((2, 8, 4096, head_dim), dtype=dtype, device="meta")
     queries = torch.empty((2, 32, window or 4096, head_dim), dtype=dtype, device="meta")
     score(queries, keys)
+    measure_window(queries[:, :, -32:], keys)
     if not window:
         attend_and_score(queries, keys, keys)
         score_replay(keys, queries, keys)
@@ -342,6 +396,6 @@ def _launch(dtype: torch.dtype, head_dim: int, window: int) -> None:
 CONFIGURATIONS = configurations(
     _launch,
     *({"head_dim": head_dim, "window": window} for head_dim in HEAD_DIMS for window in (0, 32, 1)),
-    tensor_cores=["sum_rows", "sum_columns"],
+    tensor_cores=["sum_rows", "sum_columns", "measure_columns"],
     scalar=["merge_splits"],
 )

@@ -93,6 +93,19 @@ def power_of_two(largest, above: tl.constexpr):
 
 
 @triton.jit
+def add_product(total, weights, values, DOT_DTYPE: tl.constexpr):
+    """total + weights @ values, for values of DOT_DTYPE, and weights in float32 of at most 1.
+
+    A weight is the sum of two numbers of the dtype, to 16 bits of bfloat16 and 22 of float16.
+    """
+    high = weights.to(DOT_DTYPE)
+    if weights.dtype != DOT_DTYPE:
+        low = (weights - high.to(tl.float32)).to(DOT_DTYPE)
+        total = tl.dot(low, values, total, input_precision="ieee")
+    return tl.dot(high, values, total, input_precision="ieee")
+
+
+@triton.jit
 def absorb(highest, mass, logits):
     """Take logits [R, T], in powers of two, into the largest logit and the mass of each row: an online
     softmax.

@@ -17,7 +17,7 @@ def spread(
     values: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor, *, merge_size: int = 32
 ) -> torch.Tensor:
     r"""CAM-3: values [..., T, D_v] and weights [..., T] give the values after kept tokens have received."""
-    values, (parts, first) = values.contiguous(), stretches(kept, weights, merge_size)
+    values, (parts, first, _) = values.contiguous(), stretches(kept, weights, merge_size)
     answer, (length, channels) = torch.empty_like(values), values.shape[-2:]
     receive[kept.numel() // length, length](values, parts, first.contiguous(), answer, channels, BLOCK)
     return answer

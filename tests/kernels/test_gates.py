@@ -294,6 +294,24 @@ LARGEST: dict[str, tuple[Callable[[], tuple[Any, ...]], float]] = {
     "attention.attend, a long block of a prompt": (lambda: attended(1, 32_768), 0.3),
     "paging.compact": (in_pages, 0),
     "knorm.score": (lambda: (states(),), 0),
+    "kvzap.score": (
+        lambda: (meta(BATCH, TOKENS, 4096), numbers(BATCH, KV_HEADS, 4096), numbers(BATCH, KV_HEADS)),
+        0,
+    ),
+    "quest.bounds": (lambda: (query(), *[states(tokens=TOKENS // 16)] * 2), 0),
+    "criticalkv.projected_norms": (
+        lambda: (states(), meta(4096, 32, HEAD_DIM).permute(1, 2, 0)),
+        0,
+    ),
+    # For each token numbers in float64, and the place of a similar one.
+    "rkv.totals": (lambda: (states(), 0.5), 1),
+    "cam.spread": (
+        lambda: (states(), mask(), numbers(BATCH, KV_HEADS, TOKENS), *[whole(BATCH, KV_HEADS, TOKENS)] * 2),
+        0.01,
+    ),
+    # The outputs of 128 rows of each KV head in 32 splits, and once more where they are weighed.
+    "dropkv.sum_squares": (lambda: (states(heads=32, tokens=32), states(), states()), 1.1),
+    "received_attention.measure_window": (lambda: (states(heads=32, tokens=32), states()), 0.02),
     "projections.project": (lambda: (states(), numbers(BATCH, 32, 128), numbers(BATCH, 32, 64)), 0),
     "streaming_llm.compress": (lambda: (states(), states(), 4, 4092), 0),
     # The logarithm of the normaliser of each query; for a window, in 64 splits.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import sys
 from collections.abc import Callable
@@ -30,17 +31,24 @@ from evictionary.optimized import (
     attention,
     attention_matching,
     cache,
+    cake,
+    cam,
     compactor,
+    criticalkv,
+    dropkv,
     expected_attention as ea,
     gvote,
     h2o,
     keydiff,
     knorm,
+    kvzap,
     kvzip,
     lagkv,
     momentkv as mk,
     paging,
     q_filters,
+    quest,
+    rkv,
     selection,
     snapkv,
     streaming_llm,
@@ -150,6 +158,12 @@ def turned(s: States) -> torch.Tensor:
     return triattention.score(keys, query, query[..., ::2].abs())
 
 
+def projection(s: States) -> torch.Tensor:
+    """W_o of two query heads for each KV head, to 37 numbers."""
+    shape = 2 * s.values.shape[1], s.values.shape[3], 37
+    return (torch.arange(math.prod(shape)) % 17 - 8).view(shape).to(s.queries)
+
+
 def last_queries(s: States) -> torch.Tensor:
     """The queries of the last tokens, at least of two and no more than there are tokens."""
     return torch.cat([s.queries, s.queries], dim=2)[:, :, : s.keys.shape[2]]
@@ -236,6 +250,31 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         lambda s: compactor.group_attention(s.keys.repeat(1, 2, 1, 1) / 4, s.keys, chunk_size=8),
         "sum_rows sum_columns",
     ),
+    "cake.preference": (
+        lambda s: cake.preference(last_queries(s), s.keys, window_size=2),
+        "sum_rows measure_columns",
+    ),
+    "dropkv.score": (
+        lambda s: dropkv.score(last_queries(s) * 2, s.keys, s.values, window_size=2),
+        "walk_rows sum_changes",
+    ),
+    "criticalkv.projected_norms": (
+        lambda s: criticalkv.projected_norms(s.values, projection(s)),
+        "sum_projections",
+    ),
+    "rkv.redundancy": (
+        lambda s: rkv.redundancy(s.keys, threshold=0.3),
+        "sum_unit_keys score_keys find_latest",
+    ),
+    "cam.spread": (
+        lambda s: cam.spread(s.values, s.kept, s.keys[..., 0].sigmoid(), merge_size=5),
+        "receive",
+    ),
+    "kvzap.score": (
+        lambda s: kvzap.score(s.keys[:, 0], s.keys[:, -1, :3], s.keys[:, 0, :3, 0]),
+        "project_states",
+    ),
+    "quest.bounds": (lambda s: quest.bounds(s.query, *quest.page_bounds(s.keys, page_size=3)), "bound_pages"),
     "knorm.score": (lambda s: knorm.score(s.keys), "score_norms"),
     "q_filters.score": (lambda s: q_filters.score(s.keys, s.query[:, : s.keys.shape[1]]), "project_keys"),
     "triattention.score": (turned, "project_keys"),
@@ -249,6 +288,7 @@ ROUNDED = (
     "momentkv.score",
     "momentkv.attend",
     "momentkv.step",
+    "cam.spread",
     "ea.query",
     "ea.unrotated",
 )
@@ -344,6 +384,12 @@ ALONE = (
     "ea.score",
     "h2o.score",
     "tova.score",
+    "cake.preference",
+    "dropkv.score",
+    "criticalkv.projected_norms",
+    "rkv.redundancy",
+    "kvzap.score",
+    "quest.bounds",
 )
 
 
@@ -517,6 +563,9 @@ def test_nan_stays_where_it_is_and_no_address_follows_from_it() -> None:
     assert KERNELS["gvote"].top_each(rows, torch.tensor([41, 7, 1])).sum(dim=-1).tolist() == [41, 7, 1]
     assert KERNELS["gvote"].nucleus(rows, 0.5).any(dim=-1).all()
     assert KERNELS["gvote"].select(s.query, s.keys, s.queries, 0.1).any(dim=-1).all()
+    changes = KERNELS["dropkv"].sum_squares(s.queries, s.keys, s.values)
+    for found in (changes, KERNELS["rkv"].totals(s.keys, 0.3)):
+        assert found[0, 1].isnan().any() and found[0, ::2].isfinite().all()
     positions, position, new = torch.arange(41).repeat(1, 3, 1), torch.full((1, 3), 41), torch.ones(1, 3, 16)
     output = KERNELS["momentkv"].step(s.query, new, new, s.keys, s.values, positions, s.moments, position)
     assert positions.ge(0).all() and positions.le(41).all()
