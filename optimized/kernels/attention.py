@@ -39,7 +39,7 @@ from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, is_for, launch, outputs, padded, warps
 from .strided import Rows, load_row, pages, row_of_slot, strided
-from .tiles import absorb, at_head, dot_dtype, load_queries, load_tile
+from .tiles import LN_2, LOG2_E, absorb, at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
 CHUNKS = (64, 4096)
@@ -284,7 +284,7 @@ def attend_chunks(
             if bias is not None:  # AM-5, in powers of two; stride_t is the number of tokens with a bias
                 own = bias.ptr + head * bias.stride_t + first + token
                 added = tl.load(own, mask=inside & (first + token < bias.stride_t), other=0.0)
-                logits += added[None, :] * 1.4426950408889634
+                logits += added[None, :] * LOG2_E
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             highest, mass, weights, shrink = absorb(highest, mass, logits)
             output = output * shrink[:, None] + tl.dot(weights.to(DOT_DTYPE), value, input_precision="ieee")
@@ -360,7 +360,7 @@ def merge_chunks(
     # A row without tokens has mass 0: its output is 0 and its log-sum-exp -inf.
     empty = mass == 0
     output = tl.where(empty, 0.0, output / tl.where(empty, 1.0, mass))
-    log_sum_exp = (highest + tl.log2(tl.where(empty, 1.0, mass))) * 0.6931471805599453
+    log_sum_exp = (highest + tl.log2(tl.where(empty, 1.0, mass))) * LN_2
     target = head * rows + row
     tl.store(output_ptr + target * value_dim + channels, output, mask=channels < value_dim)
     tl.store(log_sum_exp_ptr + target, log_sum_exp)
@@ -406,7 +406,7 @@ def evicted_token(
         slope += tl.sum((sums - value_sum[:, None] * mean_key[None, :]) * query[None, :], axis=1)
         logit += tl.sum(query * mean_key, axis=0)
     log_evicted = tl.where(count > 0, tl.log2(divisor) + logit * scale, float("-inf"))
-    return log_evicted, tl.div_rn(value_sum + slope * (scale * 0.6931471805599453), divisor)
+    return log_evicted, tl.div_rn(value_sum + slope * (scale * LN_2), divisor)
 
 
 def _launch(dtype: torch.dtype, head_dim: int, rows: int) -> None:

@@ -17,11 +17,9 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, launch, outputs, padded
+from .launching import as_heads, launch, on_tensor_cores, outputs, padded, warps
 from .strided import strided
 from .tiles import add_product, dot_dtype, head_of, load_tile
-
-BLOCK_ROWS, BLOCK_T = 32, 64  # kept tokens of a program, and values of a step
 
 
 def spread(
@@ -33,11 +31,13 @@ def spread(
     heads = as_heads(values)
     batch, num_heads, length, value_dim = heads.shape
     merged = outputs(values, *values.shape).copy_(values)
-    launch(receive, (batch * num_heads * triton.cdiv(length, BLOCK_ROWS),))(
+    # kept tokens of a program, and values of a step
+    block_rows, block_t = (32, 64) if on_tensor_cores(values) else (16, 16)
+    launch(receive, (batch * num_heads * triton.cdiv(length, block_rows),))(
         strided(heads), parts.contiguous(), first.contiguous(), order.contiguous(),
         kept.sum(dim=-1).flatten(), merged, num_heads, length, value_dim,
-        BLOCK_ROWS=BLOCK_ROWS, BLOCK_T=BLOCK_T, BLOCK_D=padded(value_dim), DOT_DTYPE=dot_dtype(values),
-        num_warps=8,
+        BLOCK_ROWS=block_rows, BLOCK_T=block_t, BLOCK_D=padded(value_dim), DOT_DTYPE=dot_dtype(values),
+        num_warps=warps(values, 256),
     )  # fmt: skip
     return merged.to(values.dtype)
 

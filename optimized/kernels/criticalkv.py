@@ -22,7 +22,6 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     """
     batch, num_heads, length, value_dim = values.shape
     norms, block_d = floats(values, batch, num_heads, length), padded(value_dim)
-    # The tile of float32 is multiplied without tensor cores, and stays in registers.
     block_t, block_h = (128 if block_d <= 128 else 64, 64) if on_tensor_cores(values) else (32, 32)
     launch(sum_projections, (batch * num_heads * triton.cdiv(length, block_t),))(
         strided(values), strided(w_o), norms,

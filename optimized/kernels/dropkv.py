@@ -30,8 +30,8 @@ def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     batch, num_heads, length, head_dim = keys.shape
     group, window, value_dim = queries.shape[1] // num_heads, queries.shape[2], values.shape[3]
     heads, rows = batch * num_heads, group * window
-    # more rows would spill
-    tile = tile_of(queries, min(rows, 64), value_dim) | {"BLOCK_DV": padded(value_dim)}
+    # more rows would leave a multiprocessor one program
+    tile = tile_of(queries, min(rows, 32), value_dim) | {"BLOCK_DV": padded(value_dim), "num_warps": 8}
     blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
     split = split_of(length, blocks, tile["BLOCK_T"])
     splits = triton.cdiv(length, split)

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
-from .strided import strided
+from .strided import load_row, strided
 from .tiles import at_head, head_of, load_tile
 
 ELEMENTS_OF_A_TILE = 4096
@@ -21,12 +21,11 @@ ELEMENTS_OF_A_TILE = 4096
 def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     r"""QU-2: bounds [B, H_q, P], float32, of query [B, H_q, D], low and high [B, H_kv, P, D], any strides."""
     batch, num_heads, pages, head_dim = low.shape
-    found, block_d = floats(low, batch, query.shape[1], pages), padded(head_dim)
-    block_p = ELEMENTS_OF_A_TILE // block_d
+    found, block_p = floats(low, batch, query.shape[1], pages), ELEMENTS_OF_A_TILE // padded(head_dim)
     launch(bound_pages, (batch * num_heads * triton.cdiv(pages, block_p),))(
         strided(query), strided(low), strided(high), found,
         num_heads, query.shape[1] // num_heads, pages, head_dim,
-        BLOCK_P=block_p, BLOCK_D=block_d, num_warps=8,
+        BLOCK_P=block_p, BLOCK_D=padded(head_dim), num_warps=8,
     )  # fmt: skip
     return found
 
@@ -43,8 +42,8 @@ def bound_pages(
     lowest = load_tile(head_of(low, head, num_heads), page, channel, page < pages, head_dim)
     highest = load_tile(head_of(high, head, num_heads), page, channel, page < pages, head_dim)
     for query_head in range(head * group, (head + 1) * group):
-        place = at_head(query, query_head, num_heads * group) + channel.to(tl.int64) * query.stride_d
-        row = tl.load(place, mask=channel < head_dim, other=0.0).to(tl.float32)[None, :]
+        place = at_head(query, query_head, num_heads * group)
+        row = load_row(place, channel, head_dim, query.stride_d)[None, :]
         largest = tl.maximum(row * lowest, row * highest)
         tl.store(bounds_ptr + query_head * pages + page, tl.sum(largest, axis=1), mask=page < pages)
 

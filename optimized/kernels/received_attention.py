@@ -36,7 +36,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
 from .strided import strided
-from .tiles import absorb, dot_dtype, head_of, load_tile
+from .tiles import LN_2, LOG2_E, absorb, dot_dtype, head_of, load_tile
 
 MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 512
@@ -228,7 +228,7 @@ def scale_of(head_dim, IN_CHUNK: tl.constexpr):
     """The factor of a product of query and key, whose logit is in powers of two."""
     # a constant 1 has no `to`
     root = tl.sqrt_rn(tl.cast(head_dim, tl.float32))
-    return 1.4426950408889634 if IN_CHUNK else tl.div_rn(1.4426950408889634, root)
+    return LOG2_E if IN_CHUNK else tl.div_rn(LOG2_E, root)
 
 
 @triton.jit
@@ -378,7 +378,7 @@ def measure_columns(
         entropy += tl.sum(tl.where(inside, weights * information, 0.0), axis=1)
         distance = tl.where(inside, weights - (tl.sum(weights, axis=1) / num_queries)[:, None], 0.0)
         variance += tl.sum(distance * distance, axis=1)
-    tl.store(entropies_ptr + program, tl.sum(entropy, axis=0) * 0.6931471805599453)
+    tl.store(entropies_ptr + program, tl.sum(entropy, axis=0) * LN_2)
     tl.store(variances_ptr + program, tl.sum(variance, axis=0) / tl.maximum(num_queries - 1, 1))
 
 

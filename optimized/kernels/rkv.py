@@ -22,9 +22,10 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .keydiff import load_keys, score_and_sums
-from .launching import as_heads, floats, launch, on_tensor_cores, padded
+from .launching import as_heads, floats, is_amd, launch
+from .received_attention import tile_of
 from .strided import strided
-from .tiles import dot_dtype, head_of
+from .tiles import head_of
 
 
 def totals(keys: torch.Tensor, threshold: float) -> torch.Tensor:
@@ -34,9 +35,9 @@ def totals(keys: torch.Tensor, threshold: float) -> torch.Tensor:
     scores, sums, inverses = score_and_sums(keys)
     found, latest = _latest(keys, inverses, threshold)
     sizes = torch.linalg.vector_norm(sums.double().sum(dim=1), dim=-1).view(*keys.shape[:-2], 1)
-    total = scores.double().mul_(-sizes).sub_(inverses.sign())  # without the cosine of a key with itself
-    # in float64 the order of the sums does not show
-    return total.scatter_add_(-1, latest.clamp_(min=0), found.double().neg_())
+    # Without the cosine of a key with itself. In float64 the order of the sums does not show.
+    cosines = scores.double().mul_(-sizes).sub_(inverses.sign())
+    return cosines.scatter_add_(-1, latest.clamp_(min=0), found.double().neg_())
 
 
 def _latest(
@@ -45,13 +46,12 @@ def _latest(
     """Return the cosine of every key with its latest similar one, 0 without one, and the place of that, or
     -1: [..., T].
     """
-    heads, block_d = as_heads(keys), padded(keys.shape[-1])
+    heads, tile = as_heads(keys), tile_of(keys, 128)
     batch, num_heads, length, head_dim = heads.shape
-    block = (128 if block_d <= 128 else 64) if on_tensor_cores(keys) else 32
     found, latest = floats(keys, *keys.shape[:-1]), keys.new_empty(keys.shape[:-1], dtype=torch.int64)
-    launch(find_latest, (batch * num_heads * triton.cdiv(length, block),))(
+    launch(find_latest, (batch * num_heads * triton.cdiv(length, tile["BLOCK_ROWS"]),))(
         strided(heads), inverses, found, latest, threshold, num_heads, length, head_dim,
-        BLOCK_ROWS=block, BLOCK_T=32, BLOCK_D=block_d, DOT_DTYPE=dot_dtype(keys), num_warps=8,
+        **tile | {"BLOCK_T": min(16 if is_amd(keys) else 32, tile["BLOCK_T"])},
     )  # fmt: skip
     return found, latest
 
@@ -76,12 +76,12 @@ def find_latest(
     while (first >= 0) & (tl.min(latest, axis=0) < 0):
         token = first + tl.arange(0, BLOCK_T)
         others = load_keys(own, first, length, head_dim, BLOCK_T, BLOCK_D).to(DOT_DTYPE)
-        cosine = tl.dot(mine, tl.trans(others), input_precision="ieee") * inverse[:, None]
-        cosine *= tl.load(inverses_ptr + token, mask=token < length, other=0.0)[None, :]
+        cosine = tl.dot(others, tl.trans(mine), input_precision="ieee") * inverse
+        cosine *= tl.load(inverses_ptr + token, mask=token < length, other=0.0)[:, None]
         # A token after the last one is similar to no row, whatever the threshold.
-        similar = (cosine > threshold) & (token != row[:, None]) & (token < length)[None, :]
-        place = tl.max(tl.where(similar & (latest < 0)[:, None], token[None, :], -1), axis=1)
-        found += tl.sum(tl.where(token == place[:, None], cosine, 0.0), axis=1)
+        similar = (cosine > threshold) & (token[:, None] != row) & (token < length)[:, None] & (latest < 0)
+        place = tl.max(tl.where(similar, token[:, None], -1), axis=0)
+        found += tl.sum(tl.where(token[:, None] == place, cosine, 0.0), axis=0)
         latest = tl.maximum(latest, place)
         first -= BLOCK_T
     tl.store(found_ptr + head * length + row, found, mask=row < length)

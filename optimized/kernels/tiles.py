@@ -11,6 +11,9 @@ import triton.language as tl
 from .launching import is_interpreted
 from .strided import Rows
 
+# Logarithms are those of powers of two inside a kernel.
+LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453)
+
 
 def dot_dtype(states: torch.Tensor) -> Any:
     """Return the dtype for the factors of a product: that of `states`, or float32 in the interpreter for
