@@ -11,7 +11,7 @@ from .attention import grouped_attention
 from .checks import require_fit
 from .kernels.launching import kernels_for
 
-LONGEST_WINDOW = 128  # queries whose weights a program of the kernel has at once
+LONGEST_WINDOW = 64  # queries whose weights a program of the kernel has at once
 
 
 def preference(

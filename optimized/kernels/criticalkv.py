@@ -41,8 +41,7 @@ def sum_projections(
     program = tl.program_id(0).to(tl.int64)
     tiles = tl.cdiv(length, BLOCK_T)
     head, token = program // tiles, (program % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
-    channels = tl.arange(0, BLOCK_D)
-    own = head_of(values, head, num_heads)
+    own, channels = head_of(values, head, num_heads), tl.arange(0, BLOCK_D)
     value = load_tile(own, token, channels, token < length, value_dim).to(DOT_DTYPE)
     # Each number of the tile is a sum of its own until the end.
     total = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
