@@ -24,10 +24,10 @@ def score(hidden_states: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
     r"""ZA-2: scores [B, H_kv, T] of hidden_states [B, T, hidden], with weights [B, H_kv, hidden] and bias
     [B, H_kv] in float32.
     """
-    batch, heads, channels = weights.shape
+    batch, heads, hidden = weights.shape
     length, scores = hidden_states.shape[1], floats(hidden_states, batch, heads, hidden_states.shape[1])
     launch(project_states, (batch * triton.cdiv(length, BLOCK_T),))(
-        strided(hidden_states), strided(weights), strided(bias), scores, length, channels, heads,
+        strided(hidden_states), strided(weights), strided(bias), scores, length, hidden, heads,
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, BLOCK_H=padded(heads, 8), num_warps=8, num_stages=3,
     )  # fmt: skip
     return scores
@@ -35,7 +35,7 @@ def score(hidden_states: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
 
 @triton.jit(do_not_specialize=["length"])
 def project_states(
-    states, weights, bias, scores_ptr, length, channels, heads,
+    states, surrogate, bias, scores_ptr, length, hidden, heads,
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """scores[sequence, head, token] for all heads. Grid: sequences * tiles of tokens."""
@@ -44,12 +44,12 @@ def project_states(
     sequence, head = program // tiles, tl.arange(0, BLOCK_H)
     token = (program % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
     own = Rows(states.ptr + sequence * states.stride_b, states.stride_h, states.stride_d)
-    weight = Rows(weights.ptr + sequence * weights.stride_b, weights.stride_h, weights.stride_d)
+    weights = Rows(surrogate.ptr + sequence * surrogate.stride_b, surrogate.stride_h, surrogate.stride_d)
     total = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
-    for start in range(0, channels, BLOCK_C):
+    for start in range(0, hidden, BLOCK_C):
         channel = start + tl.arange(0, BLOCK_C)
-        tile = load_tile(own, token, channel, token < length, channels)
-        factor = load_tile(weight, head, channel, head < heads, channels)
+        tile = load_tile(own, token, channel, token < length, hidden)
+        factor = load_tile(weights, head, channel, head < heads, hidden)
         total = tl.dot(tile, tl.trans(factor), total, input_precision="ieee")
     offsets = sequence * bias.stride_t + head * bias.stride_d
     total += tl.load(bias.ptr + offsets, mask=head < heads, other=0.0)[None, :]

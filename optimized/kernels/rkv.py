@@ -58,10 +58,10 @@ def _latest(
 
 @triton.jit(do_not_specialize=["length"])
 def find_latest(
-    keys, inverses_ptr, found_ptr, latest_ptr, threshold, num_heads, length, head_dim,
+    keys, inverses_ptr, found_ptr, latest_ptr, limit, num_heads, length, head_dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """latest[head, row] = the last token whose cosine with the row is above the threshold, or -1, and found
+    """latest[head, row] = the last token whose cosine with the row is above the limit, or -1, and found
     has the cosine. Grid: heads * tiles of rows.
     """
     program = tl.program_id(0).to(tl.int64)
@@ -78,8 +78,8 @@ def find_latest(
         others = load_keys(own, first, length, head_dim, BLOCK_T, BLOCK_D).to(DOT_DTYPE)
         cosine = tl.dot(others, tl.trans(mine), input_precision="ieee") * inverse
         cosine *= tl.load(inverses_ptr + token, mask=token < length, other=0.0)[:, None]
-        # A token after the last one is similar to no row, whatever the threshold.
-        similar = (cosine > threshold) & (token[:, None] != row) & (token < length)[:, None] & (latest < 0)
+        # A token after the last one is similar to no row, whatever the limit.
+        similar = (cosine > limit) & (token[:, None] != row) & (token < length)[:, None] & (latest < 0)
         place = tl.max(tl.where(similar, token[:, None], -1), axis=0)
         found += tl.sum(tl.where(token[:, None] == place, cosine, 0.0), axis=0)
         latest = tl.maximum(latest, place)
