@@ -81,7 +81,7 @@ UNTIMED = (
         "kvzip",
         "q_filters",
     ),
-    *("quest", "rkv", "triattention"),
+    *("paging", "quest", "rkv", "triattention"),
 )
 """What has a tuned kernel and no row: its laws are judged after those of the rows, in a run of all rows."""
 MINUTES = 9.0  # of the whole run
