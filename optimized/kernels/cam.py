@@ -19,7 +19,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, launch, on_tensor_cores, outputs, padded, warps
 from .strided import strided
-from .tiles import add_product, dot_dtype, head_of, load_tile
+from .tiles import add_product, dot_dtype, head_and_tokens, head_of, load_tile
 
 
 def spread(
@@ -51,9 +51,7 @@ def receive(
 
     Grid: heads * tiles of all tokens, since a head may keep all.
     """
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(length, BLOCK_ROWS)
-    head, rank = program // tiles, (program % tiles).to(tl.int32) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    head, rank = head_and_tokens(length, BLOCK_ROWS)
     inside, row, channels = rank < tl.load(count_ptr + head), head * length, tl.arange(0, BLOCK_D)
     own = head_of(values, head, num_heads)
     token = tl.load(order_ptr + row + rank, mask=inside, other=0)

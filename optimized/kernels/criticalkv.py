@@ -13,7 +13,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, on_tensor_cores, padded
 from .strided import Rows, strided
-from .tiles import dot_dtype, head_of, load_tile
+from .tiles import dot_dtype, head_and_tokens, head_of, load_tile
 
 
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,7 @@ def sum_projections(
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """norms[head, token], the programs of a head together. Grid: KV heads * tiles of tokens."""
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(length, BLOCK_T)
-    head, token = program // tiles, (program % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head, token = head_and_tokens(length, BLOCK_T)
     own, channels = head_of(values, head, num_heads), tl.arange(0, BLOCK_D)
     value = load_tile(own, token, channels, token < length, value_dim).to(DOT_DTYPE)
     # Each number of the tile is a sum of its own until the end.

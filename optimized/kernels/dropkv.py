@@ -19,14 +19,14 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
-from .received_attention import load_rows, row_logits, scale_of, split_of, tile_of
+from .received_attention import by_channels, load_rows, row_logits, scale_of, split_of, tile_of
 from .strided import strided
-from .tiles import absorb, add_product, head_of, load_tile
+from .tiles import absorb, add_product, head_and_tokens, head_of, load_tile
 
 
 def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     r"""DK-2 before the pooling, [B, H_kv, T], float32, as `optimized.dropkv.squares`."""
-    queries, keys = (states if states.stride(-1) == 1 else states.contiguous() for states in (queries, keys))
+    queries, keys = by_channels(queries), by_channels(keys)
     batch, num_heads, length, head_dim = keys.shape
     group, window, value_dim = queries.shape[1] // num_heads, queries.shape[2], values.shape[3]
     heads, rows = batch * num_heads, group * window
@@ -130,9 +130,8 @@ def sum_changes(
     """changes[head, token] = (1/G) sum over the rows of (p / (1 - p) |v - output|)^2, of the token at `place`
     the square of `change`. Grid: heads * tiles of tokens.
     """
-    program = tl.program_id(0).to(tl.int64)
-    rows, tiles = group * window, tl.cdiv(length, BLOCK_T)
-    head, token = program // tiles, (program % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
+    head, token = head_and_tokens(length, BLOCK_T)
+    rows = group * window
     channels, column = tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_ROWS)
     own, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
     key = load_tile(own, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)

@@ -13,7 +13,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import as_heads, floats, launch, padded
 from .strided import strided
-from .tiles import head_of, load_tile, power_of_two
+from .tiles import head_and_tokens, head_of, load_tile, power_of_two
 
 ELEMENTS_OF_A_TILE = 4096
 
@@ -33,9 +33,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
 @triton.jit(do_not_specialize=["length"])
 def score_norms(keys, scores_ptr, num_heads, length, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
     """scores[head, token] = -|k|. Grid: heads * tiles of tokens."""
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(length, BLOCK_T)
-    head, token = program // tiles, program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+    head, token = head_and_tokens(length, BLOCK_T)
     keys = load_tile(head_of(keys, head, num_heads), token, tl.arange(0, BLOCK_D), token < length, head_dim)
     scale, inverse = power_of_two(tl.max(tl.abs(keys), axis=1), 0)
     keys *= scale[:, None]

@@ -15,7 +15,7 @@ import triton.language as tl
 from .compiling import configurations
 from .launching import floats, launch, padded
 from .strided import Rows, strided
-from .tiles import load_tile
+from .tiles import head_and_tokens, load_tile
 
 BLOCK_T, BLOCK_C = 128, 32  # tokens of a program, and channels of a step
 
@@ -24,8 +24,8 @@ def score(hidden_states: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
     r"""ZA-2: scores [B, H_kv, T] of hidden_states [B, T, hidden], with weights [B, H_kv, hidden] and bias
     [B, H_kv] in float32.
     """
-    batch, heads, hidden = weights.shape
-    length, scores = hidden_states.shape[1], floats(hidden_states, batch, heads, hidden_states.shape[1])
+    (batch, length, hidden), heads = hidden_states.shape, weights.shape[1]
+    scores = floats(hidden_states, batch, heads, length)
     launch(project_states, (batch * triton.cdiv(length, BLOCK_T),))(
         strided(hidden_states), strided(weights), strided(bias), scores, length, hidden, heads,
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, BLOCK_H=padded(heads, 8), num_warps=8, num_stages=3,
@@ -39,10 +39,8 @@ def project_states(
     BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """scores[sequence, head, token] for all heads. Grid: sequences * tiles of tokens."""
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(length, BLOCK_T)
-    sequence, head = program // tiles, tl.arange(0, BLOCK_H)
-    token = (program % tiles).to(tl.int32) * BLOCK_T + tl.arange(0, BLOCK_T)
+    sequence, token = head_and_tokens(length, BLOCK_T)
+    head = tl.arange(0, BLOCK_H)
     own = Rows(states.ptr + sequence * states.stride_b, states.stride_h, states.stride_d)
     weights = Rows(surrogate.ptr + sequence * surrogate.stride_b, surrogate.stride_h, surrogate.stride_d)
     total = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)

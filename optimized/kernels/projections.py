@@ -14,7 +14,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
 from .strided import strided
-from .tiles import at_head, head_of, load_tile, power_of_two
+from .tiles import at_head, head_and_tokens, head_of, load_tile, power_of_two
 
 ELEMENTS_OF_A_TILE = 4096
 
@@ -41,9 +41,7 @@ def project_keys(
     SLACK: tl.constexpr, HALF: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     """rows[query head, token] for the query heads of a group. Grid: KV heads * tiles of tokens."""
-    program = tl.program_id(0).to(tl.int64)
-    tiles = tl.cdiv(length, BLOCK_T)
-    head, token = program // tiles, program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+    head, token = head_and_tokens(length, BLOCK_T)
     inside, pair = token < length, tl.arange(0, BLOCK_F)
     states = head_of(keys, head, num_heads)
     first = load_tile(states, token, pair, inside, HALF)

@@ -13,7 +13,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import floats, launch, padded
 from .strided import load_row, strided
-from .tiles import at_head, head_of, load_tile
+from .tiles import at_head, head_and_tokens, head_of, load_tile
 
 ELEMENTS_OF_A_TILE = 4096
 
@@ -36,9 +36,8 @@ def bound_pages(
     BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """bounds[query head, page] for the query heads of a group. Grid: KV heads * tiles of pages."""
-    program = tl.program_id(0).to(tl.int64)
-    tiles, channel = tl.cdiv(pages, BLOCK_P), tl.arange(0, BLOCK_D)
-    head, page = program // tiles, program % tiles * BLOCK_P + tl.arange(0, BLOCK_P)
+    head, page = head_and_tokens(pages, BLOCK_P)
+    channel = tl.arange(0, BLOCK_D)
     lowest = load_tile(head_of(low, head, num_heads), page, channel, page < pages, head_dim)
     highest = load_tile(head_of(high, head, num_heads), page, channel, page < pages, head_dim)
     for query_head in range(head * group, (head + 1) * group):

@@ -46,7 +46,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: the attention that every token receives from the queries, mean over the group, as
     `optimized.h2o.score`.
     """
-    queries, keys = _by_channels(queries), _by_channels(keys)
+    queries, keys = by_channels(queries), by_channels(keys)
     return _sum_columns(queries, keys, _sum_rows(queries, keys, None)[0])
 
 
@@ -54,7 +54,7 @@ def attend_and_score(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-6 and H2-1: the causal attention's output and the score, as `optimized.h2o.attend_and_score`."""
-    queries, keys, values = (_by_channels(states) for states in (queries, keys, values))
+    queries, keys, values = (by_channels(states) for states in (queries, keys, values))
     logs, output = _sum_rows(queries, keys, values)
     return output.to(queries.dtype), _sum_columns(queries, keys, logs)
 
@@ -67,7 +67,7 @@ def score_replay(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: 
     """
     scores = []
     for text, queries, replay in zip(keys, replay_queries, replay_keys, strict=True):
-        rows, whole = _by_channels(queries[None]), torch.cat([text, replay], dim=1)[None]
+        rows, whole = by_channels(queries[None]), torch.cat([text, replay], dim=1)[None]
         scores.append(_sum_columns(rows, whole, _sum_rows(rows, whole, None)[0], keys.shape[2]))
     return torch.cat(scores)
 
@@ -80,7 +80,7 @@ def score_chunks(queries: torch.Tensor, keys: torch.Tensor, chunk_size: int) -> 
     """
     length, sequences = keys.shape[2], []
     whole = length // chunk_size * chunk_size
-    for one in zip(_by_channels(queries), _by_channels(keys), strict=True):
+    for one in zip(by_channels(queries), by_channels(keys), strict=True):
         scores = []
         for part, size in ((slice(0, whole), chunk_size), (slice(whole, length), length - whole)):
             if part.stop > part.start:
@@ -95,7 +95,7 @@ def measure_window(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""CAKE-1, CAKE-2: how far the attention of the queries spreads over the tokens before them, and how much
     it moves, [2, B] float64, summed over the query heads.
     """
-    queries, keys = _by_channels(queries), _by_channels(keys)
+    queries, keys = by_channels(queries), by_channels(keys)
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     tile = tile_of(queries, rows) | {"BLOCK_ROWS": padded(shape[1])}
     tile["BLOCK_T"] = tile["BLOCK_T"] if on_tensor_cores(queries) else 16
@@ -107,7 +107,7 @@ def measure_window(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return sums.double().view(2, len(queries), -1).sum(dim=-1)
 
 
-def _by_channels(states: torch.Tensor) -> torch.Tensor:
+def by_channels(states: torch.Tensor) -> torch.Tensor:
     """Return states whose channels are neighbours in memory: as they are, or else a copy."""
     return states if states.stride(-1) == 1 else states.contiguous()
 

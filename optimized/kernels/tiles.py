@@ -24,6 +24,15 @@ def dot_dtype(states: torch.Tensor) -> Any:
 
 
 @triton.jit
+def head_and_tokens(length, BLOCK_T: tl.constexpr):
+    """The head of a program and its tile of tokens, [BLOCK_T], both int64, in a grid of heads * tiles: those
+    of a head run side by side.
+    """
+    program, tiles = tl.program_id(0).to(tl.int64), tl.cdiv(length, BLOCK_T)
+    return program // tiles, program % tiles * BLOCK_T + tl.arange(0, BLOCK_T)
+
+
+@triton.jit
 def at_head(states, head, num_heads):
     """Where a head of `states` [B, H, ..] begins: `head` (int64) counts the `num_heads` heads of one
     sequence after the other.
