@@ -61,6 +61,12 @@ def shared_model() -> LlamaForCausalLM:
     return tiny_llama()
 
 
+@pytest.fixture(scope="session")
+def deep_model() -> LlamaForCausalLM:
+    """Eight layers, so that a pyramid and a cascade have steps."""
+    return tiny_llama(num_hidden_layers=8)
+
+
 @pytest.fixture
 def model(shared_model: LlamaForCausalLM) -> Iterator[LlamaForCausalLM]:
     """The tiny model; a test that leaves a hook or another attention in it fails."""

@@ -158,11 +158,16 @@ class _Judged(Implementation):
     """An implementation that calls the oracle once for each input.
 
     calm says that inputs on which a softmax without its maximum overflows are left out, because another step
-    judges them. child is the student's process, for what is no function of a method.
+    judges them. child is the student's process, for what is no function of a method; library is the one it
+    computes with.
     """
 
     calm = False
     child: Child
+    library: str
+
+    def __repr__(self) -> str:
+        return f"{self.name} ({self.library}, {self.device}, {self.dtype})"
 
     def allowance(self, path: str, *args: Any, pick: int | None = None, **kwargs: Any) -> Allowance:
         key = hashlib.sha256(pickle.dumps((path, self.dtype, pick, args, kwargs))).digest()
@@ -319,7 +324,7 @@ class ByLaws(Run):
             setattr(module, name, _proxy(child, name, getattr(by_paper, name, None), constants))
         device = on_device(step).get("device", "cpu")
         judged = _Judged(Path(self.origin).stem, {one.stem: module}, self.origin, "numpy", device, one.dtype)
-        judged.child, judged.calm = child, step.calm
+        judged.child, judged.calm, judged.library = child, step.calm, one.library
         return judged
 
     def laws(self, step: Step) -> list[Law]:

@@ -167,6 +167,8 @@ class Implementation:
         """Say why one of `functions` cannot be judged, or return an empty string where all are provided."""
         for path in functions:
             if path == ANY:
+                if self.methods and not self.asked_of_memory():
+                    return f"no function belongs to {' or '.join(self.methods)}"
                 continue
             stem, name = path.split(".")
             if stem not in self.modules:

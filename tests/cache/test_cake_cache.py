@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import tiny_llama
 from tools.reading import IDS, cached, padded, places, positions_of, refused, same, same_moments
 
 from evictionary import EvictingCache
@@ -13,11 +12,6 @@ from evictionary.methods.resolve import resolve
 from evictionary.reference import cake, momentkv, selection, snapkv
 
 WINDOW = {"window_size": 4}
-
-
-@pytest.fixture(scope="module")
-def deep_model() -> Any:
-    return tiny_llama(num_hidden_layers=6)
 
 
 def test_a_cache_keeps_what_the_mathematics_keeps_at_once(deep_model: Any) -> None:
@@ -36,7 +30,9 @@ def test_a_cache_keeps_what_the_mathematics_keeps_at_once(deep_model: Any) -> No
 
 
 def test_no_more_than_the_total_and_a_layer_is_stored(deep_model: Any, monkeypatch: Any) -> None:
-    """Two heads of six layers with 12 tokens each, of which 4 are the window of a layer that has read."""
+    """Two heads of eight layers with 12 tokens each, of which 4 are the window of a layer that has read; the
+    first has no more than its 60.
+    """
     stored, update = [], EvictingCache.update
 
     def counted(cache: Any, *arguments: Any, **named: Any) -> Any:
@@ -45,7 +41,7 @@ def test_no_more_than_the_total_and_a_layer_is_stored(deep_model: Any, monkeypat
 
     monkeypatch.setattr(EvictingCache, "update", counted)
     cache = cached(deep_model, IDS, "snapkv+ada_kv+cake", 0.8, WINDOW)
-    assert stored == [2 * 60, *(2 * (6 * 8 + 4 * layers + 60) for layers in range(1, 6))]
+    assert stored == [2 * 60, *(2 * (min(60 * layers, 8 * 8 + 4 * layers) + 60) for layers in range(1, 8))]
     assert cache.tokens_kept == 12 and cache.stages == []
 
 

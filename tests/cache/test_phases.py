@@ -44,12 +44,6 @@ from evictionary.optimized import lagkv, momentkv
 from evictionary.policies import Source, expected_attention, gvote, momentkv as policy
 
 
-@pytest.fixture(scope="module")
-def deep_model() -> LlamaForCausalLM:
-    """Eight layers, so that a pyramid has steps."""
-    return tiny_llama(num_hidden_layers=8)
-
-
 def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
     """Keys and values of the first layer, which no eviction changes."""
     full = DynamicCache()

@@ -362,7 +362,7 @@ KERNELS = {
         "edges",
         "    tile = tile / tl.where(largest > 0, largest, 1.0)[:, None]\n",
         "",
-        "about",
+        "of keydiff (torch, cpu, float32)",
     ),
     "no strides": ("symmetries", "    keys = keys.contiguous()\n", "", "the score of a transposed tensor"),
     "64 channels": ("sizes", "triton.next_power_of_2(channels)", "64", ""),
@@ -393,9 +393,8 @@ def test_a_wrong_kernel_loses_its_step(mistake: str) -> None:
     step, was, instead, told = KERNELS[mistake]
     assert was in KERNEL
     one = alone("kernel", step, laws=alone("kernel", step).steps[0].laws[:1])
-    line = judged(
-        one, KERNEL.replace(was, instead) if was else KERNEL + instead, examples=10, explain=False
-    ).lines[-1]
+    source = KERNEL.replace(was, instead) if was else KERNEL + instead
+    line = judged(one, source, examples=10, explain="(torch" in told).lines[-1]
     assert (line.verdict, told in line.message) == ("failed", True)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import tiny_llama
-from tools import ROOT, as_json, printed, refused, says
+from tools import ROOT, as_json, printed, refused, says, without_seconds
 from tools.reading import IDS, masked_logits, read
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -54,10 +54,6 @@ def plan_for(model: Path, papers: list[str] | None = None, **changes: Any) -> ru
     """Two kinds of text and two seeds: twenty measurements of all papers."""
     settings: dict[str, Any] = {"texts": KINDS, "seeds": (0, 1), "scale": SCALE}
     return run.Plan(str(model), run.check_claims(papers), **(settings | changes))
-
-
-def without_seconds(lines: list[store.Line]) -> list[store.Line]:
-    return [{name: value for name, value in line.items() if name != "cpu_seconds"} for line in lines]
 
 
 @pytest.fixture(scope="module")

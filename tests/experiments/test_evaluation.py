@@ -14,7 +14,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from tools import as_json, invoke, printed, refused, saved
+from tools import as_json, invoke, printed, refused, saved, without_seconds
 from tools.pages import pictures_of
 
 from evictionary import store
@@ -39,10 +39,6 @@ def plan_for(model: Path, **changes: Any) -> Plan:
         "budgets": [40],
     }
     return Plan(model=str(model), **{**settings, **changes})
-
-
-def without_seconds(lines: list[store.Line]) -> list[store.Line]:
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in lines]
 
 
 @pytest.fixture(scope="module")

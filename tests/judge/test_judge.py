@@ -104,14 +104,25 @@ def test_the_laws_of_memory_ask_the_functions_of_the_methods_alone() -> None:
     } - set(NOT_SEAMS)
 
 
-def test_a_law_of_memory_that_can_call_nothing_does_not_apply(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("named", "verdict", "reason"),
+    [
+        (
+            (),
+            "not applicable",
+            "knorm.score: it raises ZeroDivisionError: division by zero; "
+            "rope.rotate: no arguments are made for it",
+        ),
+        # a file of laws, and no method
+        (("--method", "lagkv_sizes"), "not provided", "no function belongs to lagkv_sizes"),
+    ],
+)
+def test_a_law_of_memory_that_can_call_nothing_does_not_apply(
+    tmp_path: Path, named: tuple[str, ...], verdict: str, reason: str
+) -> None:
     files = {"rope.py": "def rotate(*_): ...", "knorm.py": "import numpy\ndef score(keys): 1 / 0"}
-    memory = verdicts(laid(tmp_path, files), "--law", "strides_do_not_matter", code=2)["MEM-4"]
-    assert (memory["verdict"], memory["reason"]) == (
-        "not applicable",
-        "knorm.score: it raises ZeroDivisionError: division by zero; "
-        "rope.rotate: no arguments are made for it",
-    )
+    memory = verdicts(laid(tmp_path, files), "--law", "strides_do_not_matter", *named, code=2)["MEM-4"]
+    assert (memory["verdict"], memory["reason"]) == (verdict, reason)
 
 
 @pytest.mark.parametrize(("said", "library"), [("", "torch"), ('ARRAY_LIBRARY = "numpy"\n', "numpy")])

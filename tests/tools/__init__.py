@@ -56,6 +56,11 @@ def says(text: str, *parts: str, never: Iterable[str] = ()) -> None:
     assert found == ([], []), text
 
 
+def without_seconds(lines: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Stored lines without the time that each took."""
+    return [{name: value for name, value in line.items() if "seconds" not in name} for line in lines]
+
+
 def saved(path: Path, content: str | bytes) -> Path:
     """The path of a file that has this content from now on; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
