@@ -46,8 +46,8 @@ def _latest(
     """Return the cosine of every key with its latest similar one, 0 without one, and the place of that, or
     -1: [..., T].
     """
-    heads, tile = as_heads(keys), tile_of(keys, 128)
-    batch, num_heads, length, head_dim = heads.shape
+    heads = as_heads(keys)
+    (batch, num_heads, length, head_dim), tile = heads.shape, tile_of(heads, 128)
     found, latest = floats(keys, *keys.shape[:-1]), keys.new_empty(keys.shape[:-1], dtype=torch.int64)
     launch(find_latest, (batch * num_heads * triton.cdiv(length, tile["BLOCK_ROWS"]),))(
         strided(heads), inverses, found, latest, threshold, num_heads, length, head_dim,

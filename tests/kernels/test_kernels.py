@@ -24,6 +24,7 @@ import torch
 from conftest import tiny_llama
 from tools.kernels import KERNELS, assert_close, launched_by_a_grid
 from tools.reading import positions_of, read_in
+from torch.utils._pytree import tree_map
 from triton.runtime import interpreter
 
 from evictionary import EvictingCache
@@ -56,6 +57,9 @@ from evictionary.optimized import (
     triattention,
 )
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
+from evictionary.reference.contract import CONTRACT, arguments
+from evictionary.spec_tests.judge.implementation import load
+from evictionary.spec_tests.judge.misfits import fitting
 
 assert os.environ.get("TRITON_INTERPRET") == "1", (
     "run with TRITON_INTERPRET=1: Triton chooses its interpreter when it is imported"
@@ -397,6 +401,33 @@ ALONE = (
 def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     states = drawn()
     same_bits(CALLS[name][0](States(*(x[-1:] for x in states))), CALLS[name][0](states)[-1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    "path",
+    [
+        each
+        for each in sorted(CONTRACT.keys() & load("optimized").functions())
+        if {one.lead for one in arguments(each)} == {"..."}
+    ],
+)
+def test_any_leading_axes_fit_where_the_contract_says_so(path: str, dtype: torch.dtype) -> None:
+    function, named = load("optimized").function(path), {each.name for each in arguments(path)}
+
+    def random(ones: Any) -> Any:
+        torch.manual_seed(1)
+        if isinstance(ones, np.ndarray):
+            return torch.rand(ones.shape, dtype=dtype) if ones.dtype.kind == "f" else torch.as_tensor(ones)
+        return ones
+
+    def changed(given: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+        return {name: tree_map(change, value) if name in named else value for name, value in given.items()}
+
+    given = tree_map(random, fitting(path))
+    whole = function(**given)
+    for cut in (lambda x: x[0], lambda x: x[0, 1], lambda x: x[None]):
+        assert_close(function(**changed(given, cut)), tree_map(cut, whole), 1e-5)
 
 
 FAR = torch.empty(2**32 + 2**21, dtype=torch.float16)  # of which only the pages that are written take memory
