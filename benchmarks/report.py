@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cpu import KVPRESS
+from benchmarks.gpu import ROWS
 from benchmarks.timing import RESULTS, ROOT
 from evictionary.evaluation.pages import markdown
 
@@ -24,7 +25,8 @@ def page(folder: Path = RESULTS) -> str:
         name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         for name, path in stored.items()
     }
-    return rendered("benchmarks.md.j2", **found, clocks=CLOCKS, model_goals=MODEL_GOALS, kvpress=KVPRESS)
+    settings = {"clocks": CLOCKS, "model_goals": MODEL_GOALS, "kvpress": KVPRESS, "rows": ROWS.values()}
+    return rendered("benchmarks.md.j2", **found, **settings)
 
 
 def rendered(template: str, **content: Any) -> str:
