@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all whole slow mutants oracle wheel-check new-method kernels compiled compiled-all compiled-faults compiled-float32 compiled-float16 compiled-bfloat16 compiled-to-read arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all whole slow mutants oracle wheel-check new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
@@ -53,7 +53,7 @@ kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
-# `make compiled-all` asks every law of them, which takes hours.
+# `make compiled-all` asks every law of them, which takes some two hours.
 COMPILED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST)
 EXECUTED := $(COMPILED) --profile quick --device compiled
 TUNED := --impl optimized --dtype float32,float16,bfloat16
@@ -66,17 +66,9 @@ compiled: build/compiled
 	$(EXECUTED) spec_tests/memory -k compiled_code $(TO_READ)
 	$(EXECUTED) spec_tests/shared/test_selection.py spec_tests/tova $(LONG) --impl optimized --dtype float32
 
-# Its parts, each of them hours: a night has a machine for each.
-COMPILED_PARTS := $(addprefix compiled-, faults float32 float16 bfloat16 to-read)
-compiled-all: $(COMPILED_PARTS)
-
-compiled-faults: build/compiled
+compiled-all: build/compiled
 	$(COMPILED) -m compiled tests/compiled
-
-compiled-float32 compiled-float16 compiled-bfloat16: build/compiled
-	$(EXECUTED) spec_tests --impl optimized --dtype $(@:compiled-%=%)
-
-compiled-to-read: build/compiled
+	$(EXECUTED) spec_tests $(TUNED)
 	$(EXECUTED) spec_tests $(TO_READ)
 
 build/compiled: compiled.txt | .venv/installed
