@@ -298,6 +298,8 @@ class Verdict:
             terminal.write_line(
                 f"{column} does not provide the functions of {count} requirements", yellow=True
             )
+        for one in filter(self._executed, self.judged):
+            terminal.write_line(f"{one} executed {self._executed(one)}")
 
     def write_summary(self, terminal: Any) -> None:
         """What a kernel author reads in ten seconds, and the first failure whole."""
@@ -371,17 +373,11 @@ class Verdict:
     def _executed(self, implementation: Implementation) -> str:
         """How much compiled code was executed; an empty string for a device that runs it itself."""
         found = self.executed[str(implementation)]
-        if implementation.device != compiled.DEVICE:
-            return ""
-        line = (
-            f"{found['launches']:,} launches with {found['accesses']:,} accesses, compiled for "
-            f"{compiled.TARGET}"
-        )
+        many = f"; no race was looked for in {found['unchecked']:,} launches with too many accesses"
         return (
-            line
-            + f"; no race was looked for in {found['unchecked']:,} launches with too many accesses"
-            * bool(found["unchecked"])
-        )
+            f"{found['launches']:,} launches with {found['accesses']:,} accesses, compiled for "
+            f"{compiled.TARGET}{many * bool(found['unchecked'])}"
+        ) * (implementation.device == compiled.DEVICE)
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tools import ROOT, judge, saved
+from tools import ROOT, judge, pytest_of, saved, says
 from tools.grader import KERNEL
 
 from benchmarks.gpu import GOOD, ROWS, rehearse
@@ -204,6 +204,11 @@ def test_a_kernel_that_was_not_executed_passes_nothing(tmp_path, text, code, tol
             number for number, text in enumerate(caught.splitlines(), start=1) if "norms[grid]" in text
         )
         assert f"{file}:{line}, score" in done.stdout
+
+
+def test_a_table_says_what_was_executed():
+    asked = ("-k", "three_four", "--impl", "optimized", "--profile", "quick", "--device", "compiled")
+    says(pytest_of("spec_tests/knorm", *asked, code=0).stdout, "float32) executed ", " launches with ")
 
 
 def test_the_folder_of_a_clone_is_found_and_the_interpreter_is_refused(tmp_path, monkeypatch):
