@@ -53,7 +53,7 @@ kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
-# `make compiled-all` asks every law of them, which takes some two hours.
+# `make compiled-all` asks every law of them, which takes some 80 minutes on two cores.
 COMPILED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST)
 EXECUTED := $(COMPILED) --profile quick --device compiled
 TUNED := --impl optimized --dtype float32,float16,bfloat16
