@@ -1,18 +1,17 @@
 """The rows of the GPU benchmark that time one function of the contract, on arguments drawn from its line."""
 
-import importlib
 import math
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 from unittest.mock import patch
 
 import numpy as np
 import torch
 
-from benchmarks.row import Arm, Inputs, Place, Row, Work, error, exact, sized
+from benchmarks.row import Inputs, Place, Row, Work, error, exact, sized
 from benchmarks.rows import XL
 from evictionary.optimized.kernels import launching
 from evictionary.reference.contract import arguments
+from evictionary.spec_tests.judge.implementation import oracle
 
 # What normal numbers become for a kind of argument, or for one whose name asks for it.
 DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -23,69 +22,66 @@ DRAWN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def in_torch(ours: Arm) -> Arm:
-    """The torch path of one of our functions, which takes what no kernel does: here every dtype."""
-
-    def run(*inputs: Any) -> Any:
-        with patch.multiple(launching, DTYPES=(), _warn_once=lambda message: None):
-            return ours(*inputs)
-
-    return run
+# The torch path takes what no kernel does: in a call that this decorates, every dtype.
+IN_TORCH = patch.multiple(launching, DTYPES=(), _warn_once=lambda message: None)
 
 
 @sized
 def contract_row(
-    place: Place,
-    function: str,
-    kernel: tuple[str, str],
-    length: int,
-    products: str = "",
-    written: str = "B H_kv T",
+    place: Place, function: str, kernel: tuple[str, str], length: int, products: str, written: str
 ) -> Work:
     """A function with the file and the launcher of its kernel, beside its torch path.
 
     products are the axes of the multiplications that nothing saves, written those of the output.
     """
     tokens, queries, dim = place.tokens(length), place.heads * place.group, place.head_dim
-    sizes = {"B": 1, "H_q": queries, "H_kv": place.heads, "...": place.heads, "T": tokens, "P": tokens // 16}
-    sizes |= {"M": min(32, tokens // 2), "D": dim, "D_v": dim, "D/2": dim // 2, "T/2": tokens // 2}
-    sizes |= {"C": queries * dim, "hidden": queries * dim}
-    stem, name = function.split(".")
-    ours = place.ours(*kernel, entry=(stem, name))
+    sizes = {
+        "B": 1,
+        "H_q": queries,
+        "H_kv": place.heads,
+        "...": place.heads,
+        "T": tokens,
+        "P": tokens // 16,
+        "M": min(32, tokens // 2),
+        "D": dim,
+        "D_v": dim,
+        "D/2": dim // 2,
+        "T/2": tokens // 2,
+        "C": queries * dim,
+        "hidden": queries * dim,
+    }
     given = [(each, [axis.split("<")[0] for axis in each.axes]) for each in arguments(function)]
+    shapes = [[sizes[axis] for axis in axes] for _, axes in given]
     # The first KV head and its query heads are compared, unless the output is about all of them.
     heads = {} if written == "B" else {"H_q": place.group, "H_kv": 1, "...": 1}
+    stem, name = function.split(".")
+    ours = place.ours(*kernel, entry=(stem, name))
 
-    def size(axes: Iterable[str]) -> int:
-        return math.prod(sizes[axis] for axis in axes)
+    def count(axes: str) -> int:
+        return math.prod(sizes[axis] for axis in axes.split())
 
-    def make(seed: int) -> Inputs:
-        drawn = (
-            place.states(*(sizes[axis] for axis in axes), seed=10 * seed + number)
-            for number, (_, axes) in enumerate(given)
-        )
-        return tuple(
-            DRAWN.get(argument.kind, DRAWN.get(argument.name, torch.clone))(numbers)
-            for (argument, _), numbers in zip(given, drawn, strict=True)
-        )
+    def drawn(number: int, seed: int) -> torch.Tensor:
+        numbers, argument = place.states(*shapes[number], seed=10 * seed + number), given[number][0]
+        change = DRAWN.get(argument.kind) or DRAWN.get(argument.name)
+        return change(numbers) if change else numbers
 
     def want(inputs: Inputs) -> np.ndarray:
-        cut = [
+        cut = (
             each[tuple(slice(heads.get(axis)) for axis in axes)]
             for (_, axes), each in zip(given, inputs, strict=True)
-        ]
-        return getattr(importlib.import_module(f"evictionary.reference.{stem}"), name)(*exact(*cut))
+        )
+        return oracle(function)(*exact(*cut))
 
     def apart(got: torch.Tensor, wanted: np.ndarray) -> float:
         compared, finite = exact(got[tuple(map(slice, wanted.shape))])[0], np.isfinite(wanted)
         return error(compared[finite], wanted[finite])  # a window is infinite
 
-    numbers = sum(size(axes) for argument, axes in given if argument.kind != "bool")
+    read = [shape for shape, (argument, _) in zip(shapes, given, strict=True) if argument.kind != "bool"]
     return Work(
-        make=make,
-        bytes=(numbers + size(written.split())) * place.dtype.itemsize,
-        flops=2.0 * size(products.split()) if products else 0.0,
-        arms={"ours": ours, "torch path": in_torch(ours)},
+        make=lambda seed: tuple(drawn(number, seed) for number in range(len(given))),
+        bytes=(sum(map(math.prod, read)) + count(written)) * place.dtype.itemsize,
+        flops=2.0 * count(products) if products else 0.0,
+        arms={"ours": ours, "torch path": IN_TORCH(ours)},
         want=want,
         read=lambda inputs, got: got,
         apart=apart,
@@ -93,96 +89,38 @@ def contract_row(
     )
 
 
+SCORES, PROJECT, WINDOW = "B H_kv T", ("projections", "project"), "H_q M T D"
 CONTRACT_ROWS = [
     Row(
-        "20",
-        "Q-Filters: score; T = 131072",
-        ("q_filters",),
-        contract_row("q_filters.score", ("projections", "project"), XL),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "21",
-        "TriAttention: score; T = 131072",
-        ("triattention",),
-        contract_row("triattention.score", ("projections", "project"), XL),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "22",
-        "KVzip: score, 32 replayed tokens; T = 131072",
-        ("kvzip",),
-        contract_row("kvzip.score", ("received_attention", "score_replay"), XL, "H_q M T D"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "23",
-        "CriticalKV: norms of projected values; T = 8192",
-        ("criticalkv",),
-        contract_row("criticalkv.projected_norms", ("criticalkv", "projected_norms"), 8192, "H_q T D hidden"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "24",
-        "R-KV: redundancy; T = 8192",
-        ("rkv",),
-        contract_row("rkv.redundancy", ("rkv", "totals"), 8192, "H_kv T T/2 D"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "25",
-        "DropKV: score, W = 32; T = 32768",
-        ("dropkv",),
-        contract_row("dropkv.score", ("dropkv", "sum_squares"), 32768, "H_q M T D"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "26",
-        "CaM: values merged, half kept; T = 131072",
-        ("cam",),
-        contract_row("cam.spread", ("cam", "spread"), XL, "", "B H_kv T D"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "27",
-        "CAKE: preference, W = 32; T = 32768",
-        ("cake",),
-        contract_row("cake.preference", ("received_attention", "measure_window"), 32768, "H_q M T D", "B"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "28",
-        "KVzap: score; T = 32768",
-        ("kvzap",),
-        contract_row("kvzap.score", ("kvzap", "score"), 32768, "H_kv T C"),
-        None,
-        None,
-        "torch path",
-    ),
-    Row(
-        "29",
-        "Quest: bounds of pages; T = 131072",
-        ("quest",),
-        contract_row("quest.bounds", ("quest", "bounds"), XL, "", "B H_q P"),
-        None,
-        None,
-        "torch path",
-        True,
-    ),
-]
+        str(number),
+        f"{title}; T = {length}",
+        (function.partition(".")[0],),
+        contract_row(function, kernel, length, products, written),
+        peer="torch path",
+        latency=function == "quest.bounds",
+    )
+    for number, (title, length, function, kernel, products, written) in enumerate(
+        (
+            ("Q-Filters: score", XL, "q_filters.score", PROJECT, "", SCORES),
+            ("TriAttention: score", XL, "triattention.score", PROJECT, "", SCORES),
+            (
+                "KVzip: score, 32 replayed tokens", XL, "kvzip.score",
+                ("received_attention", "score_replay"), WINDOW, SCORES,
+            ),
+            (
+                "CriticalKV: norms of projected values", 8192, "criticalkv.projected_norms",
+                ("criticalkv", "projected_norms"), "H_q T D hidden", SCORES,
+            ),
+            ("R-KV: redundancy", 8192, "rkv.redundancy", ("rkv", "totals"), "H_kv T T/2 D", SCORES),
+            ("DropKV: score, W = 32", 32768, "dropkv.score", ("dropkv", "sum_squares"), WINDOW, SCORES),
+            ("CaM: values merged, half kept", XL, "cam.spread", ("cam", "spread"), "", "B H_kv T D"),
+            (
+                "CAKE: preference, W = 32", 32768, "cake.preference",
+                ("received_attention", "measure_window"), WINDOW, "B",
+            ),
+            ("KVzap: score", 32768, "kvzap.score", ("kvzap", "score"), "H_kv T C", SCORES),
+            ("Quest: bounds of pages", XL, "quest.bounds", ("quest", "bounds"), "", "B H_q P"),
+        ),
+        start=20,
+    )
+]  # fmt: skip

@@ -9,7 +9,6 @@ sizes need a GPU: `Place(device="cpu", shrink=512)` makes the same rows small en
 `reference`.
 """
 
-import importlib
 import itertools
 import math
 from collections.abc import Callable
@@ -51,6 +50,7 @@ from evictionary.optimized.states import zero_moments
 
 # The mathematics; what is timed comes from `place.ours`.
 from evictionary.reference import attention, cache, expected_attention, gvote, keydiff, knorm, lagkv, momentkv
+from evictionary.spec_tests.judge.implementation import oracle
 
 XL = 131_072
 
@@ -443,7 +443,7 @@ def received_row(place: Place, stem: str, length: int, window: int) -> Work:
         queries, keys = inputs[:2]
         # TOVA's score is the mean over all heads; the other scores are compared in the first head.
         heads = exact(queries, keys) if stem == "tova" else exact(queries[:, : place.group], keys[:, :1])
-        return importlib.import_module(f"evictionary.reference.{stem}").score(*heads, **options)[0, 0]
+        return oracle(f"{stem}.score")(*heads, **options)[0, 0]
 
     def apart(got: torch.Tensor, wanted: np.ndarray) -> float:
         finite = np.isfinite(wanted)  # SnapKV's window is infinite
