@@ -427,10 +427,16 @@ class Verdict:
         (folder / "conformance.json").write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         counts = [column["counts"] for column in content["implementations"]]
         passed, failed = (sum(each[word] for each in counts) for word in ("pass", "fail"))
+        memory = {
+            entry["kinds"].get(MEMORY)
+            for column in content["implementations"]
+            for entry in column["requirements"].values()
+        }
+        told = ", memory fails" if "fail" in memory else ", memory holds" * ("pass" in memory)
         badge = {
             "schemaVersion": 1,
             "label": "evictionary",
-            "message": f"{passed} of {passed + failed} requirements",
+            "message": f"{passed} of {passed + failed} requirements{told}",
             "color": "red" if failed else "green",
         }
         (folder / "badge.json").write_text(json.dumps(badge) + "\n", encoding="utf-8")

@@ -133,9 +133,12 @@ def test_a_kernel_that_catches_its_fault_and_answers_right_has_failed(tmp_path, 
     saved(tmp_path / "knorm.py", KNORM.replace("        grid =", f"        {first}\n        grid ="))
     (found,) = json.loads(
         judge(
-            "knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", cwd=tmp_path, code=1
+            *("knorm.py", "--device", "compiled", "--json", "--domain", "head_dim=16", "--report", "out"),
+            cwd=tmp_path,
+            code=1,
         ).stdout
     )["implementations"]
+    assert ", memory fails" in (tmp_path / "out" / "badge.json").read_text()
     memory = found["requirements"]["MEM-8"]
     assert memory["verdict"] == "fail" and memory["kinds"] == {"memory": "fail"}
     line = next(number for number, text in enumerate(KNORM.splitlines(), start=1) if "tl.store" in text)
@@ -214,8 +217,9 @@ def test_a_table_says_what_was_executed():
 def test_the_folder_of_a_clone_is_found_and_the_interpreter_is_refused(tmp_path, monkeypatch):
     file = saved(tmp_path / "knorm.py", RIGHT)
     monkeypatch.delenv("PYTHONPATH")
-    asked = (file, "--device", "compiled", "--law", "three_four")
+    asked = (file, "--device", "compiled", "--law", "three_four or compiled_code", "--report", tmp_path)
     judge(*asked, code=0)
+    assert "2 of 2 requirements, memory holds" in (tmp_path / "badge.json").read_text()
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     assert "got TRITON_INTERPRET=1" in judge(*asked, code=2).stderr
 
