@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
-from evictionary.errors import require_known
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import ANY
@@ -285,8 +284,8 @@ def main(
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
 ) -> None:
     """Run planted mistakes against the laws: those whose laws have changed since docs/kill_matrix.json.xz."""
-    for folder in only or []:
-        require_known("--only", folder, by_folder())
+    if unknown := sorted(set(only or []) - set(known := by_folder())):
+        raise typer.BadParameter(f"--only: got {unknown[0]!r}, wanted some of {', '.join(known)}")
     if controls:
         raise typer.Exit(run_controls(controls, max_examples or 4, jobs, new))
     if dtype:

@@ -1,5 +1,6 @@
 """What the laws still see in half precision, and inside a domain of 64 channels, where real kernels run."""
 
+import functools
 import json
 import tomllib
 from pathlib import Path
@@ -7,7 +8,8 @@ from statistics import median
 
 import numpy as np
 import pytest
-from tools import sampled
+import typer
+from tools import refused, sampled
 
 from evictionary.spec_tests.judge import tolerance
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS
@@ -155,6 +157,9 @@ def test_mistakes_of_one_folder_are_judged_again_alone(
         matrix, "laws_version", lambda folder: cell["judged"][folder][1] + "0" * (folder == "h2o")
     )
     assert matrix.earlier(cell["judged"]) == ["h2o"]
+    refused(
+        functools.partial(matrix.main, only=["h20"]), "--only: got 'h20', wanted some of", typer.BadParameter
+    )
 
 
 def test_the_matrix_judges_again_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
