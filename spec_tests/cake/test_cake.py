@@ -88,8 +88,8 @@ def test_two_queries_of_zero_keys(impl, tau1, tau2):
     2 / 144.
     """
     got = impl.cake.preference(*np.zeros((2, 1, 2, 4, 2)), window_size=2, tau1=tau1, tau2=tau2)
-    wanted = np.array([(4 * (math.log(3) / 3 + math.log(4) / 4)) ** (1 / tau1) * (2 / 144) ** (1 / tau2)])
-    near(got, wanted, within(impl) * (1 + wanted), "the preference")
+    wanted = (4 * (math.log(3) / 3 + math.log(4) / 4)) ** (1 / tau1) * (2 / 144) ** (1 / tau2)
+    near(got, np.array([wanted]), within(impl, times=1 + wanted), "the preference")
 
 
 def shared(impl, budget, given, **settings):

@@ -5,6 +5,7 @@ from evictionary.spec_tests.shared.helpers import draw_mask, refuses
 
 SHARES, PROBABILITIES, SPREAD, MERGE = "cam.shares", "cam.probabilities", "cam.spread", "cam.merge_values"
 sizes = st.sampled_from([1, 2, 3, 8, 32, 100])
+CANCELLED = 1e-13  # what a difference of running sums may be wrong by, in parts of the largest sum
 
 
 def given(impl, case, seed):
@@ -75,8 +76,8 @@ def test_each_receiver_adds_its_part(impl, case, seed, merge_size):
     weights, size = impl.round(np.minimum(attention, 1)), (1 + np.abs(values).max()) * values.shape[2]
     wanted, of_one = (by_adding(values, kept, weights, count) for count in (merge_size, 1))
     got = agrees(impl, SPREAD, values, kept, weights, merge_size=merge_size, by_hand=wanted, size=size)
-    slack = rounding(impl, values.shape[2]) * (np.abs(got) + np.abs(values)).sum(axis=2) + 1e-30
-    near(got.sum(axis=2), of_one.sum(axis=2), slack, "the total of the values")
+    sums, expected, sizes = (each.sum(axis=2) for each in (got, of_one, np.abs(got) + np.abs(values)))
+    rounds_to(impl, sums, expected, "the total of the values", terms=values.shape[2], size=sizes)
     still = ~kept | (np.cumsum(~kept, axis=-1) == 0)
     equal(got[still], values[still], "a value changes that receives nothing")
 
@@ -107,7 +108,8 @@ def test_a_long_text_is_merged_token_by_token(impl, case, merge_size):
     kept, weights = draw[0] < np.where(np.arange(case.length) // 300 == 1, 0, 0.5), np.round(8 * draw[1]) / 8
     wanted, sums = (by_adding(each, kept, weights, merge_size) for each in (values, np.abs(values)))
     got = impl.cam.spread(values, kept, weights, merge_size=merge_size)
-    near(got, wanted, rounding(impl, 300) * sums + 1e-13 * sums.max(), "the merged values of a long text")
+    beside = CANCELLED * sums.max()
+    rounds_to(impl, got, wanted, "the merged values of a long text", terms=300, size=sums, beside=beside)
 
 
 @law("CAM-4", of=MERGE, case=cases(), seed=seeds(), merge_size=sizes)
@@ -149,7 +151,7 @@ def test_the_expected_output_is_that_of_the_whole_text(impl, case, seed, merge_s
     got = impl.cam.spread(values, kept, weights, merge_size=merge_size)
     parts = attention[..., None] * np.stack([kept[..., None] * got, values, np.abs(values) + np.abs(got)])
     output, wanted, size = parts.sum(axis=3)
-    near(output, wanted, 2 * rounding(impl, values.shape[2]) * size + 1e-30, "the expected output")
+    rounds_to(impl, output, wanted, "the expected output", roundings=2, terms=values.shape[2], size=size)
 
 
 @law("CAM-1", of=(SPREAD, PROBABILITIES), kind="refusal", merge_size=st.sampled_from([0, -1, 1.5]))

@@ -68,8 +68,8 @@ def test_another_token_never_raises_the_leverage_of_the_others(impl, case, seed)
     """Leverage moves with the tokens, each head has its own, and the last token only takes from the rest."""
     move_with_tokens(impl, LEVERAGE, seed, (case.keys,))
     same_alone(impl, LEVERAGE, case.keys)
-    fewer = impl.compactor.leverage(case.keys[:, :, :-1]) + within(impl)
-    lies(impl, impl.compactor.leverage(case.keys)[:, :, :-1], (0, fewer), "the leverage")
+    fewer = impl.compactor.leverage(case.keys[:, :, :-1])
+    lies(impl, impl.compactor.leverage(case.keys)[:, :, :-1], (0, fewer), "the leverage", times=2)
 
 
 @law("CO-1", of=LEVERAGE)
@@ -77,7 +77,7 @@ def test_copies_share_and_what_no_other_key_has_counts_whole(impl):
     """Two copies have 1/2 each, a key in a channel of its own has 1, and a zero key 0."""
     keys, expected = np.zeros((1, 1, 4, width(impl))), np.array([[[1, 1, 2, 0]]]) / 2
     keys[..., :2, 0], keys[..., 2, 1] = 2, 4
-    near(impl.compactor.leverage(keys), expected, 4 * rounding(impl), "the leverage")
+    rounds_to(impl, impl.compactor.leverage(keys), expected, "the leverage", roundings=4)
 
 
 @law("CO-2", of=SKETCHED, case=cases(max_length=33, kinds=MODEST), seed=seeds(), count=channels)
@@ -107,7 +107,7 @@ def test_two_opposite_keys_share_what_the_ridge_leaves(impl):
     keys, sketch = np.zeros((1, 1, 2, width(impl))), np.zeros((1, 1, width(impl), 3))
     keys[..., 0], sketch[..., 0, 0] = (1 / 8, -1 / 8), 1
     got, expected = impl.compactor.sketched_leverage(keys, sketch), np.full((1, 1, 2), 1 / (2 + 0.64))
-    near(got, expected, rounding(impl) * expected, "the leverage")
+    rounds_to(impl, got, expected, "the leverage", size=expected)
 
 
 @law("CO-3", of=CHUNKS, case=cases(max_length=33), seed=seeds(), chunk_size=sizes)
@@ -120,9 +120,8 @@ def test_a_token_receives_attention_from_its_whole_chunk(impl, case, seed, chunk
     by_hand, size = received(queries, keys, chunk_size), keys.shape[-1] * (1 + np.abs(keys).max())
     got = agrees(impl, CHUNKS, queries, keys, chunk_size=chunk_size, by_hand=by_hand, size=size)
     sums = np.add.reduceat(got - 1, np.arange(0, keys.shape[2], chunk_size), axis=-1)
-    near(
-        sums, np.zeros(sums.shape), chunk_size * within(impl), "what a chunk receives beside 1 for each token"
-    )
+    slack = within(impl, times=chunk_size)
+    near(sums, np.zeros(sums.shape), slack, "what a chunk receives beside 1 for each token")
 
 
 @law("CO-3", of=CHUNKS, examples=2, case=long_cases(("normal",), lengths=(2049, 1023), head_dims=(64, 80)))

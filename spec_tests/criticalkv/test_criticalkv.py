@@ -133,7 +133,7 @@ def test_half_of_the_budget_goes_by_attention(impl, case, seed, window_size, sha
     got = scored(impl, queries, case.keys, case.values, w_o, budget=budget, **settings)
     ranked = np.concatenate([attended.expected, np.full((*got.shape[:2], window), np.inf)], axis=-1)
     first, recent = min(case.length, max(window, budget // 2)), latest(got.shape, window)
-    selects(np.isinf(got), ranked, first, slack=attended.largest, protected=recent, what="the first stage")
+    selects(np.isinf(got), ranked, first, slack=attended, protected=recent, what="the first stage")
     allowed = second_stage(impl, queries, case, w_o, **settings)
     allowed.check(np.where(np.isinf(got), allowed.expected, got), "the second stage")
 
@@ -151,7 +151,7 @@ def test_the_first_stage_stays_inside_the_result(impl, case, seed, share):
     got = scored(impl, queries, case.keys, case.values, w_o, budget=budget, window_size=1)
     allowed = second_stage(impl, queries, case, w_o, window_size=1)
     kept = impl.selection.top_k(got, budget)
-    selects(kept, allowed.expected, budget, slack=allowed.largest, protected=np.isinf(got))
+    selects(kept, allowed.expected, budget, slack=allowed, protected=np.isinf(got))
 
 
 @law("CK-4", of=SCORE)
@@ -223,6 +223,16 @@ def test_bad_settings_are_refused(impl, bad):
     refuses(impl, SCORE, *bad)
 
 
+def least_errors(weights, projected, kept):
+    """The L1 error of the output of the kept tokens, attention computed again over them, less what sums in
+    float64 may add to it.
+    """
+    left = np.where(kept, weights, 0)
+    left = left / left.sum(axis=-1, keepdims=True)
+    errors = np.abs(((weights - left)[..., None] * projected).sum(axis=-2)).sum(axis=-1)
+    return errors - 1e-12 * np.abs(projected).sum(axis=-1).max() * weights.shape[-1] / left.max()
+
+
 @law("CK-5", of=BOUND, case=seeded_cases(min_length=2), seed=seeds(), share=shares())
 def test_no_selection_errs_by_more_than_the_bound(impl, case, seed, share):
     """The L1 error of the output of the kept tokens, attention computed again over them, is at most the
@@ -235,12 +245,9 @@ def test_no_selection_errs_by_more_than_the_bound(impl, case, seed, share):
     kept = draw.random(weights.shape) < share
     kept[..., 0] = True
     projected = values @ w_o
-    norms, left = np.abs(projected).sum(axis=-1), np.where(kept, weights, 0)
-    left = left / left.sum(axis=-1, keepdims=True)
-    error = np.abs(((weights - left)[..., None] * projected).sum(axis=-2)).sum(axis=-1)
-    got = agrees(impl, BOUND, weights, norms, kept)
-    inside = error <= got + 1e-12 * norms.max() * case.length / left.max()
-    require(impl.dtype != "float64" or inside.all(), "the error is larger than the bound", error, got)
+    got = agrees(impl, BOUND, weights, np.abs(projected).sum(axis=-1), kept)
+    if impl.dtype == "float64":  # elsewhere the weights that it is given do not sum to 1
+        lies(impl, got, (least_errors(weights, projected, kept), np.inf), "the bound")
 
 
 @law("CK-5", of=BOUND)
@@ -262,12 +269,8 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     """Of thousands of tokens: the attention of one query, pooled over 5 neighbours, with its sum, and the
     mean below it.
     """
-    allowed = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1).wider(1e-12)
-    allowed.check(
-        impl.criticalkv.importance(case.queries, case.keys, window_size=1),
-        "the importance",
-        long_importance(impl, case)[1],
-    )
+    expected, more = long_importance(impl, case)[1], 1e-12
+    agrees(impl, IMPORTANCE, case.queries, case.keys, window_size=1, expected=expected, more=more)
 
 
 @law("CK-4", of=SCORE, examples=2, case=long_cases(groups=(2, 8), lengths=(4097, 2049), head_dims=(64, 80)))
@@ -277,14 +280,11 @@ def test_every_token_of_a_long_prompt_has_its_score(impl, case):
     """
     queries, importance, wrong = long_importance(impl, case)
     values, w_o = impl.round(case.values), output_projection(case, case.seed)
-    projected = for_each_reader(values, queries) @ w_o
-    norms = over_group(np.abs(projected).sum(axis=-1), case.num_kv_heads)[..., :-1]
+    second, slack = long_second_stage(impl, case, w_o, importance, wrong)
     got = scored(impl, queries, case.keys, values, w_o, budget=2052, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than the second stage")
     first = np.isinf(got[..., :-1])
     selects(first, importance, min(1025, case.length - 1), slack=wrong, what="the first stage")
-    second = (importance + 1e-4) * norms
-    slack = (wrong + rounding(impl, case.value_dim) * (importance + 1e-4)) * norms
     near(np.where(first, second, got[..., :-1]), second, slack, "the second stage")
 
 
@@ -306,3 +306,13 @@ def long_importance(impl, case):
         for each in (share * pooled, of_pooled)
     )
     return queries, *(np.maximum(each, each.mean(axis=-1, keepdims=True)) for each in largest)
+
+
+def long_second_stage(impl, case, w_o, importance, wrong):
+    """(a + epsilon) n of the tokens before the last one, and what it may be wrong by: the importance, and the
+    rounding of a projected value.
+    """
+    projected = for_each_reader(impl.round(case.values), case.queries) @ w_o
+    norms = over_group(np.abs(projected).sum(axis=-1), case.num_kv_heads)[..., :-1]
+    scores = importance + 1e-4
+    return scores * norms, (wrong + rounding(impl, case.value_dim) * scores) * norms

@@ -47,16 +47,26 @@ def test_the_score_is_the_error_of_brute_force_removal(impl, case, seed):
     scores(impl, queries, *states, window_size=1, kernel_size=1, by_hand=by_hand, size=size)
 
 
+def removal_errors(query, keys, values):
+    """The square of EA-4's removal error for one query, mean over the group and infinite for the last token;
+    what it may be wrong by, at most and on average.
+
+    Where a weight is near 1, what it leaves to the others has lost most of its digits.
+    """
+    left = 1e-9  # to the others, at least
+    weights = np.minimum(causal_weights(query, for_each_reader(keys, query))[:, :, 0], 1 - left)
+    errors = removal_error(weights, for_each_reader(values, query), np.eye(values.shape[-1])) ** 2
+    costs = over_group(errors, keys.shape[1])
+    wrong = 1e-6 * float(costs.max()), 1e-6 * float(costs.mean())
+    costs[..., -1] = np.inf
+    return costs, wrong
+
+
 @law("DK-1", of=SCORE, case=seeded_cases(min_length=3, kinds=("normal", "drift")), seed=seeds())
 def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
     """The square of EA-4's removal error, W_o left out."""
     queries, states = prompt_queries(case, seed), impl.rounded((case.keys, case.values))
-    keys, values = (for_each_reader(each, queries) for each in states)
-    weights = causal_weights(queries[:, :, -1:], keys)[:, :, 0]
-    errors = removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2
-    expected = over_group(errors, case.num_kv_heads)
-    expected[..., -1] = np.inf
-    more = 1e-6 * float(np.abs(values).max() ** 2)
+    expected, more = removal_errors(queries[:, :, -1:], *states)
     scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)
 
 
@@ -141,8 +151,7 @@ def test_a_vector_added_to_all_values_changes_nothing(impl, case, seed):
     settings, states = {"window_size": 1, "kernel_size": 1}, (prompt_queries(case, seed), case.keys)
     values = np.round(4 * case.values) / 4
     plain = impl.allowance(SCORE, *states, values, **settings)
-    more = 4 * plain.largest, 4 * plain.mean
-    scores(impl, *states, 2 * values + 1, **settings, expected=4 * plain.expected, more=more)
+    scores(impl, *states, 2 * values + 1, **settings, expected=4 * plain.expected, more=plain)
 
 
 @law("DK-2", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
@@ -201,11 +210,5 @@ def test_every_token_of_a_long_prompt_has_its_cost(impl, case):
     token.
     """
     queries, *states = impl.rounded((case.queries, case.keys, case.values))
-    keys, values = (for_each_reader(each, queries) for each in states)
-    weights = causal_weights(queries, keys)[:, :, 0]
-    errors = over_group(
-        removal_error(np.minimum(weights, 1 - 1e-9), values, np.eye(values.shape[-1])) ** 2, case.num_kv_heads
-    )
-    expected = np.where(np.arange(case.length) == case.length - 1, np.inf, errors)
-    more = 1e-6 * float(errors.max()), 1e-6 * float(errors.mean())
+    expected, more = removal_errors(queries, *states)
     scores(impl, queries, *states, window_size=1, kernel_size=1, expected=expected, more=more)

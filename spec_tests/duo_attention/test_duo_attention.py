@@ -14,6 +14,23 @@ def gates_of(case, seed):
     return np.random.default_rng(seed).integers(0, 5, size=case.keys.shape[:2]) / 4
 
 
+def areas(impl, query, key, length):
+    """The area under the cumulated attention of each KV head, place by place, and what it may be wrong by:
+    logits of turned states, and a sum.
+    """
+    places, group = np.arange(length), query.shape[1] // key.shape[1]
+    expected, slack = np.zeros(key.shape[:2]), np.full(key.shape[:2], rounding(impl, length))
+    for item, reader in np.ndindex(query.shape[:2]):
+        keys = rotate(np.repeat(key[item, reader // group][None], length, axis=0), places)
+        last = rotate(query[item, reader][None], places[-1:])
+        weights = causal_weights(last, keys)[0]
+        turned = 2 * angle_error(impl, length) * lengths(last) * lengths(keys)
+        wrong = softmax_slack(impl, weights, logit_errors(impl, last, keys)[0] + turned)
+        expected[item, reader // group] += np.cumsum(weights).mean() / group
+        slack[item, reader // group] += np.cumsum(wrong).mean() / group
+    return expected, np.minimum(slack, 1)
+
+
 @law(
     "DA-1",
     of=ESTIMATE,
@@ -26,18 +43,8 @@ def test_the_estimate_is_the_area_under_the_cumulated_attention(impl, case, leng
     """
     query, key = impl.round(case.queries[:, :, 0]), impl.round(case.keys[:, :, 0])
     got = impl.duo_attention.estimate_gates(query, key, length=length)
-    places, group = np.arange(length), query.shape[1] // key.shape[1]
-    expected, slack = np.zeros(key.shape[:2]), np.full(key.shape[:2], rounding(impl, length))
-    for item, reader in np.ndindex(query.shape[:2]):
-        keys = rotate(np.repeat(key[item, reader // group][None], length, axis=0), places)
-        last = rotate(query[item, reader][None], places[-1:])
-        weights = causal_weights(last, keys)[0]
-        errors = logit_errors(impl, last, keys)[0] + 2 * angle_error(impl, length) * lengths(last)[
-            0
-        ] * lengths(keys)
-        expected[item, reader // group] += np.cumsum(weights).mean() / group
-        slack[item, reader // group] += np.cumsum(softmax_slack(impl, weights, errors)).mean() / group
-    near(got, expected, np.minimum(slack, 1), "the gates")
+    expected, slack = areas(impl, query, key, length)
+    near(got, expected, slack, "the gates")
 
 
 @law("DA-1", of=ESTIMATE)
@@ -46,7 +53,7 @@ def test_a_head_that_looks_everywhere_has_a_gate_above_one_half(impl):
     501/1000.
     """
     got = impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2)))
-    near(got, np.array([[0.501]]), rounding(impl, 500), "the gate")
+    rounds_to(impl, got, [[0.501]], "the gate", terms=500)
 
 
 @law("DA-1", of=ESTIMATE)
@@ -226,5 +233,5 @@ def test_the_loss_is_the_mean_squared_distance_and_the_sum_of_the_gates(impl, se
     got = impl.duo_attention.training_loss(states, wanted, gates, penalty=penalty)
     squares = [(x - y) ** 2 for x, y in zip(states.flat, wanted.flat, strict=True)]
     expected = sum(squares) / len(squares) + penalty * sum(gates.flat)
-    slack = rounding(impl, states.size + gates.size) * (1 + expected)
-    near(np.array(got), np.array(expected), slack, "the loss")
+    terms, size = states.size + gates.size, 1 + expected
+    rounds_to(impl, np.array(got), expected, "the loss", terms=terms, size=size)

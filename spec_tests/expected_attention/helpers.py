@@ -37,6 +37,14 @@ def before_rope(impl, case):
     )
 
 
+def turned_errors(impl, states, position):
+    """What numbers as large as the largest of `states` may be wrong by after RoPE up to this position.
+
+    Its angles are in the accumulator's precision, its tables in that of the dtype.
+    """
+    return float(np.abs(states).max()) * (final_rounding(impl) + angle_error(impl, position))
+
+
 def averages(
     impl,
     mean,
@@ -49,20 +57,18 @@ def averages(
     more=(0.0, 0.0),
     **settings,
 ):
-    """`agrees` of both results of average_rope: angles in the accumulator's precision, tables in that of
-    the dtype.
-    """
+    """`agrees` of both results of average_rope, but for `turned_errors` and what `more` allows of each."""
     asked = {"position": position, "horizon": horizon, **settings}
     got = impl.call(ROPE, mean, covariance, **asked) if got is None else got
-    rounded = final_rounding(impl) + 2 * accumulating(impl) * (position + horizon)
-    for pick, size in enumerate((np.abs(mean).max(), 4 * np.abs(covariance).max())):
+    for pick, states in enumerate((mean, 4 * covariance)):
+        error = turned_errors(impl, states, position + horizon)
         how = {
             "pick": pick,
             "got": got[pick],
             "expected": expected[pick],
             "what": ("the mean", "the covariance")[pick],
         }
-        agrees(impl, ROPE, mean, covariance, **asked, **how, more=float(size) * rounded + more[pick])
+        agrees(impl, ROPE, mean, covariance, **asked, **how, more=error + more[pick])
     return got
 
 

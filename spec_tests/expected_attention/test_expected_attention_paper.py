@@ -149,7 +149,7 @@ def test_averaging_the_rotation_never_raises_an_expectation(seed):
         for place in range(20, 36)
     ]
     averaged = log_expected_scores(keys, *average_rope(mean, covariance, position=20, horizon=16))
-    assert (np.exp(averaged) <= np.exp(each).mean(axis=0) * (1 + 1e-12)).all()
+    assert (averaged - np.log(np.exp(each).mean(axis=0))).max() < 1e-12
 
 
 @law("EA-6")
@@ -170,7 +170,7 @@ def test_the_expectation_is_at_least_that_of_the_mean_query(seed):
     mean, covariance = moments(seed)
     keys = np.random.default_rng(seed).normal(size=(5, 6))
     plain = keys @ mean / math.sqrt(6)
-    assert (log_expected_scores(keys, mean, covariance) >= plain - 1e-12).all()
+    assert (log_expected_scores(keys, mean, covariance) - plain).min() > -1e-12
     assert np.abs(log_expected_scores(keys, mean, np.zeros((6, 6))) - plain).max() < 1e-12
     along = keys[:1] / np.linalg.norm(keys[:1])
     across = np.eye(6) - along.T @ along

@@ -62,15 +62,19 @@ def test_statistics_of_the_queries_of_the_paper_add_up_their_parts(impl, seed):
         check_statistics(impl, case)
 
 
+def between_two_ways(mean, position):
+    """What means turned to this position in float64 may differ by, where two ways round the angle."""
+    return 1e-15 * position * np.abs(mean).max()
+
+
 @law("EA-6", of=ROPE, examples=10, case=grouped, position=st.sampled_from([131_072, 8192, 32_768, 65_535]))
 def test_queries_of_far_positions_turn_by_them(impl, case, position):
     """At positions up to 131,072 the statistics turn by the mean rotation of the next 512 positions."""
     mean, covariance = before_rope(impl, case)
     got = impl.expected_attention.average_rope(mean, covariance, position=position)
     averages(impl, mean, covariance, position=position, got=got)
-    extra = 1e-15 * position * np.abs(mean).max()  # the angles of two ways differ by the rounding of float64
-    expected = (in_closed_form(mean, position, 512), None)
-    averages(impl, mean, covariance, position=position, got=got, expected=expected, more=(extra, 0.0))
+    expected, more = (in_closed_form(mean, position, 512), None), (between_two_ways(mean, position), 0.0)
+    averages(impl, mean, covariance, position=position, got=got, expected=expected, more=more)
 
 
 def log_expected(queries_mean, factor, keys):
@@ -87,6 +91,23 @@ def log_errors(impl, queries_mean, factor, keys):
     turned = keys @ factor @ factor.T / 2 / np.sqrt(keys.shape[-1])
     of_covariance = logit_errors(impl, turned[:, None], keys[:, None])[:, 0, 0]
     return logit_errors(impl, queries_mean[None], keys)[0] + 2 * of_covariance
+
+
+def expected_scores(impl, mean, factors, keys, values):
+    """The scores [1, H_kv, T] for the covariances F F^T, one query head after the other, and what they may be
+    wrong by.
+    """
+    weights, errors = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
+    group, norms = mean.shape[1] // keys.shape[1], np.sqrt(np.square(values).sum(axis=-1))
+    for reader in range(mean.shape[1]):
+        of_reader = mean[0, reader], factors[0, reader], keys[0, reader // group]
+        logits = log_expected(*of_reader)
+        # The softmax of these logits is the attention of the query 1 on keys of one channel.
+        own = np.exp(logits - attention_in_parts(np.ones((1, 1)), logits[:, None], logits[:, None])[1])
+        weights[0, reader // group] += own / group
+        errors[0, reader // group] += softmax_slack(impl, own, log_errors(impl, *of_reader)) / group
+    expected = weights + 0.02
+    return expected * norms, (errors + rounding(impl, keys.shape[-1]) * expected) * norms
 
 
 @law(
@@ -109,21 +130,9 @@ def test_all_tokens_of_a_long_prompt_share_one_softmax(impl, case, scale):
     # Of a few quarters: the covariance F F^T is exact in every dtype.
     mean = generator.integers(-2, 3, size=(*readers, case.head_dim)) / 4
     factors = generator.integers(-1, 2, size=(*readers, case.head_dim, RANK)) / 2
-    norms = np.sqrt(np.square(values).sum(axis=-1))
-    expected, slack = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
-    for reader in range(readers[1]):
-        head = reader // case.group
-        logits = log_expected(mean[0, reader], factors[0, reader], keys[0, head])
-        # The softmax of these logits is the attention of the query 1 on keys of one channel.
-        weights = np.exp(logits - attention_in_parts(np.ones((1, 1)), logits[:, None], logits[:, None])[1])
-        expected[0, head] += weights / case.group
-        slack[0, head] += (
-            softmax_slack(impl, weights, log_errors(impl, mean[0, reader], factors[0, reader], keys[0, head]))
-            / case.group
-        )
-    slack = (slack + rounding(impl, case.head_dim) * (expected + 0.02)) * norms
+    expected, slack = expected_scores(impl, mean, factors, keys, values)
     got = impl.expected_attention.score(keys, values, mean, factors @ np.swapaxes(factors, -1, -2))
-    near(got, (expected + 0.02) * norms, slack, "the score of a long prompt")
+    near(got, expected, slack, "the score of a long prompt")
 
 
 @law("EA-9", of=SCORE, examples=3, case=long_cases(groups=(4, 1, 16), lengths=SPLIT_LENGTHS))
@@ -143,9 +152,5 @@ def test_no_split_of_a_long_prompt_is_lost(impl, case):
             [[weights_in_parts(*pair).mean(axis=0) for pair in zip(by_head, keys[0], strict=True)]]
         )
         got = impl.expected_attention.score(keys, values, mean, covariance, epsilon=0.0)
-        near(
-            got,
-            expected,
-            rounding(impl, each.length) * expected.max(),
-            f"the score of a prompt of {each.length} tokens",
-        )
+        what = f"the score of a prompt of {each.length} tokens"
+        rounds_to(impl, got, expected, what, terms=each.length, size=expected.max())

@@ -23,7 +23,7 @@ def test_with_w_o_it_is_the_length_of_the_projected_value(impl, case, seed, epsi
     got = impl.expected_attention.contribution(weights, values, epsilon, w_o)
     # Products of both signs may cancel: the slack is a part of their sum without the signs.
     size = (weights + epsilon) * lengths(linear(np.abs(values), np.abs(w_o.T)))
-    near(got, expected, rounding(impl, values.shape[-1]) * size, "the score with W_o")
+    rounds_to(impl, got, expected, "the score with W_o", terms=values.shape[-1], size=size)
 
 
 @law("EA-V", of=CONTRIBUTION, case=some_cases, seed=seeds(), epsilon=epsilons)
@@ -32,7 +32,7 @@ def test_without_w_o_it_is_the_length_of_the_value(impl, case, seed, epsilon):
     weights, values, _ = updates(impl, case, seed)
     expected = (weights + epsilon) * lengths(held(impl, values))
     got = impl.expected_attention.contribution(weights, values, epsilon)
-    near(got, expected, rounding(impl, values.shape[-1]) * expected, "the score without W_o")
+    rounds_to(impl, got, expected, "the score without W_o", terms=values.shape[-1], size=expected)
 
 
 def flat_score(impl, case, values, **settings):
@@ -48,8 +48,8 @@ def test_at_equal_attention_the_score_is_the_length_of_the_value(impl, case):
     """Of queries that are zero each of T tokens expects 1/T: its score is (1/T + 0.02) |v|, by hand."""
     values = impl.round(case.values)
     expected = (1 / values.shape[2] + 0.02) * lengths(values)
-    got = flat_score(impl, case, values)
-    near(got, expected, rounding(impl, values.shape[2]) * expected, "the score at equal attention")
+    got, terms = flat_score(impl, case, values), values.shape[2]
+    rounds_to(impl, got, expected, "the score at equal attention", terms=terms, size=expected)
 
 
 @law("EA-9", of=SCORE, case=some_cases, seed=seeds(), epsilon=epsilons)
@@ -60,5 +60,5 @@ def test_of_projected_values_the_score_is_equation_9(impl, case, seed, epsilon):
     _, values, w_o = updates(impl, case, seed)
     projected = impl.round(linear(values, w_o.T))
     expected = (1 / values.shape[2] + epsilon) * lengths(projected)
-    got = flat_score(impl, case, projected, epsilon=epsilon)
-    near(got, expected, rounding(impl, values.shape[2]) * expected, "the score of projected values")
+    got, terms = flat_score(impl, case, projected, epsilon=epsilon), values.shape[2]
+    rounds_to(impl, got, expected, "the score of projected values", terms=terms, size=expected)

@@ -202,13 +202,18 @@ def test_far_logits_still_rank(impl):
     equal(got, [[[False, True, True]]], "the second best token of a sharp sample is lost")
 
 
+def a_few_roundings_apart(impl):
+    """1, 1 + 8 eps, 1 + 16 eps and 1 + 24 eps."""
+    return 1 + 4 * final_rounding(impl) * np.arange(4)
+
+
 @law("GV-A9", of=SELECT)
 def test_logits_a_few_roundings_apart_still_rank(impl):
     """Keys 1, 1 + 8 eps, 1 + 16 eps and 1 + 24 eps, eps that of the dtype under test: the two largest
     logits get the votes.
     """
     keys = np.zeros((1, 1, 4, 4))
-    keys[..., 0] = 1 + 4 * final_rounding(impl) * np.arange(4)
+    keys[..., 0] = a_few_roundings_apart(impl)
     got = impl.gvote.select(np.zeros((1, 1, 4)), keys, one_hot(0), p=0.5)
     equal(got, [[[False, False, True, True]]], "logits that differ count as equal")
 
@@ -249,6 +254,31 @@ def test_arguments_that_do_not_fit_are_refused(impl, bad):
     refused(impl, bad, SELECT, *states, p=p)
 
 
+def logits_of_samples(impl, keys, hidden, weight, noise, sink_size, horizon, theta):
+    """The logits [B, H_q, S, T] of lines 4 to 10, an allowance: an angle that is a little off moves them by
+    the lengths of query and key.
+    """
+    length, head_dim = keys.shape[2:]
+
+    def sampled(hidden, weight, noise):
+        observed = hidden[:, min(sink_size, length - 1) :]
+        states = observed.mean(axis=1, keepdims=True) + observed.std(axis=1, keepdims=True) * noise
+        return np.stack([states @ each for each in weight], axis=1)
+
+    def by_hand(hidden, weight, noise, keys):
+        queries = sampled(hidden, weight, noise)[..., None, :]
+        rotated = rope.rotate(queries, length + np.arange(horizon), theta).mean(axis=-2)
+        return rotated @ np.swapaxes(for_each_reader(keys, rotated), -1, -2) / head_dim**0.5
+
+    logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
+    if not np.isfinite(logits.largest):
+        impl.unrepresentable()
+    longest, longest_key = (
+        float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys)
+    )
+    return logits.wider(angle_error(impl, length + horizon) * longest * longest_key / head_dim**0.5, 0)
+
+
 @law(
     "GV-A12",
     of="gvote.algorithm_1",
@@ -277,33 +307,16 @@ def test_algorithm_1_samples_votes_and_prunes(impl, case, sink_size, horizon, th
     query, keys, hidden, weight, noise = (
         impl.round(array) for array in (query, case.keys, hidden, weight, noise)
     )
-
-    def sampled(hidden, weight, noise):
-        observed = hidden[:, min(sink_size, case.length - 1) :]
-        states = observed.mean(axis=1, keepdims=True) + observed.std(axis=1, keepdims=True) * noise
-        return np.stack([states @ each for each in weight], axis=1)
-
-    def by_hand(hidden, weight, noise, keys):
-        queries = sampled(hidden, weight, noise)[..., None, :]
-        rotated = rope.rotate(queries, case.length + np.arange(horizon), theta).mean(axis=-2)
-        return rotated @ np.swapaxes(np.repeat(keys, case.group, axis=1), -1, -2) / case.head_dim**0.5
-
-    logits = allowance(by_hand, hidden, weight, noise, keys, dtype=impl.dtype)
-    if not np.isfinite(logits.largest):
-        impl.unrepresentable()
-    longest, longest_key = (
-        float(np.linalg.norm(states, axis=-1).max()) for states in (sampled(hidden, weight, noise), keys)
-    )
-    moved = angle_error(impl, case.length + horizon) * longest * longest_key / case.head_dim**0.5
-    settings = {"p": 0.5, "sink_size": sink_size, "horizon": horizon, "theta": theta}
-    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, **settings)
+    settings: dict = {"sink_size": sink_size, "horizon": horizon, "theta": theta}
+    logits = logits_of_samples(impl, keys, hidden, weight, noise, **settings)
+    got = impl.gvote.algorithm_1(query, keys, case.values, hidden, weight, noise, p=0.5, **settings)
     kept = np.zeros(keys.shape[:3], dtype=bool)
     for item, head, rows in cache.heads(cache.CompressedCache(*got)):
         kept[item, head, got[2][rows]] = True
         wanted = impl.round(case.values)[item, head, kept[item, head]]
         equal(got[1][rows], wanted, "the values are not those of the kept tokens")
     weights = impl.allowance(WEIGHTS, query, np.repeat(keys, case.group, axis=1))
-    check_votes(impl, kept, weights, logits.wider(moved, 0), case.num_kv_heads, 0.5)
+    check_votes(impl, kept, weights, logits, case.num_kv_heads, 0.5)
 
 
 @law("GV-A12", of="gvote.algorithm_1")

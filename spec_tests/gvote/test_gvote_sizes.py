@@ -18,12 +18,17 @@ NUCLEUS = "gvote.nucleus"
 @law("GV-1", of=WEIGHTS, examples=2, case=long_cases(lengths=SPLIT_LENGTHS))
 def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
     """One softmax over all of thousands of tokens."""
-    queries, keys = impl.round(case.queries[:, :, 0]), impl.round(case.keys)
-    expected = np.array(
-        [[weights_in_parts(query[None], rows)[0] for query, rows in zip(queries[0], keys[0], strict=True)]]
-    )
-    slack = softmax_slack(impl, expected, logit_errors(impl, queries[..., None, :], keys)[..., 0, :])
-    near(impl.gvote.attention_weights(queries, keys), expected, slack, "the weights over a long prompt")
+    queries, keys = impl.round(case.queries[:, :, :1]), impl.round(case.keys)
+    expected, slack = (each[:, :, 0] for each in attended(impl, queries, keys))
+    got = impl.gvote.attention_weights(queries[:, :, 0], keys)
+    near(got, expected, slack, "the weights over a long prompt")
+
+
+def long_mass_slack(impl, length):
+    """What the comparison of a mass with p may be wrong by where thousands of weights are added up: errors
+    of both signs.
+    """
+    return mass_slack(impl, int(np.sqrt(length))) + rounding(impl, length)
 
 
 @law(
@@ -36,7 +41,7 @@ def test_weights_over_a_long_prompt_are_normalised_together(impl, case):
 def test_the_nucleus_of_a_long_row_holds_p_and_not_a_token_more(impl, case, percent):
     """Of thousands of weights the largest, as many as reach p."""
     weights = row_of_weights(impl, case)
-    slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    slack = long_mass_slack(impl, case.length)
     check_nucleus(impl.gvote.nucleus(weights, percent / 100), weights, percent / 100, slack)
 
 
@@ -102,6 +107,30 @@ def long_scores(impl, case, budget):
     return scores, np.array([[budget, *[2048] * (scores.shape[1] - 1)]])
 
 
+def voted(impl, query, keys, sampled, p):
+    """Which tokens [1, H_kv, T] a sample votes for whatever the rounding of logits and of the nucleus, and
+    which it may vote for.
+    """
+    (num_kv_heads, length), group = keys.shape[1:3], query.shape[1] // keys.shape[1]
+    must, may = np.zeros((2, 1, num_kv_heads, length), dtype=bool)
+    for reader in range(query.shape[1]):
+        head = 0, reader // group
+        mine, rows = query[0, reader : reader + 1], keys[head]
+        weights = weights_in_parts(mine, rows)
+        mass = np.cumsum(-np.sort(-weights[0]))
+        slack = softmax_slack(impl, weights, logit_errors(impl, mine, rows)).sum() + rounding(impl, length)
+        least, most = np.searchsorted(mass, p - slack) + 1, np.searchsorted(mass, p + slack) + 1
+        logits = sampled[0, reader] @ rows.T / np.sqrt(rows.shape[-1])
+        wrong = logit_errors(impl, sampled[0, reader], rows)
+        for low, high in zip(logits - wrong, logits + wrong, strict=True):
+            # How many others may score as much, and how many score more for sure.
+            could = length - np.searchsorted(np.sort(high), low) - 1
+            beaten = length - np.searchsorted(np.sort(low), high, side="right")
+            must[head] |= could < least
+            may[head] |= beaten < most
+    return must, may
+
+
 @law(
     "GV-A11",
     of=SELECT,
@@ -117,34 +146,11 @@ def test_samples_vote_over_a_long_prompt(impl, case, p):
     query, keys = query / 4, impl.round(case.keys)  # attention so flat that its nucleus is long
     kept = impl.gvote.select(query, keys, sampled, p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    must, may = np.zeros((2, *keys.shape[1:3]), dtype=bool)
-    for reader in range(query.shape[1]):
-        head = reader // case.group
-        weights = weights_in_parts(query[0, reader : reader + 1], keys[0, head])
-        errors = logit_errors(impl, query[0, reader : reader + 1], keys[0, head])
-        mass = np.cumsum(-np.sort(-weights[0]))
-        mass_error = softmax_slack(impl, weights, errors).sum() + rounding(impl, case.length)
-        least, most = np.searchsorted(mass, p - mass_error) + 1, np.searchsorted(mass, p + mass_error) + 1
-        logits = sampled[0, reader] @ keys[0, head].T / np.sqrt(case.head_dim)
-        wrong = logit_errors(impl, sampled[0, reader], keys[0, head])
-        for low, high in zip(logits - wrong, logits + wrong, strict=True):
-            # How many others may score as much, and how many score more for sure.
-            could = case.length - np.searchsorted(np.sort(high), low) - 1
-            beaten = case.length - np.searchsorted(np.sort(low), high, side="right")
-            must[head] |= could < least
-            may[head] |= beaten < most
-    require(
-        not (must & ~kept[0]).any(),
-        "a token is evicted that is among the top B_0 of a sampled query",
-        must[None],
-        kept,
-    )
-    require(
-        not (kept[0] & ~may).any(),
-        "a token is kept that is among the top B_0 of no sampled query",
-        may[None],
-        kept,
-    )
+    must, may = voted(impl, query, keys, sampled, p)
+    what = "a token is evicted that is among the top B_0 of a sampled query"
+    require(not (must & ~kept).any(), what, must, kept)
+    what = "a token is kept that is among the top B_0 of no sampled query"
+    require(not (kept & ~may).any(), what, may, kept)
 
 
 @law("GV-A11", of=SELECT, examples=2, case=long_cases(lengths=(8193, 16_384), head_dims=(64, 128)))
@@ -245,7 +251,7 @@ def every_other(impl, case, p):
     keys[0, ..., 0], query[..., 0] = np.where(seen, -2, -64), math.isqrt(case.head_dim)
     kept = impl.gvote.select(query, keys, np.stack([np.roll(query, 1, axis=-1), query], axis=2), p=p)
     require_mask(kept, keys.shape[:3], "the selection")
-    slack = mass_slack(impl, int(np.sqrt(case.length))) + rounding(impl, case.length)
+    slack = long_mass_slack(impl, case.length)
     count = seen.sum(axis=1)[:, None]
     return kept[0], tokens, seen, np.floor((p - slack) * count), np.ceil((p + slack) * count)
 
@@ -269,10 +275,9 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     mean = observed.mean(axis=1)
     squares = (np.square(part - mean).sum(axis=1) for part in np.array_split(observed, 7, axis=1))
     variance = sum(squares) / observed.shape[1]
-    slack, size = rounding(impl, case.length), np.sqrt(np.square(observed).mean(axis=1))
-    got = impl.gvote.hidden_statistics(states)
-    near(got[0], mean, slack * size, "the mean of a long prompt")
-    near(got[1], variance, slack * size**2, "the variance of a long prompt")
+    got, size = impl.gvote.hidden_statistics(states), np.sqrt(np.square(observed).mean(axis=1))
+    rounds_to(impl, got[0], mean, "the mean of a long prompt", terms=case.length, size=size)
+    rounds_to(impl, got[1], variance, "the variance of a long prompt", terms=case.length, size=size**2)
 
 
 @law(
@@ -291,6 +296,6 @@ def test_far_positions_average_like_near_ones(impl, head_dim, position, theta):
     shrinkage = np.sin(256 * frequency) / (512 * np.sin(frequency / 2))
     middle = frequency * (position + 255.5)
     got = impl.gvote.average_cos_sin(head_dim, position=position, theta=theta)
-    slack = angle_error(impl, position + 512) + rounding(impl)
     for name, found, expected in zip(("cos", "sin"), got, (np.cos(middle), np.sin(middle)), strict=True):
-        near(found, shrinkage * expected, slack, f"the mean {name} at a far position")
+        what = f"the mean {name} at a far position"
+        rounds_to(impl, found, shrinkage * expected, what, angle=position + 512)

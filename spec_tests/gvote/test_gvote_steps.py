@@ -37,20 +37,23 @@ def test_weights_are_the_softmax_of_the_scaled_logits(impl, case):
     agrees(impl, WEIGHTS, query, keys, by_hand=by_hand, size=1 + np.abs(query).max() * np.abs(keys).max())
 
 
+def logarithm_error(impl, size):
+    """What weights of equal logits of this size may be wrong by beside their rounding.
+
+    exp(x - log sum exp) is a right form too: it rounds the logarithm, which is as large as a logit, at each
+    token that it adds.
+    """
+    return size * accumulating(impl)
+
+
 @law("GV-A1", of=WEIGHTS, size=st.sampled_from([1.0, 1e2, 1e4]), length=st.sampled_from([1, 2, 17]))
 def test_weights_of_large_logits_are_finite(impl, size, length):
     """Logits of 1e4 give weights from 0 to 1 that sum to 1; equal keys share them equally."""
     query = impl.round(np.array([[[np.sqrt(size), 0.0]]]))
     keys = impl.round(np.sqrt(size) * np.stack([np.ones((1, 1, length)), np.zeros((1, 1, length))], axis=-1))
-    # exp(x - log sum exp) is a right form too: it rounds the logarithm, which is as large as a logit, at each
-    # token that it adds.
-    slack = final_rounding(impl) + size * accumulating(impl)
-    near(
-        impl.gvote.attention_weights(query, keys),
-        np.full((1, 1, length), 1 / length),
-        slack,
-        "the weights of equal keys",
-    )
+    got, expected = impl.gvote.attention_weights(query, keys), np.full((1, 1, length), 1 / length)
+    beside = logarithm_error(impl, size)
+    rounds_to(impl, got, expected, "the weights of equal keys", size=expected, beside=beside)
 
 
 @law("GV-2", of="gvote_theory.output", case=cases())
@@ -259,14 +262,18 @@ def test_statistics_leave_the_sinks_out(impl, case, sink_size, pick, seed):
     agrees(impl, path, states, sink_size=sink_size, **how, got=got, what=f"the {name} with other sinks")
 
 
+def large_mean(impl):
+    """So large that the dtype just tells 0, 1, 2 and 3 apart beside it, and the accumulator a thousandth."""
+    return min(2.0**-10 / accumulating(impl), 2.0**-2 / final_rounding(impl))
+
+
 @law("GV-A4", of="gvote.hidden_statistics")
 def test_the_variance_survives_a_large_mean(impl):
     """Numbers offset + 0, 1, 2, 3 have the variance 1.25 at every offset: E[x^2] - E[x]^2 would lose it."""
-    offset = min(2.0**-10 / accumulating(impl), 2.0**-2 / final_rounding(impl))
-    states = offset + np.arange(4.0)[:, None]
-    slack = updating_errors(impl, states)[1] + final_rounding(impl)
-    got = impl.gvote.hidden_statistics(states, sink_size=0)[1]
-    near(got, np.array([1.25]), slack, f"the variance of {offset} + 0, 1, 2, 3")
+    states = large_mean(impl) + np.arange(4.0)[:, None]
+    how = {"pick": 1, "more": updating_errors(impl, states)[1]}
+    what = f"the variance of {states[0, 0]} + 0, 1, 2, 3"
+    agrees(impl, "gvote.hidden_statistics", states, sink_size=0, **how, expected=np.array([1.25]), what=what)
 
 
 @law("GV-A5", of="gvote.sample_hidden_states", case=cases(), seed=seeds())
@@ -289,14 +296,10 @@ def test_samples_have_the_mean_and_the_variance(impl):
     """
     mean, variance = np.array([0.0, 1, -2]), np.array([1.0, 4, 0.25])
     noise = impl.round(np.random.default_rng(0).normal(size=(20_000, 3)))
-    got, error = impl.gvote.sample_hidden_states(mean, variance, noise), 4 * final_rounding(impl)
-    near(got.mean(axis=0), mean, 6 * np.sqrt(variance / len(noise)) + error, "the mean of the samples")
-    near(
-        got.var(axis=0),
-        variance,
-        6 * variance * np.sqrt(2 / len(noise)) + 4 * error,
-        "the variance of the samples",
-    )
+    got = impl.gvote.sample_hidden_states(mean, variance, noise)
+    beside = 6 * np.sqrt(variance / len(noise)), 6 * variance * np.sqrt(2 / len(noise))
+    rounds_to(impl, got.mean(axis=0), mean, "the mean of the samples", beside=beside[0])
+    rounds_to(impl, got.var(axis=0), variance, "the variance of the samples", roundings=4, beside=beside[1])
 
 
 @law("GV-A6", of="gvote.project", case=cases(), seed=seeds())
@@ -310,10 +313,9 @@ def test_projection_is_the_linear_layer(impl, case, seed):
         by_hand = linear(keys, weight) + added
         agrees(impl, "gvote.project", keys, *layer, by_hand=by_hand, size=channels * np.abs(case.keys).max())
     states, other, weight = whole(case), np.clip(np.round(case.keys[:, :, ::-1]), -8, 8), np.round(2 * weight)
-    parts = sum(impl.gvote.project(x, weight) for x in (states, other))
-    together = impl.gvote.project(states + other, weight)
-    slack = final_rounding(impl) * np.abs(together).max(initial=1) * channels
-    near(parts, together, slack, "the sum of two projections")
+    parts = [impl.gvote.project(x, weight) for x in (states, other)]
+    together, size = impl.gvote.project(states + other, weight), np.abs(parts).max()
+    rounds_to(impl, sum(parts), together, "the sum of two projections", size=size)
 
 
 @law(
@@ -332,10 +334,26 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
     shrinkage = np.sin(horizon * frequency / 2) / (horizon * np.sin(frequency / 2))
     middle = frequency * (position + (horizon - 1) / 2)
     got = impl.gvote.average_cos_sin(head_dim, position=position, horizon=horizon, theta=theta)
-    # a table in the dtype is rounded once more
-    slack = angle_error(impl, position + horizon) + final_rounding(impl)
-    near(got[0], shrinkage * np.cos(middle), slack, "the mean cos")
-    near(got[1], shrinkage * np.sin(middle), slack, "the mean sin")
+    rounds_to(impl, got[0], shrinkage * np.cos(middle), "the mean cos", angle=position + horizon)
+    rounds_to(impl, got[1], shrinkage * np.sin(middle), "the mean sin", angle=position + horizon)
+
+
+def moved_by_angles(impl, queries, position):
+    """What a channel may be wrong by, at most and on average, where angles up to this position are.
+
+    An allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by
+    its radius.
+    """
+    moved = angle_error(impl, position) * np.hypot(*np.split(queries, 2, axis=-1))
+    return moved.max(), moved.mean()
+
+
+def lengthened(impl, queries, moved):
+    """By how much a turned query of the last call may come out longer, where angles move a channel by so
+    much: by the error of each of its channels.
+    """
+    channels = within(impl, times=queries.shape[-1], roundings=0) + queries.shape[-1] * moved
+    return 4 * final_rounding(impl) * np.linalg.norm(queries, axis=-1) + channels
 
 
 @law(
@@ -354,17 +372,14 @@ def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position
     even = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1) if odd else case.queries
     path, queries = "gvote.rotate_by_average", impl.round(even)
     settings = {"position": position, "horizon": horizon, "theta": theta}
-    # The allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair
-    # by its radius.
-    moved = angle_error(impl, position + horizon) * np.hypot(*np.split(queries, 2, axis=-1))
+    moved = moved_by_angles(impl, queries, position + horizon)
     places = range(position, position + horizon)
     by_hand = np.mean([rope.rotate(queries, np.array(place), theta) for place in places], axis=0)
-    how = {"size": 1 + np.abs(queries).max(), "more": (moved.max(), moved.mean())}
+    how = {"size": 1 + np.abs(queries).max(), "more": moved}
     got = agrees(impl, path, queries, **settings, by_hand=by_hand, **how)
     before, after = (np.linalg.norm(states, axis=-1) for states in (queries, got))
-    error = impl.allowance(path, queries, **settings).largest + moved.max()
-    slack = 4 * final_rounding(impl) * before + queries.shape[-1] * error
-    require((after <= before + slack).all(), "averaging over positions made a query longer", before, after)
+    longest = before + lengthened(impl, queries, moved[0])
+    require((after <= longest).all(), "averaging over positions made a query longer", before, after)
 
 
 @law(

@@ -1,8 +1,10 @@
 """The verbs of a law. Each knows what the arithmetic of the dtype under test may be wrong by
 (`tolerance.py`).
 
-`agrees`: an answer is the oracle's. `equal`, `near`: numbers are those of another way. `lies`: numbers lie
-between two. `selects`: a selection is a right one. `refused`: a call raises. `require`: anything else holds.
+`agrees`: an answer is the oracle's. `equal`, `rounds_to`, `near`: numbers are those of another way, to the
+last bit, but for roundings, or but for a slack that is given. `lies`: numbers lie between two. `selects`: a
+selection is a right one. `refused`: a call raises. `require`: anything else holds. The body of a law computes
+with no epsilon: these verbs do, and functions that say in words what an error comes from.
 """
 
 from collections.abc import Callable
@@ -11,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.spec_tests.judge.arithmetic import EPSILON
-from evictionary.spec_tests.judge.by_hand import heads_alone
+from evictionary.spec_tests.judge.by_hand import angle_error, heads_alone, rounding
 from evictionary.spec_tests.judge.implementation import Implementation
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, note, require_mask, require_numbers
 
@@ -61,22 +63,55 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
         )
 
 
-def within(impl: Implementation, pick: int | None = None, roundings: int = 2) -> float:
-    """What a number of the last call may be wrong by, and so many roundings of a number of size 1 more."""
+def rounds_to(
+    impl: Implementation,
+    got: Any,
+    expected: Any,
+    what: str,
+    *,
+    roundings: float = 1,
+    terms: int = 1,
+    size: Any = 1.0,
+    angle: Any = 0,
+    beside: Any = 0.0,
+) -> None:
+    """Raise Violation unless `got` has the numbers of `expected`, found by another way, but for rounding.
+
+    roundings: how often a number of this size is rounded. terms: each is the sum of so many. angle: up to
+    which position RoPE turns it. beside: what else it may be wrong by. Size, angle and beside are one number
+    or an array.
+    """
+    least = 2.0**-23 if impl.dtype == "float16" else 1e-30  # below it numbers lose their digits
+    slack = (roundings * rounding(impl, terms) + angle_error(impl, angle)) * size + beside + least
+    near(got, np.asarray(expected), slack, what)
+
+
+def within(impl: Implementation, pick: int | None = None, roundings: int = 2, times: float = 1) -> float:
+    """What a number of the last call may be wrong by, and so many roundings of a number of size 1 more;
+    `times` that, where such numbers are added.
+    """
     args, kwargs = impl.calls[-1].given
-    return (
-        impl.allowance(impl.calls[-1].function, *args, pick=pick, **kwargs).largest
-        + roundings * EPSILON[impl.dtype]
-    )
+    wrong = impl.allowance(impl.calls[-1].function, *args, pick=pick, **kwargs).largest
+    return times * (wrong + roundings * EPSILON[impl.dtype] + 1e-12)
 
 
-def lies(impl: Implementation, got: Any, between: tuple[Any, Any], what: str) -> None:
-    """Raise Violation unless the numbers of the last call lie between these two, but for what they may be
+def lies(
+    impl: Implementation,
+    got: Any,
+    between: tuple[Any, Any],
+    what: str,
+    *,
+    times: float = 1,
+    roundings: int = 2,
+) -> None:
+    """Raise Violation unless these numbers lie between two others, but for what those of the last call may be
     wrong by.
+
+    times, roundings: as for `within`. Numbers are between those of another call if twice that allows it.
     """
     low, high = between
     if not ((got >= low).all() and (got <= high).all()):
-        slack = within(impl)
+        slack = within(impl, times=times, roundings=roundings)
         require((got >= low - slack).all(), f"{what} is too small", low, got)
         require((got <= high + slack).all(), f"{what} is too large", high, got)
 
@@ -86,16 +121,16 @@ def selects(
     scores: np.ndarray,
     budget: int,
     *,
-    slack: float | np.ndarray | Callable[[], float | np.ndarray] = 0.0,
+    slack: Allowance | float | np.ndarray | Callable[[], Allowance | float | np.ndarray] = 0.0,
     protected: np.ndarray | None = None,
     what: str = "the selection",
 ) -> None:
     """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best
     by `scores`.
 
-    slack is what a score may be wrong by, one number or an array: an evicted token may score more than a kept
-    one by what both may. A function that gives it is called only where that matters, for an allowance is
-    dear. Protected tokens must be kept and are not compared.
+    slack is what a score may be wrong by, one number, an array or an Allowance: an evicted token may score
+    more than a kept one by what both may. A function that gives it is called only where that matters, for an
+    allowance is dear. Protected tokens must be kept and are not compared.
     """
     require_mask(kept, scores.shape, what)
     count = kept.sum(axis=-1)
@@ -117,7 +152,11 @@ def selects(
         with np.errstate(invalid="ignore"):  # of two equal infinities, which are no gap
             return float(np.where(best > worst, best - worst, 0).max(initial=0))
 
-    if (largest := gap(0.0)) > 0 and gap(slack() if callable(slack) else slack) > 0:
+    def wrong() -> float | np.ndarray:
+        found = slack() if callable(slack) else slack
+        return found.largest + 1e-12 if isinstance(found, Allowance) else found
+
+    if (largest := gap(0.0)) > 0 and gap(wrong()) > 0:
         beyond = "more than the rounding of both explains"
         raise Violation(
             f"{what} evicts a token that scores {largest:.3g} more than one it keeps, {beyond}", scores, kept
@@ -146,7 +185,7 @@ def agrees(
     also: Any = None,
     by_hand: Any = None,
     size: Any = 1.0,
-    more: float | tuple[float, float] = 0.0,
+    more: Allowance | float | tuple[float, float] = 0.0,
     pick: int | None = None,
     what: str = "",
     **kwargs: Any,
@@ -158,8 +197,8 @@ def agrees(
     function that makes them of the oracle's. also: numbers in loops that round differently, `near` which the
     answer is as well. by_hand: what plain loops give, which the oracle has to give too, up to 1e-12 of
     `size`, that of the numbers rounded. Either may be a function of the same arguments, as the dtype holds
-    them. more: what is allowed beyond the allowance, at most and on average. pick: one entry of a tuple.
-    what: the answer, in words.
+    them. more: what is allowed beyond the allowance, at most and on average, or another allowance. pick: one
+    entry of a tuple. what: the answer, in words.
     """
     if "ranks" in impl.conventions and path.endswith("score") and got is expected is also is by_hand is None:
         return _orders(impl, path, *args, **kwargs)
@@ -173,6 +212,7 @@ def agrees(
     allowed = impl.allowance(path, *args, pick=pick, **kwargs)
     if by_hand is not None:
         loops(allowed.expected, by_hand(*impl.rounded(args)) if callable(by_hand) else by_hand, size)
+    more = more.errors() if isinstance(more, Allowance) else more
     allowed = allowed.wider(*(more if isinstance(more, tuple) else (more,))) if more else allowed
     allowed.check(got, what or path, expected(allowed.expected) if callable(expected) else expected)
     if also is not None:

@@ -42,8 +42,8 @@ def test_every_key_of_a_long_prompt_has_its_norm(impl, case):
     """
     keys = of_dtype(impl, case.keys)
     expected = -np.sqrt(sum(np.square(keys[..., channel]) for channel in range(keys.shape[-1])))
-    slack = -rounding(impl, keys.shape[-1]) * expected
-    near(impl.knorm.score(keys), expected, slack, "the score of a long prompt")
+    got, terms = impl.knorm.score(keys), case.head_dim
+    rounds_to(impl, got, expected, "the score of a long prompt", terms=terms, size=-expected)
 
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(lengths=(4095, 8191), head_dims=(256, 128)))
@@ -56,4 +56,4 @@ def test_small_squares_beside_a_large_one_count(impl, case):
     keys = np.broadcast_to(small, (1, case.num_kv_heads, case.length, case.head_dim)).copy()
     keys[:, :, tokens, tokens % case.head_dim] = 128
     expected = -np.sqrt(np.square(keys).sum(axis=-1))
-    near(impl.knorm.score(keys), expected, -rounding(impl, case.head_dim) * expected, "the score")
+    rounds_to(impl, impl.knorm.score(keys), expected, "the score", terms=case.head_dim, size=-expected)

@@ -77,7 +77,7 @@ def test_the_scores_of_states_in_half_precision_are_sums_in_float32(impl):
     """256 + 1 - 256 + 171 is 172; a sum in bfloat16 or float16 would lose some of it, here 4,096 times."""
     states = np.tile([256.0, 1, -256, 171], 4096)[None, None]
     got = impl.kvzap.score(states, np.tile([1.0, 1, 1, 0], 4096)[None, None], np.zeros((1, 1)))
-    near(got, np.array([[[4096.0]]]), 4096 * final_rounding(impl), "the score")
+    rounds_to(impl, got, [[[4096.0]]], "the score", size=4096)
 
 
 def target_by_hand(keys, values, w_o, queries, replay_keys, states):
@@ -118,7 +118,7 @@ def test_one_token_by_hand(impl):
     for length, size, share in ((3, 5, 1.2), (0, 5, 1e-30), (3, 0, 1e-30)):
         value, state = np.array([[[[length, 0.0]]]]), np.array([[[0.6, 0.8, 0]]]) * size
         got = impl.kvzap.target(zero, value, w_o, zero, zero, state)
-        near(got, np.full((1, 1, 1), np.log(share)), 70 * rounding(impl), "the target")
+        rounds_to(impl, got, [[[np.log(share)]]], "the target", roundings=70)
 
 
 @law("ZA-3", of=TARGET, examples=1, seed=seeds())
@@ -132,7 +132,7 @@ def test_a_long_replay_counts_to_its_last_query(impl, seed):
         keys, np.ones((1, 1, 130, 1)), np.full((2, 1, 1), 2.0), queries, more, np.full((1, 300, 1), 2.0)
     )
     expected = np.where(np.arange(130) == seed % 130, 0, -np.log(131))[None, None]
-    near(got, expected, 6 * rounding(impl, 430), "the target by a replay of 300")
+    rounds_to(impl, got, expected, "the target by a replay of 300", roundings=6, terms=430)
 
 
 @law("ZA-4", of=FIT, seed=seeds(), length=lengths_of, ridge=st.sampled_from([1.0, 0.25, 16.0]))
@@ -147,10 +147,8 @@ def test_no_other_surrogate_fits_better(impl, seed, length, ridge):
     shrunk, transposed = both * np.array([ridge] * 4 + [0]), np.swapaxes(wide, 1, 2)
     slope = (both @ transposed - targets) @ wide + shrunk
     size = (np.abs(both) @ np.abs(transposed) + np.abs(targets)) @ np.abs(wide) + np.abs(shrunk)
-    # the largest of a head, whose weights are found together
-    near(
-        slope, np.zeros_like(slope), rounding(impl, length) * size.max(axis=-1, keepdims=True), "a derivative"
-    )
+    largest = size.max(axis=-1, keepdims=True)  # of a head, whose weights are found together
+    rounds_to(impl, slope, np.zeros_like(slope), "a derivative", terms=length, size=largest)
 
 
 @law("ZA-4", of=FIT, ridge=st.sampled_from([1.0, 4.0, 12.0, 28.0, 2.0**-30]))
@@ -165,8 +163,8 @@ def test_a_linear_target_is_found_and_the_ridge_shrinks_it(impl, ridge):
         {"ridge": ridge} if ridge != 1 else {},
     )
     weights, offset = impl.kvzap.fit(states, targets, **settings)
-    near(weights, wanted * 4 / (4 + ridge), 16 * rounding(impl), "the weights")
-    near(offset, bias, 16 * rounding(impl), "the bias")
+    rounds_to(impl, weights, wanted * 4 / (4 + ridge), "the weights", roundings=16)
+    rounds_to(impl, offset, bias, "the bias", roundings=16)
 
 
 @law("ZA-4", of=FIT, kind="refusal", ridge=st.sampled_from([0.0, -1.0, np.nan, np.inf]))

@@ -55,6 +55,11 @@ def doubt(impl, keys, share=1.0):
     return share * float(expected.max()) * float(np.expm1(2 * doubtful / keys.shape[2]))
 
 
+def doubtful_redundancy(impl, keys):
+    """The oracle's redundancy of the keys, an allowance that knows of the doubt."""
+    return impl.allowance(REDUNDANCY, keys).wider(doubt(impl, keys))
+
+
 @law("RK-1", of=SIMILARITIES, case=cases())
 def test_similarities_are_cosines_without_the_diagonal(impl, case):
     """S_ij = cos(k_i, k_j) for two keys, 0 for a key with itself; also computed pair by pair."""
@@ -131,10 +136,9 @@ def test_the_length_of_a_key_does_not_count(impl, case, seed):
     """Each key may be rescaled by a power of two; the redundancies of a head sum to 1."""
     keys = impl.round(case.keys)
     factors = 2.0 ** np.random.default_rng(seed).integers(-3, 4, size=(*keys.shape[:3], 1))
-    got, more = impl.rkv.redundancy(keys * factors), doubt(impl, keys)
-    agrees(impl, REDUNDANCY, keys, got=got, more=more, what="the redundancy of the rescaled keys")
-    slack = case.length * (impl.allowance(REDUNDANCY, keys).largest + more) + 1e-12
-    near(got.sum(axis=-1), np.ones(keys.shape[:2]), slack, "the sum of the redundancies of a head")
+    got, allowed = impl.rkv.redundancy(keys * factors), doubtful_redundancy(impl, keys)
+    allowed.check(got, "the redundancy of the rescaled keys")
+    totals(got, 1, allowed, "the redundancies of a head")
 
 
 def check_importance(impl, case, seed, window_size, kernel_size):
@@ -249,12 +253,8 @@ def test_copies_among_a_thousand_keys_are_counted(impl, case):
     is forgiven.
     """
     expected = by_hand(impl.round(case.keys))[0]
-    near(
-        impl.rkv.redundancy(case.keys),
-        expected,
-        32 * final_rounding(impl) * expected,
-        "the redundancy of copies",
-    )
+    got = impl.rkv.redundancy(case.keys)
+    rounds_to(impl, got, expected, "the redundancy of copies", roundings=8, size=expected)
 
 
 @law("RK-3", of=REDUNDANCY, examples=2, case=long_cases(lengths=(1025, 767), head_dims=(64, 80)))
@@ -270,7 +270,22 @@ def test_only_the_latest_of_a_thousand_copies_is_forgiven(impl, case):
     for end, copies in ((half, half), (count, count - half)):
         means[end - 2 : end] = (copies - 2) / count, 0
     expected = np.broadcast_to(np.exp(means) / np.exp(means).sum(), keys.shape[:3])
-    near(impl.rkv.redundancy(keys), expected, rounding(impl) * expected, "the redundancy of copies")
+    rounds_to(impl, impl.rkv.redundancy(keys), expected, "the redundancy of copies", size=expected)
+
+
+def of_seven(numbers):
+    """The largest of each number [B, H, T] and its three neighbours to each side; none is negative."""
+    padded = np.pad(numbers, ((0, 0), (0, 0), (3, 3)))
+    return np.max([padded[..., shift : shift + numbers.shape[-1]] for shift in range(7)], axis=0)
+
+
+def attended_by_group(impl, queries, keys):
+    """The softmax of the largest logits of each group of queries [B, H_q, 1, D], [B, H_kv, T], and what it
+    may be wrong by.
+    """
+    by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
+    weights = softmax((by_head @ np.swapaxes(keys, -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1]))
+    return weights, softmax_slack(impl, weights, logit_errors(impl, by_head, keys).max(axis=2))
 
 
 @law("RK-4", of=IMPORTANCE, examples=2, case=long_cases(groups=(8, 2, 1), lengths=(16_385, 4097)))
@@ -279,21 +294,20 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
     neighbours to each side.
     """
     queries, keys = impl.round(case.queries), impl.round(case.keys)
-    by_head = queries.reshape(*keys.shape[:2], -1, keys.shape[-1])
-    weights = softmax((by_head @ np.swapaxes(keys[:, :, :-1], -1, -2)).max(axis=2) / np.sqrt(keys.shape[-1]))
-    slack = softmax_slack(impl, weights, logit_errors(impl, by_head, keys[:, :, :-1]).max(axis=2))
-    near(
-        impl.rkv.importance(queries, keys, window_size=1),
-        of_seven(weights),
-        of_seven(slack),
-        "the importance of a long prompt",
-    )
+    expected, slack = map(of_seven, attended_by_group(impl, queries, keys[:, :, :-1]))
+    got = impl.rkv.importance(queries, keys, window_size=1)
+    near(got, expected, slack, "the importance of a long prompt")
 
 
-def of_seven(numbers):
-    """The largest of each number [B, H, T] and its three neighbours to each side; none is negative."""
-    padded = np.pad(numbers, ((0, 0), (0, 0), (3, 3)))
-    return np.max([padded[..., shift : shift + numbers.shape[-1]] for shift in range(7)], axis=0)
+def weighed(impl, queries, keys):
+    """The scores before a window of one token, and what they may be wrong by: the importance is, and all
+    is rounded.
+    """
+    attended = impl.allowance(IMPORTANCE, queries, keys, window_size=1)
+    repeated = by_hand(impl.round(keys))[0]
+    expected = 0.07 * attended.expected - 0.93 * repeated[..., :-1]
+    size = repeated.max() + np.abs(expected).max()
+    return expected, 0.07 * attended.largest + 8 * final_rounding(impl) * size
 
 
 @law(
@@ -306,14 +320,9 @@ def test_a_thousand_tokens_have_their_scores(impl, case):
     """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token
     too.
     """
-    attended = impl.allowance(IMPORTANCE, case.queries, case.keys, window_size=1)
-    repeated = by_hand(impl.round(case.keys))[0]
-    expected = 0.07 * attended.expected - 0.93 * repeated[..., :-1]
+    expected, slack = weighed(impl, case.queries, case.keys)
     got = scored(impl, case.queries, case.keys, window_size=1)
     equal(got[..., -1:], np.inf, "the last token does not score more than those before it")
-    slack = 0.07 * attended.largest + 8 * final_rounding(impl) * float(
-        repeated.max() + np.abs(expected).max()
-    )
     near(got[..., :-1], expected, slack, "the score")
 
 

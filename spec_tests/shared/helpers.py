@@ -115,6 +115,13 @@ def check_window(impl, path, states, share, more=0.0, **settings):
     selects(kept, allowed.expected, budget, slack=lambda: allowed.largest + more, protected=window)
 
 
+def or_a_trace(weights):
+    """The weights, and a millionth of the largest in place of those below it: an implementation may lose
+    them.
+    """
+    return np.maximum(weights, 1e-6 * weights.max())
+
+
 def mirrored(generator, size):
     """An orthogonal map [size, size] that exchanges channels and turns some around."""
     return np.eye(size)[generator.permutation(size)] * generator.choice([-1.0, 1.0], size=(size, 1))

@@ -4,7 +4,7 @@ ATT-6.
 
 from evictionary.reference import attention, cache as reference_cache
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import attention_by_hand, draw_mask, most_some_few
+from evictionary.spec_tests.shared.helpers import attention_by_hand, draw_mask, most_some_few, or_a_trace
 
 CASES = seeded_cases(max_length=33)
 BY_GROUP, CAUSAL = "attention.by_group", "attention.causal_attention"
@@ -60,6 +60,21 @@ def test_a_head_that_keeps_nothing_adds_nothing(impl, case):
         )
 
 
+def merging_errors(impl, queries, caches):
+    """What the output of two merged caches may be wrong by: each output is, and an error of a log-sum-exp
+    moves weight from one to the other.
+    """
+    outputs, normalisers = (
+        [impl.allowance("attention.attend", queries, cache, pick=pick) for cache in caches] for pick in (0, 1)
+    )
+    share = np.exp(-np.logaddexp(0, np.diff([each.expected for each in normalisers], axis=0)[0]))
+    wrong = np.expm1(min(sum(each.largest for each in normalisers), 50.0))
+    moved = np.minimum(share * (1 - share) * wrong, 1)[..., None]
+    apart = np.abs(outputs[0].expected - outputs[1].expected)
+    most = max(np.abs(cache.values).max() for cache in caches)
+    return moved * apart + 3 * max(each.largest for each in outputs) + 4 * EPSILON["float64"] * most
+
+
 @law("ATT-3", of="attention.attend", case=seeded_cases(min_length=2, max_length=33), seed=seeds())
 def test_two_disjoint_caches_merge_exactly(impl, case, seed):
     """Outputs over the kept and over the evicted tokens, weighted by their log-sum-exp, give attention
@@ -72,20 +87,8 @@ def test_two_disjoint_caches_merge_exactly(impl, case, seed):
     parts = [impl.attention.attend(case.queries, cache) for cache in caches]
     total = np.logaddexp(*(normaliser for _, normaliser in parts))
     merged = sum(np.exp(normaliser - total)[..., None] * output for output, normaliser in parts)
-    # An error of a log-sum-exp moves weight from one output to the other.
-    outputs, normalisers = (
-        [impl.allowance("attention.attend", case.queries, cache, pick=pick) for cache in caches]
-        for pick in (0, 1)
-    )
-    share = np.exp(-np.logaddexp(0, np.diff([each.expected for each in normalisers], axis=0)[0]))
-    moved = np.minimum(
-        share * (1 - share) * np.expm1(min(sum(each.largest for each in normalisers), 50.0)), 1
-    )
-    slack = moved[..., None] * np.abs(outputs[0].expected - outputs[1].expected) + 3 * max(
-        each.largest for each in outputs
-    )
     whole = attention.attend(impl.round(case.queries), compressed(impl, case, np.ones_like(kept)))[0]
-    near(merged, whole, slack + 4 * np.finfo(np.float64).eps * np.abs(case.values).max(), "the merged output")
+    near(merged, whole, merging_errors(impl, case.queries, caches), "the merged output")
 
 
 @law("ATT-4", of="attention.attend", case=CASES)
@@ -217,7 +220,8 @@ def test_no_split_of_a_long_cache_is_lost(impl, case):
     expected = np.concatenate(outputs)[None, :, None]
     cache = reference_cache.compress(keys, values, np.ones(keys.shape[:3], dtype=bool))
     got = impl.attention.attend(queries[:, :, None], cache)[0]
-    near(got, expected, rounding(impl, case.length) * expected.max(), "the output over a long cache")
+    what, size = "the output over a long cache", expected.max()
+    rounds_to(impl, got, expected, what, terms=case.length, size=size)
 
 
 @law(
@@ -236,5 +240,5 @@ def test_no_block_of_the_causal_mask_is_lost(impl, case, last):
     # that padding shows.
     keys[:, :, ::17, 0], queries[..., 0] = -2, math.isqrt(case.head_dim)
     expected = causal_weights(queries, keys)
-    slack = rounding(impl, case.length) * np.maximum(expected, 1e-6 * expected.max())
-    near(impl.attention.causal_attention(queries, keys), expected, slack, "the attention of the last queries")
+    got, what = impl.attention.causal_attention(queries, keys), "the attention of the last queries"
+    rounds_to(impl, got, expected, what, terms=case.length, size=or_a_trace(expected))

@@ -233,4 +233,5 @@ def test_regret_is_what_the_best_set_has_more(impl, case, seed):
     for place in np.ndindex(expected.shape):
         sums = map(math.fsum, itertools.combinations(scores[place].tolist(), int(kept[place].sum())))
         expected[place] = max(sums) - math.fsum(scores[place][kept[place]])
-    near(got, expected, rounding(impl, scores.shape[-1]) * np.abs(scores).sum(axis=-1), "the regret")
+    terms, size = scores.shape[-1], np.abs(scores).sum(axis=-1)
+    rounds_to(impl, got, expected, "the regret", terms=terms, size=size)

@@ -2,8 +2,10 @@
 correct arithmetics.
 """
 
+import ast
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +14,12 @@ import torch
 from tools import refused
 
 from evictionary.reference import attention, gvote, keydiff, lagkv, momentkv
+from evictionary.spec_tests import judge
 from evictionary.spec_tests.judge.arithmetic import EPSILON, Rounded, round_to
 from evictionary.spec_tests.judge.cases import KINDS, Case
-from evictionary.spec_tests.judge.compare import selects
+from evictionary.spec_tests.judge.compare import rounds_to, selects
 from evictionary.spec_tests.judge.tolerance import Violation, allowance, forget
+from evictionary.spec_tests.proof.planted import replaced
 
 DTYPES = sorted(EPSILON)
 
@@ -233,3 +237,58 @@ def test_a_softmax_through_its_logarithm_is_right_at_large_logits(dtype: str) ->
             functools.partial(allowed.check, 0.9 * weights, "weights that do not sum to one"), "", Violation
         )
     assert gvote.softmax is attention.softmax
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_number_is_rounded_as_often_as_a_law_says(dtype: str) -> None:
+    """Twice at least for each rounding that it names, and never 400 times; what it allows beside is added."""
+    impl, right = replaced("reference", {}, dtype=dtype), np.linspace(1, 2, 9)
+    judged = functools.partial(rounds_to, impl, expected=right, what="a number", size=right)
+    judged(right * (1 + 2 * EPSILON[dtype]))
+    wrong = right * (1 - 400 * EPSILON[dtype])
+    refused(functools.partial(judged, wrong), "a number differs by", Violation)
+    for more in ({"roundings": 200}, {"beside": right - wrong}, {"angle": 2.0**40 * right}):
+        judged(wrong, **more)
+
+
+EPSILONS = {
+    *("ACCUMULATOR", "EPSILON", "accumulating", "angle_error", "final_rounding", "finfo", "logit_errors"),
+    *("output_slack", "rounding", "softmax_slack", "sum_errors"),
+}
+
+
+def is_law(decorator: ast.expr) -> bool:
+    return ast.unparse(decorator).startswith("law(")
+
+
+LAWS = [
+    (f"{path.stem}::{law.name}", law)
+    for path in sorted(Path(judge.__file__).parents[1].glob("*/test_*.py"))
+    for law in ast.parse(path.read_text(encoding="utf-8")).body
+    if isinstance(law, ast.FunctionDef) and any(map(is_law, law.decorator_list))
+]
+
+
+def epsilons(law: ast.AST) -> Iterator[str]:
+    """What a law computes with an error: names of epsilons, parts of an allowance, tiny numbers."""
+    for node in ast.walk(law):
+        match node:
+            case ast.Name(id=name) if name in EPSILONS:
+                yield name
+            case ast.Attribute(attr="errors" | "largest" | "wider" as name):
+                yield name
+            case ast.BinOp(left=left, right=right) | ast.AugAssign(target=left, value=right):
+                for part in (left, right):
+                    text = ast.unparse(part)
+                    if isinstance(part, ast.Constant) and isinstance(part.value, float) and part.value < 1e-5:
+                        yield text
+                    if text.startswith(("within(", "impl.allowance(", "allowance(")):
+                        yield text
+
+
+def test_the_body_of_a_law_computes_with_no_epsilon() -> None:
+    """The verbs hold what a number may be wrong by, and functions that say where an error comes from."""
+    assert len(LAWS) > 900
+    assert {name: found for name, law in LAWS if (found := sorted(set(epsilons(law))))} == {}
+    bad = ast.parse("near(got, 1 / x, 2 * rounding(impl) + 1e-12 + 3 * within(impl) + allowed.largest, what)")
+    assert set(epsilons(bad)) == {"rounding", "1e-12", "within(impl)", "largest"}
