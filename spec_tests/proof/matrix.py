@@ -150,27 +150,28 @@ def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
 
 
 def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: list[str]) -> int:
-    """Judge every mutant at a dtype and a number of channels, or those of some folders of the suite alone.
+    """Judge the mutants of some folders at a dtype and a number of channels, or those whose laws or mutants
+    have changed since.
 
-    Writes docs/power.json, where what is known of the others stays, and returns how many live.
+    Writes docs/power.json after each folder, and returns how many live.
     """
-    folders = only or list(by_folder())
-    names = [name for folder in folders for name in by_folder()[folder]]
-    work = [(name, dtype, head_dim, max_examples) for name in names]
-    found = in_processes(jobs, dies, work, f"{dtype}, {head_dim} channels")
     content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
-    cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}})
-    cell["judged"] |= {folder: judged(folder) for folder in sorted(folders)}
-    cell["max_examples"] = max_examples
-    for word in OTHERWISE:
-        others = [name for name in cell.get(word, []) if name in load_mutants() and name not in names]
-        cell[word] = sorted(others + [name for name, by in zip(names, found, strict=True) if by == word])
-    put(POWER, json.dumps(content, indent=1) + "\n")
+    cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}} | {word: [] for word in OTHERWISE})
+    for folder in only or earlier(cell["judged"]):
+        names = by_folder()[folder]
+        work = [(name, dtype, head_dim, max_examples) for name in names]
+        found = in_processes(jobs, dies, work, f"{folder}, {dtype}, {head_dim} channels")
+        cell["judged"][folder], cell["max_examples"] = judged(folder), max_examples
+        for word in OTHERWISE:
+            others = [name for name in cell[word] if name in load_mutants() and name not in names]
+            cell[word] = sorted(others + [name for name, by in zip(names, found, strict=True) if by == word])
+        put(POWER, json.dumps(content, indent=1) + "\n")
+    alive, every = cell["none"], sum(count for count, _ in cell["judged"].values())
     print(
-        f"{len(names) - found.count('none')} of {len(names)} die in {dtype} with {head_dim} channels; alive: "
-        f"{', '.join(cell['none']) or 'none'}"
+        f"{every - len(alive)} of {every} die in {dtype} with {head_dim} channels; alive: "
+        f"{', '.join(alive) or 'none'}"
     )
-    return len(cell["none"])
+    return len(alive)
 
 
 # What kernel authors accept; a seed takes one of them, in turn.
