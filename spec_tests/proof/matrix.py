@@ -221,7 +221,8 @@ def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = Fals
 
     Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A
     run that was stopped goes on with the next seed, unless laws, variants or their number of inputs have
-    changed since. only_new takes the variants that no earlier run had, and adds them to what is stored.
+    changed since. Runs with another number of inputs stay stored, and so do all if only_new takes the
+    variants that no earlier run had.
     """
     from joblib import Parallel, delayed
     from rich.console import Console
@@ -238,7 +239,11 @@ def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = Fals
     last = stored["sets"][-1] if stored["sets"] else {}
     goes_on = {name: last.get(name) for name in of} == of
     first, found = (last["seeds"], last["alarms"]) if goes_on else (0, [])
-    others = stored["sets"][:-1] if goes_on else stored["sets"] if only_new else []
+    others = (
+        stored["sets"][:-1]
+        if goes_on
+        else [one for one in stored["sets"] if only_new or one["max_examples"] != max_examples]
+    )
     of["mended"] = last.get("mended", []) if goes_on else []  # written by hand
     console = Console()
     with Parallel(n_jobs=jobs, batch_size=4) as parallel:
