@@ -100,6 +100,18 @@ def test_each_head_chooses_for_itself(impl):
     equal(kept, expected, "a head keeps what another one chose")
 
 
+@law("H2-1", of=SELECT)
+def test_a_recent_heavy_hitter_takes_no_place_of_another(impl):
+    """Of six tokens that receive 2, 0, 1, 3, 0 and 0 a budget of 5 keeps the last three, and the two others
+    that receive something.
+    """
+    keys, queries = np.zeros((2, 1, 1, 6, width(impl)))
+    keys[0, 0, [0, 2, 3], [0, 0, 1]] = 32, -32, 32
+    queries[0, 0, [1, 2, 3, 4, 5], [0, 0, 1, 1, 1]] = 32, -32, 32, 32, 32
+    kept = impl.h2o.select(queries, keys, budget=5)
+    equal(kept, [[[True, False, True, True, True, True]]], "a recent token takes the place of another")
+
+
 @law("H2-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, -1, 1.5]))
 def test_a_bad_budget_is_refused(impl, budget):
     """A budget below 1 or one that is not whole raises ValueError."""
