@@ -50,8 +50,7 @@ def test_one_position_is_a_rotation(impl, case, position):
     rotated = rope.rotate(mean, np.full(mean.shape[-2], position))
     _, turned = averages(impl, mean, covariance, position=position, horizon=1, expected=(rotated, None))
     before, after = (np.trace(states, axis1=-2, axis2=-1) for states in (covariance, turned))
-    what = "the trace of the rotated covariance"
-    rounds_to(impl, after, before, what, size=2 * before, angle=2 * (position + 1))
+    rounds_to(impl, after, before, "the turned covariance's trace", size=2 * before, angle=2 * (position + 1))
 
 
 @law(
@@ -158,10 +157,17 @@ def test_repeating_the_queries_changes_no_statistic(impl, case, seed):
 
 
 def rounded_before(impl, mean, covariance, w_q):
-    """What a projected mean and covariance may be wrong by, at most and on average, where both were rounded
-    before.
+    """What the projected mean and covariance may be wrong by, at most and on average, by the rounding before
+    they are projected.
+
+    Numbers too large for the dtype say nothing. Small ones have fewer digits in float16.
     """
-    of_mean, of_rows = (np.abs(states) @ np.abs(w_q.T) for states in (mean, covariance))
+    if not np.isfinite(impl.round(np.abs(covariance).max() * np.abs(w_q).sum() ** 2)):
+        impl.unrepresentable()
+    of_mean, of_rows = (
+        np.maximum(np.abs(states), 2.0**-14 * (impl.dtype == "float16")) @ np.abs(w_q.T)
+        for states in (mean, covariance)
+    )
     errors = ((final_rounding(impl) + 1e-12) * sizes for sizes in (of_mean, np.abs(w_q) @ of_rows))
     return [(each.max(), each.mean()) for each in errors]
 
@@ -251,8 +257,14 @@ def test_removal_error_is_the_error_of_leaving_one_out(impl, case, seed):
         left = weights[..., others] / weights[..., others].sum(axis=-1, keepdims=True)
         expected[..., token] = lengths((full - (left[..., None] * values[:, :, others]).sum(axis=2)) @ w_o.T)
     states, size = (weights, values, w_o), np.abs(values).max() * np.abs(w_o).sum()
-    how = {"by_hand": expected, "size": size, "more": of_two_outputs(impl, values, w_o)}
-    agrees(impl, "expected_attention_theory.removal_error", *states, **how)
+    agrees(
+        impl,
+        "expected_attention_theory.removal_error",
+        *states,
+        by_hand=expected,
+        size=size,
+        more=of_two_outputs(impl, values, w_o),
+    )
 
 
 def float32_errors(position):
