@@ -386,6 +386,22 @@ def test_the_only_value_is_the_mean_output(impl, case, seed, count):
         rounds_to(impl, got[place], mean, "the value of the only key", terms=count, size=size, beside=beside)
 
 
+@law("AM-4", of=VALUES)
+def test_a_kept_key_of_next_to_no_weight_leaves_the_values_finite(impl):
+    """The outputs of two queries are 2 and 1. The first key has all of their weight but e^-92, which the
+    second has at one query. A solver in float32 cannot divide by that.
+    """
+    keys, values = np.zeros((2, 1, 1, 3, width(impl)))
+    size = np.round(46 / 16 * np.sqrt(keys.shape[-1]))
+    keys[0, 0, :2, 0], keys[0, 0, 2, 1], values[..., 0] = (size, -size), size, (1, 8, 3)
+    queries, kept = np.zeros((1, 1, 2, width(impl))), np.array([[[True, True, False]]])
+    queries[..., :2] = [16, 16], [64, 0]
+    got = impl.attention_matching.fit_values(queries, keys, values, kept, np.zeros((1, 1, 2)))
+    require_numbers(got, (1, 1, 2, width(impl)), "the values")
+    first, is_finite = got[0, 0, 0, 0], bool(np.isfinite(got).all())
+    require(is_finite and 0.9 < first < 2.1, "a value is infinite, or is not between the outputs", None, got)
+
+
 @law("AM-4", of=VALUES, kind="edge")
 def test_of_many_best_values_the_nearest_are_taken(impl):
     """One query sees the values 1, 3 and 8 alike: their mean is 4. The mean of the first two is 2, so both
