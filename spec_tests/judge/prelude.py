@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from hypothesis import assume, strategies as st
 
-from evictionary.spec_tests.judge.arithmetic import ACCUMULATOR, EPSILON
+from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.by_hand import (
     accumulating,
     angle_error,
@@ -78,7 +78,6 @@ from evictionary.spec_tests.judge.libraries import WITH_STRIDES, to_numpy
 from evictionary.spec_tests.judge.misfits import Misfit, misfits
 from evictionary.spec_tests.judge.sizes import BUDGETS, narrow
 from evictionary.spec_tests.judge.tolerance import (
-    Allowance,
     Violation,
     allowance,
     require_mask,
@@ -86,7 +85,6 @@ from evictionary.spec_tests.judge.tolerance import (
 )
 
 __all__ = [
-    "ACCUMULATOR",
     "ANY",
     "BUDGETS",
     "EPSILON",
@@ -94,7 +92,6 @@ __all__ = [
     "KINDS",
     "SPLIT_LENGTHS",
     "WITH_STRIDES",
-    "Allowance",
     "Any",
     "Case",
     "Implementation",

@@ -10,7 +10,7 @@ import json
 import lzma
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -120,6 +120,19 @@ def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[
     return list(track(answers, total=len(calls), description=what))
 
 
+def by_each_folder(
+    only: list[str], known: dict[str, Any], function: Callable[..., Any], settings: tuple[Any, ...], jobs: int
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each of some folders, or of those that are not `known` by the laws and mutants of today, with what the
+    function says of each mutant. The folder is known then.
+    """
+    for folder in only or earlier(known):
+        names = by_folder()[folder]
+        found = in_processes(jobs, function, [(name, *settings) for name in names], folder)
+        known[folder] = judged(folder)
+        yield folder, dict(zip(names, found, strict=True))
+
+
 def kill_matrix() -> dict[str, Any]:
     """The stored matrix: of each folder the laws by which it was judged, and the rows of its mutants."""
     return dict(json.loads(lzma.decompress(MATRIX.read_bytes())))
@@ -137,12 +150,8 @@ def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
     Writes docs/kill_matrix.json.xz after each folder, and returns how many are not killed.
     """
     content = kill_matrix() if MATRIX.exists() else {"judged": {}, "mutants": {}, "max_examples": {}}
-    for folder in only or earlier(content["judged"]):
-        names = by_folder()[folder]
-        found = in_processes(jobs, row, [(name, max_examples) for name in names], folder)
-        content["judged"][folder] = judged(folder)
-        content["mutants"][folder] = dict(zip(names, found, strict=True))
-        content["max_examples"][folder] = max_examples
+    for folder, found in by_each_folder(only, content["judged"], row, (max_examples,), jobs):
+        content["mutants"][folder], content["max_examples"][folder] = found, max_examples
         put(MATRIX, lzma.compress(json.dumps(content, sort_keys=True).encode()))
     survivors = [name for name, outcomes in rows().items() if verdict(name, outcomes) != "killed"]
     print(f"not killed by their own laws: {', '.join(survivors) or 'none'}")
@@ -157,14 +166,11 @@ def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: lis
     """
     content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
     cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}} | {word: [] for word in OTHERWISE})
-    for folder in only or earlier(cell["judged"]):
-        names = by_folder()[folder]
-        work = [(name, dtype, head_dim, max_examples) for name in names]
-        found = in_processes(jobs, dies, work, f"{folder}, {dtype}, {head_dim} channels")
-        cell["judged"][folder], cell["max_examples"] = judged(folder), max_examples
+    for _, found in by_each_folder(only, cell["judged"], dies, (dtype, head_dim, max_examples), jobs):
+        cell["max_examples"] = max_examples
         for word in OTHERWISE:
-            others = [name for name in cell[word] if name in load_mutants() and name not in names]
-            cell[word] = sorted(others + [name for name, by in zip(names, found, strict=True) if by == word])
+            others = [name for name in cell[word] if name in load_mutants() and name not in found]
+            cell[word] = sorted(others + [name for name, by in found.items() if by == word])
         put(POWER, json.dumps(content, indent=1) + "\n")
     alive, every = cell["none"], sum(count for count, _ in cell["judged"].values())
     print(
