@@ -8,8 +8,8 @@ import re
 import pytest
 from tools import laid, python, refused, saved, says
 
-from evictionary.spec_tests.judge import project
 from evictionary.cli import starter
+from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions
 
 PROJECT = """
