@@ -4,7 +4,7 @@ transformers models.
 from evictionary import EvictingCache
 
 cache = EvictingCache(model, method="keydiff", compression_ratio=0.5)
-model.generate(**inputs, past_key_values=cache)
+model.generate(**inputs, **cache.argument)
 
 `evictionary.reference` is the mathematics, `evictionary.optimized` the fast code, `evictionary.spec_tests`
 the laws.

@@ -29,7 +29,7 @@ __all__ = ["CAPTURED", "EvictingCache"]
 
 
 class EvictingCache(WatchedCache):
-    """A cache for `model.generate(..., past_key_values=cache)` that compresses the tokens it has read.
+    """A cache for `model.generate(..., **cache.argument)` that compresses the tokens it has read.
 
     The prompt is the first forward of the model with this cache. Its tokens attend to one another in full;
     then each layer keeps the tokens that `method` chooses. Later tokens are appended, at their true

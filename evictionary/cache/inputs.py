@@ -136,7 +136,7 @@ def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int,
     """
     places, found = torch.arange(4, device=model.device), {}
     with recording(model, None, record=("queries", "hidden_states")) as cache:
-        model.base_model(places[None] + 1, past_key_values=cache, use_cache=True)
+        model.base_model(places[None] + 1, **cache.argument, use_cache=True)
         for index, states in cache.recorded.items():
             fits = [layout for layout in LAYOUTS if _fits(model, index, states, places, layout)]
             if not fits:

@@ -18,6 +18,7 @@ from evictionary.cache.model_hooks import Attention, attention_modules, look, wa
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED, captured
 from evictionary.methods.method import Method, Request
+from evictionary.models import versions
 from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
@@ -198,7 +199,7 @@ class WatchedCache(Cache):
             with torch.no_grad():
                 model.base_model(
                     **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens},
-                    past_key_values=self,
+                    **self.argument,
                     use_cache=True,
                 )
         except Exception:
@@ -207,6 +208,15 @@ class WatchedCache(Cache):
         finally:
             self._replaying = False
         self._close_if_settled()
+
+    def see_failure(self) -> None:
+        """Let go of the model after an exception that left a forward half read; model_hooks.py calls this.
+
+        Such a cache refuses more tokens, and says the way out. One that has read nothing of it goes on.
+        """
+        read = {layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")}
+        if self._handed or len(read) > 1:
+            self.close()
 
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
         """Take the hidden states [B, M, hidden] that a layer reads; model_hooks.py calls this."""
@@ -217,7 +227,8 @@ class WatchedCache(Cache):
         """The layer whose attention was handed these keys by this cache; layers may share a module, which
         names one of them.
         """
-        return next((index for index, own in self._handed.items() if own is keys), None)
+        # a copy, made in one step: a forward of this cache in another thread may be changing it
+        return next((index for index, own in list(self._handed.items()) if own is keys), None)
 
     def attend(
         self,
@@ -458,6 +469,14 @@ class WatchedCache(Cache):
         later = self._reads & self.method.reads_later - {"query"} if self.method and self.every else set()
         self._remembered = frozenset(CAPTURED_FOR[name] for name in later if name in CAPTURED_FOR)
         self._watch()
+
+    @property
+    def argument(self) -> dict[str, Any]:
+        """This cache as an argument: `model.generate(**inputs, **cache.argument)` in each transformers.
+
+        It is `cache=cache` from transformers 5.24 on, and `past_key_values=cache` before.
+        """
+        return versions.argument(self)
 
     @property
     def evicting(self) -> dict[int, EvictingLayer]:

@@ -30,6 +30,7 @@ from evictionary.claims.recording import (
 )
 from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens, sentences_of
 from evictionary.evaluation.questions import prefill, tokenize
+from evictionary.models import versions
 from evictionary.models.queries import rotation, unrotated
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper, lagkv_variants as variants
@@ -120,7 +121,7 @@ def first_digits(lab: Lab, kind: str) -> list[int]:
 
     def first(cache: Cache, ends: tuple[int, ...]) -> int:
         for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
-            lab.model(chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            lab.model(chunk, **versions.argument(cache), use_cache=True, logits_to_keep=1)
         output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 

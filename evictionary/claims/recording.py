@@ -16,6 +16,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import output_projection
 from evictionary.claims import texts
 from evictionary.errors import require
+from evictionary.models import versions
 from evictionary.models.queries import rotation, unrotated
 from evictionary.reference.attention import by_group, causal_attention
 
@@ -156,7 +157,7 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
     theta = rope_theta(model)
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
     output = model(
-        input_ids, past_key_values=cache, use_cache=True, output_hidden_states=True, logits_to_keep=1
+        input_ids, **versions.argument(cache), use_cache=True, output_hidden_states=True, logits_to_keep=1
     )
     base: Any = model.base_model
     cos, sin = rotation(model, 0, torch.arange(input_ids.shape[1], device=input_ids.device))
@@ -231,7 +232,7 @@ def read_on(
     still holds before them.
     """
     positions = torch.arange(position, position + input_ids.shape[1], device=input_ids.device)[None]
-    return model(input_ids, past_key_values=cache, position_ids=positions, use_cache=True, **named)
+    return model(input_ids, **versions.argument(cache), position_ids=positions, use_cache=True, **named)
 
 
 @torch.no_grad()
