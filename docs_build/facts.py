@@ -88,13 +88,13 @@ def real(task: str, method: str, length: int, ratio: float = 0) -> int:
     return round(row["exact"] * row["prompts"])
 
 
-def cost(part: str, method: str, ratio: float, of: str = "") -> str:
-    """The cost of a composition in a part of the study, such as `finals`, as the pages have it: of all
+def cost(part: str, method: str, ratio: float, of: str = "") -> float:
+    """The cost of a composition in a part of the study, such as `finals`, or in the first one: of all
     prompts, or of one task or length.
     """
-    rows = stored(STUDY)[part]["rows"]
+    rows = (stored(STUDY)[part] if part else stored(STUDY))["rows"]
     (row,) = [row for row in rows if (row["method"], row["ratio"]) == (method, ratio)]
-    return f"{(row['tasks'] | row['lengths'])[of] if of else row['cost']:.2f}"
+    return float((row["tasks"] | row["lengths"])[of] if of else row["cost"])
 
 
 def timed(row: str, arm: str) -> float:
