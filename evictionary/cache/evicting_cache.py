@@ -137,6 +137,14 @@ class EvictingCache(WatchedCache):
         )
         super().activate_past_recording()
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` undoes each forward: where nothing is evicted. transformers asks before it reads
+        drafts.
+        """
+        others = (layer for layer in self.layers if not isinstance(layer, EvictingLayer))
+        return self.method is None and all(getattr(layer, "is_croppable", False) for layer in others)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "an EvictingCache watches its model, so it cannot be pickled; wanted cache.save(path)"
