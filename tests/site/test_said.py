@@ -88,7 +88,7 @@ def results() -> list[str]:
     ]
     return [
         f"{counts()['selections']} selections, with and without AdaKV's division",
-        "KNorm in float32, with KVzap in bfloat16, and with KNorm and Q-Filters at some shorter lengths",
+        "KNorm in float32 and KVzap in bfloat16. At some shorter lengths it holds for KNorm and Q-Filters too",
     ]
 
 
@@ -117,7 +117,7 @@ def study() -> list[str]:
     (lowered,) = [-change for change in changes if change < 0]
     return [
         f"Here {counts()['selections']} of the {counts()['methods']} methods take part",
-        f"In the final it is {nats(lengths)} nats with AdaKV's division, for 1,000, 2,000 and 4,000 tokens",
+        f"In the final it is {nats(lengths)} nats with AdaKV's division. The prompts have 1,000, 2,000 and 4,000",
         f"it lowered that cost once in {len(changes)} times, by {lowered:.2f} nats",
         f"in 4,000 tokens by {likelier[0]:.2f} and {likelier[1]:.2f} nats",
         f"{nats(fitted)} nats, against {nats(winner)}",
