@@ -19,6 +19,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.resolve import MOMENTS
 from evictionary.models import embedded
 from evictionary.optimized.kernels.compiling import SMALL, TARGETS
+from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.proof.planted import load_mutants
 from tutorials.build import lessons
 
@@ -41,8 +42,10 @@ def counts() -> Mapping[str, int]:
     return {
         "methods": len(catalogue.names()),
         "additions": len([*catalogue.additions(), MOMENTS]),
-        "equations": len(entries()),
-        "laws": sum(len(entry.laws) for entry in entries().values()),
+        "requirements": len(entries()),
+        "functions": len({one for entry in entries().values() for one in entry.reference}),
+        "laws": sum(bool(law.functions) for law in load_laws().values()),
+        "laws of the papers": sum(not law.functions for law in load_laws().values()),
         "mistakes": len(load_mutants()),
         "lessons": len(lessons()),
         "assignments": len(assignments()),
