@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from evictionary.errors import UsageError, require
 from evictionary.models import embedded
+from evictionary.models.loading import DeviceMap, Loading
 
 EMBEDDED = "embedded"
 
@@ -36,14 +37,31 @@ NOTHING = "DummyLayer"
 """What newer versions of transformers keep for a layer without attention."""
 
 
-def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
-    """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the GPU if there
-    is one.
+def load(
+    name: str = EMBEDDED,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    device_map: DeviceMap | None = None,
+    revision: str | None = None,
+    attn: str | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the first GPU, or on
+    the CPU without one. The other arguments are those of `loading.Loading`: `load(name, device="cuda:1")`,
+    `load(name, dtype="bfloat16", device_map="auto")`.
 
-    Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed,
-    InstallError where the embedded model cannot be installed.
+    Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed, and,
+    before anything is loaded, for a device that is not here; InstallError where the embedded model cannot be
+    installed.
     """
+    placed = str(device) if device is not None else None
+    wanted = Loading(placed, str(dtype).removeprefix("torch."), device_map, revision, attn)
+    wanted.require_here()
     _quiet_transformers()
+    require(
+        name != EMBEDDED or revision is None,
+        f"revision: got {revision!r} for {EMBEDDED}, which has one, wanted none",
+    )
     folder = str(embedded.install()) if name == EMBEDDED else name
     require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
     is_folder = Path(folder).is_dir()
@@ -51,19 +69,36 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
         is_folder or not folder.startswith((".", "/", "~")),
         f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float32 if name == EMBEDDED else "auto"
+    require(
+        not is_folder or revision is None,
+        f"revision: got {revision!r} for a folder, which has one, wanted none",
+    )
+    place = wanted.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    numbers = "float32" if (name, wanted.dtype) == (EMBEDDED, "auto") else wanted.dtype
+    source: dict[str, Any] = {"revision": revision or "main", "local_files_only": is_folder}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=numbers, device_map=device_map, attn_implementation=attn, **source
+        )
+        require_supported(model)
+        if device_map is None:
+            model.to(place)
+    except (UsageError, torch.OutOfMemoryError):
+        raise
     # a damaged file, other shapes, a missing package: transformers raises what its parts raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        asked = "".join(
+            f" with {option} {value!r}"
+            for option, value in (("attn", attn), ("device_map", device_map), ("revision", revision))
+            if value is not None
+        )
         raise UsageError(
-            f"model: got {name!r}, wanted a hub name or a folder with a causal language model: {reason}"
+            f"model: got {name!r}{asked}, wanted a hub name or a folder with a causal language model: "
+            f"{reason}"
         ) from error
-    require_supported(model)
-    return model.eval().to(device), tokenizer
+    return model.eval(), tokenizer
 
 
 def _quiet_transformers() -> None:
