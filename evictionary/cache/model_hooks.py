@@ -21,7 +21,6 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError, require
-from evictionary.models.load import loaded
 from evictionary.models.queries import softmax_of
 from evictionary.optimized.softmax import PLAIN
 
@@ -120,19 +119,6 @@ def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Modul
         "reads no weights of it",
     )
     return found
-
-
-def output_projection(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden], in the dtype and on the device of values
-    [..., D_v]. Raises UsageError for a module without `o_proj` or `dense`.
-    """
-    projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
-    require(
-        projection is not None,
-        f"model: {type(module).__name__} has no o_proj or dense, which this method reads",
-    )
-    weight = loaded(projection, "weight").detach()
-    return weight.to(values).T.unflatten(0, (-1, values.shape[-1]))
 
 
 def look(cache: Any, model: PreTrainedModel) -> Callable[[], None]:

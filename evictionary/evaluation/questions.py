@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import require
+from evictionary.models.weights import device_of
 
 SPLIT = "<evictionary:question>"
 
@@ -77,7 +78,7 @@ def prefill(
     A cache that compresses while it reads has compressed the last block too, then, whatever its length.
     """
     _require_room(model, cache, context_ids.shape[1])
-    for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
+    for block in context_ids.to(device_of(model)).split(block_size or context_ids.shape[1], dim=1):
         model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
     if isinstance(cache, EvictingCache) and cache.every:
         cache.compress()
@@ -95,16 +96,15 @@ def ask(
     stops = _stop_ids(model, tokenizer)
     token_ids: list[int] = []
     with _left_alone(cache) as borrowed:
-        output = model(
-            question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True
-        )
+        asked = question_ids.to(device_of(model))
+        output = model(asked, past_key_values=borrowed, use_cache=True, output_hidden_states=True)
         hidden_states = output.hidden_states[-1][0]
         while (following := int(output.logits[0, -1].argmax())) not in stops:
             token_ids.append(following)
             if len(token_ids) == max_new_tokens:
                 break
             output = model(
-                torch.tensor([[following]], device=model.device), past_key_values=borrowed, use_cache=True
+                torch.tensor([[following]], device=device_of(model)), past_key_values=borrowed, use_cache=True
             )
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
 
@@ -125,7 +125,7 @@ def likelihood(
     as `ask` does.
     """
     number = answer_ids.shape[1]
-    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(model.device)
+    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(device_of(model))
     _require_room(model, cache, tokens.shape[1])
     with _left_alone(cache) as borrowed:
         read = partial(model, past_key_values=borrowed, use_cache=True)
