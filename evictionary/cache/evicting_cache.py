@@ -234,7 +234,7 @@ class EvictingCache(WatchedCache):
         model that does not fit.
         """
         model = unwrapped(model)
-        settings, tensors = file.read(path, str(model.device))
+        settings, tensors = file.read(path)
         cache = None
         try:
             cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})

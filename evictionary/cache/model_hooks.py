@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError, require
 from evictionary.models import versions
-from evictionary.models.load import loaded
 from evictionary.models.queries import softmax_of
+from evictionary.models.weights import device_of
 from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
@@ -183,19 +183,6 @@ def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Modul
     return found
 
 
-def output_projection(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden], in the dtype and on the device of values
-    [..., D_v]. Raises UsageError for a module without `o_proj` or `dense`.
-    """
-    projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
-    require(
-        projection is not None,
-        f"model: {type(module).__name__} has no o_proj or dense, which this method reads",
-    )
-    weight = loaded(projection, "weight").detach()
-    return weight.to(values).T.unflatten(0, (-1, values.shape[-1]))
-
-
 # a compiled model leaves its graph in each hook: what a cache does depends on the numbers
 @torch.compiler.disable
 def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any) -> None:
@@ -332,7 +319,7 @@ def _replace_attention(model: PreTrainedModel, users: _Users, user: object) -> N
         "'flex_attention', a flash kind or a kernel of the hub",
     )
     require(
-        model.device.type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
+        device_of(model).type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
         f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs "
         "alone; "
         "wanted attn_implementation='sdpa'",

@@ -21,6 +21,7 @@ from evictionary.methods.method import Method, Request
 from evictionary.models import versions
 from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
+from evictionary.models.weights import require_numbers
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
 
@@ -91,7 +92,9 @@ class WatchedCache(Cache):
         )
         self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self._policies = self.method.policies if self.method else ()
-        self.softmax = {index: softmax_of(module) for index, module in attention_modules(model).items()}
+        self.softmax = {
+            index: softmax_of(module, model) for index, module in attention_modules(model).items()
+        }
         steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
         is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
         self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
@@ -110,6 +113,7 @@ class WatchedCache(Cache):
         heads.
         """
         layer = self.layers[layer_idx]
+        require_numbers(key_states)
         if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
             checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
