@@ -45,7 +45,7 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     )
     heads, dtype = keys.shape[1], working_dtype(keys)
     direction, slack = query_direction.to(dtype), query_slack.to(dtype)
-    if kernels := kernels_for("projections", keys):
+    if kernels := kernels_for("projections", keys, beside=(direction, slack)):
         rows = kernels.project(keys, direction, slack).unflatten(1, (heads, -1))
     else:
         wide = keys.to(dtype)
