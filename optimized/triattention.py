@@ -7,6 +7,7 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 
 import torch
 
+from . import gradients
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
 
@@ -15,7 +16,11 @@ def pair_lengths(states: torch.Tensor) -> torch.Tensor:
     r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [...,
     D/2]. RoPE keeps it.
     """
-    return torch.hypot(*states.chunk(2, dim=-1))
+    first, second = states.chunk(2, dim=-1)
+    if not gradients.are_wanted(states):
+        return torch.hypot(first, second)
+    is_zero = (first == 0) & (second == 0)  # where torch's slope is 0 / 0
+    return torch.hypot(first.masked_fill(is_zero, 1), second).masked_fill(is_zero, 0)
 
 
 def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
