@@ -274,7 +274,9 @@ def test_zero_vectors_have_finite_gradients(zeros: str) -> None:
         knorm.score(keys), keydiff.score(keys), keydiff.anchor(keys), optimized.rkv.redundancy(keys),
         triattention.score(keys, queries[:, :, 0].detach(), queries[:, :, 0, ::2].abs().detach()),
         lagkv.score(keys, values, keys, values),
-        mk.score(queries[:, :, 0], keys, values, moments(keys, values)), mk.score_prompt(queries, keys, values), dropkv.score(queries, keys, values, window_size=2),
+        mk.score(queries[:, :, 0], keys, values, moments(keys, values)),
+        mk.score_prompt(queries, keys, values),
+        dropkv.score(queries, keys, values, window_size=2),
         optimized.compactor.leverage(keys), optimized.cam.probabilities(keys[..., 0].abs(), KEPT),
     ]  # fmt: skip
     sum(each.nan_to_num(posinf=0).sum() for each in answers).backward()
