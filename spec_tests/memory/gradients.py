@@ -18,7 +18,15 @@ from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.libraries import to_numpy
 from evictionary.spec_tests.judge.misfits import SETTINGS
 from evictionary.spec_tests.judge.tolerance import Violation
-from evictionary.spec_tests.memory.helpers import ARGUMENTS, in_pages, leaves, mask, moments_of, natives_of
+from evictionary.spec_tests.memory.helpers import (
+    ARGUMENTS,
+    agree_within_rounding,
+    in_pages,
+    leaves,
+    mask,
+    moments_of,
+    natives_of,
+)
 
 STEP = 2.0**-20
 """How far the numbers move for a slope: the oracle's float64 leaves ten digits of it, and seldom a tie lies
@@ -193,9 +201,9 @@ def weighed(answer: Any, seed: int) -> Any:
 
 def gradients(
     impl: Implementation, path: str, given: dict[str, Any], seed: int
-) -> tuple[Any, dict[Name, np.ndarray]] | None:
-    """The answer of a call that records a graph, and the gradient of its `weighed` sum by argument: 0 where
-    there is no graph. None where the call is refused by the name of the function.
+) -> tuple[Any, dict[Name, np.ndarray | None]] | None:
+    """The answer of a call that records a graph, and the gradient of its `weighed` sum by argument, None
+    without a graph. None where the call is refused by the name of the function.
 
     Raises Violation where it raises otherwise, and where the graph cannot be walked back.
     """
@@ -218,6 +226,13 @@ def gradients(
             raise Violation(
                 f"the graph of {path} cannot be walked back: {error}", "a gradient", None
             ) from error
-    return answer, {
-        name: to_numpy(0 * leaf if leaf.grad is None else leaf.grad) for name, leaf in asked.items()
-    }
+    return answer, {name: None if leaf.grad is None else to_numpy(leaf.grad) for name, leaf in asked.items()}
+
+
+def is_wrong(impl: Implementation, path: str, given: dict[str, Any], answer: Any) -> bool:
+    """Whether an answer is not the oracle's, whatever its gradient."""
+    try:
+        agree_within_rounding(impl, path, given, oracle(path)(**given), answer)
+    except Violation:
+        return True
+    return False
