@@ -319,7 +319,8 @@ def _replace_attention(model: PreTrainedModel, users: _Users, user: object) -> N
         "'flex_attention', a flash kind or a kernel of the hub",
     )
     require(
-        device_of(model).type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
+        ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward
+        or device_of(model).type != "cpu",
         f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs "
         "alone; "
         "wanted attn_implementation='sdpa'",

@@ -22,6 +22,7 @@ from evictionary.models import versions
 from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
 from evictionary.models.weights import require_numbers
+from evictionary.optimized.gradients import are_wanted
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
 
@@ -44,6 +45,8 @@ class WatchedCache(Cache):
     _reads: frozenset[str]  # the inputs of the method that it has to find
     _names: frozenset[str]
     _replaying: bool
+    # of each layer that is still to be read a second time: its keys and values with their graph
+    _with_graph: dict[int, tuple[torch.Tensor, torch.Tensor]]
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -200,6 +203,12 @@ class WatchedCache(Cache):
             checks.require_watchable(model, self._handed)
             checks.require_readable_twice(tokens.shape[1], self._longest, self.padding, named)
             self._replaying = True
+            # what the layers hold with a graph, which the second reading is without
+            self._with_graph = (
+                {index: layer.slots() for index, layer in self.evicting.items()}
+                if torch.is_grad_enabled()
+                else {}
+            )
             with torch.no_grad():
                 model.base_model(
                     **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens},
@@ -281,10 +290,16 @@ class WatchedCache(Cache):
                 "replay_queries": scaled,
                 "replay_keys": layer.take_back(queries.shape[2]),
             }
-            self._compress(layer_index)
+            if is_graph := layer_index in self._with_graph:
+                layer.keys, layer.values = self._with_graph.pop(layer_index)
+            with torch.set_grad_enabled(is_graph):
+                self._compress(layer_index)
             self._captured.pop(layer_index)
             return output
         try:
+            if layer.waiting is not None and are_wanted(queries, layer.slots(), layer.moments):
+                layer.append(*layer.waiting)  # a step writes into what a graph needs
+                layer.waiting = None
             if layer.waiting is not None:
                 output = self._replace_a_token(layer_index, scaled[:, :, 0])[:, None], None
             elif is_prompt and self._names & REPLAYED:
@@ -353,7 +368,7 @@ class WatchedCache(Cache):
     def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
         """The softmax of a layer with sinks [B, H_q]."""
         own = self.softmax.get(layer_index, PLAIN)
-        return Softmax(own.cap, None if own.sinks is None else own.sinks.detach().expand(batch, -1))
+        return Softmax(own.cap, None if own.sinks is None else own.sinks.expand(batch, -1))
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
@@ -463,7 +478,7 @@ class WatchedCache(Cache):
         self._handed, self._captured, self.recorded = {}, {}, {}
         self.stages = []
         self.padding, self.counts_padding = None, False
-        self._replaying = False
+        self._replaying, self._with_graph = False, {}
         self._is_announced = False
         self.peak_tokens = 0
         # that later tokens stay; that a method keeps less than half of what it may
