@@ -55,9 +55,9 @@ def loss_of(model: Any, name: str, at_prompt: AbstractContextManager[Any] | None
     method = name.partition(",")[0]
     with EvictingCache(model, method, options=small(method), **SETTINGS.get(name, {})) as cache:
         with at_prompt or nullcontext():
-            model(IDS[:, :PROMPT], past_key_values=cache)
+            model(IDS[:, :PROMPT], **cache.argument)
         parts = IDS[:, PROMPT : PROMPT + sum(SIZES)].split(SIZES, dim=1)
-        logits = torch.cat([model(part, past_key_values=cache).logits for part in parts], dim=1)
+        logits = torch.cat([model(part, **cache.argument).logits for part in parts], dim=1)
         return logits.log_softmax(dim=-1)[..., 7].sum(), [*map(positions_of, cache.layers)]
 
 
@@ -173,11 +173,11 @@ def test_decoding_without_a_graph_leaves_the_one_before_it_alone() -> None:
     for decodes in (False, True):
         model = tiny_llama().double()
         with EvictingCache(model, "momentkv", budget=12) as cache:
-            model(IDS[:, :PROMPT], past_key_values=cache)
-            loss = model(IDS[:, PROMPT : PROMPT + 1], past_key_values=cache).logits.sum()
+            model(IDS[:, :PROMPT], **cache.argument)
+            loss = model(IDS[:, PROMPT : PROMPT + 1], **cache.argument).logits.sum()
             with torch.no_grad():
                 for place in range(PROMPT + 1, PROMPT + 4 if decodes else 0):
-                    model(IDS[:, place : place + 1], past_key_values=cache)
+                    model(IDS[:, place : place + 1], **cache.argument)
             assert not decodes or not moments_of(cache.layers[0].state).key_sum.requires_grad
         gradients.append(torch.autograd.grad(loss, weights_of(model)["k_proj"]))
     torch.testing.assert_close(*gradients)
