@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from evictionary.cache import checks, file
+from evictionary.cache import callers, checks, file
 from evictionary.cache.layers import (
     KEPT_AS,
     EvictingLayer,
@@ -66,19 +66,13 @@ class EvictingCache(WatchedCache):
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
-        masked = (
-            None
-            if attention_mask is None
-            else checks.left_padding(attention_mask.cpu(), prefilled.get_seq_length())
-        )
-        cache.padding = getattr(prefilled, "padding", masked)
-        cache.counts_padding = getattr(prefilled, "counts_padding", False)
         try:
             require(
                 len(prefilled.layers) == len(cache.layers),
                 f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's "
                 f"{len(cache.layers)}",
             )
+            masked = cache._take_text(prefilled, attention_mask)
             for index, layer in enumerate(cache.layers):
                 full: Any = prefilled.layers[index]
                 if not isinstance(layer, EvictingLayer):
@@ -100,6 +94,25 @@ class EvictingCache(WatchedCache):
             raise
         cache._close_if_settled()
         return cache
+
+    def _take_text(self, prefilled: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What another cache has read; returns the padding [B] by a mask [B, T]."""
+        seen, masked = prefilled.get_seq_length(), None
+        if mask is not None and seen:
+            callers.require_mask(mask, len(prefilled.layers[self._first].keys), 0, seen)
+            callers.require_ones_and_zeros(mask)
+            real = mask.bool().cpu()
+            checks.require_left_padding(real, 0, is_watched=False)
+            masked = None if real.all() else (~real).sum(dim=1)
+        if isinstance(prefilled, WatchedCache):
+            if mask is not None and seen:
+                callers.require_same_padding(mask, prefilled.padding_slots(len(mask)))
+            self.padding, self.counts_padding = prefilled.padding, prefilled.counts_padding
+            self.text = prefilled.text.copy()
+        elif masked is not None:  # whether its positions count the padding no one knows
+            self.padding = masked
+            self.text.shift = torch.where(masked > 0, torch.nan, 0.0).double()
+        return masked
 
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
@@ -165,9 +178,14 @@ class EvictingCache(WatchedCache):
         evicting = self.evicting.values()
         for layer in evicting:
             layer.require_croppable(tokens_to_remove)
+        left = self.get_seq_length() + tokens_to_remove
+        had_padding = self._is_padded and self.padding_slots(self.rows)[:, left:].any()
         sliding = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
         for layer in (*sliding, *evicting):  # sliding windows refuse, all of them, before a layer is changed
             layer.crop(tokens_to_remove)
+        if had_padding or (tokens_to_remove and self._finds_positions):
+            # what went may have been padding or an image: no one knows how many positions it took
+            self.text.shift = torch.full_like(self.text.shift, torch.nan)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -178,6 +196,7 @@ class EvictingCache(WatchedCache):
             index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
             for index, recorded in self.recorded.items()
         }
+        self.text.select(indices)
         if self.padding is not None:
             self.padding = self.padding[indices.to(self.padding.device)]
 
@@ -208,7 +227,7 @@ class EvictingCache(WatchedCache):
         twin = object.__new__(type(self))
         twin.__dict__ |= self.__dict__
         twin.layers = copy.deepcopy(self.layers, memo)
-        twin._handed, twin._captured = {}, {}
+        twin._handed, twin._captured, twin.text = {}, {}, self.text.copy()
         if self._looking.alive:
             twin._watch(self._finalizer.alive)
         return twin

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from evictionary.cache.evicting_cache import EvictingCache
 
-SCHEMA = "evictionary/cache/3"
+SCHEMA = "evictionary/cache/4"
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
 
@@ -52,8 +53,11 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         **{name: getattr(cache, name) for name in ARGUMENTS},
         "padding": None if cache.padding is None else cache.padding.tolist(),
         "counts_padding": cache.counts_padding,
+        "shift": [None if each != each else each for each in cache.text.shift.tolist()],
         "layers": layers,
     }
+    cache.text.fit(cache.get_seq_length(), cache.rows)
+    tensors["ids"] = cache.text.ids.contiguous()
     write_tensors("path", path, settings, tensors)
 
 
@@ -163,3 +167,7 @@ def restore(
             layer.cumulative_length = numbers["cumulative_length"]
     cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
     cache.counts_padding = settings["counts_padding"]
+    cache.text.read(tensors["ids"])
+    cache.text.shift = torch.tensor(
+        [math.nan if each is None else each for each in settings["shift"]], dtype=torch.float64
+    )

@@ -174,9 +174,7 @@ def look(cache: Any, model: PreTrainedModel) -> Callable[[], None]:
             "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
             "this model reads them in both directions",
         )
-        # on a GPU the mask of a single token is not looked at: each would wait for the GPU
-        is_looked_at = mask is not None and (mask.device.type == "cpu" or several or not seen)
-        cache.see_batch(mask if is_looked_at else None, named.get("position_ids"), *tokens.shape[:2])
+        cache.see_batch(mask, named.get("position_ids"), tokens)
 
     return model.base_model.register_forward_pre_hook(check, with_kwargs=True).remove
 
