@@ -8,6 +8,7 @@ for.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -40,6 +41,14 @@ def whole_text(generating: Mapping[str, Any] | None) -> torch.Tensor | None:
     ids = generating.get("input_ids")
     is_text = isinstance(ids, torch.Tensor) and ids.ndim == 2 and not generating.get("use_inputs_embeds")
     return ids if is_text else None
+
+
+def require_columns(generating: Mapping[str, Any] | None, seen: int) -> None:
+    """Raise UsageError for a mask of another length, which `generate()` drops where it has no padding."""
+    told = -1 if generating is None or generating.get("chunk_idx") else generating.get("mask_length", -1)
+    if told >= 0 and generating and generating.get("next_sequence_length") is None:
+        new = generating["input_ids"].shape[1]
+        require(told == seen + new, _wanted_columns(f"{told} columns", f"{seen + new}", seen, new))
 
 
 def require_new_tokens(length: int, seen: int, whole: torch.Tensor | None) -> None:
@@ -103,7 +112,9 @@ def rest_of_rows(
     padded = torch.stack([torch.nn.functional.pad(rest, (width - len(rest), 0)) for rest in rests])
     given = {"input_ids": padded, "attention_mask": torch.cat([~padding, new], dim=1).long()}
     if not bool(given["attention_mask"].all()):
-        start = (seen + text.shift.nan_to_num()).long()[:, None]
+        start = torch.tensor([seen if math.isnan(shift) else seen + int(shift) for shift in text.shifts])[
+            :, None
+        ]
         given["position_ids"] = start + (new.cumsum(dim=1) - 1).clamp(min=0)
     return {name: each.to(ids.device) for name, each in given.items()}
 
@@ -119,11 +130,15 @@ def _other_text(row: int, place: int, read: int, given: int, length: int) -> Usa
 
 def require_mask(mask: torch.Tensor, rows: int, length: int, seen: int) -> None:
     """Raise UsageError for a mask that has not a column for each token of the whole text."""
-    require(
-        tuple(mask.shape) == (rows, seen + length),
-        f"attention_mask: got {list(mask.shape)}, wanted {[rows, seen + length]}, the whole text: "
-        f"{seen} tokens that the cache has read, evicted or not, and {length} new; where nothing is padded "
-        "leave it out",
+    got, wanted = list(mask.shape), [rows, seen + length]
+    require(got == wanted, _wanted_columns(str(got), str(wanted), seen, length))
+
+
+def _wanted_columns(got: str, wanted: str, seen: int, new: int) -> str:
+    return (
+        f"attention_mask: got {got}, wanted {wanted}, a column for each token of the whole text: {seen} that "
+        f"the cache has read, evicted or not, and {new} new; where nothing is padded leave it out, and give "
+        "generate() the whole text"
     )
 
 
@@ -159,49 +174,53 @@ def require_told(is_needed: bool, seen: int, length: int) -> None:
     )
 
 
-def require_position_shape(position_ids: Any, rows: int, length: int) -> None:
+def require_position_shape(position_ids: Any, rows: int, length: int, *, has_planes: bool) -> None:
     """Raise UsageError for other position_ids than [B or 1, M], or [planes, B or 1, M] of an M-RoPE."""
     shape = tuple(position_ids.shape)
     require(
-        len(shape) in (2, 3) and shape[-1] == length and shape[-2] in (1, rows),
+        len(shape) in (2, 2 + has_planes) and shape[-1] == length and shape[-2] in (1, rows),
         f"position_ids: got {list(shape)}, wanted {[rows, length]}, a position for each new token: generate()"
         " makes them of an attention_mask of the whole text",
     )
 
 
-def shift_after(
-    position_ids: torch.Tensor | None, real: torch.Tensor, seen: int, shift: torch.Tensor, *, finds_own: bool
-) -> torch.Tensor:
-    """The shift [B or 1] of a text after a forward with these positions, whose tokens are real [B, M].
+def shifts_without(shifts: list[float], seen: int, *, finds_own: bool) -> list[float]:
+    """The shifts of a text after a forward without position_ids: the model counts all that was read.
 
-    finds_own says that the model, without positions, computes some of its own, as an M-RoPE does. Raises
-    UsageError for positions that do not go on where the text before ended. Padding may count or not.
+    finds_own says that the model may give other positions to an image, as an M-RoPE does. Raises UsageError
+    where the positions so far left padding out.
+    """
+    require(
+        finds_own or all(shift == 0 or math.isnan(shift) for shift in shifts),
+        "position_ids: got none, wanted those that go on with "
+        f"{', '.join(f'{seen + shift:.0f}' for shift in shifts)} in the rows: the model would count the "
+        "padding, which the positions before leave out; generate() makes them of the attention_mask",
+    )
+    return [math.nan if finds_own else 0.0]
+
+
+def shifts_after(
+    position_ids: torch.Tensor, real: torch.Tensor | None, rows: int, seen: int, shifts: list[float]
+) -> list[float]:
+    """The shifts of a text after a forward with these positions, whose tokens are real [B, M], or all.
+
+    Raises UsageError for positions that do not go on where the text before ended. Padding may count or not.
     Positions of an image, which differ from plane to plane, are not looked at.
     """
-    rows, length = real.shape
-    first, end = seen + shift.expand(rows), seen + length
-    if position_ids is None:
-        require(
-            finds_own or not ((shift != 0) & ~shift.isnan()).any(),
-            f"position_ids: got none, wanted {first.long().tolist()} for the first new token of each row: "
-            "the model would count the padding, which the positions before leave out; generate() makes them "
-            "of the attention_mask",
-        )
-        return torch.full_like(shift[:1], torch.nan) if finds_own else torch.zeros_like(shift[:1])
     planes = position_ids.cpu().double().reshape(-1, *position_ids.shape[-2:])
     planes = (planes[1:] if len(planes) == 4 else planes).expand(-1, rows, -1)
     places, is_text = planes[0], (planes == planes[0]).all(dim=0)
-    known = (is_text | ~real).all(dim=1) & ~first.isnan()
-    looked_at, without = real & known[:, None], real.cumsum(dim=1) - 1
-    for order in (without, torch.arange(length).expand(rows, -1)):
-        wanted = first[:, None] + order
-        if torch.equal(places[looked_at], wanted[looked_at]):
-            learned = torch.where(is_text[:, -1] & real[:, -1], places[:, -1] + 1, torch.nan)
-            return torch.where(known, wanted[:, -1] + 1, learned) - end
-    wanted = first[:, None] + without
-    row, place = ((places != wanted) & looked_at).nonzero()[0].tolist()
+    real = torch.ones_like(is_text) if real is None else real
+    first = seen + torch.tensor(shifts, dtype=torch.float64).expand(rows)[:, None]
+    known = (is_text | ~real).all(dim=1, keepdim=True) & ~first.isnan()
+    without_padding = first + real.cumsum(dim=1) - 1
+    for wanted in (without_padding, first + torch.arange(real.shape[1])):
+        if not ((places != wanted) & real & known).any():
+            learned = torch.where(is_text & real, places, torch.nan)
+            return (torch.where(known, wanted, learned)[:, -1] + 1 - seen - real.shape[1]).tolist()
+    row, place = ((places != without_padding) & real & known).nonzero()[0].tolist()
     raise UsageError(
         f"position_ids: got {int(places[row, place])} for new token {place} of row {row}, wanted "
-        f"{int(wanted[row, place])}: the cache has read {seen} tokens, and those that it evicted count; "
-        "leave position_ids out, and give generate() an attention_mask of the whole text or none"
+        f"{int(without_padding[row, place])}: the cache has read {seen} tokens, and those that it evicted "
+        "count; leave position_ids out, and give generate() an attention_mask of the whole text or none"
     )

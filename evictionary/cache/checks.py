@@ -15,6 +15,11 @@ from evictionary.optimized.checks import is_finite
 MEDIA = re.compile("pixel|image|video|audio|input_features|mm_encoder")  # the arguments of what is not text
 
 
+def media(named: Mapping[str, Any]) -> list[str]:
+    """The arguments of a forward that bring what is not text."""
+    return [name for name, value in named.items() if value is not None and MEDIA.search(name)]
+
+
 def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
     """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the
     model was made for.
@@ -152,8 +157,8 @@ def require_readable_twice(
     length: int, longest: int | None, padding: torch.Tensor | None, named: Mapping[str, Any]
 ) -> None:
     """Raise UsageError for a prompt that a model cannot read twice; `named`, the arguments of its forward."""
-    media = [name for name, value in named.items() if value is not None and MEDIA.search(name)]
-    require(not media, f"{', '.join(media)}: got a prompt with media, wanted text: the prompt is read twice")
+    found = media(named)
+    require(not found, f"{', '.join(found)}: got a prompt with media, wanted text: the prompt is read twice")
     require(
         longest is None or 2 * length <= longest,
         f"prompt: got {length} tokens, wanted at most half of the model's context of {longest}: the prompt "

@@ -5,6 +5,7 @@ or while decoding.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -111,7 +112,7 @@ class EvictingCache(WatchedCache):
             self.text = prefilled.text.copy()
         elif masked is not None:  # whether its positions count the padding no one knows
             self.padding = masked
-            self.text.shift = torch.where(masked > 0, torch.nan, 0.0).double()
+            self.text.shifts = [math.nan if count else 0.0 for count in masked.tolist()]
         return masked
 
     def compress(self) -> None:
@@ -140,6 +141,26 @@ class EvictingCache(WatchedCache):
             self.close()
             self._watch()  # heads or layers may differ now
         self._close_if_settled()
+
+    def rest_of(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What is new of a whole text [B, T] that begins with what the cache has read.
+
+        Returns arguments of `model.generate` or of the model: the new input_ids [B, M], padded on the left
+        where rows differ, and the attention_mask of the whole text; also position_ids [B, M] where a row is
+        padded. Raises UsageError for a text that begins in another way, and says where they part, and for
+        one with nothing new.
+        """
+        seen = self.get_seq_length()
+        if not seen:
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            return {"input_ids": input_ids, "attention_mask": real}
+        checks.require_rows(len(input_ids), self.rows)
+        if attention_mask is not None:
+            callers.require_mask(attention_mask, len(input_ids), input_ids.shape[1], 0)
+        self.text.fit(seen, self.rows)
+        return callers.rest_of_rows(input_ids, attention_mask, self.text, self.padding_slots(self.rows))
 
     def activate_past_recording(self) -> None:
         """Refuse assisted generation, which calls this before its first token."""
@@ -183,9 +204,9 @@ class EvictingCache(WatchedCache):
         sliding = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
         for layer in (*sliding, *evicting):  # sliding windows refuse, all of them, before a layer is changed
             layer.crop(tokens_to_remove)
-        if had_padding or (tokens_to_remove and self._finds_positions):
+        if had_padding or (tokens_to_remove and self._has_planes):
             # what went may have been padding or an image: no one knows how many positions it took
-            self.text.shift = torch.full_like(self.text.shift, torch.nan)
+            self.text.shifts = [math.nan]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""

@@ -53,7 +53,7 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         **{name: getattr(cache, name) for name in ARGUMENTS},
         "padding": None if cache.padding is None else cache.padding.tolist(),
         "counts_padding": cache.counts_padding,
-        "shift": [None if each != each else each for each in cache.text.shift.tolist()],
+        "shifts": [None if math.isnan(shift) else shift for shift in cache.text.shifts],
         "layers": layers,
     }
     cache.text.fit(cache.get_seq_length(), cache.rows)
@@ -168,6 +168,4 @@ def restore(
     cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
     cache.counts_padding = settings["counts_padding"]
     cache.text.read(tensors["ids"])
-    cache.text.shift = torch.tensor(
-        [math.nan if each is None else each for each in settings["shift"]], dtype=torch.float64
-    )
+    cache.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]

@@ -174,7 +174,7 @@ def look(cache: Any, model: PreTrainedModel) -> Callable[[], None]:
             "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
             "this model reads them in both directions",
         )
-        cache.see_batch(mask, named.get("position_ids"), tokens)
+        cache.see_batch(tokens, named)
 
     return model.base_model.register_forward_pre_hook(check, with_kwargs=True).remove
 

@@ -13,16 +13,16 @@ JOINED = 64
 
 
 class Text:
-    """The ids [B, T] of the tokens that a cache has read, and `shift` [B] or [1].
+    """The ids [B, T] of the tokens that a cache has read, and a shift for each row, or one for all.
 
     The next token of a row stands at position T + shift. The shift is minus the padding of the row, where
     positions do not count it, another number after an image, and NaN where it is not known. Ids stay on the
-    device that they came from, so no GPU waits for them; the shift is on the CPU.
+    device that they came from, so no GPU waits for them.
     """
 
     def __init__(self) -> None:
         self.length = 0
-        self.shift = torch.zeros(1, dtype=torch.float64)
+        self.shifts: list[float] = [0.0]
         self._parts: list[torch.Tensor] = []  # int32, [B, n]; none is ever written into
         self._new = 0  # how many of the last parts have not been joined
 
@@ -55,8 +55,8 @@ class Text:
         """Keep these rows, in this order."""
         if self._parts:
             self._parts, self._new = [self.ids[indices.to(self.ids.device)]], 0
-        if len(self.shift) > 1:
-            self.shift = self.shift[indices.to("cpu")]
+        if len(self.shifts) > 1:
+            self.shifts = torch.tensor(self.shifts)[indices.to("cpu")].tolist()
 
     def copy(self) -> Text:
         """The same text, to go on in another way."""

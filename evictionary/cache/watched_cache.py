@@ -150,23 +150,21 @@ class WatchedCache(Cache):
         callers.require_new_tokens(length, self.get_seq_length(), None)
         return super().get_mask_sizes(*arguments, **named)
 
-    def see_batch(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, tokens: torch.Tensor
-    ) -> None:
-        """Take the mask [B, T] and positions of a forward that will read `tokens`, ids [B, M] or embeddings
-        [B, M, hidden]; model_hooks.py calls this.
+    def see_batch(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
+        """Take a forward that will read `tokens`, ids [B, M] or embeddings [B, M, hidden], with these
+        arguments; model_hooks.py calls this.
 
-        Raises UsageError, and changes nothing, where one of them is not of the text that was read. A model
-        that attends by itself again may read padding in later turns; `compress` will know of it.
+        Raises UsageError, and changes nothing, where its mask, its positions or the text of `generate()` are
+        not of the text that was read. A model that attends by itself again may read padding in later turns;
+        `compress` will know of it.
         """
         if not self._replaying:
-            self._compare(mask, position_ids, tokens)
+            self._compare(tokens, named)
         self._is_announced = True
 
-    def _compare(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, tokens: torch.Tensor
-    ) -> None:
+    def _compare(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
         """Compare what a caller says with what was read, and then take it."""
+        mask, position_ids = named.get("attention_mask"), named.get("position_ids")
         (rows, length), seen = tokens.shape[:2], self.get_seq_length()
         generating = callers.given_to_generate()
         whole = callers.whole_text(generating)
@@ -176,37 +174,43 @@ class WatchedCache(Cache):
         if seen:
             checks.require_rows(rows, self.rows)
         self.text.fit(seen, rows)
+        callers.require_columns(generating, seen)
         if whole is not None and seen:
             callers.require_same_text(whole, self.text, self.padding_slots(rows))
 
         def is_looked_at(told: torch.Tensor) -> bool:
             return told.device.type == "cpu" or length > 1 or not seen or generating is not None
 
-        real = torch.ones(rows, length, dtype=torch.bool)
+        real = None  # where the mask does not say, all tokens are
         if mask is not None:
             callers.require_mask(mask, rows, length, seen)
             if is_looked_at(mask):
                 callers.require_ones_and_zeros(mask)
-                real = mask[:, seen:].bool().cpu()
                 callers.require_same_padding(mask, self.padding_slots(rows))
+                real = mask[:, seen:].bool().cpu()
                 checks.require_left_padding(real, seen, self._finalizer.alive)
         else:
             callers.require_told(self._is_padded and self._is_partly_the_models, seen, length)
-        shift = self.text.shift
-        if position_ids is not None:
-            callers.require_position_shape(position_ids, rows, length)
-        if position_ids is None or is_looked_at(position_ids):
-            shift = callers.shift_after(position_ids, real, seen, shift, finds_own=self._finds_positions)
-        if not real.all():
-            uncounted = shift.expand(rows)[~real.all(dim=1)] < 0
-            self._take_padding(real, counts=position_ids is None or not uncounted.all())
+        shifts = self.text.shifts
+        if position_ids is None:
+            is_padded = self._is_padded or (real is not None and not real.all())
+            finds_own = self._finds_positions(is_padded or bool(checks.media(named)))
+            shifts = callers.shifts_without(shifts, seen, finds_own=finds_own)
+        else:
+            callers.require_position_shape(position_ids, rows, length, has_planes=self._has_planes)
+            if is_looked_at(position_ids):
+                shifts = callers.shifts_after(position_ids, real, rows, seen, shifts)
+        if real is not None and not real.all():
+            self._take_padding(real, shifts)
         self.text.read(tokens)
-        self.text.shift = shift
+        self.text.shifts = shifts
 
-    def _take_padding(self, real: torch.Tensor, *, counts: bool) -> None:
-        """Remember the padding of a forward, whose tokens are real [B, M]; `counts`, by the positions too."""
+    def _take_padding(self, real: torch.Tensor, shifts: list[float]) -> None:
+        """Remember the padding of a forward, whose tokens are real [B, M], with the shifts after it."""
         if not self.get_seq_length():
-            self.padding, self.counts_padding = (~real).sum(dim=1), counts
+            self.padding = (~real).sum(dim=1)
+            counted = torch.tensor(shifts).expand(len(real))[self.padding > 0]
+            self.counts_padding = not (counted < 0).all()
         else:
             holes = torch.cat([self.padding_slots(len(real)), ~real], dim=1)
             for layer in self.evicting.values():
@@ -227,9 +231,18 @@ class WatchedCache(Cache):
         return self.padding is not None or any(layer.holes is not None for layer in self.evicting.values())
 
     @property
-    def _finds_positions(self) -> bool:
-        """Whether the model has an M-RoPE, and so makes positions of its own where it is given none."""
-        return hasattr(getattr(self.model, "base_model", None), "rope_deltas")
+    def _has_planes(self) -> bool:
+        """Whether the positions of an image differ from plane to plane, as in an M-RoPE."""
+        model: Any = self.model
+        rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+        return hasattr(model.base_model, "rope_deltas") or "mrope" in str(rope)
+
+    def _finds_positions(self, is_more_than_text: bool) -> bool:
+        """Whether the model, given no positions, may take others than those of all tokens in a row."""
+        base: Any = getattr(self.model, "base_model", None)
+        if not hasattr(base, "rope_deltas"):
+            return False
+        return is_more_than_text or (self.get_seq_length() > 0 and base.rope_deltas is not None)
 
     @property
     def _is_partly_the_models(self) -> bool:
