@@ -36,17 +36,19 @@ def given_to_generate() -> Mapping[str, Any] | None:
 
 def whole_text(generating: Mapping[str, Any] | None) -> torch.Tensor | None:
     """The ids [B, T] that `generate()` takes for the whole text so far, or None for new tokens alone."""
-    if generating is None or generating.get("next_sequence_length") is None:
+    if generating is None or generating["use_inputs_embeds"]:
         return None
-    ids = generating.get("input_ids")
-    is_text = isinstance(ids, torch.Tensor) and ids.ndim == 2 and not generating.get("use_inputs_embeds")
-    return ids if is_text else None
+    ids, columns = generating["input_ids"], generating.get("mask_length")
+    is_whole = (
+        columns == ids.shape[1] if columns is not None else generating["next_sequence_length"] is not None
+    )
+    return ids if is_whole and ids.ndim == 2 else None
 
 
 def require_columns(generating: Mapping[str, Any] | None, seen: int) -> None:
-    """Raise UsageError for a mask of another length, which `generate()` drops where it has no padding."""
+    """Raise UsageError for a mask of another length; `generate()` drops one without padding."""
     told = -1 if generating is None or generating.get("chunk_idx") else generating.get("mask_length", -1)
-    if told >= 0 and generating and generating.get("next_sequence_length") is None:
+    if generating is not None and told >= 0 and whole_text(generating) is None:
         new = generating["input_ids"].shape[1]
         require(told == seen + new, _wanted_columns(f"{told} columns", f"{seen + new}", seen, new))
 
@@ -207,6 +209,10 @@ def shifts_after(
     Raises UsageError for positions that do not go on where the text before ended. Padding may count or not.
     Positions of an image, which differ from plane to plane, are not looked at.
     """
+    if real is None and position_ids.ndim == 2 and position_ids.shape[1] == 1:  # while decoding
+        wanted = [seen + shift for shift in shifts] * (len(position_ids) // len(shifts))
+        if position_ids[:, 0].tolist() == wanted:
+            return shifts
     planes = position_ids.cpu().double().reshape(-1, *position_ids.shape[-2:])
     planes = (planes[1:] if len(planes) == 4 else planes).expand(-1, rows, -1)
     places, is_text = planes[0], (planes == planes[0]).all(dim=0)
@@ -214,10 +220,10 @@ def shifts_after(
     first = seen + torch.tensor(shifts, dtype=torch.float64).expand(rows)[:, None]
     known = (is_text | ~real).all(dim=1, keepdim=True) & ~first.isnan()
     without_padding = first + real.cumsum(dim=1) - 1
-    for wanted in (without_padding, first + torch.arange(real.shape[1])):
-        if not ((places != wanted) & real & known).any():
+    for expected in (without_padding, first + torch.arange(real.shape[1])):
+        if not ((places != expected) & real & known).any():
             learned = torch.where(is_text & real, places, torch.nan)
-            return (torch.where(known, wanted, learned)[:, -1] + 1 - seen - real.shape[1]).tolist()
+            return (torch.where(known, expected, learned)[:, -1] + 1 - seen - real.shape[1]).tolist()
     row, place = ((places != without_padding) & real & known).nonzero()[0].tolist()
     raise UsageError(
         f"position_ids: got {int(places[row, place])} for new token {place} of row {row}, wanted "

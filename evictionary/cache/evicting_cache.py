@@ -311,8 +311,8 @@ class EvictingCache(WatchedCache):
 
     @property
     def nbytes_beside(self) -> int:
-        """The bytes beside keys and values: positions, lengths, moments, recent queries, and states in the
-        place of a cache.
+        """The bytes beside keys and values: positions, lengths, moments, recent queries, states in the place
+        of a cache, and the ids of all tokens that were read.
         """
         layers = self.evicting.values()
         beside = [state for layer in self.layers for state in recurrent(layer).values()]
@@ -320,7 +320,8 @@ class EvictingCache(WatchedCache):
             tensor.nbytes
             for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values()))
         )
-        return everything - sum(state.nbytes for layer in layers for state in _states(layer))
+        states = sum(state.nbytes for layer in layers for state in _states(layer))
+        return everything + self.text.nbytes - states
 
     @property
     def tokens_kept(self) -> float:

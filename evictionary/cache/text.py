@@ -34,6 +34,11 @@ class Text:
         self._join(len(self._parts))
         return self._parts[0]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the ids."""
+        return sum(part.nbytes for part in self._parts)
+
     def read(self, tokens: torch.Tensor) -> None:
         """Add ids [B, M], or M unknown ones for embeddings [B, M, hidden]."""
         rows, count = tokens.shape[:2]

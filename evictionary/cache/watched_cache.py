@@ -197,7 +197,8 @@ class WatchedCache(Cache):
             finds_own = self._finds_positions(is_padded or bool(checks.media(named)))
             shifts = callers.shifts_without(shifts, seen, finds_own=finds_own)
         else:
-            callers.require_position_shape(position_ids, rows, length, has_planes=self._has_planes)
+            has_planes = position_ids.ndim == 3 and self._has_planes
+            callers.require_position_shape(position_ids, rows, length, has_planes=has_planes)
             if is_looked_at(position_ids):
                 shifts = callers.shifts_after(position_ids, real, rows, seen, shifts)
         if real is not None and not real.all():
