@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
     from evictionary.cache.evicting_cache import EvictingCache
 
-SCHEMA = "evictionary/cache/3"
+SCHEMA = "evictionary/cache/4"
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -55,8 +56,11 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         **{name: getattr(cache, name) for name in ARGUMENTS},
         "padding": None if cache.padding is None else cache.padding.tolist(),
         "counts_padding": cache.counts_padding,
+        "shifts": [None if math.isnan(shift) else shift for shift in cache.text.shifts],
         "layers": layers,
     }
+    cache.text.fit(cache.get_seq_length(), cache.rows)
+    tensors["ids"] = cache.text.ids.contiguous()
     write_tensors("path", path, settings, tensors)
 
 
@@ -172,3 +176,5 @@ def restore(
             layer.cumulative_length = numbers["cumulative_length"]
     cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
     cache.counts_padding = settings["counts_padding"]
+    cache.text.read(tensors["ids"])
+    cache.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]

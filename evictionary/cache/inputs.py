@@ -67,7 +67,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return {}
         require(
             not cache.counts_padding,
-            f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on "
+            f"position_ids: got those that count the padding, wanted those of generate(): {name} depends on "
             "them",
         )
         if name in REFITTED:

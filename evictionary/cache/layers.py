@@ -325,11 +325,12 @@ class EvictingLayer(DynamicLayer):
 
     def require_croppable(self, tokens_to_remove: int) -> None:
         """Raise ValueError unless the last `-tokens_to_remove` tokens came after the last eviction."""
-        count = -tokens_to_remove
+        count, most = -tokens_to_remove, self.seen - self.evicted_at
+        why = "the tokens before that are of the prompt or were compressed, and cannot be restored"
         require(
-            count >= 0 and count <= self.seen - self.evicted_at,
-            f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-            "the tokens before that have been compressed and cannot be restored",
+            0 <= count <= most,
+            f"crop: got {tokens_to_remove}, wanted a number from {-most} to 0"
+            f"{': ' + why if count > most else ', minus the tokens to remove'}",
             ValueError,
         )
 
@@ -347,9 +348,8 @@ class EvictingLayer(DynamicLayer):
                 if states is not None:
                     setattr(self, name, states[..., :-count, :].clone() if count < states.shape[-2] else None)
             self.seen -= count
-            self.holes = (
-                None if self.holes is None else torch.nn.functional.pad(self.holes[:, : self.seen], (0, 1))
-            )
+            left = None if self.holes is None else self.holes[:, : self.seen]
+            self.holes = None if left is None or not left.any() else torch.nn.functional.pad(left, (0, 1))
 
     def reset(self) -> None:
         super().reset()

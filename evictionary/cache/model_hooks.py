@@ -43,9 +43,7 @@ weights or None.
 class Watcher(Protocol):
     """The methods of a cache that the hooks call."""
 
-    def see_batch(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, length: int
-    ) -> None: ...
+    def see_batch(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def see_failure(self) -> None: ...
@@ -214,9 +212,7 @@ def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any)
         "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
         "this model reads them in both directions",
     )
-    # on a GPU the mask of a single token is not looked at: each would wait for the GPU
-    is_looked_at = mask is not None and (mask.device.type == "cpu" or several or not seen)
-    cache.see_batch(mask if is_looked_at else None, named.get("position_ids"), *tokens.shape[:2])
+    cache.see_batch(tokens, named)
 
 
 @torch.compiler.disable

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from evictionary.cache import calibration, checks, compression, partial_attention
+from evictionary.cache import calibration, callers, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, at, layers_of
+from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, layers_of
 from evictionary.cache.model_hooks import Attention, attention_modules, look, watch
+from evictionary.cache.text import Text
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED, captured
 from evictionary.methods.method import Method, Request
@@ -38,6 +39,7 @@ class WatchedCache(Cache):
     recorded: dict[int, dict[str, torch.Tensor]]
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
+    text: Text  # the tokens that were read
     softmax: dict[int, Softmax]  # of the layers
     # of each layer that has read the prompt, for a method that compares them: its scores and preferences
     stages: list[tuple[int, torch.Tensor, torch.Tensor]]
@@ -152,36 +154,115 @@ class WatchedCache(Cache):
         """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can
         read.
         """
-        checks.require_tokens(arguments[0] if arguments else named["query_length"], self.get_seq_length())
+        length = arguments[0] if arguments else named["query_length"]
+        callers.require_new_tokens(length, self.get_seq_length(), None)
         return super().get_mask_sizes(*arguments, **named)
 
-    def see_batch(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, length: int
-    ) -> None:
-        """Take the mask [B, T] and positions of a forward that will read `length` tokens of each row, or no
-        mask where it was not looked at; model_hooks.py calls this.
+    def see_batch(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
+        """Take a forward that will read `tokens`, ids [B, M] or embeddings [B, M, hidden], with these
+        arguments; model_hooks.py calls this.
 
-        A model that attends by itself again may read padding in later turns; `compress` will know of it.
+        Raises UsageError, and changes nothing, where its mask, its positions or the text of `generate()` are
+        not of the text that was read. A model that attends by itself again may read padding in later turns;
+        `compress` will know of it.
         """
-        self._is_announced, seen = True, self.get_seq_length()
-        evicting, first = list(self.evicting.values()), self.layers[self._first]
-        if seen:  # where the slots lie: to ask for keys would sort them
-            checks.require_rows(rows, len(first.slots()[0] if first in evicting else first.keys))
-        if mask is not None and not self._finalizer.alive:
-            holes = None if mask.all() else torch.nn.functional.pad(~mask.bool(), (0, 1))
-            for layer in evicting:
-                layer.holes = None if holes is None else holes.to(layer.device, copy=True)
-        elif mask is not None and (known := evicting[0].holes) is not None:
-            places = torch.arange(mask.shape[1], device=mask.device)[None, None]
-            mask = mask.bool() | at(known.to(mask.device), places)[:, 0]
-        padding = (
-            None
-            if mask is None or not self._finalizer.alive
-            else checks.left_padding(mask, length, seen, self.padding)
-        )
-        if seen == 0:
-            self.padding = None if padding is None else padding.cpu()
-            self.counts_padding = padding is not None and position_ids is None
+        if not self._replaying:
+            self._compare(tokens, named)
+        self._is_announced = True
+
+    def _compare(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
+        """Compare what a caller says with what was read, and then take it."""
+        mask, position_ids = named.get("attention_mask"), named.get("position_ids")
+        (rows, length), seen = tokens.shape[:2], self.get_seq_length()
+        generating = callers.given_to_generate()
+        whole = callers.whole_text(generating)
+        callers.require_new_tokens(length, seen, whole)
+        checks.require_not_checkpointed(self.model)
+        checks.require_read_twice(self.evicting.values(), bool(self._names & REPLAYED) and seen > 0)
+        if seen:
+            checks.require_rows(rows, self.rows)
+        self.text.fit(seen, rows)
+        callers.require_columns(generating, seen)
+        if whole is not None and seen:
+            callers.require_same_text(whole, self.text, self.padding_slots(rows))
+
+        def is_looked_at(told: torch.Tensor) -> bool:
+            return told.device.type == "cpu" or length > 1 or not seen or generating is not None
+
+        real = None  # where the mask does not say, all tokens are
+        if mask is not None:
+            callers.require_mask(mask, rows, length, seen)
+            if is_looked_at(mask):
+                callers.require_ones_and_zeros(mask)
+                callers.require_same_padding(mask, self.padding_slots(rows))
+                real = mask[:, seen:].bool().cpu()
+                checks.require_left_padding(real, seen, self._finalizer.alive)
+        else:
+            callers.require_told(self._is_padded and self._is_partly_the_models, seen, length)
+        shifts = self.text.shifts
+        if position_ids is None:
+            is_padded = self._is_padded or (real is not None and not real.all())
+            finds_own = self._finds_positions(is_padded or bool(checks.media(named)))
+            shifts = callers.shifts_without(shifts, seen, finds_own=finds_own)
+        else:
+            has_planes = position_ids.ndim == 3 and self._has_planes
+            callers.require_position_shape(position_ids, rows, length, has_planes=has_planes)
+            if is_looked_at(position_ids):
+                shifts = callers.shifts_after(position_ids, real, rows, seen, shifts)
+        if real is not None and not real.all():
+            self._take_padding(real, shifts)
+        self.text.read(tokens)
+        self.text.shifts = shifts
+
+    def _take_padding(self, real: torch.Tensor, shifts: list[float]) -> None:
+        """Remember the padding of a forward, whose tokens are real [B, M], with the shifts after it."""
+        if not self.get_seq_length():
+            self.padding = (~real).sum(dim=1)
+            counted = torch.tensor(shifts).expand(len(real))[self.padding > 0]
+            self.counts_padding = not (counted < 0).all()
+        else:
+            holes = torch.cat([self.padding_slots(len(real)), ~real], dim=1)
+            for layer in self.evicting.values():
+                layer.holes = torch.nn.functional.pad(holes, (0, 1)).to(layer.device)
+
+    def padding_slots(self, rows: int) -> torch.Tensor:
+        """Which of the tokens that were read are padding, [B, T], on the CPU."""
+        seen = self.get_seq_length()
+        padding = torch.zeros(rows, 1) if self.padding is None else self.padding[:, None]
+        slots, holes = torch.arange(seen) < padding, next(iter(self.evicting.values())).holes
+        if holes is not None:
+            known = holes[:, :seen].cpu()
+            slots[:, : known.shape[1]] |= known
+        return slots
+
+    @property
+    def _is_padded(self) -> bool:
+        return self.padding is not None or any(layer.holes is not None for layer in self.evicting.values())
+
+    @property
+    def _has_planes(self) -> bool:
+        """Whether the positions of an image differ from plane to plane, as in an M-RoPE."""
+        model: Any = self.model
+        rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+        return hasattr(model.base_model, "rope_deltas") or "mrope" in str(rope)
+
+    def _finds_positions(self, is_more_than_text: bool) -> bool:
+        """Whether the model, given no positions, may take others than those of all tokens in a row."""
+        base: Any = getattr(self.model, "base_model", None)
+        if not hasattr(base, "rope_deltas"):
+            return False
+        return is_more_than_text or (self.get_seq_length() > 0 and base.rope_deltas is not None)
+
+    @property
+    def _is_partly_the_models(self) -> bool:
+        """Whether the model attends in some layer by itself, with its own mask."""
+        return not self._finalizer.alive or any(getattr(layer, "is_sliding", False) for layer in self.layers)
+
+    @property
+    def rows(self) -> int:
+        """The rows that are held, from where the slots lie: to ask for keys would sort them."""
+        first = self.layers[self._first]
+        return len(first.slots()[0] if isinstance(first, EvictingLayer) else first.keys)
 
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
         """After the prompt let the model read its tokens again, for a method that asks for it;
@@ -192,6 +273,7 @@ class WatchedCache(Cache):
         without an instruction, which no cache could write in the words of a model's tokenizer.
         """
         model = self.model
+        checks.require_stored(self._is_announced, model)
         is_asked = (
             self._names & REPLAYED
             and not self._replaying
@@ -477,7 +559,7 @@ class WatchedCache(Cache):
         """Wait for a prompt: watch the model until the cache no longer needs it, is closed, or is deleted."""
         self._handed, self._captured, self.recorded = {}, {}, {}
         self.stages = []
-        self.padding, self.counts_padding = None, False
+        self.padding, self.counts_padding, self.text = None, False, Text()
         self._replaying, self._with_graph = False, {}
         self._is_announced = False
         self.peak_tokens = 0
