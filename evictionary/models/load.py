@@ -38,8 +38,8 @@ NOTHING = "DummyLayer"
 
 
 def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
-    """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the GPU if there
-    is one.
+    """Return (model, tokenizer) for `embedded`, a hub name, a folder or a GGUF file, ready to run on the GPU
+    if there is one.
 
     Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed,
     InstallError where the embedded model cannot be installed.
@@ -47,8 +47,8 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     _quiet_transformers()
     folder = str(embedded.install()) if name == EMBEDDED else name
     require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
+    folder, file = _in_folder(folder)
     is_folder = Path(folder).is_dir()
-    _require_no_file_of_weights(name, Path(folder))
     require(
         is_folder or not folder.startswith((".", "/", "~")),
         f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
@@ -56,8 +56,10 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if name == EMBEDDED else "auto"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder, **file)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, local_files_only=is_folder, **file
+        )
     # a damaged file, other shapes, a missing package: transformers raises what its parts raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
@@ -68,15 +70,25 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     return model.eval().to(device), tokenizer
 
 
-def _require_no_file_of_weights(name: str, path: Path) -> None:
-    """Raise UsageError for a file, or a folder that holds one of GGUF alone, and say what reads it."""
-    has_gguf = path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+def _in_folder(name: str) -> tuple[str, dict[str, str]]:
+    """The folder of a GGUF file, and the argument of transformers that names the file; other names alone.
+
+    Raises UsageError for another file, and for a folder without a model but with GGUF files.
+    """
+    path = Path(name)
+    if path.is_file():
+        require(
+            path.suffix == ".gguf",
+            f"model: got {name!r}, a file, wanted the folder with its config.json, or a GGUF file",
+        )
+        return str(path.parent), {"gguf_file": path.name}
+    files = [] if (path / "config.json").exists() else sorted(each.name for each in path.glob("*.gguf"))
     require(
-        not path.is_file() and not has_gguf,
-        f"model: got {name!r}, a file of weights, wanted a hub name or a folder with a config.json. For a "
-        "GGUF file: AutoModelForCausalLM.from_pretrained(folder, gguf_file=file) reads it, as AutoTokenizer "
-        "does, and save_pretrained(folder) of both writes such a folder",
+        not files,
+        f"model: got {name!r}, a folder without a config.json, wanted one of its files, such as "
+        f"{path / (files or [''])[0]}",
     )
+    return name, {}
 
 
 def _quiet_transformers() -> None:
