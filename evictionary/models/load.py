@@ -47,8 +47,8 @@ def load(
     revision: str | None = None,
     attn: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the first GPU, or on
-    the CPU without one. The other arguments are those of `loading.Loading`: `load(name, device="cuda:1")`,
+    """Return (model, tokenizer) for `embedded`, a hub name, a folder or a GGUF file, ready to run on the first
+    GPU, or on the CPU without one. The other arguments are those of `loading.Loading`: `load(name, device="cuda:1")`,
     `load(name, dtype="bfloat16", device_map="auto")`.
 
     Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed, and,
@@ -65,8 +65,8 @@ def load(
     )
     folder = str(embedded.install()) if name == EMBEDDED else name
     require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
+    folder, file = _in_folder(folder)
     is_folder = Path(folder).is_dir()
-    _require_no_file_of_weights(name, Path(folder))
     require(
         is_folder or not folder.startswith((".", "/", "~")),
         f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
@@ -77,7 +77,7 @@ def load(
     )
     place = wanted.device or ("cuda" if torch.cuda.is_available() else "cpu")
     numbers = "float32" if (name, wanted.dtype) == (EMBEDDED, "auto") else wanted.dtype
-    source: dict[str, Any] = {"revision": revision or "main", "local_files_only": is_folder}
+    source: dict[str, Any] = {"revision": revision or "main", "local_files_only": is_folder, **file}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **source)
         model: Any = AutoModelForCausalLM.from_pretrained(
@@ -103,15 +103,25 @@ def load(
     return model.eval(), tokenizer
 
 
-def _require_no_file_of_weights(name: str, path: Path) -> None:
-    """Raise UsageError for a file, or a folder that holds one of GGUF alone, and say what reads it."""
-    has_gguf = path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+def _in_folder(name: str) -> tuple[str, dict[str, str]]:
+    """The folder of a GGUF file, and the argument of transformers that names the file; other names alone.
+
+    Raises UsageError for another file, and for a folder without a model but with GGUF files.
+    """
+    path = Path(name)
+    if path.is_file():
+        require(
+            path.suffix == ".gguf",
+            f"model: got {name!r}, a file, wanted the folder with its config.json, or a GGUF file",
+        )
+        return str(path.parent), {"gguf_file": path.name}
+    files = [] if (path / "config.json").exists() else sorted(each.name for each in path.glob("*.gguf"))
     require(
-        not path.is_file() and not has_gguf,
-        f"model: got {name!r}, a file of weights, wanted a hub name or a folder with a config.json. For a "
-        "GGUF file: AutoModelForCausalLM.from_pretrained(folder, gguf_file=file) reads it, as AutoTokenizer "
-        "does, and save_pretrained(folder) of both writes such a folder",
+        not files,
+        f"model: got {name!r}, a folder without a config.json, wanted one of its files, such as "
+        f"{path / (files or [''])[0]}",
     )
+    return name, {}
 
 
 def _quiet_transformers() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload, dispatch_model
@@ -169,11 +170,47 @@ def test_a_model_whose_hooks_bring_nothing_is_refused_at_its_first_forward() -> 
     refused(lambda: read(absent, IDS.to("meta"), cache), "got states on the device meta")
 
 
-def test_a_file_of_weights_is_no_folder(tmp_path: Path) -> None:
-    path = tmp_path / "tiny.gguf"
-    path.write_bytes(b"GGUF")
-    for each in (path, tmp_path):
-        refused(lambda each=each: load(str(each)), r"a file of weights, wanted .* gguf_file=file\) reads it")
+def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
+    """The tiny model as a GGUF file, with a tokenizer of single letters."""
+    config, writer = model.config, gguf.GGUFWriter(path, "llama")
+    words = [chr(300 + index) for index in range(config.vocab_size - 1)] + [chr(300) + chr(301)]
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(words)
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_merges([f"{words[0]} {words[1]}"])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.state_dict().items():
+        if "q_proj" in name or "k_proj" in name:  # llama.cpp keeps the two channels of a rotation together
+            tensor = tensor.unflatten(0, (-1, 2, config.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        writer.add_tensor(names.get_name(name, (".weight",)), tensor.contiguous().numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_a_gguf_file_is_loaded_by_its_name(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    write_gguf(model, tmp_path / "tiny.gguf")
+    unpacked, _ = load(str(tmp_path / "tiny.gguf"))
+    caches = [cached(each, IDS[:, :40], "criticalkv", 0.5, small("criticalkv")) for each in (unpacked, model)]
+    same(*caches)
+    loaded(caches[0], tmp_path, unpacked)
+    refused(lambda: load(str(tmp_path)), "a folder without a config.json, wanted one of its files")
+    refused(
+        lambda: load(str(tmp_path / "cache")), "a file, wanted the folder with its config.json, or a GGUF"
+    )
 
 
 # packed
