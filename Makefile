@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
-.PHONY: demo test test-all whole slow mutants oracle wheel-check new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
+.PHONY: demo test test-all whole slow mutants oracle wheel-check latest oldest new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 demo: .venv/installed
 	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
@@ -40,6 +40,14 @@ oracle: .venv/installed
 # The wheel in environments of its own, in an empty folder and inside another project.
 wheel-check: .venv/installed
 	$(BIN)/python tests/wheel.py
+
+# The newest release of every dependency, without constraints.txt, and the oldest that pyproject.toml allows, each in an environment of
+# its own (build/newest, build/oldest). ENDS="--pin transformers==5.19.0 --only cache"
+latest: .venv/installed
+	$(BIN)/python tests/ends.py newest $(ENDS)
+
+oldest: .venv/installed
+	$(BIN)/python tests/ends.py oldest $(ENDS)
 
 new-method: .venv/installed
 	$(BIN)/python tests/new_method.py

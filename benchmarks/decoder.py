@@ -297,7 +297,7 @@ MODEL_ROWS = [
     ),
     Row(
         "14b",
-        "KeyDiff: eviction in blocks of 128, budget 8192",
+        "KeyDiff: eviction in blocks of 128, budget 8192, by code of the benchmark",
         ("keydiff",),
         block_row,
         None,
@@ -305,10 +305,18 @@ MODEL_ROWS = [
         "block step",
         True,
     ),
-    Row("8c", "MomentKV: step of the model, B = 1, L = 1024", BOTH, overhead_row(1), None, 0.95, "fixed L"),
+    Row(
+        "8c",
+        "MomentKV: step of a decoder, B = 1, L = 1024",
+        BOTH,
+        overhead_row(1),
+        None,
+        0.95,
+        "fixed L",
+    ),
     Row(
         "8c-32",
-        "MomentKV: step of the model, B = 32, L = 1024",
+        "MomentKV: step of a decoder, B = 32, L = 1024",
         BOTH,
         overhead_row(32),
         None,
@@ -317,7 +325,7 @@ MODEL_ROWS = [
     ),
     Row(
         "12",
-        "the model, B = 1: L = 1024 against all 131072",
+        "a decoder, B = 1: L = 1024 against all 131072",
         BOTH,
         decode_model_row,
         4.2e-3,
@@ -326,7 +334,7 @@ MODEL_ROWS = [
     ),
     Row(
         "13",
-        "the model, one token, same bytes, compressed 4 x",
+        "a decoder, one token, same bytes, compressed 4 x",
         ("attention",),
         throughput_row,
         None,

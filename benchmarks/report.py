@@ -25,7 +25,7 @@ def page(folder: Path = RESULTS) -> str:
         name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         for name, path in stored.items()
     }
-    settings = {"clocks": CLOCKS, "model_goals": MODEL_GOALS, "kvpress": KVPRESS, "rows": ROWS.values()}
+    settings = {"clocks": CLOCKS, "model_goals": MODEL_GOALS, "kvpress": KVPRESS, "rows": ROWS}
     return rendered("benchmarks.md.j2", **found, **settings)
 
 

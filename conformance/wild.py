@@ -288,9 +288,27 @@ def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]
     ]
 
 
+def differing(found: list[Source], rows: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """How many of the rows that were judged have a fail, how many only choices that are stated, and how many
+    neither.
+    """
+    counts = {"fails": 0, "choices": 0, "neither": 0}
+    for source in found:
+        for method, said in source.methods.items():
+            asked = rows.get(f"{source.name}/{method}", {}).get("requirements", {})
+            verdicts = {
+                "variant" if name in said.chooses else each["verdict"] for name, each in asked.items()
+            }
+            if asked:
+                kind = "fails" if "fail" in verdicts else "choices" if "variant" in verdicts else "neither"
+                counts[kind] += 1
+    return counts
+
+
 def page(found: list[Source], stored: dict[str, Any]) -> str:
     """docs/wild.md, from what is stored."""
-    return markdown(HERE / "wild.md.j2", sources=found, laws_version=laws_version, **stored)
+    counts = differing(found, stored["rows"])
+    return markdown(HERE / "wild.md.j2", sources=found, laws_version=laws_version, counts=counts, **stored)
 
 
 def main(

@@ -14,6 +14,7 @@ from typing import Any
 
 import typer
 
+from docs_build import facts
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -146,6 +147,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "cards": lambda stems: filter(_is_equation, _of(stems)),
         "charts": CHARTS,
         "commands": PROGRAM.commands,
+        "counts": facts.counts(),
         "method": catalogue.definition,
         "planted": load_mutants(),
         "proof": matrix,

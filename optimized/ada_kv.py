@@ -12,6 +12,7 @@ from .checks import require_fit
 from .selection import top_k
 
 
+@torch.no_grad()
 def select(
     scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -58,6 +59,7 @@ def _own(scores: torch.Tensor, budget: int, alpha: Fraction, protected: torch.Te
     return ranks(scores, protected) < counts
 
 
+@torch.no_grad()
 def ranks(scores: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
     r"""SEL-3, SEL-4: the place of each token in its row, from 0: the protected tokens first, then the
     higher, then the earlier.

@@ -42,7 +42,7 @@ def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
     group = num_query_heads // num_kv_heads
-    if kernels := kernels_for("attention", queries, cache.values):
+    if kernels := kernels_for("attention", queries, cache.values, beside=cache):
         return kernels.attend(queries, cache)
     dtype = working_dtype(queries)
     shape = (batch, num_query_heads, num_queries)
@@ -58,14 +58,14 @@ def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch
     )
     logits = queries.new_full((*grouped.shape[:2], longest), -math.inf, dtype=dtype)
     for head, span in enumerate(spans):
-        torch.mm(grouped[head], cache.keys[span].to(dtype).T, out=logits[head, :, : span.stop - span.start])
+        logits[head, :, : span.stop - span.start] = grouped[head] @ cache.keys[span].to(dtype).T
     normaliser = logits.logsumexp(dim=-1)
     # An empty head has only logits of -inf; -inf minus -inf would be NaN, so its normaliser is replaced by 0
     # for the weights.
     weights = (logits - normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]).exp_()
     output = queries.new_empty(*grouped.shape[:2], cache.values.shape[-1], dtype=dtype)
     for head, span in enumerate(spans):
-        torch.mm(weights[head, :, : span.stop - span.start], cache.values[span].to(dtype), out=output[head])
+        output[head] = weights[head, :, : span.stop - span.start] @ cache.values[span].to(dtype)
     return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)
 
 
@@ -87,8 +87,9 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     else:
         logits = rows.new_empty(*rows.shape[:3], keys.shape[2])
         tokens = max(1, BLOCK // (batch * num_kv_heads * head_dim))
-        for part, block in zip(logits.split(tokens, dim=3), keys.split(tokens, dim=2), strict=True):
-            part.copy_(rows @ block.to(dtype).mT)
+        for start in range(0, keys.shape[2], tokens):
+            block = keys[:, :, start : start + tokens].to(dtype)
+            logits[..., start : start + tokens] = rows @ block.mT
     logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
     return capped(logits).view(batch, num_kv_heads, group, num_queries, keys.shape[2])
 

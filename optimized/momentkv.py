@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_count
 from evictionary.reference.contract import CONTRACT
 
-from . import ada_kv
+from . import ada_kv, gradients
 from .attention import grouped_logits
 from .cache import compress
 from .checks import require_fit, require_same_device, require_shape, working_dtype
@@ -238,6 +238,16 @@ def step(
     infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """
     require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
+    gradients.require_unwanted(
+        "momentkv.step",
+        "writes into its arguments, as decode_step does not",
+        query=query,
+        new_key=new_key,
+        new_value=new_value,
+        keys=keys,
+        values=values,
+        moments=moments,
+    )
     _require_slots(positions, moments, keys)
     place = _as_positions(position, positions)
     # The kernels write into the moments in place.
@@ -320,9 +330,11 @@ def decode_step(
     budget = as_count("budget", budget, low=1)
     moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in _wide(moments, keys)))
     batch, num_kv_heads, length, _ = keys.shape
-    if length < budget:
+    if length < budget or gradients.are_wanted(query, new_key, new_value, keys, values, moments):
         keys = torch.cat([keys, new_key[:, :, None]], dim=2)
         values = torch.cat([values, new_value[:, :, None]], dim=2)
+        while keys.shape[2] > budget:
+            keys, values, moments = _without_the_lowest(query, keys, values, moments)
         kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
         return Step(attend(query, keys, values, kept, moments), keys, values, moments)
     keys, values = (states.clone(memory_format=torch.contiguous_format) for states in (keys, values))
@@ -336,6 +348,17 @@ def decode_step(
     order = positions.argsort(dim=-1)[..., None]
     keys, values = (states.gather(2, order.expand(-1, -1, -1, states.shape[3])) for states in (keys, values))
     return Step(output, keys, values, moments)
+
+
+def _without_the_lowest(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments
+) -> tuple[torch.Tensor, torch.Tensor, Moments]:
+    """The keys, values and moments after the token of the lowest score has been evicted from each head."""
+    with torch.no_grad():
+        kept = top_k(score(query, keys, values, moments), keys.shape[2] - 1)
+    moments = update(moments, keys, values, ~kept)
+    keys, values = (states[kept].view(*states.shape[:2], -1, states.shape[3]) for states in (keys, values))
+    return keys, values, moments
 
 
 def score_prompt(
@@ -369,6 +392,7 @@ def _attention_and_score(
     return attention, score
 
 
+@torch.no_grad()
 def select_prompt(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -449,4 +473,4 @@ def _kernels(
     fits = moments.key_sum.dtype == torch.float32 and (
         query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
     )
-    return kernels_for("momentkv", keys, values) if fits else None
+    return kernels_for("momentkv", keys, values, beside=(moments, query)) if fits else None

@@ -13,6 +13,7 @@ from .selection import top_k
 from .softmax import weights
 
 
+@torch.no_grad()
 def select(
     query: torch.Tensor,
     keys: torch.Tensor,

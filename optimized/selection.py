@@ -12,6 +12,7 @@ from .kernels.launching import kernels_for
 __all__ = ["budget", "top_k"]
 
 
+@torch.no_grad()
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all others.
 

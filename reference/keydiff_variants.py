@@ -24,7 +24,7 @@ def median_score(keys: np.ndarray) -> np.ndarray:
 
 def raw_mean_score(keys: np.ndarray) -> np.ndarray:
     r"""KD-T2: `score_i = -cos(kbar, k_i)`, kbar the mean of the keys, where long keys count more.
-    [..., T, D] to [..., T].
+    [..., T, D] to [..., T]. Section 4's wording; table 2 has no row for it.
     """
     keys = array("keydiff_variants.raw_mean_score", keys)
     return -cosine(keys, keys.mean(axis=-2))

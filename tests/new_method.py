@@ -1,4 +1,4 @@
-"""A 13th method in an afternoon: copies the tree, adds the files of `tests/a_new_method/`, and tries the
+"""A new method in an afternoon: copies the tree, adds the files of `tests/a_new_method/`, and tries the
 method in the copy.
 
 `python tests/new_method.py` is the recipe of docs/reference/add_a_method.md, followed literally: it fails
@@ -36,7 +36,8 @@ def main() -> None:
             shutil.copy2(source, target)
         python("-m", "ruff", "check", ".", cwd=copy)
         pytest = ["-m", "pytest", "-q", "-n", "auto", "--dist", "worksteal", "-k"]
-        others = f"{STEM} or not ({' or '.join(catalogue.names())})"
+        # Pages count the methods of today: the recipe says that they change when a method is contributed.
+        others = f"{STEM} or not ({' or '.join(catalogue.names())} or test_said)"
         python(*pytest, others, "spec_tests", "tests", "--profile", "quick", cwd=copy, OMP_NUM_THREADS=1)
         python(*pytest, STEM, "-m", "slow", "tests/judge/test_mutants.py", cwd=copy, OMP_NUM_THREADS=1)
         assert STEM in python("-m", "evictionary", "methods", cwd=copy).stdout

@@ -32,6 +32,16 @@ def printed(*command: object, cwd: Path, code: int = 0) -> str:
     return done.stdout + done.stderr
 
 
+def built(folder: Path) -> Path:
+    """The wheel of the tree, in this folder."""
+    # files that are gone from the tree would stay in the wheel
+    shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
+    run(sys.executable, "-m", "build", "--wheel", "--outdir", folder, ROOT, cwd=folder)
+    (wheel,) = folder.glob("*.whl")
+    print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+    return wheel
+
+
 def environment(folder: Path, wheel: Path, extra: str) -> Path:
     """A fresh environment with the wheel and an extra of it; returns its folder of programs."""
     venv.create(folder, with_pip=True)
@@ -100,11 +110,7 @@ def try_the_model(programs: Path, folder: Path, model: Path) -> None:
 def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         parent = Path(temporary)
-        # files that are gone from the tree would stay in the wheel
-        shutil.rmtree(ROOT / "build" / "lib", ignore_errors=True)
-        run(sys.executable, "-m", "build", "--wheel", "--outdir", parent, ROOT, cwd=parent)
-        (wheel,) = parent.glob("*.whl")
-        print(f"{wheel.name}: {wheel.stat().st_size / 2**20:.1f} MiB")
+        wheel = built(parent)
         from conftest import save_tiny_model  # beside this program
 
         save_tiny_model(parent / "model")

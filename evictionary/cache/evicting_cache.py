@@ -29,7 +29,7 @@ __all__ = ["CAPTURED", "EvictingCache"]
 
 
 class EvictingCache(WatchedCache):
-    """A cache for `model.generate(..., past_key_values=cache)` that compresses the tokens it has read.
+    """A cache for `model.generate(..., **cache.argument)` that compresses the tokens it has read.
 
     The prompt is the first forward of the model with this cache. Its tokens attend to one another in full;
     then each layer keeps the tokens that `method` chooses. Later tokens are appended, at their true
@@ -137,6 +137,14 @@ class EvictingCache(WatchedCache):
         )
         super().activate_past_recording()
 
+    @property
+    def is_croppable(self) -> bool:
+        """Whether `crop` undoes each forward: where nothing is evicted. transformers asks before it reads
+        drafts.
+        """
+        others = (layer for layer in self.layers if not isinstance(layer, EvictingLayer))
+        return self.method is None and all(getattr(layer, "is_croppable", False) for layer in others)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
             "an EvictingCache watches its model, so it cannot be pickled; wanted cache.save(path)"
@@ -226,7 +234,7 @@ class EvictingCache(WatchedCache):
         model that does not fit.
         """
         model = unwrapped(model)
-        settings, tensors = file.read(path, str(model.device))
+        settings, tensors = file.read(path)
         cache = None
         try:
             cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})

@@ -20,17 +20,18 @@ PROGRAM = '''
 """
 
 from evictionary import EvictingCache
+from evictionary.models import versions
 
 SETTINGS = {settings!r}
 
 
 def generate(*inputs, model, **arguments):
     """What model.generate does with these inputs and arguments, with a cache that compresses the prompt."""
-    if arguments.pop("past_key_values", None) is not None:
-        raise ValueError("past_key_values: got a cache, wanted none: this generation makes its own")
+    if versions.cache_of(arguments) is not None:
+        raise ValueError(f"{versions.NAME}: got a cache, wanted none: this generation makes its own")
     with EvictingCache(model, **SETTINGS) as cache:
         # not model.generate: from_pretrained may have put this function there
-        return type(model).generate(model, *inputs, past_key_values=cache, **arguments)
+        return type(model).generate(model, *inputs, **cache.argument, **versions.without_cache(arguments))
 '''
 
 

@@ -58,6 +58,8 @@ class EvictingLayer(DynamicLayer):
         # of the first places; those after them hold the last tokens seen
         self._kept_positions: torch.Tensor | None = None
         self._in_order = True  # whether the positions ascend
+        # whether a graph may have saved the storage, which no write may change then
+        self._is_saved = False
         # how the kernels of `attention.attend` cut `ragged` into chunks, by the size of a chunk
         self.plans: dict[int, Any] = {}
         super().__init__()
@@ -117,7 +119,7 @@ class EvictingLayer(DynamicLayer):
         assert self._keys is not None and self._values is not None
         require_rows(len(key_states), len(self._keys))
         end = self.stored + key_states.shape[2]
-        keys, values = (_with_room(states, self.stored, end) for states in (self._keys, self._values))
+        keys, values = self._rooms(end)
         keys[:, :, self.stored : end] = key_states
         values[:, :, self.stored : end] = value_states
         self._keys, self._values, self.stored = keys, values, end
@@ -129,16 +131,24 @@ class EvictingLayer(DynamicLayer):
         Only the tokens since the last eviction are sure to be the last ones, in order.
         """
         assert self._keys is not None and self._values is not None
+        self._is_saved |= torch.is_grad_enabled()
         return self._keys[:, :, : self.stored], self._values[:, :, : self.stored]
+
+    def _rooms(self, needed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The storage of keys and values with room for `needed` tokens, to write into."""
+        assert self._keys is not None and self._values is not None
+        saved, self._is_saved = self._is_saved, False
+        keys, values = (
+            _with_room(states, self.stored, needed, saved) for states in (self._keys, self._values)
+        )
+        return keys, values
 
     def slots_to_replace(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `slots` and their positions [B, H_kv, stored], int64, for a caller that writes other
         tokens into them.
         """
         assert self._keys is not None and self._values is not None
-        self._keys, self._values = (
-            _with_room(states, self.stored, self.stored) for states in (self._keys, self._values)
-        )
+        self._keys, self._values = self._rooms(self.stored)
         if self._kept_positions is None or self._kept_positions.shape[-1] < self.stored:
             self._kept_positions = self._positions_of_slots().to(torch.int64).contiguous()
         self._kept_positions = _writable(self._kept_positions.to(torch.int64))
@@ -485,7 +495,8 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _writable(entry: Any) -> Any:
-    return entry.clone() if isinstance(entry, torch.Tensor) and not _is_writable(entry) else entry
+    is_kept = isinstance(entry, torch.Tensor) and (entry.requires_grad or not _is_writable(entry))
+    return entry.clone() if is_kept else entry
 
 
 def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
@@ -493,11 +504,11 @@ def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
     return entry[indices] if isinstance(entry, torch.Tensor) else [entry[index] for index in indices.tolist()]
 
 
-def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:
+def _with_room(states: torch.Tensor, stored: int, needed: int, saved: bool) -> torch.Tensor:
     """Return storage for `needed` tokens with the first `stored` ones of states [B, H, room, D]: `states`
-    if it has the room.
+    if it has the room, and no graph has `saved` it.
     """
-    if needed <= states.shape[2] and not states.requires_grad and _is_writable(states):
+    if needed <= states.shape[2] and not (saved or states.requires_grad) and _is_writable(states):
         return states
     batch, heads, _, channels = states.shape
     # the tokens of a first prompt take no room beyond them: they are compressed at once

@@ -1,8 +1,11 @@
 """Shows a cache the model's padding, hidden states and queries, and lets the cache compute the attention.
 
-It uses three extension points of transformers and torch, only as long as a cache needs them: a forward
-pre-hook on the decoder, forward pre-hooks on its attention modules, and an attention function registered
-beside the model's.
+Three extension points of transformers and torch do it: a forward pre-hook and a forward hook on the decoder,
+forward pre-hooks on its attention modules, and an attention function registered beside the model's.
+
+Hooks are set once for each model, by its first cache, and go with its last one. They know no cache: each call
+brings its own among its arguments. So a cache that comes or goes in one thread changes nothing for a forward
+in another, and a watched model can be pickled.
 """
 
 import copy
@@ -11,18 +14,20 @@ import inspect
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError, require
-from evictionary.models.load import loaded
+from evictionary.models import versions
 from evictionary.models.queries import softmax_of
+from evictionary.models.weights import device_of
 from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
@@ -38,8 +43,12 @@ weights or None.
 class Watcher(Protocol):
     """The methods of a cache that the hooks call."""
 
+    def see_batch(
+        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, length: int
+    ) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
+    def see_failure(self) -> None: ...
     def handed(self, layer_index: int, keys: torch.Tensor) -> int | None: ...
     def attend(
         self,
@@ -51,45 +60,97 @@ class Watcher(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
+_looking: weakref.WeakKeyDictionary[Any, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
+"""For each cache that sees the forwards of a model, that model's decoder."""
+_attending: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The caches that compute the attention of their model."""
+_capturing: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The caches that want the hidden states too."""
 _underlying: dict[str, str] = {}
 """For each attention that is registered here, the one of transformers that it stands in front of."""
-_watching: weakref.WeakSet[Any] = weakref.WeakSet()
-_replaced: weakref.WeakKeyDictionary[PreTrainedModel, tuple[str, set[object]]] = weakref.WeakKeyDictionary()
-"""For each model with our attention: the implementation to restore, and a token for each cache that needs
-ours.
-"""
 _lock = threading.RLock()
-"""Held while a cache starts or stops watching. The same thread may come again, where the garbage collector
-deletes a cache.
+"""Held while a cache starts or stops watching, for microseconds; the first and the last cache of a model hold
+it while the model changes its attention. The same thread may come again, where the garbage collector deletes
+a cache.
 """
+_thread = threading.local()
+"""The cache of the forward that this thread has begun last, as a weak reference."""
+
+
+@dataclass
+class _Users:
+    """Who needs what is set on a model: a token for each cache."""
+
+    hooks: set[object] = field(default_factory=set)
+    hidden_states: set[object] = field(default_factory=set)
+    attention: set[object] = field(default_factory=set)
+    underlying: str = ""  # the attention to restore
+
+
+_users: weakref.WeakKeyDictionary[PreTrainedModel, _Users] = weakref.WeakKeyDictionary()
+
+
+def look(cache: Watcher, model: PreTrainedModel) -> Callable[[], None]:
+    """Show `cache` the mask and the tokens of each forward, until the returned function is called.
+
+    Nothing here keeps the cache or the model alive.
+    """
+    user, alive, its_model = object(), weakref.ref(cache), weakref.ref(model)
+    with _lock:
+        users = _users.setdefault(model, _Users())
+        # before anything else: another cache that is deleted meanwhile leaves the hooks in their place
+        users.hooks.add(user)
+        if len(users.hooks) == 1:
+            _unhook(model.base_model)  # of a copy of a watched model
+            model.base_model.register_forward_pre_hook(_see_batch, with_kwargs=True)
+            model.base_model.register_forward_hook(_see_end, with_kwargs=True, always_call=True)
+        _looking[cache] = weakref.ref(model.base_model)
+
+    def stop() -> None:
+        with _lock:
+            if (own := alive()) is not None:  # a deleted cache has left by itself
+                _looking.pop(own, None)
+            if (watched := its_model()) is not None:
+                users.hooks.discard(user)
+                if not users.hooks:
+                    _unhook(watched.base_model)
+
+    return stop
 
 
 def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
-    """Show `cache` the forwards of `model`, and let it compute the attention, until the returned function
-    is called.
+    """Let `cache` compute the attention of `model`, until the returned function is called; a cache that
+    watches looks too.
 
-    hidden_states says whether the cache wants to see those.
-    Nothing here keeps the cache alive. Raises UsageError for a model whose attention is fixed.
+    hidden_states says whether the cache wants to see those. Nothing here keeps the cache or the model alive.
+    Raises UsageError for a model whose attention is fixed.
     """
-    reference: weakref.ref[Any] = weakref.ref(cache)
+    user, alive, its_model = object(), weakref.ref(cache), weakref.ref(model)
     modules = list(attention_modules(model).values()) if hidden_states else []
-    user = object()
     with _lock:
-        _start(model, user)
-        _watching.add(cache)
-    # nothing below raises, so every hook that is set is also removed
-    hook = _hidden_states_hook(reference)
-    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
-    handles.append(model.base_model.register_forward_hook(_end_hook(reference), with_kwargs=True))
+        users = _users.setdefault(model, _Users())
+        _replace_attention(model, users, user)
+        _attending.add(cache)
+        if hidden_states:
+            _capturing.add(cache)
+            users.hidden_states.add(user)
+            if len(users.hidden_states) == 1:
+                for module in modules:
+                    _unhook(module)
+                    module.register_forward_pre_hook(_see_hidden_states, with_kwargs=True)
 
     def stop() -> None:
-        for handle in handles:
-            handle.remove()
-        alive = reference()
         with _lock:
-            if alive is not None:  # the weak set removes a deleted cache by itself
-                _watching.discard(alive)
-            _stop(model, user)
+            if (own := alive()) is not None:  # a deleted cache has left by itself
+                _attending.discard(own)
+                _capturing.discard(own)
+            if (watched := its_model()) is None:
+                return
+            users.hidden_states.discard(user)
+            if hidden_states and not users.hidden_states:
+                for module in attention_modules(watched).values():
+                    _unhook(module)
+            _restore_attention(watched, users, user)
 
     return stop
 
@@ -122,74 +183,90 @@ def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Modul
     return found
 
 
-def output_projection(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden], in the dtype and on the device of values
-    [..., D_v]. Raises UsageError for a module without `o_proj` or `dense`.
-    """
-    projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
+# a compiled model leaves its graph in each hook: what a cache does depends on the numbers
+@torch.compiler.disable
+def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any) -> None:
+    found = _forward(module, arguments, *given)
+    if found is None:
+        return
+    cache, named, tokens = found
+    _thread.cache = weakref.ref(cache)
     require(
-        projection is not None,
-        f"model: {type(module).__name__} has no o_proj or dense, which this method reads",
+        named.get("use_cache") is not False,
+        "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole "
+        "text into it again",
     )
-    weight = loaded(projection, "weight").detach()
-    return weight.to(values).T.unflatten(0, (-1, values.shape[-1]))
+    if tokens is None:
+        return
+    _require_our_attention(cache, cache.model)
+    if tokens.shape[1] or not cache.get_seq_length():
+        longest = getattr(cache.model.config.get_text_config(), "max_position_embeddings", None)
+        require_prompt(tokens.shape[1], longest)
+    mask, seen, several = named.get("attention_mask"), cache.get_seq_length(), tokens.shape[1] > 1
+    require(
+        mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2),
+        f"attention_mask: got {getattr(mask, 'shape', type(mask))}, wanted [batch, tokens]: beside a "
+        "method every token sees all tokens before it",
+    )
+    kinds = named.get("token_type_ids")
+    require(
+        not (seen and several and kinds is not None and kinds[:, -tokens.shape[1] :].any()),
+        "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
+        "this model reads them in both directions",
+    )
+    # on a GPU the mask of a single token is not looked at: each would wait for the GPU
+    is_looked_at = mask is not None and (mask.device.type == "cpu" or several or not seen)
+    cache.see_batch(mask if is_looked_at else None, named.get("position_ids"), *tokens.shape[:2])
 
 
-def look(cache: Any, model: PreTrainedModel) -> Callable[[], None]:
-    """Show `cache` the mask and the tokens of each forward, until the returned function is called."""
-    reference: Callable[[], Any] = weakref.ref(cache)
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-
-    @torch.compiler.disable
-    def check(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        named, tokens = _read(module, arguments, named)
-        cache = named.get("past_key_values")
-        if cache is None or cache is not reference():
-            return
-        require(
-            named.get("use_cache") is not False,
-            "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole "
-            "text into it again",
-        )
-        if tokens is None:
-            return
-        attention = model.config._attn_implementation
-        require(
-            attention in _underlying or model not in _replaced,
-            f"model: got the attention {attention}, chosen after the cache was made; wanted "
-            "model.set_attn_implementation() "
-            "before EvictingCache(model)",
-        )
-        if tokens.shape[1] or not cache.get_seq_length():
-            require_prompt(tokens.shape[1], longest)
-        mask, seen, several = named.get("attention_mask"), cache.get_seq_length(), tokens.shape[1] > 1
-        require(
-            mask is None or (isinstance(mask, torch.Tensor) and mask.ndim == 2),
-            f"attention_mask: got {getattr(mask, 'shape', type(mask))}, wanted [batch, tokens]: beside a "
-            "method every token sees all tokens before it",
-        )
-        kinds = named.get("token_type_ids")
-        require(
-            not (seen and several and kinds is not None and kinds[:, -tokens.shape[1] :].any()),
-            "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
-            "this model reads them in both directions",
-        )
-        # on a GPU the mask of a single token is not looked at: each would wait for the GPU
-        is_looked_at = mask is not None and (mask.device.type == "cpu" or several or not seen)
-        cache.see_batch(mask if is_looked_at else None, named.get("position_ids"), *tokens.shape[:2])
-
-    return model.base_model.register_forward_pre_hook(check, with_kwargs=True).remove
+@torch.compiler.disable
+def _see_end(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any) -> None:
+    *named, output = given
+    found = _forward(module, arguments, *named)
+    if found is None:
+        return
+    cache, own, tokens = found
+    if output is None:  # torch calls this hook after an exception too
+        cache.see_failure()
+    elif cache in _attending and tokens is not None:
+        cache.see_end(tokens, own)
 
 
-def _read(
-    module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]
-) -> tuple[dict[str, Any], torch.Tensor | None]:
-    """The arguments of a forward by name, given by place or not, and the ids [B, M] or the embeddings
-    [B, M, hidden] that it reads.
+@torch.compiler.disable
+def _see_hidden_states(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any) -> None:
+    if not given:
+        return
+    named = _by_name(module, arguments, given[0])
+    cache = versions.cache_of(named)
+    if isinstance(cache, Cache) and cache in _capturing:
+        hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
+        cache.see_hidden_states(int(module.layer_idx), hidden_states)
+
+
+def _forward(
+    module: torch.nn.Module, arguments: tuple[Any, ...], *given: dict[str, Any]
+) -> tuple[Any, dict[str, Any], torch.Tensor | None] | None:
+    """The cache of a forward of its own model, the arguments by name, and the ids [B, M] or embeddings
+    [B, M, hidden] that it reads; None for a forward without such a cache.
+
+    torch leaves the named arguments out where another thread is just setting or removing the hook. The cache
+    of this forward holds the hook, so that forward has none.
     """
+    if not given:
+        return None
+    named = _by_name(module, arguments, given[0])
+    cache = versions.cache_of(named)
+    decoder = _looking.get(cache) if isinstance(cache, Cache) else None
+    if decoder is None or decoder() is not module:
+        return None
+    return cache, named, named.get("inputs_embeds") if named.get("input_ids") is None else named["input_ids"]
+
+
+def _by_name(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a forward by name, given by place or not."""
     if arguments:  # by the names of the class, whatever wraps the forward of the module
-        named = dict(zip(_names(type(module).forward), arguments, strict=False)) | named
-    return named, named.get("inputs_embeds") if named.get("input_ids") is None else named["input_ids"]
+        return dict(zip(_names(type(module).forward), arguments, strict=False)) | named
+    return named
 
 
 @functools.cache
@@ -198,14 +275,15 @@ def _names(forward: Callable[..., Any]) -> list[str]:
     return list(inspect.signature(forward).parameters)[1:]
 
 
-def _end_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
-    @torch.compiler.disable
-    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
-        cache, (named, tokens) = reference(), _read(module, arguments, named)
-        if named.get("past_key_values") is cache and cache is not None and tokens is not None:
-            cache.see_end(tokens, named)
-
-    return hook
+def _unhook(module: torch.nn.Module) -> None:
+    """Remove our hooks from a module: those that were set here, and those that a copy brought with it."""
+    for hooks, *flags in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called),
+    ):
+        for key in [key for key, hook in hooks.items() if hook in (_see_batch, _see_end, _see_hidden_states)]:
+            for each in (hooks, *flags):
+                each.pop(key, None)
 
 
 def require_prompt(length: int, longest: int | None) -> None:
@@ -217,67 +295,76 @@ def require_prompt(length: int, longest: int | None) -> None:
     )
 
 
-def _hidden_states_hook(reference: weakref.ref[Watcher]) -> Callable[..., None]:
-    @torch.compiler.disable
-    def hook(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        cache, named = reference(), _read(module, arguments, named)[0]
-        # GPT-NeoX calls its cache layer_past
-        is_its_own = named.get("past_key_values", named.get("layer_past")) is cache
-        if cache is not None and is_its_own:
-            hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
-            cache.see_hidden_states(int(module.layer_idx), hidden_states)
+def _require_our_attention(cache: Watcher, model: PreTrainedModel) -> None:
+    """Raise UsageError where the user has chosen another attention since the cache began to attend."""
+    with _lock:  # another thread may be changing it
+        attention = model.config._attn_implementation
+        is_replaced = attention in _underlying or cache not in _attending
+    require(
+        is_replaced,
+        f"model: got the attention {attention}, chosen after the cache was made; wanted "
+        "model.set_attn_implementation() before EvictingCache(model)",
+    )
 
-    return hook
 
-
-def _start(model: PreTrainedModel, user: object) -> None:
-    # a model that shares its config with a watched model has our attention already
+def _replace_attention(model: PreTrainedModel, users: _Users, user: object) -> None:
     now = model.config._attn_implementation
-    underlying, users = _replaced.get(model, (_underlying.get(now, now), set()))
+    # a model that shares its config with a watched model has our attention already
+    underlying = users.underlying if users.attention else _underlying.get(now, now)
     ours = _name(underlying)
     require(
-        underlying in ("sdpa", "eager", "flex_attention") or "flash" in underlying or "/" in underlying,
+        _can_be_replaced(underlying),
         f"model: got {type(model).__name__} with the attention {underlying}, wanted "
         "attn_implementation='sdpa', 'eager', "
         "'flex_attention', a flash kind or a kernel of the hub",
     )
     require(
-        model.device.type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
+        ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward
+        or device_of(model).type != "cpu",
         f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs "
         "alone; "
         "wanted attn_implementation='sdpa'",
     )
-    _replaced[model] = (underlying, users)
     # before anything else: another cache that is deleted meanwhile leaves our attention in its place
-    users.add(user)
-    if len(users) == 1:
-        AttentionInterface.register(ours, _answering_attention(underlying))
-        if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
-            AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
-        _underlying[ours] = underlying
+    users.attention.add(user)
+    users.underlying = underlying
+    if len(users.attention) == 1:
+        _register(underlying)
         model.set_attn_implementation(ours)
         if model.config._attn_implementation != ours:
-            del _replaced[model]
+            users.attention.discard(user)
             raise UsageError(
                 f"model: {type(model).__name__} has a fixed attention, so no method can read its queries"
             )
 
 
+def _restore_attention(model: PreTrainedModel, users: _Users, user: object) -> None:
+    users.attention.discard(user)
+    if users.attention:
+        return
+    is_shared = any(other.config is model.config for other, theirs in _users.items() if theirs.attention)
+    if model.config._attn_implementation == _name(users.underlying) and not is_shared:
+        # a kernel that the user allowed before
+        model.set_attn_implementation(users.underlying, allow_all_kernels=True)
+
+
+def _can_be_replaced(underlying: str) -> bool:
+    return underlying in ("sdpa", "eager", "flex_attention") or "flash" in underlying or "/" in underlying
+
+
+def _register(underlying: str) -> None:
+    """Register our attention in front of one of transformers, under a name of its own."""
+    ours = _name(underlying)
+    if ours not in _underlying:
+        AttentionInterface.register(ours, _answering_attention(underlying))
+        if underlying in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(ours, ALL_MASK_ATTENTION_FUNCTIONS[underlying])
+        _underlying[ours] = underlying
+
+
 def _name(underlying: str) -> str:
     """The name of our attention. transformers would load a kernel for a name with "flash" or "/" in it."""
     return PREFIX + underlying.replace("flash", "fused").replace("/", "_")
-
-
-def _stop(model: PreTrainedModel, user: object) -> None:
-    underlying, users = _replaced[model]
-    users.discard(user)
-    if users:
-        return
-    del _replaced[model]
-    is_shared = any(other.config is model.config for other in _replaced)
-    if model.config._attn_implementation == _name(underlying) and not is_shared:
-        # a kernel that the user allowed before
-        model.set_attn_implementation(underlying, allow_all_kernels=True)
 
 
 def _answering_attention(underlying: str) -> Callable[..., Any]:
@@ -306,16 +393,26 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
             return function(asked, query, key, value, mask, *rest, **named)
 
         index = getattr(module, "layer_idx", None)  # that of an image or of sound has none
-        with _lock:
-            caches = list(_watching)
-        for cache in caches:
-            place = None if index is None else cache.handed(index, key)
+        for cache in () if index is None else _candidates():
+            place = cache.handed(index, key)
             if place is not None:
                 require_known_softmax(module, named)
                 return cache.attend(place, module, query, attention_mask, model_attention)
         return model_attention(attention_mask)
 
     return attention
+
+
+def _candidates() -> Iterator[Any]:
+    """The caches that may have handed out the keys of an attention: first that of this thread's forward,
+    then all that attend, for a model may run its layers in other threads.
+    """
+    own = getattr(_thread, "cache", lambda: None)()
+    if own is not None and own in _attending:
+        yield own
+    with _lock:
+        others = [cache for cache in _attending if cache is not own]
+    yield from others
 
 
 def require_known_softmax(module: torch.nn.Module, named: Mapping[str, Any]) -> None:
@@ -347,3 +444,9 @@ def _under_its_own_name(module: Any, underlying: str) -> Any:
     view.config = copy.copy(module.config)
     view.config._attn_implementation_internal = underlying
     return view
+
+
+# Once, before any model runs: so a model that was pickled while a cache watched it finds its attention again.
+for _each in ("eager", *ALL_ATTENTION_FUNCTIONS):
+    if _can_be_replaced(_each) and not _each.startswith((PREFIX, "paged")):
+        _register(_each)

@@ -41,12 +41,13 @@ def attend(
         and (layer.bias is None or layer.ragged is None)
     )
     parts = []
-    if fits and (kernels := kernels_for("attention", queries, keys, values)):
+    beside = layer.ragged, moments, layer.bias
+    if fits and (kernels := kernels_for("attention", queries, keys, values, beside=beside)):
         recent = (keys, values) if layer.stored else None
         parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans, bias=layer.bias))
         moments = None
-    elif layer.ragged is not None and (softmax.cap is not None or _is_graph(queries, layer.ragged.keys)):
-        # padded: the attention over flat heads has no cap, and writes into its results
+    elif layer.ragged is not None and softmax.cap is not None:
+        # padded: the attention over flat heads has no cap
         keys, values, _, filled = layer.contents()
         parts.append(attend_dense(queries, keys, values, filled, softmax.cap))
     else:
@@ -60,11 +61,6 @@ def attend(
         sinks = softmax.sinks.to(queries).float()[:, None].expand(queries.shape[:3])
         parts.append((torch.zeros_like(parts[0][0]), sinks))
     return mix(parts).to(queries.dtype)
-
-
-def _is_graph(*tensors: torch.Tensor) -> bool:
-    """Whether gradients are asked for."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 def attend_dense(

@@ -18,8 +18,11 @@ from evictionary.cache.model_hooks import Attention, attention_modules, look, wa
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED, captured
 from evictionary.methods.method import Method, Request
+from evictionary.models import versions
 from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
+from evictionary.models.weights import require_numbers
+from evictionary.optimized.gradients import are_wanted
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
 
@@ -42,6 +45,8 @@ class WatchedCache(Cache):
     _reads: frozenset[str]  # the inputs of the method that it has to find
     _names: frozenset[str]
     _replaying: bool
+    # of each layer that is still to be read a second time: its keys and values with their graph
+    _with_graph: dict[int, tuple[torch.Tensor, torch.Tensor]]
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -90,7 +95,9 @@ class WatchedCache(Cache):
         )
         self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self._policies = self.method.policies if self.method else ()
-        self.softmax = {index: softmax_of(module) for index, module in attention_modules(model).items()}
+        self.softmax = {
+            index: softmax_of(module, model) for index, module in attention_modules(model).items()
+        }
         steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
         is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
         self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
@@ -109,6 +116,7 @@ class WatchedCache(Cache):
         heads.
         """
         layer = self.layers[layer_idx]
+        require_numbers(key_states)
         if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
             checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
@@ -195,10 +203,16 @@ class WatchedCache(Cache):
             checks.require_watchable(model, self._handed)
             checks.require_readable_twice(tokens.shape[1], self._longest, self.padding, named)
             self._replaying = True
+            # what the layers hold with a graph, which the second reading is without
+            self._with_graph = (
+                {index: layer.slots() for index, layer in self.evicting.items()}
+                if torch.is_grad_enabled()
+                else {}
+            )
             with torch.no_grad():
                 model.base_model(
                     **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens},
-                    past_key_values=self,
+                    **self.argument,
                     use_cache=True,
                 )
         except Exception:
@@ -207,6 +221,15 @@ class WatchedCache(Cache):
         finally:
             self._replaying = False
         self._close_if_settled()
+
+    def see_failure(self) -> None:
+        """Let go of the model after an exception that left a forward half read; model_hooks.py calls this.
+
+        Such a cache refuses more tokens, and says the way out. One that has read nothing of it goes on.
+        """
+        read = {layer.get_seq_length() for layer in self.layers if hasattr(layer, "get_seq_length")}
+        if self._handed or len(read) > 1:
+            self.close()
 
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
         """Take the hidden states [B, M, hidden] that a layer reads; model_hooks.py calls this."""
@@ -217,7 +240,8 @@ class WatchedCache(Cache):
         """The layer whose attention was handed these keys by this cache; layers may share a module, which
         names one of them.
         """
-        return next((index for index, own in self._handed.items() if own is keys), None)
+        # a copy, made in one step: a forward of this cache in another thread may be changing it
+        return next((index for index, own in list(self._handed.items()) if own is keys), None)
 
     def attend(
         self,
@@ -266,10 +290,16 @@ class WatchedCache(Cache):
                 "replay_queries": scaled,
                 "replay_keys": layer.take_back(queries.shape[2]),
             }
-            self._compress(layer_index)
+            if is_graph := layer_index in self._with_graph:
+                layer.keys, layer.values = self._with_graph.pop(layer_index)
+            with torch.set_grad_enabled(is_graph):
+                self._compress(layer_index)
             self._captured.pop(layer_index)
             return output
         try:
+            if layer.waiting is not None and are_wanted(queries, layer.slots(), layer.moments):
+                layer.append(*layer.waiting)  # a step writes into what a graph needs
+                layer.waiting = None
             if layer.waiting is not None:
                 output = self._replace_a_token(layer_index, scaled[:, :, 0])[:, None], None
             elif is_prompt and self._names & REPLAYED:
@@ -338,7 +368,7 @@ class WatchedCache(Cache):
     def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
         """The softmax of a layer with sinks [B, H_q]."""
         own = self.softmax.get(layer_index, PLAIN)
-        return Softmax(own.cap, None if own.sinks is None else own.sinks.detach().expand(batch, -1))
+        return Softmax(own.cap, None if own.sinks is None else own.sinks.expand(batch, -1))
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
@@ -448,7 +478,7 @@ class WatchedCache(Cache):
         self._handed, self._captured, self.recorded = {}, {}, {}
         self.stages = []
         self.padding, self.counts_padding = None, False
-        self._replaying = False
+        self._replaying, self._with_graph = False, {}
         self._is_announced = False
         self.peak_tokens = 0
         # that later tokens stay; that a method keeps less than half of what it may
@@ -458,6 +488,14 @@ class WatchedCache(Cache):
         later = self._reads & self.method.reads_later - {"query"} if self.method and self.every else set()
         self._remembered = frozenset(CAPTURED_FOR[name] for name in later if name in CAPTURED_FOR)
         self._watch()
+
+    @property
+    def argument(self) -> dict[str, Any]:
+        """This cache as an argument: `model.generate(**inputs, **cache.argument)` in each transformers.
+
+        It is `cache=cache` from transformers 5.24 on, and `past_key_values=cache` before.
+        """
+        return versions.argument(self)
 
     @property
     def evicting(self) -> dict[int, EvictingLayer]:

@@ -383,6 +383,8 @@ def missing_walls(without: bool) -> list[str]:
 
     walls = child.walls_here()
     harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
+    if not any(walls.get(name) for name in child.KEEP_FILES):
+        harm.append(f"no {' and no '.join(child.KEEP_FILES)}: it could change or delete your files")
     told = f"The code has too few walls around it on this machine ({'; '.join(harm)})."
     require(
         not harm or without,

@@ -24,11 +24,16 @@ AXES = {
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract keydiff.score --json[/]"
+    epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract h2o[/]   "
+    "[bold]evictionary contract keydiff.score --json[/]"
 )
 def contract(
     function: Annotated[
-        str | None, typer.Argument(show_default=False, help="Such as keydiff.score; without it, a list.")
+        str | None,
+        typer.Argument(
+            show_default=False,
+            help="Such as keydiff.score. A method, such as h2o, lists its functions; nothing lists all.",
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -36,11 +41,10 @@ def contract(
     tests).
     """
     with exit_codes():
-        from evictionary.spec_tests.judge.implementation import contract_functions
-
-        found = starter.described(function) if function else {}
-    if not function:
-        show(as_json, known := contract_functions(), map(Text, known))
+        listed = starter.functions_of(function)
+        found = {} if listed else starter.described(function or "")
+    if listed:
+        show(as_json, listed, map(Text, listed))
         return
     named = {axis: AXES[axis] for axes in found["axes"].values() for axis in axes if axis in AXES}
     lines = [

@@ -29,7 +29,7 @@ def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> lis
     for name in names:
         if "." not in name:
             require_known("method", name, dict.fromkeys(path.partition(".")[0] for path in known))
-        own = [path for path in known if path.startswith(f"{name}.")]
+        own = functions_of(name)
         for path in [path for path in own if path.rpartition(".")[2] in CALLED] or own or [name]:
             texts.setdefault(folder / f"{name.partition('.')[0]}.py", []).append(described(path))
     for file in texts:
@@ -38,6 +38,13 @@ def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> lis
     for file, found in texts.items():
         file.write_text(_file(found, judged or file), encoding="utf-8")
     return [*texts]
+
+
+def functions_of(method: str | None) -> list[str]:
+    """The functions of a method, in the contract's order; those of all for None, none for another name."""
+    from evictionary.spec_tests.judge.implementation import contract_functions
+
+    return [path for path in contract_functions() if method in (None, path.partition(".")[0])]
 
 
 def described(path: str) -> dict[str, Any]:
@@ -49,10 +56,11 @@ def described(path: str) -> dict[str, Any]:
     from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
-    require(
-        path in known,
-        f"function: got {path!r}, wanted a function such as keydiff.score{did_you_mean(path, known)}",
-    )
+    own = functions_of(path.partition(".")[0])
+    wanted = f"one of {', '.join(own)}" if own else "a function such as keydiff.score, or a method"
+    stems = {one.partition(".")[0] for one in known}
+    near = did_you_mean(path, own or [*known, *stems])
+    require(path in known, f"function: got {path!r}, wanted {wanted}{near}")
     function = oracle(path)
     laws = [law for law in load_laws().values() if path in law.functions]
     ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)

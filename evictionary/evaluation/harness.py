@@ -24,7 +24,7 @@ from transformers import DynamicCache
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import UsageError
 from evictionary.evaluation.questions import likelihood, prefill
-from evictionary.models import embedded
+from evictionary.models import embedded, versions
 from evictionary.models.load import EMBEDDED
 
 
@@ -83,7 +83,7 @@ class Evicting(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **options: Any) -> Any:
         with self.evicting() as cache:
-            return super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
+            return super()._model_generate(context, max_length, stop, **versions.argument(cache), **options)
 
 
 if __name__ == "__main__":

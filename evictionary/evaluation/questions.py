@@ -13,6 +13,8 @@ from transformers import Cache, PreTrainedModel
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import require
+from evictionary.models import versions
+from evictionary.models.weights import device_of
 
 SPLIT = "<evictionary:question>"
 
@@ -77,8 +79,8 @@ def prefill(
     A cache that compresses while it reads has compressed the last block too, then, whatever its length.
     """
     _require_room(model, cache, context_ids.shape[1])
-    for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
-        model(block, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    for block in context_ids.to(device_of(model)).split(block_size or context_ids.shape[1], dim=1):
+        model(block, **versions.argument(cache), use_cache=True, logits_to_keep=1)
     if isinstance(cache, EvictingCache) and cache.every:
         cache.compress()
 
@@ -96,7 +98,10 @@ def ask(
     token_ids: list[int] = []
     with _left_alone(cache) as borrowed:
         output = model(
-            question_ids.to(model.device), past_key_values=borrowed, use_cache=True, output_hidden_states=True
+            question_ids.to(device_of(model)),
+            **versions.argument(borrowed),
+            use_cache=True,
+            output_hidden_states=True,
         )
         hidden_states = output.hidden_states[-1][0]
         while (following := int(output.logits[0, -1].argmax())) not in stops:
@@ -104,7 +109,9 @@ def ask(
             if len(token_ids) == max_new_tokens:
                 break
             output = model(
-                torch.tensor([[following]], device=model.device), past_key_values=borrowed, use_cache=True
+                torch.tensor([[following]], device=device_of(model)),
+                **versions.argument(borrowed),
+                use_cache=True,
             )
     return Answer(tokenizer.decode(token_ids, skip_special_tokens=True).strip(), token_ids, hidden_states)
 
@@ -125,10 +132,10 @@ def likelihood(
     as `ask` does.
     """
     number = answer_ids.shape[1]
-    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(model.device)
+    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(device_of(model))
     _require_room(model, cache, tokens.shape[1])
     with _left_alone(cache) as borrowed:
-        read = partial(model, past_key_values=borrowed, use_cache=True)
+        read = partial(model, **versions.argument(borrowed), use_cache=True)
         logits = [
             read(block, logits_to_keep=min(number, block.shape[1])).logits[0].float()
             for block in tokens.split(block_size or tokens.shape[1], dim=1)

@@ -18,6 +18,7 @@ from transformers.utils import logging as transformers_logging
 from evictionary.errors import UsageError, require
 from evictionary.models import embedded
 from evictionary.models.loading import DeviceMap, Loading
+from evictionary.models.weights import require_weights
 
 EMBEDDED = "embedded"
 
@@ -65,6 +66,7 @@ def load(
     folder = str(embedded.install()) if name == EMBEDDED else name
     require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
     is_folder = Path(folder).is_dir()
+    _require_no_file_of_weights(name, Path(folder))
     require(
         is_folder or not folder.startswith((".", "/", "~")),
         f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
@@ -101,6 +103,17 @@ def load(
     return model.eval(), tokenizer
 
 
+def _require_no_file_of_weights(name: str, path: Path) -> None:
+    """Raise UsageError for a file, or a folder that holds one of GGUF alone, and say what reads it."""
+    has_gguf = path.is_dir() and not (path / "config.json").exists() and any(path.glob("*.gguf"))
+    require(
+        not path.is_file() and not has_gguf,
+        f"model: got {name!r}, a file of weights, wanted a hub name or a folder with a config.json. For a "
+        "GGUF file: AutoModelForCausalLM.from_pretrained(folder, gguf_file=file) reads it, as AutoTokenizer "
+        "does, and save_pretrained(folder) of both writes such a folder",
+    )
+
+
 def _quiet_transformers() -> None:
     """Turn off progress bars and warnings, which would appear between the lines of a command."""
     transformers_logging.disable_progress_bar()
@@ -124,33 +137,9 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return found
 
 
-def loaded(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A weight of a module, also one that accelerate left on the disk. Raises UsageError for one that is
-    nowhere.
-    """
-    weight = getattr(module, name)
-    if weight.device.type != "meta":
-        return weight
-    hook = getattr(module, "_hf_hook", None)
-    found: Any = next(
-        (
-            each.weights_map
-            for each in (hook, *getattr(hook, "hooks", ()))
-            if getattr(each, "weights_map", None)
-        ),
-        None,
-    )
-    require(
-        found is not None,
-        f"model: got {type(module).__name__} without numbers in its {name} (device meta), wanted loaded "
-        "weights",
-    )
-    return found[name]
-
-
 def require_supported(model: PreTrainedModel) -> None:
     """Raise UsageError unless the model is a decoder of known positions, with full attention in at least
-    one layer.
+    one layer, and its weights have numbers.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -202,3 +191,4 @@ def require_supported(model: PreTrainedModel) -> None:
         not getattr(config, "num_kv_shared_layers", None),
         f"model: got {name} whose layers share keys and values, wanted a cache for each layer",
     )
+    require_weights(model)

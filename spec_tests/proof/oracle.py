@@ -48,6 +48,9 @@ PART = 60
 
 BANK, PROGRAM = "by hand", "by the program"
 SEEN, SAME, LISTED, UNSEEN = "seen", "same numbers", "equivalent", "unseen"
+COLUMNS = (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN)
+PAGE = DOCS / "oracle.md"
+REASONS = "\n## Equivalent, and why\n"
 
 
 # Of one call, by place and by name.
@@ -302,65 +305,79 @@ def run(only: list[str], jobs: int, above: int = 0) -> list[Result]:
     ]
 
 
-def page(results: list[Result]) -> str:
+def page(results: list[Result], earlier: str = "") -> str:
     """The table as Markdown: of each function how many mistakes were made and what became of them, and the
-    reasons.
+    reasons. Functions that were not judged keep the rows that an earlier page has of them.
     """
-    total = Counter(each.verdict for each in results)
-    made = Counter(each.made for each in results)
-    lines = [
-        "# Who guards the oracle",
-        "",
-        "Everything is compared with `reference/`. What if `reference/` is wrong? Here the same bug is "
-        "planted in the",
-        "implementation and in the reference. Comparing the two finds nothing; only a law with an "
-        "independent computation can",
-        "detect it: plain loops, brute force, an exact fraction, a closed form, an example by hand.",
-        "",
-        f"{made[BANK]} mistakes are those of the [bank](kill_matrix.md); {made[PROGRAM]} are made by a "
-        "program, which replaces one",
-        "operator, number, axis, bound or call in the source of a function. What only refuses an argument is "
-        "left alone.",
-        "`make oracle` made this page.",
-        "",
-        f"- **Seen**: {total[SEEN]}. A law fails.",
-        f"- **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its "
-        "laws draw; of the bank,",
-        "  these are mistakes that only refuse or accept other arguments.",
-        f"- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law "
-        "can object.",
-        f"- **Unseen**: {total[UNSEEN]}.",
-        "",
-        "These figures speak of these mistakes, and of no others. A mistake that begins at a size is seen if "
-        "a law draws that",
-        f"size: {sum(bool(each.above) for each in load_mutants().values())} of the bank begin at one, such "
-        "as a budget of 100 or",
-        "the last of several whole tiles. The program's mistakes hold at every size.",
-        "`python -m evictionary.spec_tests.proof.oracle --above 100` makes them where an array is longer "
-        "than 100 alone, in the",
-        "functions named by `--only`. *Same numbers* then also means that no law draws such a size.",
-        "",
-    ]
     words = grouped((each.of, word) for each in results for word in (each.made, each.verdict))
-    columns = (BANK, PROGRAM, SEEN, SAME, LISTED, UNSEEN)
-    counted = [[f"`{path}`", *map(found.count, columns)] for path, found in words.items()]
-    head = ["function", "by hand", "by the program", "seen", "same numbers", "equivalent", "unseen"]
-    reasons = [
-        (f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED
-    ]
-    lines += [
-        table(head, counted),
-        "",
-        "## Equivalent, and why",
-        "",
-        table(["function", "mistake", "reason"], reasons),
-    ]
-    return "\n".join(lines) + "\n"
+    head, *judged = table(
+        ["function", *COLUMNS], [[f"`{path}`", *map(found.count, COLUMNS)] for path, found in words.items()]
+    ).splitlines()
+    top, *listed = table(
+        ["function", "mistake", "reason"],
+        [(f"`{each.of}`", f"`{each.mistake}`", each.reason) for each in results if each.verdict == LISTED],
+    ).splitlines()
+    counts, _, reasons = earlier.partition(REASONS)
+    rows, why = (
+        _in_order([*_rows(new), *(line for line in _rows(old.splitlines()) if _of(line) not in words)])
+        for new, old in ((judged, counts), (listed, reasons))
+    )
+    total = dict(zip(COLUMNS, np.sum([counted(line) for line in rows], axis=0, dtype=int), strict=True))
+    planted = load_mutants().values()
+    return f"""# Who guards the oracle
+
+Everything is compared with `reference/`. What if `reference/` is wrong? Here the same bug is planted in
+the implementation and in the reference. Comparing the two finds nothing; only a law with an independent
+computation can detect it: plain loops, brute force, an exact fraction, a closed form, an example by hand.
+
+{total[BANK]} mistakes are those of the [bank](kill_matrix.md) that compute with NumPy. The bank has
+{len(planted)}; the others compute with torch, so the reference cannot make them. {total[PROGRAM]} mistakes
+are made by a program, which replaces one operator, number, axis, bound or call in the source of a
+function. What only refuses an argument is left alone. `make oracle` made this page.
+
+- **Seen**: {total[SEEN]}. A law fails.
+- **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its laws draw;
+  of the bank, these are mistakes that only refuse or accept other arguments.
+- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law can
+  object.
+- **Unseen**: {total[UNSEEN]}.
+
+These figures speak of these mistakes, and of no others. A mistake that begins at a size is seen if a law
+draws that size: {sum(bool(each.above) for each in planted)} of the bank begin at one, such as a budget of
+100 or the last of several whole tiles. The program's mistakes hold at every size.
+`python -m evictionary.spec_tests.proof.oracle --above 100` makes them where an array is longer than 100
+alone, in the functions named by `--only`. *Same numbers* then also means that no law draws such a size.
+
+{chr(10).join([head, judged[0], *rows])}
+{REASONS}
+{chr(10).join([top, listed[0], *why])}
+"""
+
+
+def _rows(lines: list[str]) -> list[str]:
+    """The lines of a table that begin with a function."""
+    return [line for line in lines if line.startswith("| `")]
+
+
+def _of(line: str) -> str:
+    return line.split("`")[1]
+
+
+def _in_order(lines: list[str]) -> list[str]:
+    """The lines of the functions that there are, in the order of the reference."""
+    order = list(functions())
+    return sorted((line for line in lines if _of(line) in order), key=lambda line: order.index(_of(line)))
+
+
+def counted(line: str) -> list[int]:
+    """The numbers of a row of the page, as COLUMNS has them."""
+    return [int(cell.rstrip(" |")) for cell in line.split(" | ")[1:]]
 
 
 def main(
     only: Annotated[
-        list[str] | None, typer.Option(metavar="FUNCTION", help="A part of `stem.function`; no page then.")
+        list[str] | None,
+        typer.Option(metavar="FUNCTION", help="A part of `stem.function`; the page keeps the others."),
     ] = None,
     above: Annotated[
         int,
@@ -380,8 +397,9 @@ def main(
     results = run(only or [], jobs, above)
     if file:
         file.write_text(json.dumps([asdict(each) for each in results], indent=1) + "\n", encoding="utf-8")
-    if not only and not above:
-        (DOCS / "oracle.md").write_text(page(results), encoding="utf-8")
+    if not above:
+        earlier = PAGE.read_text(encoding="utf-8") if only and PAGE.exists() else ""
+        PAGE.write_text(page(results, earlier), encoding="utf-8")
     unseen = [each for each in results if each.verdict == UNSEEN]
     for each in unseen:
         print(f"unseen: {each.of}: {each.mistake}")

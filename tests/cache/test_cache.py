@@ -15,6 +15,7 @@ from transformers import DynamicCache, LlamaForCausalLM
 from evictionary import EvictingCache, reference
 from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
+from evictionary.models import versions
 from evictionary.optimized import h2o
 
 QUERY_METHOD = (
@@ -171,7 +172,7 @@ def test_h2o_adds_up_the_attention_of_the_prompt_while_it_is_computed(
         cached(models["eager"], prompts, "h2o", 0.5),
         EvictingCache(models["sdpa"], "h2o", 0.5),
     ]
-    models["sdpa"](prompts, past_key_values=caches[-1]).logits.sum().backward()
+    models["sdpa"](prompts, **versions.argument(caches[-1])).logits.sum().backward()
     assert all(parameter.grad is not None for parameter in models["sdpa"].parameters())
     monkeypatch.setattr(h2o, "score", None)
     caches += [cached(models["sdpa"], prompts, "h2o", 0.5)]
@@ -361,17 +362,20 @@ def test_bad_arguments_are_value_errors(model: LlamaForCausalLM, named: dict[str
 
 def test_prompts_that_cannot_be_read(model: LlamaForCausalLM, prompt: torch.Tensor) -> None:
     cache = EvictingCache(model, "keydiff")
-    refused(lambda: model(prompt[:, :0], past_key_values=cache), "got no tokens")
+    refused(lambda: model(prompt[:, :0], **versions.argument(cache)), "got no tokens")
     refused(
         lambda: read(model, prompt.repeat(1, 7), cache),
         r"got 280 tokens, wanted at most the model's context of 256",
     )
     mask = torch.ones_like(prompt)
     mask[0, -1] = 0
-    refused(lambda: model(prompt, attention_mask=mask, past_key_values=cache), "got padding after tokens")
+    refused(
+        lambda: model(prompt, attention_mask=mask, **versions.argument(cache)), "got padding after tokens"
+    )
     for wrong in (mask[:, None, None], {"full_attention": None}):
         refused(
-            lambda wrong=wrong: model(prompt, attention_mask=wrong, past_key_values=cache), r"\[batch, tok"
+            lambda wrong=wrong: model(prompt, attention_mask=wrong, **versions.argument(cache)),
+            r"\[batch, tok",
         )
 
 
@@ -385,14 +389,14 @@ def test_a_later_mask_and_a_later_image_are_refused(model: LlamaForCausalLM, pro
         ({"attention_mask": mask}, "wanted it before the first prompt alone"),
         ({"token_type_ids": 1 - mask.long()}, "wanted images in the first prompt alone"),
     ):
-        refused(lambda named=named: model(prompt[:, 30:], past_key_values=cache, **named), message)
+        refused(lambda named=named: model(prompt[:, 30:], **versions.argument(cache), **named), message)
 
 
 def test_a_padded_cache_of_transformers_is_compressed_with_its_mask(model: LlamaForCausalLM) -> None:
     ids, given = padded(30, 20)
     full = DynamicCache()
-    model(ids, past_key_values=full, **given)
+    model(ids, **versions.argument(full), **given)
     found = EvictingCache.from_prefilled(model, full, "keydiff", 0.5, attention_mask=given["attention_mask"])
     direct = EvictingCache(model, "keydiff", 0.5)
-    model(ids, past_key_values=direct, **given)
+    model(ids, **versions.argument(direct), **given)
     same(found, direct)

@@ -4,6 +4,7 @@ interruption.
 
 import copy
 import gc
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AttentionInterface, DynamicCache, LlamaForCausalLM
 from evictionary import EvictingCache
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
+from evictionary.models import versions
 
 
 class Adapted(torch.nn.Module):
@@ -54,7 +56,7 @@ def test_arguments_by_place_are_those_by_name(model: LlamaForCausalLM) -> None:
     ids, given = padded(30, 19)
     found, wanted = (EvictingCache(model, "keydiff", 0.5) for _ in range(2))
     model.model(ids, *given.values(), found)
-    model.model(ids, **given, past_key_values=wanted)
+    model.model(ids, **given, **versions.argument(wanted))
     same(found, wanted)
 
 
@@ -94,7 +96,7 @@ def test_another_thread_may_generate_at_any_moment(
     place = (
         (AttentionInterface._global_mapping, "sdpa")
         if attention == "sdpa"
-        else (type(model.model.layers[0].self_attn).forward.__globals__, "eager_attention_forward")
+        else (vars(sys.modules[type(model).__module__]), "eager_attention_forward")
     )
     own = place[0][place[1]]
 
@@ -186,8 +188,8 @@ def test_gradients_go_through_what_is_kept(method: str) -> None:
     model = tiny_llama()
     wanted = read(model, IDS[:, :4], cached(model, IDS, method, 0.5, every=0))
     cache = EvictingCache(model, method, 0.5, every=0)
-    model(IDS, past_key_values=cache)
-    logits = model(IDS[:, :4], past_key_values=cache).logits
+    model(IDS, **versions.argument(cache))
+    logits = model(IDS[:, :4], **versions.argument(cache)).logits
     torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-4)
     logits.sum().backward()
     assert all(

@@ -20,6 +20,7 @@ from evictionary.cache.export import export
 from evictionary.errors import UsageError
 from evictionary.methods.method import Request
 from evictionary.methods.resolve import resolve
+from evictionary.models import versions
 from evictionary.optimized import ada_kv, keydiff, selection, snapkv
 
 
@@ -254,7 +255,7 @@ def test_generate_evicts_with_the_exported_folder(
         IDS, custom_generate=str(folder), trust_remote_code=True, return_dict_in_generate=True, **IS_CALLED
     )
     assert torch.equal(found.sequences, wanted)
-    assert found.past_key_values.tokens_kept == cache.tokens_kept < IDS.shape[1]
+    assert versions.cache_in(found).tokens_kept == cache.tokens_kept < IDS.shape[1]
     assert model.config._attn_implementation == "sdpa"
 
 
@@ -266,11 +267,11 @@ def test_a_model_folder_with_the_export_evicts_by_itself(model_folder: Path, tmp
     evicting: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", trust_remote_code=True).eval()
     for ids in ({"inputs": IDS}, {"input_ids": IDS}):
         found = evicting.generate(**ids, return_dict_in_generate=True, **IS_CALLED)
-        assert found.past_key_values.tokens_kept < 20 + 8
+        assert versions.cache_in(found).tokens_kept < 20 + 8
     assert torch.equal(evicting.generate(IDS, **IS_CALLED), found.sequences)
     refused(
-        lambda: evicting.generate(IDS, past_key_values=EvictingCache(evicting), **IS_CALLED),
-        "past_key_values: got a cache, wanted none",
+        lambda: evicting.generate(IDS, **versions.argument(EvictingCache(evicting)), **IS_CALLED),
+        f"{versions.NAME}: got a cache, wanted none",
         ValueError,
     )
 

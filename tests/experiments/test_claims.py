@@ -32,6 +32,7 @@ from evictionary.claims.recording import (
     residual_after,
 )
 from evictionary.evaluation import pages, run as evaluation
+from evictionary.models import versions
 from evictionary.optimized import tova
 from evictionary.reference import momentkv as reference
 from evictionary.reference.expected_attention_theory import correlation
@@ -480,7 +481,11 @@ def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
         context_ids, question_ids, _ = lagkv.make_text(lab.tokenizer, SCALE, kind, 0)
         ids = torch.cat([context_ids, question_ids], dim=1)
         wanted = lab.model.generate(
-            ids, max_new_tokens=count, min_new_tokens=count, do_sample=False, past_key_values=DynamicCache()
+            ids,
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            **versions.argument(DynamicCache()),
         )
         assert one[index] == lab.tokenizer.decode(wanted[0, ids.shape[1] :])
 

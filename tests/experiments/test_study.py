@@ -18,6 +18,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli import study as cli_study
 from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
+from evictionary.models import versions
 from evictionary.models.load import load
 
 SELECTORS, REAL = ("keydiff", "random", "momentkv", "gvote"), ("real", "real_2000", "real_4000")
@@ -53,7 +54,7 @@ def test_a_cell_is_the_loss_of_the_right_answer_with_that_composition(
                 assert kept == pytest.approx(cache.tokens_kept, abs=0.01)
                 with torch.no_grad():
                     logits = model(
-                        torch.cat([prompt.question_ids, answer], dim=1), past_key_values=cache
+                        torch.cat([prompt.question_ids, answer], dim=1), **versions.argument(cache)
                     ).logits[0]
             wanted = torch.nn.functional.cross_entropy(logits[-answer.shape[1] - 1 : -1], answer[0])
             assert loss == pytest.approx(float(wanted), abs=1e-3), name

@@ -8,6 +8,7 @@ import re
 import pytest
 from tools import laid, python, refused, saved, says
 
+from evictionary.cli import starter
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions
 
@@ -96,7 +97,17 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
     assert (found["axes"], [*found["equations"]]) == ({"keys": ["...", "T", "D"]}, ["KD-8"])
     assert found["laws"] > 20
     assert asked("contract").stdout.split() == contract_functions()
-    says(asked("contract", "keydif.score", code=2).stderr, "did you mean keydiff.score")
+    # Each method has at least one function, and a name that is neither is told what there is.
+    for stem in {path.partition(".")[0] for path in contract_functions()}:
+        own = [path for path in contract_functions() if path.startswith(f"{stem}.")]
+        assert starter.functions_of(stem) == own != []
+    assert asked("contract", "h2o").stdout.split() == ["h2o.score", "h2o.select"]
+    for wrong, wanted in (
+        ("keydif.score", "did you mean keydiff.score"),
+        ("h20", "did you mean h2o"),
+        ("h2o.scores", "wanted one of h2o.score, h2o.select"),
+    ):
+        says(asked("contract", wrong, code=2).stderr, wanted)
     asked("new", *contract_functions())
     for path in (tmp_path / "my_kernels").glob("*.py"):
         compile(path.read_text(), path.name, "exec")

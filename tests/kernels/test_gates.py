@@ -522,7 +522,7 @@ def test_the_mask_of_a_decoded_token_is_not_looked_at() -> None:
         token, mask = (torch.ones(1, length, dtype=torch.long, device="meta") for length in (1, 41))
         (look,) = model.base_model._forward_pre_hooks.values()
         with Watch(100):
-            look(model.base_model, (token,), {"past_key_values": cache, "attention_mask": mask})
+            look(model.base_model, (token,), {**cache.argument, "attention_mask": mask})
 
 
 def test_the_watch_sees_waits_and_copies() -> None:

@@ -278,7 +278,7 @@ def sentences(markdown: str) -> list[str]:
     return [
         one
         for block in blocks
-        for one in re.split(r"(?<=[.!?]) +(?=[\W\d]*[A-Z]|code)", " ".join(block.split()))
+        for one in re.split(r"(?<=[.!?]) +(?=[\W\d]*[A-Z]|code)|(?<=。) *", " ".join(block.split()))
         if " " in one
     ]
 

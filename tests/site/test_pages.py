@@ -180,15 +180,3 @@ def test_the_programs_of_a_page_are_told_what_it_shows(
 def test_the_worked_example_of_a_cache_in_pages_gives_what_it_shows() -> None:
     failed, attempted = doctest.testfile(str(DOCS / "paging.md"), module_relative=False)
     assert attempted > 10 and failed == 0
-
-
-def test_the_chinese_readme_shows_what_the_english_one_shows() -> None:
-    """The same programs and outputs, and links to the same places; only sentences differ."""
-    english, chinese = (ROOT / name for name in ("README.md", "README.zh.md"))
-    fenced, linked = r"```.*?```", r"\]\(([^)]+)\)"
-    shown = [
-        re.findall(fenced, page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in (english, chinese)
-    ]
-    links = [set(re.findall(linked, page.read_text(encoding="utf-8"))) for page in (english, chinese)]
-    assert shown[0] == shown[1] and len(shown[0]) == 6
-    assert links[0] ^ links[1] == {"README.md", "README.zh.md"}

@@ -17,6 +17,7 @@ from transformers import DynamicCache, __version__ as transformers_version
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 from evictionary import EvictingCache  # noqa: E402
+from evictionary.models import versions  # noqa: E402
 from tools.families import OF_2026, build  # noqa: E402
 from tools.reading import masked_logits, small  # noqa: E402
 
@@ -64,7 +65,7 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
                 visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)
                 seen_by = visible[:, :, None] & (torch.arange(end) <= torch.arange(seen, end)[:, None])
                 views[index] = seen_by | torch.eye(end, dtype=torch.bool)[part]  # padding sees itself
-            ours = model(ids[:, part], past_key_values=cache, **named).logits[real[:, part]]
+            ours = model(ids[:, part], **versions.argument(cache), **named).logits[real[:, part]]
             theirs = masked_logits(model, ids[:, part], views, others, **named)[real[:, part]]
             worst, largest = (
                 max(worst, float((ours - theirs).abs().max())),

@@ -11,13 +11,10 @@ def blocks(page: Path, languages: str) -> list[str]:
     """The fenced blocks of a page in these languages, separated by |; an empty name is a block without a
     language.
     """
-    text = page.read_text(encoding="utf-8")
-    return [
-        body
-        for _, body in re.findall(
-            rf"^ *(`{{3,}})(?:{languages})\n(.*?)^ *\1$", text, flags=re.DOTALL | re.MULTILINE
-        )
-    ]
+    fences = re.findall(
+        r"^ *(`{3,})([^`\n]*)\n(.*?)^ *\1$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
+    )
+    return [body for _, language, body in fences if language in languages.split("|")]
 
 
 def commands(page: Path) -> list[str]:

@@ -12,6 +12,7 @@ import torch
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.layers import EvictingLayer
+from evictionary.models import versions
 
 from . import refused as refused, saved
 
@@ -26,7 +27,7 @@ def written(folder: Path, text: str) -> str:
 @torch.no_grad()
 def read(model: Any, ids: torch.Tensor, cache: Any, **named: Any) -> torch.Tensor:
     """The logits of ids [B, M]."""
-    return model(ids, past_key_values=cache, use_cache=True, **named).logits
+    return model(ids, **versions.argument(cache), use_cache=True, **named).logits
 
 
 def cached(
@@ -107,7 +108,7 @@ def generate(
         "pad_token_id": 0,
     } | named
     mask = torch.ones_like(ids) if mask is None else mask
-    return model.generate(ids, attention_mask=mask, past_key_values=cache, **settings)
+    return model.generate(ids, attention_mask=mask, **versions.argument(cache), **settings)
 
 
 def padded(*lengths: int, width: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

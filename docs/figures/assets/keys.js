@@ -26,7 +26,7 @@
   const states = {
     "Start again": [...PARTITION, ...NEXT],
     "Where KeyDiff fails: two opposite groups": [...GROUPS, ...MIRRORED],
-    "Where LagKV fails: a long key on the diagonal": [[2.9, 3], ...PARTITION.slice(1), ...NEXT],
+    "Where LagKV fails: the longest key, on the diagonal": [...PARTITION.slice(0, 3), [-2.9, -3], ...PARTITION.slice(4), ...NEXT],
   };
   presets(figure, states, (state) => {
     state.forEach((at, token) => twins.forEach((points) => points[token].place(at)));

@@ -24,12 +24,12 @@ def measure(model: Any, ids: torch.Tensor, prompt: int, cache: EvictingCache) ->
     others.
     """
     started = time.perf_counter()
-    logits = model(ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+    logits = model(ids[:, :prompt], **cache.argument, use_cache=True, logits_to_keep=1).logits[0, -1]
     first = time.perf_counter() - started
     loss, started = 0.0, time.perf_counter()
     for place in range(prompt, ids.shape[1]):
         loss -= float(torch.log_softmax(logits.float(), dim=-1)[ids[0, place]])
-        logits = model(ids[:, place : place + 1], past_key_values=cache, use_cache=True).logits[0, -1]
+        logits = model(ids[:, place : place + 1], **cache.argument, use_cache=True).logits[0, -1]
     count = ids.shape[1] - prompt
     return {
         "perplexity": math.exp(loss / count),

@@ -1,0 +1,422 @@
+"""What the pages say in their sentences is what the data has: figures, counts, the commands of the READMEs,
+and the same of both READMEs.
+
+Each sentence is made here with the figures of `docs_build.facts`, and has to stand on its page. A failure
+shows the sentence as it should be beside the nearest of the page.
+"""
+
+import difflib
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from tools.pages import ROOT, blocks
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.gpu import ROWS
+from docs_build import facts
+from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
+from docs_build.pages import METHODS
+from docs_build.running import said
+from evictionary.methods import catalogue
+from evictionary.models import load as load_module
+
+ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
+TESTING = (ROOT / "docs" / "testing.md").read_text(encoding="utf-8")
+WORDS = (
+    *("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven"),
+    *("twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen", "twenty"),
+)
+WHOLE, HALF, QUARTER, TENTH = 0, 0.5, 0.75, 0.9
+"""The shares of a cache that are removed."""
+
+
+def word(number: int) -> str:
+    """A number in words where the pages write it so."""
+    return WORDS[number] if number < len(WORDS) else f"{number:,}"
+
+
+def three(numbers: list[str]) -> str:
+    return f"{numbers[0]}, {numbers[1]} and {numbers[2]}"
+
+
+def nats(three_costs: list[float]) -> str:
+    return three([f"{each:.2f}" for each in three_costs])
+
+
+def readme() -> list[str]:
+    of = counts()
+    keydiff, corrected = moved("keydiff"), moved("keydiff+moments")
+    gpu = facts.stored("benchmarks/results/gpu.json")
+    ran = {stem for stem, failed in gpu["laws"].items() if not failed} & set(catalogue.names())
+    ((minutes, seconds),) = re.findall(r"^\| `make test` \| (\d+) min (\d+) s", TESTING, re.MULTILINE)
+    return [
+        f"**Test everything** ({word(round(int(minutes) + int(seconds) / 60))} minutes",
+        f"Of {of['implementations']} public implementations that we tested, {of['fails']} [differ",
+        f"and {of['choices']} more say so themselves",
+        f"the model, {of['MB of the model']} MB",
+        f"{word(of['lessons'])} [lessons]",
+        f"{word(of['assignments'])} [assignments]",
+        f"| {of['methods']} methods, {of['additions']} additions |",
+        f"| over {of['mistakes'] // 100 * 100:,} planted bugs |",
+        f"[{of['implementations']} implementations in {of['code bases']} public code bases]",
+        f"compares {of['selections']} selections",
+        f"the default method finds {real('essay_single', 'kvzip+ada_kv', 1000, QUARTER)} of 10",
+        f"KeyDiff finds {real('essay_single', 'keydiff', 1000, QUARTER)}.",
+        f"from {keydiff[0]} to {corrected[0]}",
+        f"gave {timed('13', 'full cache, SDPA'):.1f} times the tokens per second",
+        f"The kernels of {len(ran)} methods pass the laws on one GPU",
+        f"Those of the other {of['methods'] - len(ran)} have not run",
+        f"All compile for {word(of['GPUs'])} GPUs",
+    ]
+
+
+def index() -> list[str]:
+    (prompt,) = {round(retrieved()["keydiff"][0]["tokens_before"], -2)}
+    return [f"about {prompt:,.0f} tokens", "three methods keep half"]
+
+
+def results() -> list[str]:
+    dtypes = facts.stored("benchmarks/results/cpu.json")["methods"]
+    slower = {
+        dtype: {name: sum(sizes[name]["ratio"]["value"] < 1 for sizes in of.values()) for name in of["1024"]}
+        for dtype, of in dtypes.items()
+    }
+    told = {dtype: {name: times for name, times in of.items() if times} for dtype, of in slower.items()}
+    # What the sentence calls always, and what it calls some shorter lengths.
+    assert [{name: times == 4 for name, times in of.items()} for of in told.values()] == [
+        {"knorm": True, "q_filters": False},
+        {"knorm": False, "q_filters": False, "kvzap": True},
+    ]
+    return [
+        f"{counts()['selections']} selections, with and without AdaKV's division",
+        "That holds for KNorm in float32 and KVzap in bfloat16.",
+        "At some shorter lengths it holds for KNorm and Q-Filters too.",
+    ]
+
+
+def which_method() -> list[str]:
+    rows = facts.stored(facts.STUDY)["rows"]
+    kept = {row["method"]: row["tokens_kept"] for row in rows if row["ratio"] == HALF}
+    assert cost("", "gvote", HALF) > cost("", "random", HALF) and 0.9 < kept["gvote"] / kept["random"] < 1.1
+    assert cost("", "criticalkv+ada_kv", TENTH) > cost("", "random", TENTH)
+    assert "criticalkv" not in {row["method"] for row in facts.stored(facts.STUDY)["real_finals"]["rows"]}
+    return ["GVote kept about half, and cost more than random eviction of half", "no part in the second one"]
+
+
+def study() -> list[str]:
+    sizes = (HALF, QUARTER, TENTH)
+    lengths = [cost("real_finals", "kvzip+ada_kv", TENTH, length) for length in ("1000", "2000", "4000")]
+    fitted, winner = (
+        [cost("real", name, size) for size in sizes] for name in ("attention_matching", "kvzip+ada_kv")
+    )
+    needles = [cost("real", "attention_matching", size, "essay_multikey") for size in sizes]
+    likelier = [-cost("real_4000", "kvzip", size, "squad") for size in sizes[1:]]
+    changes = [
+        cost(part, "kvzip+ada_kv+moments", size) - cost(part, "kvzip+ada_kv", size)
+        for part in ("real", "real_2000", "real_4000", "real_finals")
+        for size in sizes
+    ]
+    (lowered,) = [-change for change in changes if change < 0]
+    return [
+        f"Here {counts()['selections']} of the {counts()['methods']} methods take part",
+        f"In the final it is {nats(lengths)} nats with AdaKV's division. The prompts have",
+        f"it lowered that cost once in {len(changes)} times, by {lowered:.2f} nats",
+        f"in 4,000 tokens by {likelier[0]:.2f} and {likelier[1]:.2f} nats",
+        f"{nats(fitted)} nats, against {nats(winner)}",
+        f"these cost {nats(needles)} nats",
+    ]
+
+
+def real_texts() -> list[str]:
+    def pair(method: str, length: int, ratio: float, tasks: str = "essay_single essay_multikey") -> str:
+        first, second = (real(task, method, length, ratio) for task in tasks.split())
+        return f"{first} and {second}"
+
+    def keydiff(task: str, length: int) -> str:
+        return " and ".join(str(real(task, "keydiff", length, ratio)) for ratio in (HALF, QUARTER))
+
+    by_default = "kvzip+ada_kv"
+    return [
+        f"finds {pair(by_default, 1000, QUARTER)} of 10 at 1,000 tokens, where the full cache finds "
+        f"{pair('full', 1000, WHOLE)}.",
+        f"finds {real('essay_multikey', by_default, 4000, QUARTER)} of 5 numbers among four",
+        f"It finds {keydiff('needle_single', 1000)} of 10 numbers among made-up sentences, and "
+        f"{keydiff('essay_single', 1000)} of the same",
+        f"At 2,000 tokens it finds {keydiff('essay_single', 2000)}.",
+        f"it finds {real('needle_single', 'expected_attention', 1000, HALF)} of 10 among made-up sentences, "
+        f"and {real('essay_single', 'expected_attention', 1000, HALF)} in essays",
+        f"The full cache answers {real('hotpot', 'full', 1000)} and {real('hotpot', 'full', 2000)} of 10",
+    ]
+
+
+def retrieval() -> list[str]:
+    pictured = {name for name in retrieved() if "+" not in name} & set(METHODS)
+    random, protected = retrieved()["random"], moved("random_protected")
+
+    def mib(method: str) -> list[str]:
+        return [f"{one['bytes_after'] / facts.MIB:.1f}" for one in retrieved()[method]]
+
+    def falls(method: str) -> str:
+        steps = [f"from {old} to {new}" for old, new in zip(moved("keydiff"), moved(method), strict=True)]
+        return three(steps)
+
+    perplexity = {
+        (row["method"], row["task"]): row["perplexity"]
+        for row in facts.stored("benchmarks/results/perplexity.json")["rows"]
+    }
+    rises = [
+        100 * (perplexity[name, "perplexity_decoding"] / perplexity[name, "perplexity"] - 1)
+        for name in ("knorm", "expected_attention")
+    ]
+    at_first = {name: summaries[0] for name, summaries in retrieved().items()}
+    drawn = at_first.pop("random_protected")
+    fewer = sum(one["right"] < drawn["right"] for one in at_first.values())
+    further = sum(one["error"] > drawn["error"] for one in at_first.values())
+    return [
+        f"numbers of {len(pictured)} of the {counts()['methods']} methods",
+        f"take {three(mib('keydiff'))} MiB of {random[0]['bytes_before'] / facts.MIB:.1f} "
+        f"(LagKV {three(mib('lagkv'))})",
+        f"moves the hidden states by {three(protected)}. Without them it moves these by "
+        f"{three(moved('random'))}. It finds the number in "
+        f"{three([str(found('random_protected', ratio)) for ratio in (0.25, 0.5, 0.75)])} of 5 texts",
+        f"{word(fewer)} of the other rows find it less often, and {word(further)} move",
+        f"The distance falls {falls('keydiff+moments')}.",
+        f"The distance grows {falls('keydiff+cam')}.",
+        f"It keeps {retrieved()['gvote'][0]['tokens_after']:.0f} tokens of each head",
+        f"keeps {retrieved()['kvzap'][0]['tokens_after']:.0f} of {random[0]['tokens_before']:,.0f} tokens",
+        f"Their perplexity rises by {rises[0]:.0f} and {rises[1]:.0f} %",
+        f"finds the number in {word(found('snapkv+cake', 0.25))} texts and not in "
+        f"{word(found('snapkv', 0.25))}. Whole chunks find it in {word(found('snapkv+chunk_kv', 0.25))}.",
+    ]
+
+
+def baselines() -> list[str]:
+    pairs = ("streaming_llm", "h2o", "h2o+cam", "keydiff", "keydiff+cam")
+    return [f"| `{name}` | {' | '.join(moved(name))} |" for name in pairs]
+
+
+def verify() -> list[str]:
+    return [f"## {counts()['exploits']} exploits"]
+
+
+def roadmap() -> list[str]:
+    timed_rows = {row["id"] for row in facts.stored("benchmarks/results/gpu.json")["rows"]}
+    return [f"{word(len(set(ROWS) - timed_rows)).capitalize()} rows are newer and wait for a GPU"]
+
+
+SAID: dict[str, Callable[[], list[str]]] = {
+    "README.md": readme,
+    "docs/index.md": index,
+    "docs/methods/baselines.md": baselines,
+    "docs/real_texts.md": real_texts,
+    "docs/results.md": results,
+    "docs/retrieval.md": retrieval,
+    "docs/roadmap.md": roadmap,
+    "docs/study.md": study,
+    "docs/verify.md": verify,
+    "docs/which_method.md": which_method,
+}
+
+
+def text_of(page: str | Path) -> str:
+    """A page in one line."""
+    return " ".join((ROOT / page).read_text(encoding="utf-8").split())
+
+
+@pytest.mark.parametrize("page", SAID)
+def test_a_figure_in_a_sentence_is_that_of_the_data(page: str) -> None:
+    text = text_of(page)
+    for sentence in SAID[page]():
+        sentences = re.split(r"(?<=[.:|]) ", text)
+        near = difflib.get_close_matches(sentence, sentences, n=1, cutoff=0) or [""]
+        assert sentence in text, f"{page} should say {sentence!r}; the nearest there is {near[0]!r}"
+
+
+# A count of what grows stands on many pages; every one of them says today's number.
+COUNTED = {
+    "methods": "methods",
+    "additions": "additions",
+    "implementations": "implementations",
+    "public code bases": "code bases",
+    "selections": "selections",
+    "lessons": "lessons",
+    "assignments": "assignments",
+    "exploits": "exploits",
+    "planted mistakes": "mistakes",
+}
+OTHERS = {
+    ("README.md", "10 methods"): "whose kernels ran on a GPU",
+    ("docs/classroom/class.md", "52 planted mistakes"): "those that were handed in",
+    ("docs/classroom/semester.md", "thirteen lessons"): "of a semester, without three",
+    ("docs/in_a_model.md", "thirteen methods"): "of one measurement",
+    ("docs/reference/comparison.md", "47 methods"): "of kvpress",
+}
+LARGE = "|".join([*WORDS[10:], "thirty", "forty", "fifty", "sixty"])
+PAGES = [ENGLISH, CHINESE, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_count_on_a_page_is_todays(page: Path) -> None:
+    """Pages once gave two numbers of planted mistakes."""
+    name = page.relative_to(ROOT).as_posix()
+    for number, what in re.findall(
+        rf"(?<![\w.,-])(\d[\d,]+|{LARGE}) (?:of the )?({'|'.join(COUNTED)})\b", text_of(page), re.IGNORECASE
+    ):
+        if (name, f"{number} {what}") not in OTHERS:
+            wanted = counts()[COUNTED[what.lower()]]
+            assert number.lower() in (str(wanted), f"{wanted:,}", word(wanted)), f"{name}: {number} {what}"
+
+
+def test_the_counts_that_are_of_something_else_are_on_their_pages() -> None:
+    assert [(page, told) for page, told in OTHERS if told not in text_of(page)] == []
+
+
+def test_every_method_has_a_kernel_and_only_one_addition_has_none() -> None:
+    """The table of the README says so, and its page says which has only a kernel to read."""
+    files = {path.stem for path in ROOT.glob("optimized/teaching/*.py")}
+    assert set(catalogue.names()) <= files
+    for folder in ("reference", "optimized"):
+        assert {*catalogue.names(), *catalogue.additions()} <= {
+            path.stem for path in (ROOT / folder).glob("*.py")
+        }
+
+
+# The two READMEs.
+
+NUMERALS = "零一二三四五六七八九"
+FRACTIONS = {
+    "half": "1/2",
+    "halves": "1/2",
+    "quarter": "1/4",
+    "一半": "1/2",
+    "半": "1/2",
+    "四分之一": "1/4",
+}
+
+
+def numbers_of(text: str) -> list[str]:
+    """The numbers of a piece of a README, but for one: digits, words and Chinese numerals, sorted."""
+    text = re.sub(r"`[^`]*`|\]\([^)]*\)", " ", text)
+    text = re.sub("几十", " ", text)  # dozens
+    text = re.sub(r"[A-Za-z][\w.]*(?:-[\w.]*\d[\w.]*)+|H100", " ", text)  # KD-8, Llama-3.1-8B
+    found = []
+
+    def take(pattern: str, number: Callable[[str], str]) -> None:
+        nonlocal text
+        found.extend(map(number, re.findall(pattern, text, re.IGNORECASE)))
+        text = re.sub(pattern, " ", text, flags=re.IGNORECASE)
+
+    take("四分之一|一半|半|\\b(?:half|halves|quarter)\\b", lambda part: FRACTIONS[part.lower()])
+    take(r"\d[\d,.]*(?<![,.])", lambda digits: digits.replace(",", ""))
+    take(rf"\b(?:{'|'.join(WORDS[2:])})\b", lambda name: str(WORDS.index(name.lower())))
+    take("[二三四五六七八九]?十[一二三四五六七八九]?", _tens)
+    take("[二两三四五六七八九]", lambda one: str(NUMERALS.index("二" if one == "两" else one)))
+    return sorted(found)
+
+
+def _tens(numeral: str) -> str:
+    tens, ones = numeral.split("十")
+    return str((NUMERALS.index(tens) if tens else 1) * 10 + (NUMERALS.index(ones) if ones else 0))
+
+
+def pieces(page: Path) -> list[str]:
+    """A README in pieces: headings, paragraphs, items, rows and blocks of code."""
+    text = page.read_text(encoding="utf-8")
+    parts = re.split(r"(^```.*?^```$)", text, flags=re.DOTALL | re.MULTILINE)
+    return [
+        piece.strip()
+        for place, part in enumerate(parts)
+        for piece in ([part] if place % 2 else re.split(r"\n\s*\n|\n(?=- |\|)", part))
+        if piece.strip()
+    ]
+
+
+def shape(piece: str) -> dict[str, object]:
+    """What a piece has in both languages: its kind, code, links, pictures, bold words and numbers."""
+    if piece.startswith("```"):
+        return {"code": piece}
+    kind = re.match(r"#+|-|\||!", piece)
+    return {
+        "kind": kind[0] if kind else "",
+        "cells": piece.count("|"),
+        "code": Counter(re.findall(r"`[^`]+`", piece)),
+        "links": Counter(re.findall(r"\]\(([^)]+)\)", piece)),
+        "bold": len(re.findall(r"\*\*.+?\*\*", piece)),
+        "numbers": numbers_of(piece),
+    }
+
+
+def test_the_two_readmes_have_the_same_pieces_code_links_and_figures() -> None:
+    """The Chinese one once said that the papers are written three times, and less of the limits."""
+    english, chinese = (pieces(page) for page in (ENGLISH, CHINESE))
+    for one, other in zip(english, chinese, strict=False):
+        shapes = (shape(one), shape(other))
+        for each, its in zip(shapes, ("README.zh.md", "README.md"), strict=True):
+            if isinstance(links := each.get("links"), Counter):
+                links.pop(its, None)  # each README links to the other one
+        assert shapes[0] == shapes[1], f"these differ:\n{one}\n\n{other}"
+    assert len(english) == len(chinese)
+
+
+def test_numbers_are_read_in_both_languages() -> None:
+    assert numbers_of("KD-8: sixteen of 1,400, a quarter, half, 9 of 10 with 3.8 times, `4`") == sorted(
+        ["16", "1400", "1/4", "1/2", "9", "10", "3.8"]
+    )
+    assert numbers_of("十六节 1,400 个 四分之一 一半 二十一 两个 几十篇 一些 H100") == sorted(
+        ["16", "1400", "1/4", "1/2", "21", "2"]
+    )
+
+
+def test_a_readme_is_short_and_has_the_two_commands() -> None:
+    prose = re.sub(r"```.*?```", "", ENGLISH.read_text(encoding="utf-8"), flags=re.DOTALL)
+    assert len(prose.split()) <= 750
+    lines = [line for block in blocks(ENGLISH, "") for line in block.splitlines()]
+    typed = {line.partition("  #")[0].strip() for line in lines}
+    assert {"make demo", "make test", "pytest spec_tests/ --impl my_kernels"} <= typed
+    assert "`pytest spec_tests/`" in prose
+    # What a reader types to test everything is what continuous integration runs, word for word.
+    script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    (tests,) = [block for block in blocks(ENGLISH, "") if "make test " in block]
+    for command in [line.partition("  #")[0].strip() for line in tests.splitlines()]:
+        assert re.search(rf"^alone {re.escape(command)}( +#.*)?$", script, re.MULTILINE), command
+
+
+class Spelled:
+    """A tokenizer that makes as many tokens of the README's text as that of SmolLM2 does, in any letters."""
+
+    def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
+        return {"input_ids": torch.arange(517)[None] % 32, "attention_mask": torch.ones(1, 517)}
+
+    def decode(self, tokens: torch.Tensor) -> str:
+        return f"{len(tokens)} tokens"
+
+
+def test_the_memory_that_the_readme_shows_is_that_of_the_models_shape(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The layers, heads and channels of SmolLM2-135M decide it, and no weight does."""
+    shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
+    config = LlamaConfig(hidden_size=18, intermediate_size=16, vocab_size=32, eos_token_id=None, **shape)
+    model = LlamaForCausalLM(config).eval()
+    monkeypatch.setattr(load_module, "load", lambda name: (model, Spelled()))
+    (program,) = [block for block in blocks(ENGLISH, "python") if "load(" in block]
+    exec(compile(program, ENGLISH.name, "exec"), {})
+    shown = capsys.readouterr().out.splitlines()[-1]
+    assert shown in blocks(ENGLISH, "text")[-1].splitlines()
+
+
+@pytest.mark.whole
+def test_pytest_says_of_the_readmes_kernel_what_judge_says(tmp_path: Path) -> None:
+    (kernel,) = [block for block in blocks(ENGLISH, "python") if "def score(keys):" in block]
+    (tmp_path / "keydiff.py").write_text(kernel, encoding="utf-8")
+    (command,) = [
+        line for block in blocks(ENGLISH, "") for line in block.splitlines() if line.endswith("my_kernels")
+    ]
+    told = said(command.replace("my_kernels", str(tmp_path)), ROOT)
+    (verdict,) = re.findall(r"^FAIL: .*$", ENGLISH.read_text(encoding="utf-8"), re.MULTILINE)
+    assert told.splitlines()[-1] == verdict
+    assert "your numbers match a known bug: mean taken before normalising" in told
