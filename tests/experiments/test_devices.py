@@ -211,7 +211,7 @@ def test_every_command_refuses_before_it_loads(
         ({"device_map": "cuda:1"}, "device_map: got 'cuda:1', wanted one of auto.*--device names one"),
         ({"device_map": {"model": "cpu", "lm_head": 0}}, "device_map: got 'cuda:0', wanted cpu"),
         ({"device_map": {"model": "cpu", "lm_head": "tape"}}, "device_map: got 'tape', wanted cpu"),
-        ({"revision": "v2"}, "revision: got 'v2' for a folder"),
+        ({"revision": "v2"}, "revision: got 'v2' for .*, which has one alone"),
         ({"revision": " "}, "revision: got ' ', wanted a name"),
         ({"attn": "fastest"}, "model: got .* with attn 'fastest'"),
     ],
