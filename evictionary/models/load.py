@@ -1,6 +1,9 @@
 """Loads a model: the embedded one, a name on the Hugging Face hub, or a local folder."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +50,34 @@ def load(
     revision: str | None = None,
     attn: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """Return (model, tokenizer) for `embedded`, a hub name, a folder or a GGUF file, ready to run on the first
-    GPU, or on the CPU without one. The other arguments are those of `loading.Loading`: `load(name, device="cuda:1")`,
-    `load(name, dtype="bfloat16", device_map="auto")`.
+    """Return (model, tokenizer) for `embedded`, a hub name, a folder or a GGUF file, ready to run on the
+    first GPU, or on the CPU without one. The other arguments are those of `loading.Loading`:
+    `load(name, device="cuda:1")`, `load(name, dtype="bfloat16", device_map="auto")`.
 
     Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed, and,
     before anything is loaded, for a device that is not here; InstallError where the embedded model cannot be
     installed.
     """
-    placed = str(device) if device is not None else None
-    wanted = Loading(placed, str(dtype).removeprefix("torch."), device_map, revision, attn)
+    named = None if device is None else str(device)
+    wanted = Loading(named, str(dtype).removeprefix("torch."), device_map, revision, attn)
     wanted.require_here()
     _quiet_transformers()
-    require(
-        name != EMBEDDED or revision is None,
-        f"revision: got {revision!r} for {EMBEDDED}, which has one, wanted none",
-    )
-    folder = str(embedded.install()) if name == EMBEDDED else name
+    source, place = _source(name, revision), named or ("cuda" if torch.cuda.is_available() else "cpu")
+    numbers = "float32" if (name, wanted.dtype) == (EMBEDDED, "auto") else wanted.dtype
+    with _named(name, wanted), _current(place):
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=numbers, device_map=device_map, attn_implementation=attn
+        )
+        require_supported(model)
+        if not hasattr(model, "hf_device_map"):  # quantized weights are on the current device already
+            model.to(place)
+    return model.eval(), tokenizer
+
+
+def _source(name: str, revision: str | None) -> dict[str, Any]:
+    """Where transformers finds a model. Raises UsageError for what is no place of one."""
+    folder = str(embedded.install()) if name == EMBEDDED and revision is None else name
     require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
     folder, file = _in_folder(folder)
     is_folder = Path(folder).is_dir()
@@ -72,35 +86,38 @@ def load(
         f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
     )
     require(
-        not is_folder or revision is None,
-        f"revision: got {revision!r} for a folder, which has one, wanted none",
+        revision is None or not (is_folder or name == EMBEDDED),
+        f"revision: got {revision!r} for {name!r}, which has one alone, wanted none",
     )
-    place = wanted.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    numbers = "float32" if (name, wanted.dtype) == (EMBEDDED, "auto") else wanted.dtype
-    source: dict[str, Any] = {"revision": revision or "main", "local_files_only": is_folder, **file}
+    return {
+        "pretrained_model_name_or_path": folder,
+        "revision": revision or "main",
+        "local_files_only": is_folder,
+        **file,
+    }
+
+
+@contextlib.contextmanager
+def _named(name: str, wanted: Loading) -> Iterator[None]:
+    """Raise UsageError with the model's name, and with what was asked, where it cannot be loaded."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, **source)
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=numbers, device_map=device_map, attn_implementation=attn, **source
-        )
-        require_supported(model)
-        if device_map is None:
-            model.to(place)
+        yield
     except (UsageError, torch.OutOfMemoryError):
         raise
     # a damaged file, other shapes, a missing package: transformers raises what its parts raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        asked = "".join(
-            f" with {option} {value!r}"
-            for option, value in (("attn", attn), ("device_map", device_map), ("revision", revision))
-            if value is not None
-        )
+        asked = {option: getattr(wanted, option) for option in ("attn", "device_map", "revision")}
+        words = "".join(f" with {option} {value!r}" for option, value in asked.items() if value is not None)
         raise UsageError(
-            f"model: got {name!r}{asked}, wanted a hub name or a folder with a causal language model: "
+            f"model: got {name!r}{words}, wanted a hub name or a folder with a causal language model: "
             f"{reason}"
         ) from error
-    return model.eval(), tokenizer
+
+
+def _current(place: str) -> AbstractContextManager[Any]:
+    """A GPU as the current device."""
+    return torch.cuda.device(place) if place.startswith("cuda") else contextlib.nullcontext()
 
 
 def _in_folder(name: str) -> tuple[str, dict[str, str]]:

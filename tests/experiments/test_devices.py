@@ -4,6 +4,7 @@ divided model measures what a whole one does. There is no GPU here: torch is tol
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from tools import failed, invoke, refused, saved
+from tools import failed, invoke, refused, run, saved
+from tools.pages import ROOT, blocks
 
 from docs_build.pages import PROGRAM
 from evictionary import store
@@ -209,7 +211,7 @@ def test_every_command_refuses_before_it_loads(
         ({"device_map": "cuda:1"}, "device_map: got 'cuda:1', wanted one of auto.*--device names one"),
         ({"device_map": {"model": "cpu", "lm_head": 0}}, "device_map: got 'cuda:0', wanted cpu"),
         ({"device_map": {"model": "cpu", "lm_head": "tape"}}, "device_map: got 'tape', wanted cpu"),
-        ({"revision": "v2"}, "revision: got 'v2' for a folder"),
+        ({"revision": "v2"}, "revision: got 'v2' for .*, which has one alone"),
         ({"revision": " "}, "revision: got ' ', wanted a name"),
         ({"attn": "fastest"}, "model: got .* with attn 'fastest'"),
     ],
@@ -347,3 +349,32 @@ def test_the_command_divides_a_model(division: str, model_folder: Path, tmp_path
     assert [each.exit_code for each in told] == [0, 0]
     whole, divided = (json.loads(each.stdout) for each in told)
     assert divided["answers"] == whole["answers"]
+
+
+# The page
+# ---------------------------------------------------------------------------------------------------------
+
+SRUN = """#!/bin/bash
+trap 'kill $(jobs -p)' TERM
+"$@" &
+"$@" &
+wait
+"""
+
+
+@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["by hand", "Slurm"])
+def test_the_scripts_of_the_page_measure(index: int, model_folder: Path, tmp_path: Path) -> None:
+    """With two workers on a CPU, another port, and a stand-in for srun that runs its command twice."""
+    scripts = blocks(ROOT / "docs" / "many_gpus.md", "bash")
+    assert len(scripts) == 2
+    with socket.socket() as free:
+        free.bind(("", 0))
+        port = free.getsockname()[1]
+    script = scripts[index].replace("8786", str(port)).replace("0 1 2 3 4 5 6 7", "0 1")
+    saved(tmp_path / "bin" / "srun", SRUN).chmod(0o755)
+    (tmp_path / "path" / "or").mkdir(parents=True)
+    (tmp_path / "path" / "or" / "hub-name").symlink_to(model_folder)
+    paths = (tmp_path / "bin", Path(sys.executable).parent, os.environ["PATH"])
+    run("bash", "-e", "-c", script, cwd=tmp_path, PATH=":".join(map(str, paths)))
+    lines = store.read(tmp_path / "measured" / store.RESULTS, evaluation.Plan.identify).values()
+    assert len({line["seed"] for line in lines}) == 5 and {line["error"] for line in lines} == {None}
