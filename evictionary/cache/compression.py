@@ -95,8 +95,9 @@ def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:
     assert method is not None
     options = {**method.options, **cache.options}
     step = Compression(method, options, cache.compression_ratio, cache.every, *layer.slots())
-    require_finite(layer_index, step.keys, step.values)
     step.new, step.note, step.state = layer.seen - layer.evicted_at, note, dict(layer.state)
+    # the tokens before have been looked at, and the new ones are the last
+    require_finite(layer_index, step.keys[:, :, -step.new :], step.values[:, :, -step.new :])
     if layer.evicted_at == 0:
         for opening in hooks(method.policies, "opened"):
             step.state |= opening(step)

@@ -100,9 +100,15 @@ class WatchedCache(Cache):
         self.softmax = {
             index: softmax_of(module, model) for index, module in attention_modules(model).items()
         }
-        steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
         is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
-        self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
+        self._step, self._step_in_heads = (
+            next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, name))), None)
+            if is_plain  # a step knows no sink
+            else None
+            for name in ("stepping", "stepping_in_heads")
+        )
+        attending = (own(self.method) for own in hooks(self._policies, "attending"))
+        self._attend_chosen = next(filter(None, attending), None)
         self._is_forgetful = config.model_type in FORGETFUL
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
@@ -421,6 +427,8 @@ class WatchedCache(Cache):
             output = attention(mask)
         elif layer.is_plain:
             chooses = self.method is not None and self.method.is_per_query and queries.shape[2] == 1
+            if chooses and self._attend_chosen is not None and layer.is_full:
+                return self._attend_token(layer_index, scaled[:, :, 0], attention)
             output = attention(
                 _mask(layer, queries, compression.chosen(self, layer_index) if chooses else None)
             )
@@ -433,6 +441,21 @@ class WatchedCache(Cache):
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
+
+    def _attend_token(
+        self, layer_index: int, query: torch.Tensor, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention of a token [B, H_q, D] that chooses what it attends to, by a policy."""
+        layer, request = self.layers[layer_index], self.request(layer_index)
+        assert self.method is not None and self._attend_chosen is not None
+        keys, values = layer.slots()
+        checks.require_finite(layer_index, keys[:, :, -1:], values[:, :, -1:])
+        options, (budget, *_) = {**self.method.options, **self.options}, self.amounts(layer_index, layer.seen)
+        with of_model(self.softmax_of_batch(layer_index, len(query))):
+            found = self._attend_chosen(
+                query, keys, values, options, layer.known, request.layer_index, budget
+            )
+        return attention(None) if found is None else (found[:, None], None)
 
     def _attend_prompt(self, layer_index: int, queries: torch.Tensor) -> torch.Tensor | None:
         """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that
@@ -487,23 +510,43 @@ class WatchedCache(Cache):
         budget.
         """
         layer = self.layers[layer_index]
-        if self._step is None or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
+        if (self._step or self._step_in_heads) is None or not isinstance(layer, EvictingLayer):
             return False
         is_one_token = key_states.shape[2] == 1 and not key_states.requires_grad
-        if not is_one_token or not layer.state or not layer.is_full or not self._is_due(layer, coming=1):
+        if (
+            not is_one_token
+            or not layer.state
+            or not self._is_due(layer, coming=1)
+            or not self._finalizer.alive
+        ):
             return False
-        return set(self.amounts(layer_index, layer.seen + 1)) == {layer.stored}
+        if layer.ragged_slots is not None:
+            return self._step_in_heads is not None and layer.is_ragged_alone
+        return (
+            self._step is not None
+            and layer.is_full
+            and set(self.amounts(layer_index, layer.seen + 1)) == {layer.stored}
+        )
 
     def _replace_a_token(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
         """The attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
         layer = self.layers[layer_index]
         key, value = layer.waiting
         checks.require_finite(layer_index, key, value)
-        slots = layer.slots_to_replace()
-        layer.waiting = None
-        position = torch.full(slots[2].shape[:2], layer.seen - 1, device=slots[2].device)
-        assert self._step is not None
-        output = self._step(query, key[:, :, 0], value[:, :, 0], slots, layer.state, position)
+        new = key[:, :, 0], value[:, :, 0]
+        position = torch.full(key.shape[:2], layer.seen - 1, device=key.device)
+        if layer.ragged_slots is None:
+            assert self._step is not None
+            slots = layer.slots_to_replace()
+            layer.waiting = None
+            output = self._step(query, *new, slots, layer.state, position)
+        else:
+            layer.waiting = None
+            assert self._step_in_heads is not None
+            budgets = self.amounts(layer_index, layer.seen)
+            cache, state = layer.ragged_slots, layer.state_to_change()
+            output, gone, stays = self._step_in_heads(query, *new, cache, state, position, budgets)
+            layer.replace_in_heads(gone, stays, *new)
         layer.evicted_at = layer.seen
         return output
 

@@ -371,7 +371,8 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
     """
     if budget is None:
         try:
-            return selection.budget(length, compression_ratio)
+            exact = _exact if isinstance(compression_ratio, float) else selection.budget
+            return exact(length, compression_ratio)
         except ValueError as error:
             raise UsageError(str(error)) from None
     require(
@@ -379,3 +380,7 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
         f"budget: got {budget!r}, wanted a whole number of at least 1",
     )
     return min(budget, length)
+
+
+# A cache asks the same of all its layers, and fractions are slow.
+_exact = functools.lru_cache(maxsize=64)(selection.budget)
