@@ -36,21 +36,28 @@ def given_to_generate() -> Mapping[str, Any] | None:
 
 def whole_text(generating: Mapping[str, Any] | None) -> torch.Tensor | None:
     """The ids [B, T] that `generate()` takes for the whole text so far, or None for new tokens alone."""
-    if generating is None or generating["use_inputs_embeds"]:
+    told = generating or {}
+    ids, columns = told.get("input_ids"), told.get("mask_length")
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or told.get("use_inputs_embeds"):
         return None
-    ids, columns = generating["input_ids"], generating.get("mask_length")
-    is_whole = (
-        columns == ids.shape[1] if columns is not None else generating["next_sequence_length"] is not None
-    )
-    return ids if is_whole and ids.ndim == 2 else None
+    # older versions keep a mask of ones, and say here what they take of the ids
+    is_whole = columns == ids.shape[1] if columns else told.get("next_sequence_length") is not None
+    return ids if is_whole else None
 
 
 def require_columns(generating: Mapping[str, Any] | None, seen: int) -> None:
     """Raise UsageError for a mask of another length; `generate()` drops one without padding."""
-    told = -1 if generating is None or generating.get("chunk_idx") else generating.get("mask_length", -1)
-    if generating is not None and told >= 0 and whole_text(generating) is None:
-        new = generating["input_ids"].shape[1]
-        require(told == seen + new, _wanted_columns(f"{told} columns", f"{seen + new}", seen, new))
+    told = generating or {}
+    ids, columns = told.get("input_ids"), told.get("mask_length", -1)
+    # of a prompt in blocks, the first one has told
+    if (
+        columns >= 0
+        and isinstance(ids, torch.Tensor)
+        and not told.get("chunk_idx")
+        and whole_text(told) is None
+    ):
+        wanted = seen + ids.shape[1]
+        require(columns == wanted, _wanted_columns(f"{columns} columns", str(wanted), seen, ids.shape[1]))
 
 
 def require_new_tokens(length: int, seen: int, whole: torch.Tensor | None) -> None:
@@ -114,9 +121,7 @@ def rest_of_rows(
     padded = torch.stack([torch.nn.functional.pad(rest, (width - len(rest), 0)) for rest in rests])
     given = {"input_ids": padded, "attention_mask": torch.cat([~padding, new], dim=1).long()}
     if not bool(given["attention_mask"].all()):
-        start = torch.tensor([seen if math.isnan(shift) else seen + int(shift) for shift in text.shifts])[
-            :, None
-        ]
+        start = seen + torch.tensor(text.shifts).nan_to_num().long()[:, None]
         given["position_ids"] = start + (new.cumsum(dim=1) - 1).clamp(min=0)
     return {name: each.to(ids.device) for name, each in given.items()}
 

@@ -20,23 +20,24 @@ def media(named: Mapping[str, Any]) -> list[str]:
     return [name for name, value in named.items() if value is not None and MEDIA.search(name)]
 
 
-def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
-    """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the
-    model was made for.
-    """
+def require_one_length(layers: Iterable[Any]) -> int:
+    """The tokens that the layers have read. Raises RuntimeError after an interrupted forward."""
     read = sorted({layer.get_seq_length() for layer in layers if hasattr(layer, "get_seq_length")})
     require(
         len(read) <= 1,
         f"cache: got layers that have read {' and '.join(map(str, read))} tokens, wanted one number: a "
-        "forward was "
-        "interrupted or failed; use a copy from before it, or cache.reset() and the prompt again",
+        "forward was interrupted or failed; use a copy from before it, or cache.reset() and the prompt again",
         RuntimeError,
     )
-    if longest is not None and read[0] <= longest < read[0] + new:
+    return int(read[0])
+
+
+def warn_of_length(read: int, new: int, longest: int | None) -> None:
+    """Warn where `new` tokens exceed the context that the model was made for."""
+    if longest is not None and read <= longest < read + new:
         warnings.warn(
             f"the text is now longer than the model's context of {longest} tokens: evicted tokens count, for "
-            "the later "
-            "ones keep their positions",
+            "the later ones keep their positions",
             stacklevel=3,
         )
 
@@ -47,10 +48,9 @@ def require_announced(is_announced: bool) -> None:
     """
     require(
         is_announced,
-        "cache: got tokens of another model, wanted those of the model object that it was made with: a model "
-        "that was "
-        "loaded again is another one; cache.save(path) and EvictingCache.load(path, model) take a cache to "
-        "it",
+        "cache: got tokens of another model, wanted those of the model object that it was made with, called as "
+        "a whole and not in a part: a model that was loaded again is another one; cache.save(path) and "
+        "EvictingCache.load(path, model) take a cache to it",
         RuntimeError,
     )
 

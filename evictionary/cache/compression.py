@@ -45,7 +45,7 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         cascade(cache, layer_index, step, states, request)
         return
     kept = one_pass(method, step, request).kept(states, request)
-    require_budget(method, request, kept)
+    require_budget(cache, method, request, kept)
     warn_of_what_is_wasted(cache, layer_index, kept)
     if method.merge is not None and not (layer.is_full and kept.all()):
         step.compressed = copied(step.keys, method.merged(states, request, kept, step.new), kept)
@@ -184,9 +184,10 @@ def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:
         )
 
 
-def require_budget(method: Method, request: Request, kept: torch.Tensor) -> None:
+def require_budget(cache: WatchedCache, method: Method, request: Request, kept: torch.Tensor) -> None:
     """Raise MethodError where a select keeps [B, H_kv, T] more than it may: a cache promises its memory."""
-    if not method.is_select or "own_budget" in method.traits:
+    grows = "recursive" in method.traits and cache.every  # a fraction of each partition, in parts
+    if not method.is_select or "own_budget" in method.traits or grows:
         return
     for count, seen in zip(kept.sum(dim=(1, 2)).tolist(), request.seen or (), strict=True):
         stored, asked = count / kept.shape[1], method.most(seen, request)

@@ -126,7 +126,8 @@ class WatchedCache(Cache):
         layer = self.layers[layer_idx]
         require_numbers(key_states)
         if layer_idx == self._first:
-            checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
+            read = checks.require_one_length(self.layers)
+            checks.warn_of_length(read, key_states.shape[-2], self._longest)
             checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
             checks.require_announced(self._is_announced or not self._finalizer.alive)
             self._is_announced = False
@@ -179,7 +180,7 @@ class WatchedCache(Cache):
     def _compare(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
         """Compare what a caller says with what was read, and then take it."""
         mask, position_ids = named.get("attention_mask"), named.get("position_ids")
-        (rows, length), seen = tokens.shape[:2], self.get_seq_length()
+        (rows, length), seen = tokens.shape[:2], checks.require_one_length(self.layers)
         generating = callers.given_to_generate()
         whole = callers.whole_text(generating)
         callers.require_new_tokens(length, seen, whole)
@@ -208,7 +209,7 @@ class WatchedCache(Cache):
         shifts = self.text.shifts
         if position_ids is None:
             is_padded = self._is_padded or (real is not None and not real.all())
-            finds_own = self._finds_positions(is_padded or bool(checks.media(named)))
+            finds_own = self._finds_positions(is_padded, named)
             shifts = callers.shifts_without(shifts, seen, finds_own=finds_own)
         else:
             has_planes = position_ids.ndim == 3 and self._has_planes
@@ -252,12 +253,13 @@ class WatchedCache(Cache):
         rope = getattr(model.config.get_text_config(), "rope_parameters", None)
         return hasattr(model.base_model, "rope_deltas") or "mrope" in str(rope)
 
-    def _finds_positions(self, is_more_than_text: bool) -> bool:
+    def _finds_positions(self, is_padded: bool, named: Mapping[str, Any]) -> bool:
         """Whether the model, given no positions, may take others than those of all tokens in a row."""
         base: Any = getattr(self.model, "base_model", None)
         if not hasattr(base, "rope_deltas"):
             return False
-        return is_more_than_text or (self.get_seq_length() > 0 and base.rope_deltas is not None)
+        goes_on = self.get_seq_length() > 0 and base.rope_deltas is not None
+        return is_padded or goes_on or bool(checks.media(named))
 
     @property
     def _is_partly_the_models(self) -> bool:

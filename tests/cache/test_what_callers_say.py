@@ -422,6 +422,18 @@ def test_an_interrupted_forward_leaves_no_text(model: LlamaForCausalLM) -> None:
     assert torch.equal(cache.rest_of(IDS)["input_ids"], IDS[:, PROMPT:])
 
 
+@pytest.mark.parametrize("tokens", [30, PROMPT, 50])
+def test_after_an_interruption_that_is_the_cause_whatever_is_said(
+    model: LlamaForCausalLM, tokens: int
+) -> None:
+    cache = EvictingCache(model, "keydiff", 0.5)
+    with model.model.layers[0].mlp.register_forward_hook(Mock(side_effect=KeyboardInterrupt)):
+        refused(lambda: generate(model, IDS[:, :PROMPT], cache), None, KeyboardInterrupt)
+    refused(lambda: generate(model, IDS[:, :tokens], cache), "a forward was interrupted", RuntimeError)
+    cache.reset()
+    assert generate(model, IDS[:, :tokens], cache).shape[1] == tokens + 8
+
+
 def test_a_prompt_that_is_read_twice_is_one_text(model: LlamaForCausalLM) -> None:
     cache = prompted(model, "kvzip")
     assert torch.equal(cache.text.ids, IDS[:, :PROMPT].int()) and generate(model, IDS, cache).shape[1] == 68
