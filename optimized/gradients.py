@@ -23,6 +23,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def are_wanted(*given: Any) -> bool:
     """Whether torch records a graph, and a tensor of `given`, alone or in a tuple, requires a gradient."""
+    # Decision: a graph or a refusal; a kernel that detaches gives the same loss and no gradient.
     return torch.is_grad_enabled() and next(_requiring("", given), None) is not None
 
 
