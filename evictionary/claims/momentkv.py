@@ -162,7 +162,7 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """
     scale, draw = lab.scale, torch.Generator().manual_seed(recording.seed)
     states = [
-        torch.cat([getattr(layer, name) for layer in recording.layers])
+        torch.cat([getattr(layer, name).to(recording.input_ids.device) for layer in recording.layers])
         for name in ("queries", "keys", "values")
     ]
     some = [each[::EVERY] for each in states]

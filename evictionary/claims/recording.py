@@ -170,14 +170,14 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
             cache.recorded[index]["hidden_states"],
             *_query_projection(model, block.self_attn, cache.recorded[index]["queries"]),
             output_projection(block.self_attn, stored.values, around(block.self_attn, model)),
-            cos,
-            sin,
+            cos.to(stored.keys.device),
+            sin.to(stored.keys.device),
         )
         for index, (stored, block) in enumerate(every)
     ]
     # The last hidden state has passed the final norm, so it is not the residual stream any more.
     half = slice(split, split + (input_ids.shape[1] - split) // 2)
-    residual = torch.stack([states[0, half] for states in output.hidden_states[1:-1]])
+    residual = torch.stack([states[0, half].to(input_ids.device) for states in output.hidden_states[1:-1]])
     return Recording(
         kind, zlib.crc32(f"{lab.seed}/{kind}".encode()), input_ids, split, theta, layers, residual
     )
@@ -264,9 +264,10 @@ def hiding(
     with ExitStack() as hooks:
         for index, (layer, mask, block) in enumerate(zip(recording.layers, kept, base.layers, strict=True)):
             cache.update(layer.keys[:, :, :split], layer.values[:, :, :split], index)
-            before = mask.repeat_interleave(layer.queries.shape[1] // mask.shape[1], dim=1)
+            groups = layer.queries.shape[1] // mask.shape[1]
+            before = mask.to(layer.keys.device).repeat_interleave(groups, dim=1)
             rows = before[:, :, None].expand(-1, -1, count, -1)
-            seen = torch.cat([rows, causal.expand(*rows.shape[:3], -1)], dim=-1)
+            seen = torch.cat([rows, causal.to(rows.device).expand(*rows.shape[:3], -1)], dim=-1)
             hidden = layer.keys.new_zeros(seen.shape).masked_fill(~seen, torch.finfo(layer.keys.dtype).min)
 
             def hide(
@@ -284,4 +285,4 @@ def residual_after(lab: Lab, recording: Recording, cache: Cache, count: int) -> 
     """
     ids = recording.input_ids[:, recording.split : recording.split + count]
     output = read_on(lab.model, ids, cache, recording.split, output_hidden_states=True, logits_to_keep=1)
-    return as_array(torch.stack([states[0] for states in output.hidden_states[1:-1]]))
+    return as_array(torch.stack([states[0].to(ids.device) for states in output.hidden_states[1:-1]]))

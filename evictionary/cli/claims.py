@@ -79,7 +79,7 @@ def claims(
             "default."
         ),
     ] = None,
-    jobs: Annotated[int, whole_number("Processes that share the texts.")] = 1,
+    jobs: Annotated[int, whole_number("Processes that share the texts, each with a model of its own.")] = 1,
     dask: DaskCluster = None,
     dask_wait: DaskWait = WAIT,
     as_json: AsJson = False,

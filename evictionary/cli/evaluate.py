@@ -55,7 +55,8 @@ FORMATS = ("table", "markdown", "json")
     "0.5,0.75 "
     "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2[/]   "
     "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 "
-    "--dask local[/]",
+    "--dask local[/]   "
+    "[bold]evictionary eval --model path/or/hub-name --dtype bfloat16 --device-map auto[/]",
 )
 @loads_a_model
 def evaluate(
@@ -109,7 +110,7 @@ def evaluate(
     seed: Annotated[
         int, whole_number("The seed of the first prompt; each later prompt has the next seed.")
     ] = 0,
-    jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
+    jobs: Annotated[int, whole_number("Processes that share the prompts, each with a model of its own.")] = 1,
     dask: DaskCluster = None,
     dask_wait: DaskWait = WAIT,
     format: Annotated[str, one_of(FORMATS, "The form in which the results are printed.")] = "table",

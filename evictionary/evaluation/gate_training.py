@@ -148,15 +148,16 @@ class GatedModel:
         mask: torch.Tensor | None,
         attention: Attention,
     ) -> tuple[torch.Tensor, None]:
-        assert self._gates is not None
-        full, streaming = attention(mask)[0], attention(self._mask)[0]  # [B, M, H_q, D_v]
-        gates = self._gates[self.layers.index(layer_index)].to(full.dtype)
+        assert self._gates is not None and self._mask is not None
+        streams = self._mask.to(queries.device)  # a divided model has layers on several devices
+        full, streaming = attention(mask)[0], attention(streams)[0]  # [B, M, H_q, D_v]
+        gates = self._gates[self.layers.index(layer_index)].to(full)
         each = gates.repeat_interleave(full.shape[2] // self.num_kv_heads)[:, None]
         return each * full + (1 - each) * streaming, None
 
     def see(self, *told: Any, **named: Any) -> None: ...
 
-    see_hidden_states = see_end = see
+    see_batch = see_hidden_states = see_end = see_failure = see
 
 
 def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTrainedModel) -> torch.Tensor:
