@@ -10,6 +10,7 @@ model.generate(**inputs, **cache.argument)
 the laws.
 """
 
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["EvictingCache", "__version__"]
+
+# Where Git makes no links, as on Windows, the linked folders are found where they are, beside this one.
+if os.path.isfile(os.path.join(__path__[0], "reference")):
+    __path__.append(os.path.dirname(__path__[0]))
 
 
 def __getattr__(name: str) -> Any:

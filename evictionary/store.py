@@ -9,8 +9,10 @@ stopped.
 import contextlib
 import functools
 import json
+import logging
 import lzma
 import os
+import queue
 import re
 import sys
 import threading
@@ -25,6 +27,8 @@ from evictionary.errors import UsageError, require
 
 RESULTS = "results.jsonl"
 LOCK = ".lock"
+PATIENCE = 300
+"""Seconds to wait for a worker where a cluster has none."""
 
 Line = dict[str, Any]
 """One measurement: the fields that identify it, its results, the versions of the software."""
@@ -68,6 +72,19 @@ class Plan(ABC):
     @abstractmethod
     def text(self, line: Line) -> str:
         """A description of a line, for the progress."""
+
+    @classmethod
+    def subject(cls, line: Mapping[str, Any]) -> str:
+        """What a line is a measurement of, in words. All lines of a folder have one subject."""
+        return line["model"]
+
+    def common(self) -> dict[str, Any]:
+        """The fields that every line of this plan has."""
+        return {"model": self.model}
+
+    def in_worker(self) -> "Plan":
+        """The plan as one of several processes carries it out."""
+        return self
 
     @classmethod
     def order(cls, line: Line) -> list[Any]:
@@ -115,33 +132,37 @@ def run(
     *,
     jobs: int = 1,
     dask: str | None = None,
+    patience: float = PATIENCE,
     advance: Callable[[Progress], None] = lambda progress: None,
+    tell: Callable[[str], None] = lambda text: None,
     name: str = RESULTS,
 ) -> list[Line]:
     """Measure what the file `name` of a folder lacks of the plan, and return every line of that file,
     sorted.
 
     `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address,
-    or "local" for a cluster of `jobs` workers on this machine. One process stores each line at once; several
-    processes store each unit at once. Raises UsageError for an unusable folder or cluster, and for a folder
-    with the results of another model.
+    or "local" for a cluster of `jobs` workers on this machine. Where a cluster has no worker, `tell` is told,
+    and one is waited for `patience` seconds. One process stores each line at once; several processes store
+    each unit at once. Raises UsageError for an unusable folder or cluster, and for a folder with the results
+    of another model; OSError where a worker died, none came, or the scheduler is gone: what was stored stays.
     """
     require(jobs >= 1, f"jobs: got {jobs}, wanted at least 1")
     path = folder / name
     folder.mkdir(parents=True, exist_ok=True)
     with _alone(folder):
         found = read(path, plan.identify)
-        others = {line["model"] for line in found.values() if "model" in line} - {plan.model}
+        subject = plan.subject(plan.common())
+        others = {plan.subject(line) for line in found.values() if "model" in line} - {subject}
         require(
             not others,
             f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for "
-            f"{plan.model}",
+            f"{subject}",
         )
         work = plan.missing(found)
         plan.check(folder, found, work)
         total = sum(len(parts) for _, parts in work)
         start, done = time.perf_counter(), 0
-        for lines in _measured(plan, work, jobs, dask):
+        for lines in _measured(plan, work, jobs, dask, patience, tell):
             for line in lines:
                 append(path, line)
                 found[plan.identify(line)] = line
@@ -241,29 +262,98 @@ def _alone(folder: Path) -> Iterator[None]:
 # -----------------------------------------------------------------------------------------------------
 
 
-def _measured(plan: Plan, work: Work, jobs: int, dask: str | None) -> Iterator[Sequence[Line]]:
+DIED = "a worker process died, perhaps for lack of memory: the same command goes on, with "
+
+
+def _measured(
+    plan: Plan, work: Work, jobs: int, dask: str | None, patience: float, tell: Callable[[str], None]
+) -> Iterator[Sequence[Line]]:
     """Yield the lines: one at a time from this process, a unit at a time from another one."""
     if not work:
         return
-    if jobs == 1 and dask is None:
+    if dask is not None:
+        yield from _by_dask(plan, work, jobs, dask, patience, tell)
+    elif jobs > 1:
+        yield from _by_processes(plan, work, jobs)
+    else:
         for unit, parts in work:
             yield from ([line] for line in plan.measure(unit, parts))
-        return
+
+
+def _by_processes(plan: Plan, work: Work, jobs: int) -> Iterator[Sequence[Line]]:
     import joblib
 
-    with contextlib.ExitStack() as stack:
-        if dask is None:
-            stack.enter_context(joblib.parallel_config(backend="loky", n_jobs=jobs))
-        else:
-            stack.enter_context(joblib.parallel_config(backend="dask", client=_client(jobs, dask, stack)))
-        calls = (joblib.delayed(measure_apart)(plan, unit, parts) for unit, parts in work)
+    calls = (joblib.delayed(_measure_in_child)(plan, unit, parts) for unit, parts in work)
+    with joblib.parallel_config(backend="loky", n_jobs=jobs):
         try:
             yield from joblib.Parallel(return_as="generator_unordered", batch_size=1)(calls)
         except BrokenProcessPool as error:
+            raise OSError(f"{DIED}fewer --jobs") from error
+
+
+def _by_dask(
+    plan: Plan, work: Work, jobs: int, dask: str, patience: float, tell: Callable[[str], None]
+) -> Iterator[Sequence[Line]]:
+    with contextlib.ExitStack() as stack:
+        client = _client(jobs, dask, stack)
+        from distributed import CancelledError, KilledWorker
+
+        # joblib's own adapter of Dask waits for ever for a unit whose workers died.
+        done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        units = {client.submit(measure_apart, plan, unit, parts, pure=False) for unit, parts in work}
+        for each in units:
+            each.add_done_callback(done.put)
+        while units:
+            try:
+                each, lines = _next(done, client, patience, tell)
+            except KilledWorker as error:
+                fewer = "fewer --jobs" if dask == "local" else "more memory for each worker or fewer of them"
+                raise OSError(f"{DIED}{fewer}") from error
+            except CancelledError as error:
+                raise OSError(
+                    f"the Dask scheduler at {client.scheduler.address} is gone: the same command goes on, "
+                    "once there is one"
+                ) from error
+            units.remove(each)
+            yield lines
+
+
+def _next(done: Any, client: Any, patience: float, tell: Callable[[str], None]) -> tuple[Any, list[Line]]:
+    """The next unit that ended, and its lines. Raises what it raised."""
+    since = None
+    while True:
+        with contextlib.suppress(queue.Empty):
+            unit = done.get(timeout=1)
+            try:
+                return unit, unit.result(timeout=5)
+            except TimeoutError:
+                if unit.status == "error":
+                    raise
+                unit.add_done_callback(done.put)  # its lines went with their worker, and it is measured again
+        if _can_work(client):
+            since = None
+        elif since is None:
+            since = time.monotonic()
+            tell(
+                f"no Dask worker at {client.scheduler.address} takes work: none is there, they died, or "
+                f"their memory is full (dask worker --memory-limit 0); waiting for {patience:g} s"
+            )
+        elif time.monotonic() - since > patience:
             raise OSError(
-                "a worker process died, perhaps for lack of memory: the same command goes on, with fewer "
-                "--jobs"
-            ) from error
+                f"no Dask worker at {client.scheduler.address} took work for {patience:g} s: start some, "
+                "such as `dask worker` with that address, and the same command goes on"
+            )
+
+
+def _can_work(client: Any) -> bool:
+    """Whether a cluster has a worker that takes work; so too where its scheduler is gone, which the units
+    are told of.
+    """
+    try:
+        workers = client.scheduler_info()["workers"].values()
+    except (OSError, RuntimeError):
+        return True
+    return any(worker.get("status", "running") == "running" for worker in workers)
 
 
 _one_at_a_time = threading.Lock()
@@ -274,9 +364,14 @@ def measure_apart(plan: Plan, unit: Any, parts: Sequence[Any]) -> list[Line]:
     """The lines of a unit, measured in a worker. What a method prints there goes to standard error: the
     standard output of the command may be JSON.
     """
-    end_with_parent()
     with _one_at_a_time, contextlib.redirect_stdout(sys.stderr):
-        return list(plan.measure(unit, parts))
+        return list(plan.in_worker().measure(unit, parts))
+
+
+def _measure_in_child(plan: Plan, unit: Any, parts: Sequence[Any]) -> list[Line]:
+    """The same in a process of this run, which ends with it. A Dask worker may outlive what started it."""
+    end_with_parent()
+    return measure_apart(plan, unit, parts)
 
 
 @functools.cache
@@ -298,16 +393,24 @@ def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
     """A client of the cluster; `stack` closes it."""
     try:
         from distributed import Client, LocalCluster
+        from distributed.utils import silence_logging_cmgr
     except ImportError:
         raise UsageError(
             f"dask: got {dask!r} but Dask is not installed, wanted it, from a clone: pip install "
             "'path/to/the/clone[cluster]'"
         ) from None
+    # What Dask logs of a death or a lost connection is said in a sentence.
+    stack.enter_context(silence_logging_cmgr(logging.CRITICAL))
     if dask == "local":
-        cluster = stack.enter_context(
-            LocalCluster(n_workers=jobs, threads_per_worker=1, dashboard_address=None)
+        cluster = LocalCluster(
+            n_workers=jobs,
+            threads_per_worker=1,
+            dashboard_address=None,
+            memory_limit=0,  # Dask would pause or end a worker for the size of its model
+            scheduler_kwargs={"allowed_failures": 0},
+            silence_logs=False,
         )
-        return stack.enter_context(Client(cluster))
+        return stack.enter_context(Client(stack.enter_context(cluster)))
     try:
         return stack.enter_context(Client(dask, timeout=10))
     except (OSError, ValueError) as error:

@@ -2,6 +2,7 @@ r"""AdaKV (arXiv 2407.11550), an allocator: one budget for a layer, divided amon
 over all heads.
 """
 
+import math
 from fractions import Fraction
 
 import torch
@@ -12,6 +13,7 @@ from .checks import require_fit
 from .selection import top_k
 
 
+@torch.no_grad()
 def select(
     scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -32,12 +34,39 @@ def select(
     budget = min(as_count("budget", budget, low=0), length)
     alpha = as_fraction("floor_ratio", floor_ratio)
     if protected is None:
-        own = top_k(scores, alpha.numerator * budget // alpha.denominator)
+        own = top_k(scores, own_budget(budget, alpha))
     else:
         own = _own(scores, budget, alpha, protected)
     # One row per batch item. Among equal scores the lower head comes first, then the lower position.
     layer = scores.reshape(batch, num_kv_heads * length)
     return top_k(layer, num_kv_heads * budget, own.reshape(layer.shape)).reshape(scores.shape)
+
+
+def own_budget(budget: int, alpha: Fraction = Fraction(1, 5)) -> int:
+    """AD-1: the tokens that each head keeps for itself, by default of `select`."""
+    return alpha.numerator * budget // alpha.denominator
+
+
+def leaving(
+    scores: torch.Tensor, positions: torch.Tensor, spare: torch.Tensor, over: list[int]
+) -> torch.Tensor:
+    """AD-1..3 from below: the tokens that `select` would not keep, where few leave a layer that was full.
+
+    A head loses at most the tokens beyond its own. Of equal scores the last head loses first, and in a head
+    the latest token. Args: scores [B, H_kv, n], the lowest of each head, at least as many as leave; their
+    positions; spare [B, H_kv], the tokens of a head beyond its own; over, the tokens that leave each row.
+    Returns [B, H_kv, n], boolean.
+    """
+    order = positions.argsort(dim=-1, descending=True)
+    order = order.gather(-1, scores.gather(-1, order).argsort(dim=-1, stable=True))
+    numbers = torch.arange(scores.shape[-1], device=scores.device)
+    ranked = scores.gather(-1, order).masked_fill(numbers >= spare[..., None], math.inf)
+    layer = ranked.flip(1).flatten(1).argsort(dim=-1, stable=True)
+    leaves = (
+        torch.arange(layer.shape[1], device=scores.device) < torch.tensor(over, device=scores.device)[:, None]
+    )
+    of_heads = torch.zeros_like(leaves).scatter_(1, layer, leaves)
+    return torch.zeros_like(order, dtype=torch.bool).scatter_(-1, order, of_heads.view(order.shape).flip(1))
 
 
 def _own(scores: torch.Tensor, budget: int, alpha: Fraction, protected: torch.Tensor) -> torch.Tensor:
@@ -58,6 +87,7 @@ def _own(scores: torch.Tensor, budget: int, alpha: Fraction, protected: torch.Te
     return ranks(scores, protected) < counts
 
 
+@torch.no_grad()
 def ranks(scores: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
     r"""SEL-3, SEL-4: the place of each token in its row, from 0: the protected tokens first, then the
     higher, then the earlier.

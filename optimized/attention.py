@@ -42,12 +42,11 @@ def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
     group = num_query_heads // num_kv_heads
-    if kernels := kernels_for("attention", queries, cache.values):
+    if kernels := kernels_for("attention", queries, cache.values, beside=cache):
         return kernels.attend(queries, cache)
     dtype = working_dtype(queries)
     shape = (batch, num_query_heads, num_queries)
-    ends = cache.lengths.flatten().cumsum(0).tolist()
-    spans = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+    spans = rows_of_heads(cache)
     longest = max(span.stop - span.start for span in spans)
     if longest == 0:
         return queries.new_zeros(*shape, cache.values.shape[-1]), queries.new_full(
@@ -57,16 +56,37 @@ def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch
         head_dim
     )
     logits = queries.new_full((*grouped.shape[:2], longest), -math.inf, dtype=dtype)
-    for head, span in enumerate(spans):
-        torch.mm(grouped[head], cache.keys[span].to(dtype).T, out=logits[head, :, : span.stop - span.start])
+    products(grouped, cache.keys, spans, logits)
     normaliser = logits.logsumexp(dim=-1)
     # An empty head has only logits of -inf; -inf minus -inf would be NaN, so its normaliser is replaced by 0
     # for the weights.
     weights = (logits - normaliser.masked_fill(normaliser == -math.inf, 0)[..., None]).exp_()
-    output = queries.new_empty(*grouped.shape[:2], cache.values.shape[-1], dtype=dtype)
-    for head, span in enumerate(spans):
-        torch.mm(weights[head, :, : span.stop - span.start], cache.values[span].to(dtype), out=output[head])
+    output = queries.new_zeros(*grouped.shape[:2], cache.values.shape[-1], dtype=dtype)
+    add_sums(weights, cache.values, spans, output)
     return output.to(queries.dtype).reshape(*shape, -1), normaliser.reshape(shape)
+
+
+def rows_of_heads(cache: CompressedCache) -> list[slice]:
+    """The rows of each head in the flat tensors of a cache, head after head, batch by batch."""
+    ends = cache.lengths.flatten().cumsum(0).tolist()
+    return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def products(rows: torch.Tensor, keys: torch.Tensor, spans: list[slice], out: torch.Tensor) -> None:
+    """Write the products of rows [heads, n, D] with the flat keys of each head to the first places of `out`
+    [heads, n, longest]. The keys are read where they lie, once.
+    """
+    for head, span in enumerate(spans):
+        out[head, :, : span.stop - span.start] = rows[head] @ keys[span].to(rows.dtype).T
+
+
+def add_sums(weights: torch.Tensor, values: torch.Tensor, spans: list[slice], out: torch.Tensor) -> None:
+    """Add the sums of the flat values of each head, weighted by the first places of weights
+    [heads, n, longest], to `out` [heads, n, D_v].
+    """
+    for head, span in enumerate(spans):
+        own = weights[head, :, : span.stop - span.start]
+        out[head].addmm_(own, values[span].to(own.dtype))
 
 
 def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -79,18 +99,26 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     float64).
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
-    num_kv_heads, dtype = keys.shape[1], working_dtype(keys)
+    num_kv_heads = keys.shape[1]
     group = num_query_heads // num_kv_heads
-    rows = queries.to(dtype).reshape(batch, num_kv_heads, group * num_queries, head_dim)
-    if keys.dtype == dtype or keys.is_cuda:
-        logits = rows @ keys.to(dtype).mT
-    else:
-        logits = rows.new_empty(*rows.shape[:3], keys.shape[2])
-        tokens = max(1, BLOCK // (batch * num_kv_heads * head_dim))
-        for part, block in zip(logits.split(tokens, dim=3), keys.split(tokens, dim=2), strict=True):
-            part.copy_(rows @ block.to(dtype).mT)
-    logits.div_(math.sqrt(head_dim))  # in place: the logits are the largest tensor here
+    rows = queries.to(working_dtype(keys)).reshape(batch, num_kv_heads, group * num_queries, head_dim)
+    logits = row_products(rows, keys).div_(math.sqrt(head_dim))  # in place: they are the largest tensor here
     return capped(logits).view(batch, num_kv_heads, group, num_queries, keys.shape[2])
+
+
+def row_products(rows: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """The products of rows [B, H_kv, n, D], of the working dtype of the keys, with keys [B, H_kv, T, D]:
+    [B, H_kv, n, T]. On a CPU keys of another dtype are converted in blocks.
+    """
+    batch, num_kv_heads, length, head_dim = keys.shape
+    if keys.dtype == rows.dtype or keys.is_cuda:
+        return rows @ keys.to(rows.dtype).mT
+    found = rows.new_empty(*rows.shape[:3], length)
+    tokens = max(1, BLOCK // (batch * num_kv_heads * head_dim))
+    for start in range(0, length, tokens):
+        block = keys[:, :, start : start + tokens].to(rows.dtype)
+        found[..., start : start + tokens] = rows @ block.mT
+    return found
 
 
 def grouped_attention(queries: torch.Tensor, keys: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from evictionary.reference.attention_matching import HIGH, LOW
 from evictionary.reference.checks import as_count
 
+from . import gradients
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
@@ -28,6 +29,7 @@ RIDGE, FLOOR = 1e-10, 1e-150
 ROUNDS, PASSES = 20, 4
 
 
+@torch.no_grad()
 def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
@@ -48,7 +50,7 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor) -> torch.Tensor:
     require_fit("attention_matching.score", keys, replay_queries)
     squares = keys.new_zeros(keys.shape[:3], dtype=working_dtype(keys))
     for logits in _blocks(replay_queries, keys):
-        squares += softmax(logits).square_().sum(dim=(2, 3))
+        squares += softmax(logits).square().sum(dim=(2, 3))
     return (squares / (replay_queries.shape[1] // keys.shape[1] * replay_queries.shape[2])).sqrt_()
 
 
@@ -73,15 +75,32 @@ def bounded_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.T
 
 
 def _solve_between(gram: torch.Tensor, wish: torch.Tensor) -> torch.Tensor:
-    """AM-2 by a projected Newton method: the change u of weights of 1 with the least `u G u / 2 - wish u`.
+    """AM-2: the change u of weights of 1 with the least `u G u / 2 - wish u`, between the bounds.
+
+    Its gradient is that of one more step of Newton, of the weights that are not at a bound.
+    """
+    found = _search(gram, wish)
+    if not gradients.are_wanted(gram, wish):
+        return found
+    held, gram = (found <= LOW - 1) | (found >= HIGH - 1), _steadied(gram)
+    step = _newton(gram, wish - (gram @ found[..., None])[..., 0], held)
+    return found + step - step.detach()
+
+
+def _steadied(gram: torch.Tensor) -> torch.Tensor:
+    return gram + torch.diag_embed(RIDGE * gram.diagonal(dim1=-2, dim2=-1) + FLOOR)
+
+
+@torch.no_grad()
+def _search(gram: torch.Tensor, wish: torch.Tensor) -> torch.Tensor:
+    """`_solve_between` by a projected Newton method.
 
     A weight at a bound that would leave it is held. The others go along Newton's step up to the first bound,
     or along it or the slope with all that leaves cut off: what gains most. Where some rows cannot tell the
     weights apart this may go on for thousands of steps, so `_finish` takes over from it.
     """
     low, high = torch.full_like(wish, LOW - 1), torch.full_like(wish, HIGH - 1)
-    change, ridge = torch.zeros_like(wish), RIDGE * gram.diagonal(dim1=-2, dim2=-1) + FLOOR
-    gram = gram + torch.diag_embed(ridge)
+    change, gram = torch.zeros_like(wish), _steadied(gram)
     careful = wish.shape[-1] * gram.diagonal(dim1=-2, dim2=-1)
     enough = 1e-15 * (wish.square() / careful).sum(dim=-1)
     for _ in range(ROUNDS):
@@ -160,7 +179,7 @@ def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> t
         rows = logits.double().flatten(2, 3)
         powers = (rows - rows.amax(dim=-1, keepdim=True)).exp_()
         of_kept = _columns(powers, kept)
-        missing = powers.masked_fill_(kept[:, :, None], 0).sum(dim=-1)
+        missing = powers.masked_fill(kept[:, :, None], 0).sum(dim=-1)
         gram += of_kept.mT @ of_kept
         wish += (of_kept.mT @ missing[..., None])[..., 0]
     return (1 + _solve_between(gram, wish)).log_().to(working_dtype(keys))
@@ -222,7 +241,7 @@ def attend(
     naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     require_fit("attention_matching.attend", queries, keys, values, bias, free=("bias",))
-    if kernels := kernels_for("attention", queries, keys, values):
+    if kernels := kernels_for("attention", queries, keys, values, beside=bias):
         # no causal mask: each query as a head of its own
         output, _ = kernels.attend(queries.flatten(1, 2)[:, :, None], None, (keys, values), bias=bias)
         return output.view(*queries.shape[:3], -1)

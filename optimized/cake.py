@@ -36,7 +36,7 @@ def preference(
     require_fit("cake.preference", queries, keys)
     length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
     window = as_window(window_size, queries.shape[2], length)
-    spread, moved = keys.new_zeros(2, len(keys), dtype=torch.float64)
+    spread, moved = (keys.new_zeros(len(keys), dtype=torch.float64) for _ in range(2))
     kernels = kernels_for("received_attention", queries, keys) if window <= LONGEST_WINDOW else None
     if kernels and window < length:
         spread, moved = kernels.measure_window(queries[:, :, -window:], keys)
@@ -44,7 +44,8 @@ def preference(
         for head in range(keys.shape[1] if window < length else 0):
             readers = queries[:, head * group : (head + 1) * group, -window:]
             before = grouped_attention(readers, keys[:, head : head + 1], head)[..., :-window]
-            spread += torch.special.entr(before).sum(dim=(1, 2, 3, 4))
+            # a weight of 0 counts 0, as one of 1 does, which has a slope
+            spread += torch.special.entr(before.masked_fill(before == 0, 1)).sum(dim=(1, 2, 3, 4))
             moved += before.var(dim=3, correction=min(1, window - 1)).sum(dim=(1, 2, 3))
     return spread ** (1 / tau1) * moved ** (1 / tau2)
 
@@ -64,5 +65,5 @@ def budgets(
     1]; the others as there.
     """
     require_fit("cake.budgets", preferences)
-    given = preferences.double().cpu().numpy()
+    given = preferences.detach().double().cpu().numpy()
     return cake.budgets(budget, given, num_layers=num_layers, length=length, window_size=window_size)

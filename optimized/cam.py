@@ -48,8 +48,9 @@ def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: in
     # The attention of the kept tokens in their order, zeros behind it, and its sum from each of them on.
     row = pad(attention.masked_fill(~kept, 0).gather(-1, order), (0, size))
     mean = row.unfold(-1, size, 1).sum(dim=-1).gather(-1, before) / count.clamp(min=1)
+    ratio = attention / torch.where(mean > 0, mean, 1)
     # Decision: beside a mean of 0 any attention is enough, and none is not.
-    probability = torch.where(mean > 0, (attention / mean).clamp(max=1), (attention > 0).to(mean))
+    probability = torch.where(mean > 0, ratio.clamp(max=1), (attention > 0).to(mean))
     return probability.masked_fill(count == 0, 0)
 
 
@@ -65,7 +66,7 @@ def spread(
     argument.
     """
     require_fit("cam.spread", values, kept, weights, free=("weights",))
-    if kernels := kernels_for("cam", values):
+    if kernels := kernels_for("cam", values, beside=weights):
         return kernels.spread(values, kept, *stretches(kept, weights.float(), merge_size))
     parts, first, _ = stretches(kept, weights.double(), merge_size)
     # Sums in float64 hide no small value behind a large one of long ago.

@@ -8,6 +8,8 @@ import torch
 
 from evictionary.reference.contract import STATES, Argument, Axes, arguments
 
+from . import gradients
+
 
 def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool = True) -> None:
     """Raise ValueError unless the tensors fit their line in `reference/contract.py`, or the line itself,
@@ -168,6 +170,8 @@ def room_for(value: torch.Tensor, most: int) -> torch.Tensor:
 
 def converted(value: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
     """Return a block of `value` in its working dtype: as it is, or written into the room, where the next
-    block overwrites it.
+    block overwrites it; in memory of its own where a gradient is wanted.
     """
-    return value if value.dtype == room.dtype else room[: value.numel()].view(value.shape).copy_(value)
+    if value.dtype == room.dtype or gradients.are_wanted(value):
+        return value.to(room.dtype)
+    return room[: value.numel()].view(value.shape).copy_(value)

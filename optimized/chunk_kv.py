@@ -8,6 +8,7 @@ from evictionary.reference.checks import as_count
 from .checks import require_fit
 
 
+@torch.no_grad()
 def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-1, CH-3: keep whole chunks, the best first; of the last one that fits in part, its best tokens.
 

@@ -12,6 +12,7 @@ from torch.linalg import vector_norm
 from evictionary.reference.checks import as_count, require_between
 from evictionary.reference.compactor import CUTOFF
 
+from . import gradients
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
 from .snapkv import average_pool
@@ -77,12 +78,15 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
         # With K above sqrt(r) I = QR, `K^T K + r I = R^T R`, and the leverage is the square of `k_t R^-1`.
         below = math.sqrt(ridge) * torch.eye(keys.shape[-1], dtype=wide.dtype, device=keys.device)
         stacked = torch.cat([wide, below.expand(*keys.shape[:-2], -1, -1)], dim=-2)
-        upper = torch.linalg.qr(stacked, mode="r").R
+        # the gradient of R needs Q
+        upper = torch.linalg.qr(stacked, mode="reduced" if gradients.are_wanted(stacked) else "r").R
         rows = torch.linalg.solve_triangular(upper, wide, upper=True, left=False)
+    elif gradients.are_wanted(wide):  # that of singular vectors divides by the distances of their values
+        return (wide * torch.linalg.pinv(wide, rtol=CUTOFF).mT).sum(dim=-1).to(working_dtype(keys))
     else:
         left, sizes, _ = torch.linalg.svd(wide, full_matrices=False)
         rows = left.masked_fill((sizes <= CUTOFF * sizes[..., :1])[..., None, :], 0)
-    return rows.square_().sum(dim=-1).to(working_dtype(keys))
+    return rows.square().sum(dim=-1).to(working_dtype(keys))
 
 
 def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
@@ -130,4 +134,4 @@ def z_scores(scores: torch.Tensor) -> torch.Tensor:
     r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item: [B, H_kv, T] to the same."""
     centred = scores - scores.mean(dim=(-2, -1), keepdim=True)
     variance = centred.square().sum(dim=(-2, -1), keepdim=True) / max(1, scores[0].numel() - 1)
-    return centred / variance.sqrt().clamp(min=1e-6)
+    return centred / variance.clamp(min=1e-12).sqrt()  # of no less, for the root has no slope at 0

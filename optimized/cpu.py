@@ -63,10 +63,11 @@ def rescaled(name: str, keys: torch.Tensor, dtype: torch.dtype) -> tuple[torch.T
     """Return keys divided by their largest components, [..., T, D], and those, [..., T]; a zero key stays
     and has 1.
 
-    Raises ValueError for NaN and infinite numbers.
+    Raises ValueError for NaN and infinite numbers. No gradient goes through the scale: whoever asks for it
+    gives what does not depend on it.
     """
     require_finite(name, keys)
     keys = keys.to(dtype)
-    largest = vector_norm(keys, ord=math.inf, dim=-1)
+    largest = vector_norm(keys.detach(), ord=math.inf, dim=-1)
     scale = torch.where(largest == 0, 1, largest)
     return keys / scale[..., None], scale

@@ -29,7 +29,7 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     float64). Raises ValueError naming the argument that does not fit.
     """
     require_fit("criticalkv.projected_norms", values, w_o)
-    if kernels := kernels_for("criticalkv", values):
+    if kernels := kernels_for("criticalkv", values, beside=w_o):
         return kernels.projected_norms(values, w_o)
     heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
@@ -41,9 +41,11 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     narrow = values.dtype if values.dtype == w_o.dtype == torch.bfloat16 else dtype
     for query_head, weight in enumerate(w_o.to(narrow)):
         head = query_head // group
-        parts = zip(values[:, head].split(tokens, dim=1), norms[:, head].split(tokens, dim=1), strict=True)
-        for block, part in parts:
-            part += (block.to(narrow) @ weight).abs_().sum(dim=-1, dtype=dtype) / group
+        for start in range(0, values.shape[2], tokens):
+            block = values[:, head, start : start + tokens].to(narrow)
+            norms[:, head, start : start + tokens].add_(
+                (block @ weight).abs_().sum(dim=-1, dtype=dtype) / group
+            )
     return norms
 
 

@@ -12,6 +12,7 @@ from evictionary.reference.checks import as_count
 from .checks import require_fit
 
 
+@torch.no_grad()
 def select(
     keys: torch.Tensor,
     gates: torch.Tensor,

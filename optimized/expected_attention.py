@@ -10,6 +10,7 @@ import torch
 
 from evictionary.reference.checks import as_count, require_between
 
+from . import gradients
 from .checks import (
     converted,
     require_finite,
@@ -181,7 +182,7 @@ def score(
     statistics = ("query_mean", "query_covariance")
     require_fit("expected_attention.score", keys, values, query_mean, query_covariance, free=statistics)
     require_between("epsilon", epsilon, 0)
-    if kernels := kernels_for("expected_attention", keys, values):
+    if kernels := kernels_for("expected_attention", keys, values, beside=(query_mean, query_covariance)):
         return kernels.score(keys, values, query_mean, query_covariance, epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
     expected = weights(expected_logits(keys, query_mean, query_covariance)).mean(dim=2)
@@ -204,6 +205,9 @@ def expected_logits(
     covariances = query_covariance.to(dtype).reshape(batch, num_kv_heads, group, head_dim, head_dim) / (
         2 * head_dim
     )
+    if gradients.are_wanted(keys, means, covariances):
+        wide = keys.to(dtype)[:, :, None]
+        return ((means.unflatten(2, (group, 1, -1)) + wide @ covariances) * wide).sum(dim=-1)
     logits = keys.new_empty(batch, num_kv_heads, group, length, dtype=dtype)
     room = keys.new_empty(min(BLOCK_KEYS, length), group * head_dim, dtype=dtype)
     own = working_room(keys, BLOCK_KEYS * head_dim)

@@ -12,6 +12,7 @@ from .checks import require_finite, require_fit, working_dtype
 from .kernels.launching import kernels_for
 
 
+@torch.no_grad()
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
@@ -26,6 +27,7 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     return highest(attention, nucleus_sizes(attention, beyond))
 
 
+@torch.no_grad()
 def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
     r"""`B_0 = |K_0|` of each row of `nucleus`, [...], whole numbers from 1 to T; `beyond` is 1 - p.
     Arguments already checked.
@@ -38,6 +40,7 @@ def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
     return (tail > beyond * tail[..., -1:]).sum(dim=-1).clamp(min=1)
 
 
+@torch.no_grad()
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     r"""GV-5, GV-A10: every row keeps its own number of tokens, of equal scores the lower positions.
 
@@ -51,6 +54,7 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     return highest(scores, budgets)
 
 
+@torch.no_grad()
 def highest(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     r"""`top_each` of arguments that have been checked; scores may be infinite, as the logits of large
     states are.
@@ -71,6 +75,7 @@ def rising(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(numpy.sort(values.detach().to(working_dtype(values)).numpy(), axis=-1))
 
 
+@torch.no_grad()
 def select(
     query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95
 ) -> torch.Tensor:

@@ -9,6 +9,8 @@ import torch
 
 from evictionary.reference.checks import as_count
 
+from . import gradients
+from .attention import grouped_attention
 from .checks import converted, require_fit, working_dtype, working_room
 from .kernels.launching import kernels_for
 from .selection import top_k
@@ -67,6 +69,13 @@ def _walked(
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads, length = keys.shape[1:3]
     group, dtype = num_query_heads // num_kv_heads, working_dtype(keys)
+    if gradients.are_wanted(queries, keys, values):  # which needs the whole attention anyway
+        attention = grouped_attention(queries, keys)
+        received = attention.sum(dim=3).mean(dim=2)
+        if values is None:
+            return queries[..., :0], received
+        output = (attention @ values.to(dtype)[:, :, None]).to(queries.dtype)
+        return output.flatten(1, 2), received
     scores = keys.new_zeros(keys.shape[:3], dtype=dtype)
     output = queries.new_empty(*queries.shape[:3], 0 if values is None else values.shape[3])
     block = min(num_queries, max(TILE // length, LEAST_ROWS) // group + 1)
@@ -109,6 +118,7 @@ def _walked(
     return output, scores
 
 
+@torch.no_grad()
 def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among
     the others.

@@ -1,10 +1,12 @@
 r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the cache."""
 
+import math
 from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
 
+from . import gradients
 from .checks import require_finite, require_fit, require_same_kind, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, headwise, rescaled
 from .kernels.launching import kernels_for
@@ -24,6 +26,8 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     """
     if kernels := _kernels("keys", keys):
         return kernels.score(keys)
+    if gradients.are_wanted(keys):
+        return _minus_cosine(*_summed_anywhere("keys", keys))
     scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
     headwise(_score_into, keys, scores, weights, room=working_room(keys, BLOCK))
     return scores if are_safe(weights) else _minus_cosine(*_summed_anywhere("keys", keys))
@@ -54,7 +58,7 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     0), float32 (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
-    kernels = _kernels("keys", keys)
+    kernels = _kernels("keys", keys, beside=anchor)
     _require_anchor(anchor, keys)
     if kernels:
         return kernels.score_with_anchor(keys, anchor)
@@ -99,12 +103,12 @@ def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
     return _summed(name, keys)[2]
 
 
-def _kernels(name: str, keys: torch.Tensor) -> ModuleType | None:
-    """Return the kernels if they take `keys` [..., T, D], or raise ValueError; the torch path sees NaN in
-    the norms it computes.
+def _kernels(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> ModuleType | None:
+    """Return the kernels if they take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
+    path sees NaN in the norms it computes.
     """
     require_fit(f"{name}: ... T D", keys, finite=False)
-    kernels = kernels_for("keydiff", keys)
+    kernels = kernels_for("keydiff", keys, beside=beside)
     if kernels:
         require_finite(name, keys)
     return kernels
@@ -143,8 +147,7 @@ def _minus_cosine_into(
     keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor, scores: torch.Tensor, room: torch.Tensor
 ) -> None:
     """Write `-w_i k_i . anchor / |anchor|`, [..., T]."""
-    norm = vector_norm(anchor, dim=-1, keepdim=True)
-    direction = (anchor / norm.neg_().masked_fill_(norm == 0, 1))[..., None, :]
+    direction = _against(anchor)
 
     def score(block: torch.Tensor, weight: torch.Tensor, part: torch.Tensor) -> None:
         torch.mul((direction @ block.mT).squeeze(-2), weight, out=part)
@@ -152,7 +155,15 @@ def _minus_cosine_into(
     blockwise(score, keys, weights, scores, room=room)
 
 
+def _against(anchor: torch.Tensor) -> torch.Tensor:
+    """`-anchor / |anchor|`, [..., 1, D], 0 for a zero anchor."""
+    norm = vector_norm(anchor, dim=-1, keepdim=True)
+    return (anchor / -norm.masked_fill(norm == 0, 1))[..., None, :]
+
+
 def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
+    if gradients.are_wanted(keys, weights, anchor):
+        return (_against(anchor) @ keys.mT).squeeze(-2) * weights
     scores = torch.empty_like(weights)
     _minus_cosine_into(keys, weights, anchor, scores, working_room(keys, BLOCK))
     return scores
@@ -162,6 +173,8 @@ def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, 
     """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and
     `sum_i w_i k_i` [..., D].
     """
+    if gradients.are_wanted(keys):
+        return _summed_anywhere(name, keys)
     weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
     total = _sum_into(keys, weights, working_room(keys, BLOCK))
     return (keys, weights, total) if are_safe(weights) else _summed_anywhere(name, keys)
@@ -172,5 +185,5 @@ def _summed_anywhere(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch
     keys, _ = rescaled(name, keys, working_dtype(keys))
     norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
-    weights = torch.where(norms == 0, 0, 1 / norms)
+    weights = 1 / norms.masked_fill(norms == 0, math.inf)
     return keys, weights, (weights[..., None, :] @ keys).squeeze(-2)

@@ -3,6 +3,7 @@ r"""KNorm (arXiv 2406.11430), a baseline: keep the keys of smallest norm."""
 import torch
 from torch.linalg import vector_norm
 
+from . import gradients
 from .checks import require_finite, require_fit, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, rescaled
 from .kernels.launching import kernels_for
@@ -24,7 +25,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
         # For what the kernel does not take. The cast is part of the reduction, and no square of a float32
         # leaves float64.
         return -vector_norm(keys, dim=-1, dtype=torch.float64).to(dtype)
-    if keys.dtype == dtype or keys.numel() <= BLOCK:
+    if keys.dtype == dtype or keys.numel() <= BLOCK or gradients.are_wanted(keys):
         norms = vector_norm(keys, dim=-1, dtype=dtype)
     else:
         norms = keys.new_empty(keys.shape[:-1], dtype=dtype)
@@ -37,4 +38,4 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     if not are_safe(norms):
         keys, scale = rescaled("keys", keys, dtype)
         norms = vector_norm(keys, dim=-1) * scale
-    return norms.neg_()
+    return -norms

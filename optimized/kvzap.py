@@ -11,12 +11,14 @@ import torch
 from evictionary.reference.checks import as_count, as_open, require_between
 from evictionary.reference.kvzap import FLOOR
 
+from . import gradients
 from .checks import require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
 from .kernels.launching import kernels_for
 from .kvzip import replay_attention_in_blocks
 
 
+@torch.no_grad()
 def select(
     keys: torch.Tensor,
     hidden_states: torch.Tensor,
@@ -41,6 +43,7 @@ def select(
     return kept
 
 
+@torch.no_grad()
 def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Tensor:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
@@ -66,8 +69,10 @@ def score(
     given = hidden_states, surrogate_weights, surrogate_bias
     require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"), finite=False)
     weights, bias = (each.to(working_dtype(hidden_states)) for each in given[1:])
-    if kernels := kernels_for("kvzap", hidden_states, longest=None):
+    if kernels := kernels_for("kvzap", hidden_states, longest=None, beside=(weights, bias)):
         scores = kernels.score(hidden_states, weights, bias)
+    elif gradients.are_wanted(hidden_states, weights, bias):
+        scores = weights @ hidden_states.to(weights.dtype).mT + bias[..., None]
     else:
         scores = weights.new_empty(*weights.shape[:2], hidden_states.shape[1])
         # A block of states is converted at a time: as a whole they would be read three times.
@@ -110,12 +115,14 @@ def target(
     added = torch.stack(
         [(values[:, head // group] @ weight).norm(dim=-1) for head, weight in enumerate(w_o)], dim=1
     ).unflatten(1, (heads, group))
-    found, sizes = keys.new_full(keys.shape[:3], FLOOR), states.norm(dim=-1)[:, None, :, None]
+    sizes = states.norm(dim=-1)[:, None, :, None]
+    # a state of length 0 divides nothing: its queries have no share
+    sizes = sizes.masked_fill(sizes == 0, torch.inf)
+    found = [keys.new_full(keys.shape[::2], FLOOR)] * heads
     for head, places, weights in replay_attention_in_blocks(keys, queries, replay):
-        size = sizes[:, :, places]
-        shares = (weights / size).masked_fill(size == 0, 0).amax(dim=2)
-        found[:, head] = found[:, head].maximum((shares * added[:, head]).amax(dim=1))
-    return found.log()
+        shares = (weights / sizes[:, :, places]).amax(dim=2)
+        found[head] = found[head].maximum((shares * added[:, head]).amax(dim=1))
+    return torch.stack(found, dim=1).log()
 
 
 def fit(

@@ -32,10 +32,10 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     require_fit("kvzip.score", keys, replay_queries, replay_keys)
     if kernels := kernels_for("received_attention", keys, replay_queries, replay_keys):
         return kernels.score_replay(keys, replay_queries, replay_keys)
-    scores = keys.new_zeros(keys.shape[:3], dtype=working_dtype(keys))
+    scores = [keys.new_zeros(keys.shape[::2], dtype=working_dtype(keys))] * keys.shape[1]
     for head, _, weights in replay_attention_in_blocks(keys, replay_queries, replay_keys):
-        scores[:, head] = scores[:, head].maximum(weights.amax(dim=(1, 2)))
-    return scores
+        scores[head] = scores[head].maximum(weights.amax(dim=(1, 2)))
+    return torch.stack(scores, dim=1)
 
 
 def replay_attention_in_blocks(

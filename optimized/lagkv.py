@@ -83,11 +83,12 @@ def score(
     equations 7 to 11.
     """
     require_fit("lagkv.score", keys, values, next_keys, next_values)
-    if kernels := _kernels(keys, values, keys.shape[-2]):
+    if kernels := _kernels(keys, values, keys.shape[-2], beside=(next_keys, next_values)):
         return kernels.score(keys, values, next_keys, next_values)
     return variation_score(keys, next_keys) + variation_score(values, next_values)
 
 
+@torch.no_grad()
 def select(
     keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
 ) -> torch.Tensor:
@@ -142,6 +143,8 @@ def compress(
     return gather(keys, values, kept)
 
 
-def _kernels(keys: torch.Tensor, values: torch.Tensor, lag_size: int) -> ModuleType | None:
-    """Return the kernels if they take these states in partitions of `lag_size` tokens."""
-    return kernels_for("lagkv", keys, values) if lag_size <= LONGEST_IN_KERNELS else None
+def _kernels(
+    keys: torch.Tensor, values: torch.Tensor, lag_size: int, beside: tuple[torch.Tensor, ...] = ()
+) -> ModuleType | None:
+    """Return the kernels if they take these states in partitions of `lag_size` tokens, beside the next."""
+    return kernels_for("lagkv", keys, values, beside=beside) if lag_size <= LONGEST_IN_KERNELS else None

@@ -3,6 +3,7 @@ attention from them.
 """
 
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -13,18 +14,22 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_count
 from evictionary.reference.contract import CONTRACT
 
-from . import ada_kv
-from .attention import grouped_logits
+from . import ada_kv, gradients
+from .attention import grouped_logits, row_products
 from .cache import compress
 from .checks import require_fit, require_same_device, require_shape, working_dtype
 from .h2o import score as received_attention
 from .kernels.launching import kernels_for
 from .selection import top_k
-from .softmax import weights
+from .softmax import capped, weights
 from .states import CompressedCache, Moments, Step, zero_moments
 
 # The largest group of query heads that a tile of the kernels holds.
 LARGEST_GROUP = 16
+# The value channels that bound a residual from below, and the tokens whose residuals are computed first.
+PROBED, FEW = 8, 32
+# Rounding may lift a bound above the score, but not by a thousandth of it.
+ROUNDED = 0.999
 
 
 class Recovered(NamedTuple):
@@ -127,27 +132,33 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.score(query, keys, values, moments)
-    return _scores(grouped_logits(query[:, :, None], keys), ((keys, values),), moments)
+    return _scores(grouped_logits(query[:, :, None], keys), keys, values, moments)
 
 
-Part = tuple[torch.Tensor, torch.Tensor]
-
-
-def _scores(logits: torch.Tensor, parts: tuple[Part, ...], moments: Moments) -> torch.Tensor:
-    """MK-10 from the logits [B, H_kv, G, 1, T] of the tokens of all parts, each keys [B, H_kv, n, D] and
-    values.
-    """
-    dtype = working_dtype(parts[0][0])
-    mean_value, covariance = (field.to(dtype) for field in recover(moments)[1:])
+def _scores(logits: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """MK-10 from the logits [B, H_kv, G, 1, T] of tokens with keys [B, H_kv, T, D] and values."""
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the softmax.
     alpha = weights(logits).mean(dim=(2, 3))
+    return alpha * vector_norm(_residuals(keys, values, *predicting(moments, keys)), dim=-1)
+
+
+def predicting(moments: Moments, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """What predicts a value from its key in MK-10, `vbar + P k` with `P = Stilde / (n_e sqrt(d))`: vbar
+    [B, H_kv, 1, D_v] and P [B, H_kv, D_v, D].
+    """
     # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual is v_j.
+    dtype = working_dtype(keys)
+    mean_value, covariance = (field.to(dtype) for field in recover(moments)[1:])
     scale = moments.count.clamp(min=1)[..., None, None].to(dtype) * math.sqrt(covariance.shape[-1])
-    residuals = (
-        values.to(dtype) - mean_value[..., None, :] - keys.to(dtype) @ covariance.mT.div(scale)
-        for keys, values in parts
-    )
-    return alpha * torch.cat([vector_norm(residual, dim=-1) for residual in residuals], dim=-1)
+    return mean_value[..., None, :], covariance.div(scale)
+
+
+def _residuals(
+    keys: torch.Tensor, values: torch.Tensor, mean_value: torch.Tensor, prediction: torch.Tensor
+) -> torch.Tensor:
+    """MK-10: what the moments do not predict of the values, [B, H_kv, T, D_v]."""
+    dtype = prediction.dtype
+    return values.to(dtype) - mean_value - keys.to(dtype) @ prediction.mT
 
 
 def attend(
@@ -169,34 +180,19 @@ def attend(
     if kernels := _kernels(keys, values, moments, query):
         return kernels.attend(query, keys, values, kept, moments)
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
-    return _mixed(query, logits, (values,), moments, keys)
+    return _mixed(query, logits, values, moments)
 
 
-def _mixed(
-    query: torch.Tensor,
-    logits: torch.Tensor,
-    parts: tuple[torch.Tensor, ...],
-    moments: Moments,
-    keys: torch.Tensor,
-) -> torch.Tensor:
-    """MK-12 from the logits [B, H_kv, G, T] of the tokens whose values the parts hold, -inf for those
-    without weight.
+def _mixed(query: torch.Tensor, logits: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
+    """MK-12 from the logits [B, H_kv, G, T] of tokens with values [B, H_kv, T, D_v], -inf for those without
+    weight.
     """
-    dtype = working_dtype(keys)
-    evicted_value, evicted_logit = evicted_part(query.reshape(*keys.shape[:2], -1, keys.shape[-1]), moments)
-    # The largest logit is subtracted before any logarithm or sum: at logits of 1e4 float32 has three decimals
-    # left.
-    top = torch.maximum(logits.amax(dim=-1), evicted_logit)
-    # a head without tokens and moments; -inf minus -inf would be NaN
-    top = torch.where(top == -math.inf, 0, top)
-    of_tokens, evicted_weight = (logits - top[..., None]).exp(), (evicted_logit - top).exp()[..., None]
-    total = of_tokens.sum(dim=-1, keepdim=True) + evicted_weight
-    shares = of_tokens.split([values.shape[2] for values in parts], dim=-1)
-    mixed = (
-        sum(share @ values.to(dtype) for share, values in zip(shares, parts, strict=True))
-        + evicted_weight * evicted_value
-    )
-    return (mixed / torch.where(total == 0, 1, total)).reshape(*query.shape[:2], -1).to(query.dtype)
+    evicted_value, evicted_logit = evicted_part(query.unflatten(1, logits.shape[1:3]), moments)
+    logits = torch.cat([logits, evicted_logit[..., None]], dim=-1)
+    # a head without tokens and moments: the softmax of nothing would be NaN
+    shares = logits.softmax(dim=-1).masked_fill(logits.amax(dim=-1, keepdim=True) == -math.inf, 0)
+    mixed = shares[..., :-1] @ values.to(shares.dtype) + shares[..., -1:] * evicted_value
+    return mixed.flatten(1, 2).to(query.dtype)
 
 
 def evicted_part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,12 +202,19 @@ def evicted_part(queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor,
     Args: queries [B, H_kv, N, D]; moments. Returns values [B, H_kv, N, D_v] and logits [B, H_kv, N], -inf
     where nothing was evicted, in float32 (float64 for float64 queries). Source: equations 9 and 11.
     """
+    # The covariance of a head is `S - s_v kbar^T`: it is applied to a query, and never made. A decoder asks
+    # at each token, and then the number of calls is the cost.
     dtype, root = working_dtype(queries), math.sqrt(queries.shape[-1])
-    queries, count = queries.to(dtype), moments.count.clamp(min=1)[..., None].to(dtype)
-    mean_key, mean_value, covariance = (field.to(dtype) for field in recover(moments))
-    logits = count.log() + (queries @ mean_key[..., None]).squeeze(-1) / root
-    values = mean_value[:, :, None] + queries @ covariance.mT / (count[..., None] * root)
-    return values, logits.masked_fill(moments.count[..., None] == 0, -math.inf)
+    rows = queries.to(dtype).flatten(0, 1)
+    count, key_sum, value_sum, value_key_sum = (field.flatten(0, 1) for field in moments)
+    count = count[:, None, None]
+    share = count.clamp(min=1).to(dtype).reciprocal()
+    logits = torch.bmm(rows, key_sum.to(dtype)[..., None]).mul_(share / root)
+    values = torch.bmm(rows, value_key_sum.to(dtype).mT).mul_(share / root)
+    values.addcmul_(1 - logits, value_sum.to(dtype)[:, None] * share)
+    logits = (logits - share.log()).masked_fill(count == 0, -math.inf)
+    lead = queries.shape[:3]
+    return values.view(*lead, -1), logits.view(lead)
 
 
 def step(
@@ -238,15 +241,18 @@ def step(
     infinite numbers and for a negative count, before anything is written. Source: Algorithm 1.
     """
     require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
+    gradients.require_unwanted(
+        "momentkv.step",
+        "writes into its arguments, as decode_step does not",
+        query=query,
+        new_key=new_key,
+        new_value=new_value,
+        keys=keys,
+        values=values,
+        moments=moments,
+    )
     _require_slots(positions, moments, keys)
     place = _as_positions(position, positions)
-    # The kernels write into the moments in place.
-    dtypes = (torch.int64, *(torch.float32,) * 3)
-    writable = all(
-        field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True)
-    )
-    if writable and (kernels := _kernels(keys, values, moments, query)):
-        return kernels.step(query, new_key, new_value, keys, values, positions, moments, place)
     return step_trusted(query, new_key, new_value, keys, values, positions, Moments(*moments), place)
 
 
@@ -260,20 +266,24 @@ def step_trusted(
     moments: Moments,
     position: torch.Tensor,
 ) -> torch.Tensor:
-    r"""`step` with PyTorch alone, without a look at its arguments, for a caller that wrote the cache and
-    the moments itself.
+    r"""`step` without a look at its arguments, for a caller that wrote the cache and the moments itself.
 
     A step looks at the new token and at one other: it computes the logits once, and neither masks nor copies
     the rest of the cache.
     """
+    # The kernels write into the moments in place.
+    dtypes = (torch.int64, *(torch.float32,) * 3)
+    writable = all(
+        field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True)
+    )
+    if writable and (kernels := _kernels(keys, values, moments, query)):
+        return kernels.step(query, new_key, new_value, keys, values, positions, moments, position)
     length, dtype = keys.shape[2], moments.key_sum.dtype
     new_keys, new_values = new_key[:, :, None], new_value[:, :, None]
-    logits = torch.cat([grouped_logits(query[:, :, None], each) for each in (keys, new_keys)], dim=-1)
-    all_positions = torch.cat([positions, position[:, :, None]], dim=2)
-    # On a GPU, NaN is evicted first.
-    scores = _scores(logits, ((keys, values), (new_keys, new_values)), moments).nan_to_num(nan=-1)
-    lowest = scores == scores.amin(dim=-1, keepdim=True)
-    evicted = all_positions.masked_fill(~lowest, -1).argmax(dim=-1, keepdim=True)
+    logits, scores, places = _lowest_of_layer(query, (keys, new_keys), (values, new_values), moments)
+    all_positions = torch.cat([positions, position[:, :, None]], dim=2).gather(2, places)
+    is_lowest = scores == scores.amin(dim=-1, keepdim=True)
+    evicted = places.gather(2, all_positions.masked_fill(~is_lowest, -1).argmax(dim=-1, keepdim=True))
     slot = evicted.clamp(max=length - 1)
     is_new = (evicted == length)[..., None]
     moments.count.add_(1)
@@ -287,13 +297,69 @@ def step_trusted(
     moments.value_key_sum.add_(gone[1].mT * gone[0])
     positions.scatter_(2, slot, torch.where(is_new[..., 0], positions.gather(2, slot), position[:, :, None]))
     # The token that took the slot keeps its own logit there; nothing stands at the end.
-    logits = logits.squeeze(3)
     taken = slot[:, :, None].expand(-1, -1, logits.shape[2], -1)
     of_slots = logits[..., :length]
     of_slots = of_slots.scatter(
         3, taken, torch.where(is_new, of_slots.gather(3, taken), logits[..., length:])
     )
-    return _mixed(query, of_slots, (values,), moments, keys)
+    return _mixed(query, of_slots, values, moments)
+
+
+def _lowest_of_layer(
+    query: torch.Tensor, keys: tuple[torch.Tensor, ...], values: tuple[torch.Tensor, ...], moments: Moments
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logits [B, H_kv, G, T] of the stored tokens and the new one, and of a few of them, with the lowest
+    scores (MK-10), these scores and their places.
+
+    keys and values: the stored ones [B, H_kv, T - 1, D] and the new one [B, H_kv, 1, D].
+    """
+    mean_value, prediction = predicting(moments, keys[0])
+    rows = query.to(prediction.dtype).unflatten(1, (keys[0].shape[1], -1)) / math.sqrt(query.shape[-1])
+    tile, group = torch.cat([rows, prediction[:, :, :PROBED]], dim=2), rows.shape[2]
+    logits, predicted = torch.cat([row_products(tile, each) for each in keys], dim=-1).tensor_split(
+        [group], dim=2
+    )
+    alpha = weights(capped(logits)).mean(dim=2)
+    probed = (
+        torch.cat([each[..., :PROBED] for each in values], dim=2).to(prediction.dtype)
+        - mean_value[..., :PROBED]
+    )
+
+    def at(parts: tuple[torch.Tensor, ...], places: torch.Tensor) -> torch.Tensor:
+        """The tokens at some places; the last place is that of the new one."""
+        stored, new = parts
+        inside = places.clamp(max=stored.shape[2] - 1)[..., None].expand(-1, -1, -1, stored.shape[3])
+        return torch.where(places[..., None] == stored.shape[2], new, stored.gather(2, inside))
+
+    def scored(places: torch.Tensor) -> torch.Tensor:
+        residuals = _residuals(at(keys, places), at(values, places), mean_value, prediction)
+        return alpha.gather(2, places) * vector_norm(residuals, dim=-1)
+
+    return logits, *lowest(alpha * vector_norm(probed.mT - predicted, dim=2), scored, 1)
+
+
+def lowest(
+    bounds: torch.Tensor, scored: Callable[[torch.Tensor], torch.Tensor], count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The scores and the places of a few tokens of each row, among which are its `count` lowest scores and
+    all that equal them.
+
+    A residual costs D_v D multiplications, and which token is the lowest needs few of them: some channels of
+    a residual are no longer than all of it, so they bound the score from below. The tokens with the lowest
+    bounds are scored in full, more and more of them, until no other can be lower.
+
+    Args: bounds [..., T]; scored, which gives the scores at places [..., n]; count, at most T. NaN counts as
+    -1, so it comes first.
+    """
+    length = bounds.shape[-1]
+    bounds = (bounds * ROUNDED).nan_to_num(nan=-1, posinf=math.inf)
+    few = length if bounds.is_cuda else FEW + count  # to look at a result would wait for a GPU
+    while True:
+        least, places = bounds.topk(min(few, length), dim=-1, largest=False)
+        scores = scored(places).nan_to_num(nan=-1, posinf=math.inf)
+        if few >= length or (scores.kthvalue(count, dim=-1).values < least[..., -1]).all():
+            return scores, places
+        few *= 8
 
 
 def decode_step(
@@ -320,9 +386,11 @@ def decode_step(
     budget = as_count("budget", budget, low=1)
     moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in _wide(moments, keys)))
     batch, num_kv_heads, length, _ = keys.shape
-    if length < budget:
+    if length < budget or gradients.are_wanted(query, new_key, new_value, keys, values, moments):
         keys = torch.cat([keys, new_key[:, :, None]], dim=2)
         values = torch.cat([values, new_value[:, :, None]], dim=2)
+        while keys.shape[2] > budget:
+            keys, values, moments = _without_the_lowest(query, keys, values, moments)
         kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
         return Step(attend(query, keys, values, kept, moments), keys, values, moments)
     keys, values = (states.clone(memory_format=torch.contiguous_format) for states in (keys, values))
@@ -336,6 +404,17 @@ def decode_step(
     order = positions.argsort(dim=-1)[..., None]
     keys, values = (states.gather(2, order.expand(-1, -1, -1, states.shape[3])) for states in (keys, values))
     return Step(output, keys, values, moments)
+
+
+def _without_the_lowest(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments
+) -> tuple[torch.Tensor, torch.Tensor, Moments]:
+    """The keys, values and moments after the token of the lowest score has been evicted from each head."""
+    with torch.no_grad():
+        kept = top_k(score(query, keys, values, moments), keys.shape[2] - 1)
+    moments = update(moments, keys, values, ~kept)
+    keys, values = (states[kept].view(*states.shape[:2], -1, states.shape[3]) for states in (keys, values))
+    return keys, values, moments
 
 
 def score_prompt(
@@ -369,6 +448,7 @@ def _attention_and_score(
     return attention, score
 
 
+@torch.no_grad()
 def select_prompt(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -449,4 +529,4 @@ def _kernels(
     fits = moments.key_sum.dtype == torch.float32 and (
         query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
     )
-    return kernels_for("momentkv", keys, values) if fits else None
+    return kernels_for("momentkv", keys, values, beside=(moments, query)) if fits else None

@@ -134,9 +134,10 @@ def _parts(
     )
     # MB-4: the box of the evicted output.
     mean = mean_value[:, :, None].clamp(value_low, value_high)
-    radius = ((value_high - mean) * (mean - value_low)).sqrt() * (spread / 2).clamp(max=LARGEST_REACH).sinh()[
-        ..., None
-    ]
+    product = (value_high - mean) * (mean - value_low)
+    # the root has no slope at 0
+    reach = torch.where(product > 0, torch.where(product > 0, product, 1).sqrt(), 0)
+    radius = reach * (spread / 2).clamp(max=LARGEST_REACH).sinh()[..., None]
     low, high = (
         torch.maximum(value_low, mean - radius) - from_retained,
         torch.minimum(value_high, mean + radius) - from_retained,

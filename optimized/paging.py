@@ -6,6 +6,7 @@ import torch
 
 from evictionary.reference.checks import as_count
 
+from . import gradients
 from .attention import attend
 from .checks import require_finite, require_fit, require_same_kind
 from .kernels.launching import kernels_for
@@ -21,7 +22,7 @@ def compact_pages(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, to
     Args, result and errors are those of `compact_in_place`; the given pools stay as they are.
     """
     require_fit("paging.compact_pages", paged, kept)
-    return compact_in_place(PagedCache(*(part.clone() for part in paged)), kept)
+    return _compact(PagedCache(*(part.clone() for part in paged)), kept)
 
 
 def compact_in_place(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.Tensor]:
@@ -35,6 +36,14 @@ def compact_in_place(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache,
     that sequences share has to be copied first.
     """
     require_fit("paging.compact_pages", paged, kept)
+    gradients.require_unwanted(
+        "paging.compact_in_place", "writes into the pools, as compact_pages does not", paged=paged
+    )
+    return _compact(paged, kept)
+
+
+def _compact(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.Tensor]:
+    """`compact_in_place` of arguments that fit."""
     held, filled = _held(paged, paged.lengths), _filled(paged)
     _require_own_pages(paged, held)
     if kernels := kernels_for("paging", paged.keys, paged.values):
@@ -92,7 +101,7 @@ def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor
     require_fit("paging.attend_pages", queries, paged, finite=False)
     require_finite("queries", queries)
     require_same_kind("paged.keys", paged.keys, "queries", queries)
-    if kernels := kernels_for("attention", queries, paged.values):
+    if kernels := kernels_for("attention", queries, paged.values, beside=paged):
         return kernels.attend(queries, PagedCache(*paged))  # whoever calls may have a tuple of another class
     return attend(queries, gather_pages(paged))
 

@@ -8,6 +8,7 @@ import torch
 
 from evictionary.reference.checks import group_size
 
+from . import gradients
 from .checks import require_finite_by, require_fit, room_for, working_dtype
 from .cpu import BLOCK, blockwise
 from .kernels.launching import kernels_for
@@ -55,8 +56,10 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     """
     require_fit("q_filters.score", keys, q_filters, free=("q_filters",), finite=False)
     along = q_filters.to(working_dtype(keys))
-    if kernels := kernels_for("projections", keys):
+    if kernels := kernels_for("projections", keys, beside=along):
         scores = kernels.project(keys, along)
+    elif gradients.are_wanted(keys, along):
+        scores = (keys.to(along.dtype) * along[:, :, None]).sum(dim=-1)
     else:
         scores = along.new_empty(keys.shape[:3])
         # A sum of products: torch's product of a matrix with one vector is slower than memory. On a CPU the

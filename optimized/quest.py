@@ -9,10 +9,11 @@ from evictionary.reference.checks import as_count
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
-from .selection import top_k
+from .selection import top_k, top_k_trusted
 from .softmax import weights
 
 
+@torch.no_grad()
 def select(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -50,7 +51,12 @@ def page_bounds(keys: torch.Tensor, *, page_size: int = 16) -> tuple[torch.Tenso
     naming the argument, and on a CPU for NaN or infinite numbers.
     """
     require_fit("quest.page_bounds", keys)
-    size, length = as_count("page_size", page_size, low=1), keys.shape[2]
+    return page_bounds_trusted(keys, as_count("page_size", page_size, low=1))
+
+
+def page_bounds_trusted(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`page_bounds` without a look at its arguments."""
+    length = keys.shape[2]
     parts = [part for part in keys.tensor_split([length // size * size], dim=2) if part.shape[2]]
     found = [part.unflatten(2, (-1, min(size, part.shape[2]))).aminmax(dim=3) for part in parts]
     return torch.cat([each.min for each in found], dim=2), torch.cat([each.max for each in found], dim=2)
@@ -84,6 +90,11 @@ def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
     for NaN or infinite numbers.
     """
     require_fit("quest.bounds", query, low, high)
+    return bounds_trusted(query, low, high)
+
+
+def bounds_trusted(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """`bounds` without a look at its arguments."""
     if kernels := kernels_for("quest", query, low, high):
         return kernels.bounds(query, low, high)
     rows = query.to(working_dtype(query)).unflatten(1, (low.shape[1], -1))
@@ -103,6 +114,58 @@ def attend(
     Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     require_fit("quest.attend", query, keys, values, attended)
-    logits = grouped_logits(query[:, :, None], keys)
-    shares = weights(logits.masked_fill(~attended.view(logits.shape), -torch.inf))
-    return (shares @ values.to(shares)[:, :, None]).flatten(1, 2)[:, :, 0].to(query.dtype)
+    return attend_trusted(query, keys, values, attended)
+
+
+def attend_trusted(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
+) -> torch.Tensor:
+    """`attend` without a look at its arguments. The query heads of a group read keys and values once."""
+    logits = grouped_logits(query[:, :, None], keys).squeeze(3)
+    shares = weights(logits.masked_fill_(~attended.view(logits.shape), -torch.inf))
+    return (shares @ values.to(shares)).flatten(1, 2).to(query.dtype)
+
+
+class Pages:
+    """The bounds of the pages of a cache that grows (QU-1): each page is read when it is complete, and the
+    last one with each token.
+    """
+
+    def __init__(self, keys: torch.Tensor, page_size: int) -> None:
+        """Of keys [B, H_kv, T, D]."""
+        self.page_size, self.complete = page_size, 0
+        # [2, B, H_kv, room, D]: the lowest, and the highest
+        self._bounds = keys.detach().new_empty(2, *keys.shape[:2], 0, keys.shape[3])
+
+    def update(self, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bounds of keys [B, H_kv, T, D], of which the complete pages seen before are as they were."""
+        keys, size, pages = keys.detach(), self.page_size, -(-keys.shape[2] // self.page_size)
+        is_fixed = self._bounds.is_inference() and not torch.is_inference_mode_enabled()
+        if pages > self._bounds.shape[3] or is_fixed:  # the room doubles, so pages are seldom copied
+            grown = self._bounds.new_empty(*self._bounds.shape[:3], 2 * pages, keys.shape[3])
+            grown[:, :, :, : self.complete] = self._bounds[:, :, :, : self.complete]
+            self._bounds = grown
+        fresh = page_bounds_trusted(keys[:, :, self.complete * size :], size)
+        self._bounds[:, :, :, self.complete : pages] = torch.stack(fresh)
+        self.complete = keys.shape[2] // size
+        low, high = self._bounds[:, :, :, :pages]
+        return low, high
+
+
+def attend_pages(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, pages: Pages, budget: int
+) -> torch.Tensor:
+    r"""QU-2..4 for a cache that decodes: `attend` over what `select` chooses, in a layer that chooses.
+
+    Args: query [B, H_q, D]; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v], the new token's included;
+    pages, of the tokens before; budget below T. Nothing is checked. Returns [B, H_q, D_v].
+
+    It reads all keys, and is no faster for that: the query heads of a group choose different pages, so at
+    half of the tokens they read a KV head one and a half times, where a full cache reads it once.
+    """
+    with torch.no_grad():  # a choice has no gradient
+        scores = bounds_trusted(query, *pages.update(keys))
+        last = torch.arange(scores.shape[2], device=keys.device) == scores.shape[2] - 1
+        chosen = top_k_trusted(scores, max(1, budget // pages.page_size), last.expand(scores.shape))
+    attended = chosen.repeat_interleave(pages.page_size, dim=-1)[..., : keys.shape[2]]
+    return attend_trusted(query, keys, values, attended)

@@ -37,12 +37,12 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
         return (kernels.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
     # the square of 1e30 overflows
-    wide = wide / wide.abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
-    directions = wide / torch.linalg.vector_norm(wide, dim=-1, keepdim=True).clamp(
-        min=torch.finfo(wide.dtype).tiny
-    )
+    wide = wide / wide.detach().abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+    norms = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    directions = wide / norms.masked_fill(norms == 0, math.inf)
     length = keys.shape[-2]
     totals = (directions @ directions.sum(dim=-2)[..., None])[..., 0] - directions.square().sum(dim=-1)
+    left = []
     for of_head, total in zip(directions, totals, strict=True):
         rows = torch.arange(length, device=keys.device)
         is_open = torch.ones_like(rows, dtype=torch.bool)
@@ -53,12 +53,12 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
             # latest one.
             latest, place = torch.where(similarity > threshold, columns, -1).max(dim=-1)
             found = (latest >= 0) & is_open[rows]
-            total.index_add_(
-                0, columns[place], torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0)
-            )
+            lost = torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0)
+            total = total.index_add(0, columns[place], lost)
             is_open[rows] &= ~found
             rows = is_open.nonzero()[:, 0]
-    return (totals / length).softmax(dim=-1).view(keys.shape[:-1])
+        left.append(total)
+    return (torch.stack(left) / length).softmax(dim=-1).view(keys.shape[:-1])
 
 
 def importance(

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import gradients
+
 
 class Softmax(NamedTuple):
     """cap, the largest logit: `cap tanh(logit / cap)` takes its place; sinks, a logit for each query head:
@@ -44,9 +46,12 @@ def current() -> Softmax:
 
 
 def capped(logits: torch.Tensor) -> torch.Tensor:
-    """The logits under the model's cap, in place."""
+    """The logits under the model's cap, in place unless a gradient is wanted: tanh's needs its result."""
     cap = current().cap
-    return logits if cap is None else logits.div_(cap).tanh_().mul_(cap)
+    if cap is None:
+        return logits
+    within = logits.div_(cap).tanh_()
+    return within * cap if gradients.are_wanted(within) else within.mul_(cap)
 
 
 def with_sink(logits: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -7,6 +7,7 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 
 import torch
 
+from . import gradients
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
 
@@ -15,7 +16,11 @@ def pair_lengths(states: torch.Tensor) -> torch.Tensor:
     r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [...,
     D/2]. RoPE keeps it.
     """
-    return torch.hypot(*states.chunk(2, dim=-1))
+    first, second = states.chunk(2, dim=-1)
+    if not gradients.are_wanted(states):
+        return torch.hypot(first, second)
+    is_zero = (first == 0) & (second == 0)  # where torch's slope is 0 / 0
+    return torch.hypot(first.masked_fill(is_zero, 1), second).masked_fill(is_zero, 0)
 
 
 def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,7 +50,7 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     )
     heads, dtype = keys.shape[1], working_dtype(keys)
     direction, slack = query_direction.to(dtype), query_slack.to(dtype)
-    if kernels := kernels_for("projections", keys):
+    if kernels := kernels_for("projections", keys, beside=(direction, slack)):
         rows = kernels.project(keys, direction, slack).unflatten(1, (heads, -1))
     else:
         wide = keys.to(dtype)

@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import file
-from evictionary.cache.model_hooks import attention_module, output_projection
+from evictionary.cache.model_hooks import attention_module
 from evictionary.errors import require
 from evictionary.models.queries import rotation, unrotated
+from evictionary.models.weights import around, devices_of_layers, output_projection
 
 SCHEMA = "evictionary/calibration/2"
 
@@ -33,7 +34,7 @@ def of_states(
 
     key_positions are None where tokens have been evicted. Raises UsageError for a partial RoPE.
     """
-    cos, sin = rotation(model, layer_index, positions)
+    cos, sin = rotation(model, layer_index, positions.to(queries.device))
     require(
         cos.shape[-1] == queries.shape[-1],
         f"model: RoPE turns {cos.shape[-1]} of {queries.shape[-1]} channels, wanted a model where it turns "
@@ -49,7 +50,8 @@ def of_readings(
     """The state of a layer from texts that a model has read twice: of each the keys, the values, the hidden
     states, and the three states of the replay.
     """
-    w_o = output_projection(attention_module(model, layer_index), readings[0]["values"])
+    module = attention_module(model, layer_index)
+    w_o = output_projection(module, readings[0]["values"], around(module, model))
     return _joined(model, layer_index, "refitted", [{**states, "w_o": w_o} for states in readings])
 
 
@@ -82,15 +84,14 @@ def read(model: PreTrainedModel, path: str | Path) -> dict[int, State]:
     """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for
     another model's.
     """
-    settings, tensors = file.read_tensors(
-        "option calibration", path, str(model.device), SCHEMA, "of `evictionary calibrate`"
-    )
+    settings, tensors = file.read_tensors("option calibration", path, SCHEMA, "of `evictionary calibrate`")
     require(
         settings["model"] == file.fingerprint(model),
         f"option calibration: got {path} of another model, wanted that of {type(model).__name__} at hand",
     )
     layers: dict[int, State] = {}
+    devices = devices_of_layers(model)
     for name, tensor in tensors.items():
         layer, _, entry = name.partition(".")
-        layers.setdefault(int(layer), {})[entry] = tensor
+        layers.setdefault(int(layer), {})[entry] = tensor.to(devices[int(layer)])
     return layers

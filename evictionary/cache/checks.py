@@ -15,6 +15,11 @@ from evictionary.optimized.checks import is_finite
 MEDIA = re.compile("pixel|image|video|audio|input_features|mm_encoder")  # the arguments of what is not text
 
 
+def media(named: Mapping[str, Any]) -> list[str]:
+    """The arguments of a forward that bring what is not text."""
+    return [name for name, value in named.items() if value is not None and MEDIA.search(name)]
+
+
 def require_one_text(layers: Iterable[Any], new: int, longest: int | None) -> None:
     """Raise RuntimeError after an interrupted forward. Warn where `new` tokens exceed the context that the
     model was made for.
@@ -82,44 +87,60 @@ def require_rows(rows: int, held: int) -> None:
     )
 
 
-def require_tokens(length: int, seen: int) -> None:
-    """Raise UsageError for a forward without a token, which no model can read."""
+def require_not_checkpointed(model: torch.nn.Module) -> None:
+    """Raise UsageError for gradient checkpointing in train mode: transformers gives such layers no cache."""
+    parts = (
+        part
+        for layer in (model.modules() if model.training else ())
+        if getattr(layer, "gradient_checkpointing", False) and layer.training
+        for part in layer.modules()
+    )
     require(
-        length != 0,
-        f"prompt: got no new token after the {seen} that the cache has read, wanted one: generate() takes "
-        "its input for the whole text so far; another prompt needs another cache, or cache.reset() before it",
+        not any(getattr(part, "layer_idx", None) is not None for part in parts),
+        f"model: got {type(model).__name__} in train mode with gradient checkpointing, where transformers "
+        "gives its layers no cache, wanted model.eval(), model.gradient_checkpointing_disable() or no cache",
     )
 
 
-def left_padding(
-    mask: torch.Tensor, length: int, seen: int = 0, before: torch.Tensor | None = None
-) -> torch.Tensor | None:
-    """The number of padding tokens on the left of each row of an attention mask [B, T], [B], or None
-    without any padding.
+def require_stored(is_announced: bool, model: Any) -> None:
+    """Raise RuntimeError after a forward whose tokens have not come to the cache."""
+    require(
+        not is_announced,
+        f"model: got a forward of {type(model).__name__} that gave its cache no token, "
+        "wanted a model whose layers do",
+        RuntimeError,
+    )
 
-    Raises UsageError for padding anywhere else, for a row without a token in the first block of `length`
-    tokens, and, after `seen` tokens, for padding that differs from `before`.
+
+def require_read_twice(layers: Iterable[Any], is_asked: bool) -> None:
+    """Raise RuntimeError where the second reading of a prompt that was asked for has not come to its end."""
+    require(
+        not is_asked or all(layer.evicted_at for layer in layers),
+        "cache: got more tokens before the prompt was read a second time: the forward before was interrupted "
+        "or failed; wanted cache.reset() and the prompt again",
+        RuntimeError,
+    )
+
+
+def require_left_padding(real: torch.Tensor, seen: int, is_watched: bool) -> None:
+    """Raise UsageError for padding [B, M] that no cache can take: after tokens, of a whole row in the first
+    block, or, where the cache attends by itself, after the first block.
     """
-    real = mask.bool()
     if real.all():
-        return None
+        return
     require(
-        not (real[:, :-1] & ~real[:, 1:]).any(),
-        "attention_mask: got padding after tokens, wanted it before "
-        + ("the first prompt alone" if seen else "them: tokenizer.padding_side = 'left'"),
-    )
-    padding = (~real).sum(dim=1)
-    require(
-        seen != 0 or int(padding.max()) < length,
-        f"attention_mask: got a row with only padding in the first {length} tokens, wanted a larger block: "
-        "the first "
-        "block must hold a token of each row of the batch",
+        not (seen and is_watched),
+        "attention_mask: got padding after tokens, wanted it before the first prompt alone",
     )
     require(
-        not seen or (before is not None and torch.equal(padding.cpu(), before)),
-        "attention_mask: got other padding than before, wanted the padding of the prompt and none after it",
+        seen or not (real[:, :-1] & ~real[:, 1:]).any(),
+        "attention_mask: got padding after tokens, wanted it before them: tokenizer.padding_side = 'left'",
     )
-    return padding
+    require(
+        seen or real.any(dim=1).all(),
+        f"attention_mask: got a row with only padding in the first {real.shape[1]} tokens, wanted a larger "
+        "block: the first block must hold a token of each row of the batch",
+    )
 
 
 def require_watchable(model: Any, handed: Any) -> None:
@@ -136,8 +157,8 @@ def require_readable_twice(
     length: int, longest: int | None, padding: torch.Tensor | None, named: Mapping[str, Any]
 ) -> None:
     """Raise UsageError for a prompt that a model cannot read twice; `named`, the arguments of its forward."""
-    media = [name for name, value in named.items() if value is not None and MEDIA.search(name)]
-    require(not media, f"{', '.join(media)}: got a prompt with media, wanted text: the prompt is read twice")
+    found = media(named)
+    require(not found, f"{', '.join(found)}: got a prompt with media, wanted text: the prompt is read twice")
     require(
         longest is None or 2 * length <= longest,
         f"prompt: got {length} tokens, wanted at most half of the model's context of {longest}: the prompt "

@@ -13,6 +13,7 @@ import torch
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
 from evictionary.cache.layers import at
+from evictionary.errors import MethodError, require
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.optimized.cache import compress as copied
 from evictionary.policies import Compression, hooks, moments_of
@@ -44,6 +45,7 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         cascade(cache, layer_index, step, states, request)
         return
     kept = one_pass(method, step, request).kept(states, request)
+    require_budget(method, request, kept)
     warn_of_what_is_wasted(cache, layer_index, kept)
     if method.merge is not None and not (layer.is_full and kept.all()):
         step.compressed = copied(step.keys, method.merged(states, request, kept, step.new), kept)
@@ -93,8 +95,9 @@ def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:
     assert method is not None
     options = {**method.options, **cache.options}
     step = Compression(method, options, cache.compression_ratio, cache.every, *layer.slots())
-    require_finite(layer_index, step.keys, step.values)
     step.new, step.note, step.state = layer.seen - layer.evicted_at, note, dict(layer.state)
+    # the tokens before have been looked at, and the new ones are the last
+    require_finite(layer_index, step.keys[:, :, -step.new :], step.values[:, :, -step.new :])
     if layer.evicted_at == 0:
         for opening in hooks(method.policies, "opened"):
             step.state |= opening(step)
@@ -178,6 +181,21 @@ def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:
             "compress a prompt in "
             "blocks give the cache every=N, and after a turn of a chat call cache.compress()",
             stacklevel=2,
+        )
+
+
+def require_budget(method: Method, request: Request, kept: torch.Tensor) -> None:
+    """Raise MethodError where a select keeps [B, H_kv, T] more than it may: a cache promises its memory."""
+    if not method.is_select or "own_budget" in method.traits:
+        return
+    for count, seen in zip(kept.sum(dim=(1, 2)).tolist(), request.seen or (), strict=True):
+        stored, asked = count / kept.shape[1], method.most(seen, request)
+        require(
+            stored <= asked,
+            f"{method.name}: in layer {request.layer_index} the cache stores {stored:.5g} of {seen} tokens "
+            f"in each head, where {asked} were asked for; a method that decides by itself how many stay says "
+            'TRAITS = {"own_budget"}',
+            MethodError,
         )
 
 

@@ -5,6 +5,7 @@ or while decoding.
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from evictionary.cache import checks, file
+from evictionary.cache import callers, checks, file
 from evictionary.cache.layers import (
     KEPT_AS,
     EvictingLayer,
@@ -66,19 +67,13 @@ class EvictingCache(WatchedCache):
         """
         cache = cls(model, *arguments, **named)
         recorded = getattr(prefilled, "recorded", {})
-        masked = (
-            None
-            if attention_mask is None
-            else checks.left_padding(attention_mask.cpu(), prefilled.get_seq_length())
-        )
-        cache.padding = getattr(prefilled, "padding", masked)
-        cache.counts_padding = getattr(prefilled, "counts_padding", False)
         try:
             require(
                 len(prefilled.layers) == len(cache.layers),
                 f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's "
                 f"{len(cache.layers)}",
             )
+            masked = cache._take_text(prefilled, attention_mask)
             for index, layer in enumerate(cache.layers):
                 full: Any = prefilled.layers[index]
                 if not isinstance(layer, EvictingLayer):
@@ -100,6 +95,25 @@ class EvictingCache(WatchedCache):
             raise
         cache._close_if_settled()
         return cache
+
+    def _take_text(self, prefilled: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """What another cache has read; returns the padding [B] by a mask [B, T]."""
+        seen, masked = prefilled.get_seq_length(), None
+        if mask is not None and seen:
+            callers.require_mask(mask, len(prefilled.layers[self._first].keys), 0, seen)
+            callers.require_ones_and_zeros(mask)
+            real = mask.bool().cpu()
+            checks.require_left_padding(real, 0, is_watched=False)
+            masked = None if real.all() else (~real).sum(dim=1)
+        if isinstance(prefilled, WatchedCache):
+            if mask is not None and seen:
+                callers.require_same_padding(mask, prefilled.padding_slots(len(mask)))
+            self.padding, self.counts_padding = prefilled.padding, prefilled.counts_padding
+            self.text = prefilled.text.copy()
+        elif masked is not None:  # whether its positions count the padding no one knows
+            self.padding = masked
+            self.text.shifts = [math.nan if count else 0.0 for count in masked.tolist()]
+        return masked
 
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
@@ -127,6 +141,26 @@ class EvictingCache(WatchedCache):
             self.close()
             self._watch()  # heads or layers may differ now
         self._close_if_settled()
+
+    def rest_of(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        """What is new of a whole text [B, T] that begins with what the cache has read.
+
+        Returns arguments of `model.generate` or of the model: the new input_ids [B, M], padded on the left
+        where rows differ, and the attention_mask of the whole text; also position_ids [B, M] where a row is
+        padded. Raises UsageError for a text that begins in another way, and says where they part, and for
+        one with nothing new.
+        """
+        seen = self.get_seq_length()
+        if not seen:
+            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+            return {"input_ids": input_ids, "attention_mask": real}
+        checks.require_rows(len(input_ids), self.rows)
+        if attention_mask is not None:
+            callers.require_mask(attention_mask, len(input_ids), input_ids.shape[1], 0)
+        self.text.fit(seen, self.rows)
+        return callers.rest_of_rows(input_ids, attention_mask, self.text, self.padding_slots(self.rows))
 
     def activate_past_recording(self) -> None:
         """Refuse assisted generation, which calls this before its first token."""
@@ -173,9 +207,14 @@ class EvictingCache(WatchedCache):
         evicting = self.evicting.values()
         for layer in evicting:
             layer.require_croppable(tokens_to_remove)
+        left = self.get_seq_length() + tokens_to_remove
+        had_padding = self._is_padded and self.padding_slots(self.rows)[:, left:].any()
         sliding = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
         for layer in (*sliding, *evicting):  # sliding windows refuse, all of them, before a layer is changed
             layer.crop(tokens_to_remove)
+        if had_padding or (tokens_to_remove and self._has_planes):
+            # what went may have been padding or an image: no one knows how many positions it took
+            self.text.shifts = [math.nan]
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
@@ -186,6 +225,7 @@ class EvictingCache(WatchedCache):
             index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
             for index, recorded in self.recorded.items()
         }
+        self.text.select(indices)
         if self.padding is not None:
             self.padding = self.padding[indices.to(self.padding.device)]
 
@@ -216,7 +256,7 @@ class EvictingCache(WatchedCache):
         twin = object.__new__(type(self))
         twin.__dict__ |= self.__dict__
         twin.layers = copy.deepcopy(self.layers, memo)
-        twin._handed, twin._captured = {}, {}
+        twin._handed, twin._captured, twin.text = {}, {}, self.text.copy()
         if self._looking.alive:
             twin._watch(self._finalizer.alive)
         return twin
@@ -234,7 +274,7 @@ class EvictingCache(WatchedCache):
         model that does not fit.
         """
         model = unwrapped(model)
-        settings, tensors = file.read(path, str(model.device))
+        settings, tensors = file.read(path)
         cache = None
         try:
             cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
@@ -279,8 +319,8 @@ class EvictingCache(WatchedCache):
 
     @property
     def nbytes_beside(self) -> int:
-        """The bytes beside keys and values: positions, lengths, moments, recent queries, and states in the
-        place of a cache.
+        """The bytes beside keys and values: positions, lengths, moments, recent queries, states in the place
+        of a cache, and the ids of all tokens that were read.
         """
         layers = self.evicting.values()
         beside = [state for layer in self.layers for state in recurrent(layer).values()]
@@ -288,7 +328,8 @@ class EvictingCache(WatchedCache):
             tensor.nbytes
             for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values()))
         )
-        return everything - sum(state.nbytes for layer in layers for state in _states(layer))
+        states = sum(state.nbytes for layer in layers for state in _states(layer))
+        return everything + self.text.nbytes - states
 
     @property
     def tokens_kept(self) -> float:

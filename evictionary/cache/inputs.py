@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import calibration
-from evictionary.cache.model_hooks import attention_module, attention_modules, output_projection
+from evictionary.cache.model_hooks import attention_module, attention_modules
 from evictionary.errors import UsageError, require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED, REFITTED
 from evictionary.methods.method import Method, Supply
@@ -27,6 +27,7 @@ from evictionary.models.queries import (
     softmax_of,
     unrotated,
 )
+from evictionary.models.weights import around, device_of, output_projection
 
 if TYPE_CHECKING:
     from evictionary.cache.watched_cache import WatchedCache
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 def supply(cache: WatchedCache, layer_index: int) -> Supply:
     """The callback that computes the inputs of a layer from the captured states."""
     kv_heads = cache.layers[layer_index].keys.shape[1]
+    projections: list[torch.Tensor] = []
 
     def found(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
         model, captured_as = cache.model, CAPTURED_FOR.get(name)
@@ -46,8 +48,10 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
 
         if model is not None and name == "w_o":
-            w_o = output_projection(attention_module(model, layer_index), states["values"])
-            return {name: of_heads(w_o[None])[0]}
+            if not projections:  # the same for all rows, and a packed one takes time
+                module = attention_module(model, layer_index)
+                projections.append(output_projection(module, states["values"], around(module, model)))
+            return {name: of_heads(projections[0][None])[0]}
         if model is not None and name in CALIBRATED and cache.calibrated:
             own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
             inputs = calibration.at_position(model, layer_index, own, position)
@@ -63,7 +67,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
             return {}
         require(
             not cache.counts_padding,
-            f"position_ids: got none with a padded prompt, wanted those of generate(): {name} depends on "
+            f"position_ids: got those that count the padding, wanted those of generate(): {name} depends on "
             "them",
         )
         if name in REFITTED:
@@ -92,7 +96,7 @@ def require_suitable(
     if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
         in_halves = any(getattr(policy, "IN_HALVES", False) for policy in method.suppliers)
         require_readable_queries(model, method.name, recording, IN_HALVES if in_halves else LAYOUTS)
-    caps = {softmax_of(module).cap for module in attention_modules(model).values()} - {None}
+    caps = {softmax_of(module, model).cap for module in attention_modules(model).values()} - {None}
     require(
         not caps
         or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
@@ -134,7 +138,7 @@ def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int,
     """The layout of each layer, with which queries before RoPE are the projected hidden states; empty if
     one has none.
     """
-    places, found = torch.arange(4, device=model.device), {}
+    places, found = torch.arange(4, device=device_of(model)), {}
     with recording(model, None, record=("queries", "hidden_states")) as cache:
         model.base_model(places[None] + 1, **cache.argument, use_cache=True)
         for index, states in cache.recorded.items():

@@ -20,6 +20,7 @@ from evictionary.cache.checks import require_rows
 from evictionary.errors import require
 from evictionary.models.load import EVICTED
 from evictionary.optimized.cache import CompressedCache, compress
+from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.states import Moments
 from evictionary.policies import State, moments_of
 
@@ -58,6 +59,13 @@ class EvictingLayer(DynamicLayer):
         # of the first places; those after them hold the last tokens seen
         self._kept_positions: torch.Tensor | None = None
         self._in_order = True  # whether the positions ascend
+        # whether a graph may have saved the storage, which no write may change then
+        self._is_saved = False
+        # what a policy remembers of the stored tokens: forgotten as soon as one of them goes or moves
+        self.known: dict[str, Any] = {}
+        # the flat tensors of `ragged` with room behind them, once tokens were replaced there
+        self._rows: tuple[torch.Tensor, ...] | None = None
+        self._ragged: CompressedCache | None = None
         # how the kernels of `attention.attend` cut `ragged` into chunks, by the size of a chunk
         self.plans: dict[int, Any] = {}
         super().__init__()
@@ -81,6 +89,7 @@ class EvictingLayer(DynamicLayer):
     def keys(self, keys: torch.Tensor | None) -> None:
         self._keys = keys
         self.stored = 0 if keys is None else keys.shape[2]
+        self.known = {}
 
     @property
     def values(self) -> torch.Tensor | None:
@@ -117,7 +126,7 @@ class EvictingLayer(DynamicLayer):
         assert self._keys is not None and self._values is not None
         require_rows(len(key_states), len(self._keys))
         end = self.stored + key_states.shape[2]
-        keys, values = (_with_room(states, self.stored, end) for states in (self._keys, self._values))
+        keys, values = self._rooms(end)
         keys[:, :, self.stored : end] = key_states
         values[:, :, self.stored : end] = value_states
         self._keys, self._values, self.stored = keys, values, end
@@ -129,22 +138,78 @@ class EvictingLayer(DynamicLayer):
         Only the tokens since the last eviction are sure to be the last ones, in order.
         """
         assert self._keys is not None and self._values is not None
+        self._is_saved |= torch.is_grad_enabled()
         return self._keys[:, :, : self.stored], self._values[:, :, : self.stored]
+
+    def _rooms(self, needed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The storage of keys and values with room for `needed` tokens, to write into."""
+        assert self._keys is not None and self._values is not None
+        saved, self._is_saved = self._is_saved, False
+        keys, values = (
+            _with_room(states, self.stored, needed, saved) for states in (self._keys, self._values)
+        )
+        return keys, values
 
     def slots_to_replace(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return `slots` and their positions [B, H_kv, stored], int64, for a caller that writes other
         tokens into them.
         """
         assert self._keys is not None and self._values is not None
-        self._keys, self._values = (
-            _with_room(states, self.stored, self.stored) for states in (self._keys, self._values)
-        )
+        self._keys, self._values = self._rooms(self.stored)
         if self._kept_positions is None or self._kept_positions.shape[-1] < self.stored:
             self._kept_positions = self._positions_of_slots().to(torch.int64).contiguous()
         self._kept_positions = _writable(self._kept_positions.to(torch.int64))
-        self.state = {name: _writable(entry) for name, entry in self.state.items()}
+        self.state_to_change()
         self._in_order = False
         return *self.slots(), self._kept_positions
+
+    def state_to_change(self) -> State:
+        """Return the state, for a caller that writes into its tensors."""
+        self.state = {name: _writable(entry) for name, entry in self.state.items()}
+        return self.state
+
+    def replace_in_heads(
+        self, gone: torch.Tensor, stays: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> None:
+        """Remove some rows of the flat tensors, and store the new token, of key [B, H_kv, D], where it stays
+        [B, H_kv]. It is the last one seen.
+
+        The order of the rows of a head is free. So a row that stays within the new bounds of its head is not
+        moved: the others and the new tokens fill the places that are left, head by head.
+        """
+        cache = self._ragged
+        assert cache is not None
+        lengths, added = cache.lengths.flatten(), stays.flatten().nonzero()[:, 0]
+        heads = torch.arange(len(lengths), device=lengths.device)
+        owners = heads.repeat_interleave(lengths)
+        lengths = lengths.index_add(0, owners[gone], -torch.ones_like(gone)).index_add(
+            0, added, torch.ones_like(added)
+        )
+        owners_now = heads.repeat_interleave(lengths)
+        before, now = len(owners), len(owners_now)
+        is_left = torch.ones(max(before, now), dtype=torch.bool, device=lengths.device)
+        is_left[gone] = False
+        rests = torch.zeros_like(is_left)
+        both = min(before, now)
+        rests[:both] = is_left[:both] & (owners[:both] == owners_now[:both])
+        movers, places = (is_left & ~rests)[:before].nonzero()[:, 0], (~rests[:now]).nonzero()[:, 0]
+        order = torch.cat([owners[movers], added]).argsort(stable=True)
+        position = torch.full_like(added, self.seen - 1)
+        fields = []
+        for rows, field, new in zip(
+            self._rows or cache[:3],
+            cache[:3],
+            (key.flatten(0, 1)[added], value.flatten(0, 1)[added], position),
+            strict=True,
+        ):
+            fresh = torch.cat([field[movers], new.to(field.dtype)])[order]
+            rows = _with_rows(rows, before, now)
+            rows[places] = fresh
+            fields.append(rows)
+        self._rows = tuple(fields)
+        self._longest_ragged = int(lengths.max())
+        self._ragged = CompressedCache(*(rows[:now] for rows in fields), lengths.view_as(cache.lengths))
+        self.plans, self._in_order = {}, False
 
     def take_back(self, count: int) -> torch.Tensor:
         """Remove the last `count` tokens from a layer that has evicted none; returns their keys [B, H_kv,
@@ -193,6 +258,13 @@ class EvictingLayer(DynamicLayer):
         """
         return self.ragged is None and self.padding is None and self.holes is None
 
+    @property
+    def is_ragged_alone(self) -> bool:
+        """Whether all tokens lie in `ragged`, of which torch may replace some where they lie."""
+        cache = self._ragged
+        is_alone = cache is not None and self.stored == 0 and self.holes is None
+        return is_alone and not cache.keys.requires_grad and kernels_for("attention", *cache[:2]) is None
+
     def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
         """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new
         storage.
@@ -237,12 +309,19 @@ class EvictingLayer(DynamicLayer):
         """Sort the slots by position, if tokens have been written into the slots of others."""
         if self._in_order:
             return
+        self._in_order = True
+        if self._ragged is not None:
+            heads = torch.arange(self._ragged.lengths.numel(), device=self._ragged.lengths.device)
+            owners = heads.repeat_interleave(self._ragged.lengths.flatten())
+            order = self._ragged.positions.argsort()
+            order = order[owners[order].argsort(stable=True)]
+            self.ragged = CompressedCache(*(field[order] for field in self._ragged[:3]), self._ragged.lengths)
+            return
         positions, order = self._positions_of_slots().sort(dim=-1)
         self.keys, self.values = (
             states.gather(2, order[..., None].expand(-1, -1, -1, states.shape[-1])) for states in self.slots()
         )
         self._kept_positions = positions
-        self._in_order = True
 
     @property
     def positions(self) -> torch.Tensor:
@@ -268,15 +347,22 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def ragged(self) -> CompressedCache | None:
-        """The kept tokens of ragged heads, or None. Only setting it reads the longest length: each read
-        makes a GPU wait.
+        """The kept tokens of ragged heads, in position order, or None. Only setting it reads the longest
+        length: each read makes a GPU wait.
         """
+        self._restore_order()
+        return self._ragged
+
+    @property
+    def ragged_slots(self) -> CompressedCache | None:
+        """`ragged` as it lies: the rows of a head in any order."""
         return self._ragged
 
     @ragged.setter
     def ragged(self, cache: CompressedCache | None) -> None:
         self._longest_ragged = 0 if cache is None else int(cache.lengths.max())
         self._ragged = cache
+        self._rows = None
         self.plans = {}
 
     @property
@@ -315,11 +401,12 @@ class EvictingLayer(DynamicLayer):
 
     def require_croppable(self, tokens_to_remove: int) -> None:
         """Raise ValueError unless the last `-tokens_to_remove` tokens came after the last eviction."""
-        count = -tokens_to_remove
+        count, most = -tokens_to_remove, self.seen - self.evicted_at
+        why = "the tokens before that are of the prompt or were compressed, and cannot be restored"
         require(
-            count >= 0 and count <= self.seen - self.evicted_at,
-            f"crop: got {tokens_to_remove}, wanted a number from {self.evicted_at - self.seen} to 0: "
-            "the tokens before that have been compressed and cannot be restored",
+            0 <= count <= most,
+            f"crop: got {tokens_to_remove}, wanted a number from {-most} to 0"
+            f"{': ' + why if count > most else ', minus the tokens to remove'}",
             ValueError,
         )
 
@@ -337,9 +424,8 @@ class EvictingLayer(DynamicLayer):
                 if states is not None:
                     setattr(self, name, states[..., :-count, :].clone() if count < states.shape[-2] else None)
             self.seen -= count
-            self.holes = (
-                None if self.holes is None else torch.nn.functional.pad(self.holes[:, : self.seen], (0, 1))
-            )
+            left = None if self.holes is None else self.holes[:, : self.seen]
+            self.holes = None if left is None or not left.any() else torch.nn.functional.pad(left, (0, 1))
 
     def reset(self) -> None:
         super().reset()
@@ -485,7 +571,8 @@ def _is_writable(tensor: torch.Tensor) -> bool:
 
 
 def _writable(entry: Any) -> Any:
-    return entry.clone() if isinstance(entry, torch.Tensor) and not _is_writable(entry) else entry
+    is_kept = isinstance(entry, torch.Tensor) and (entry.requires_grad or not _is_writable(entry))
+    return entry.clone() if is_kept else entry
 
 
 def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
@@ -493,16 +580,25 @@ def _rows_of(entry: Any, indices: torch.Tensor) -> Any:
     return entry[indices] if isinstance(entry, torch.Tensor) else [entry[index] for index in indices.tolist()]
 
 
-def _with_room(states: torch.Tensor, stored: int, needed: int) -> torch.Tensor:
+def _with_room(states: torch.Tensor, stored: int, needed: int, saved: bool) -> torch.Tensor:
     """Return storage for `needed` tokens with the first `stored` ones of states [B, H, room, D]: `states`
-    if it has the room.
+    if it has the room, and no graph has `saved` it.
     """
-    if needed <= states.shape[2] and not states.requires_grad and _is_writable(states):
+    if needed <= states.shape[2] and not (saved or states.requires_grad) and _is_writable(states):
         return states
     batch, heads, _, channels = states.shape
     # the tokens of a first prompt take no room beyond them: they are compressed at once
     grown = states.new_empty(batch, heads, needed + (needed // GROWTH if stored else 0), channels)
     grown[:, :, :stored] = states[:, :, :stored]
+    return grown
+
+
+def _with_rows(rows: torch.Tensor, stored: int, needed: int) -> torch.Tensor:
+    """Return flat storage for `needed` rows with the first `stored` ones of `rows`: itself if it has them."""
+    if needed <= len(rows) and _is_writable(rows):
+        return rows
+    grown = rows.new_empty(needed + needed // GROWTH, *rows.shape[1:])
+    grown[:stored] = rows[:stored]
     return grown
 
 

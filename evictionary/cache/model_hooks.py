@@ -26,8 +26,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from evictionary.errors import UsageError, require
 from evictionary.models import versions
-from evictionary.models.load import loaded
 from evictionary.models.queries import softmax_of
+from evictionary.models.weights import device_of
 from evictionary.optimized.softmax import PLAIN
 
 PREFIX = "evictionary_"
@@ -43,9 +43,7 @@ weights or None.
 class Watcher(Protocol):
     """The methods of a cache that the hooks call."""
 
-    def see_batch(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, length: int
-    ) -> None: ...
+    def see_batch(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def see_failure(self) -> None: ...
@@ -183,19 +181,6 @@ def attention_module(model: PreTrainedModel, layer_index: int) -> torch.nn.Modul
     return found
 
 
-def output_projection(module: Any, values: torch.Tensor) -> torch.Tensor:
-    """W_o of an attention module by query head, [H_q, D_v, hidden], in the dtype and on the device of values
-    [..., D_v]. Raises UsageError for a module without `o_proj` or `dense`.
-    """
-    projection = getattr(module, "o_proj", None) or getattr(module, "dense", None)
-    require(
-        projection is not None,
-        f"model: {type(module).__name__} has no o_proj or dense, which this method reads",
-    )
-    weight = loaded(projection, "weight").detach()
-    return weight.to(values).T.unflatten(0, (-1, values.shape[-1]))
-
-
 # a compiled model leaves its graph in each hook: what a cache does depends on the numbers
 @torch.compiler.disable
 def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any) -> None:
@@ -227,9 +212,7 @@ def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any)
         "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
         "this model reads them in both directions",
     )
-    # on a GPU the mask of a single token is not looked at: each would wait for the GPU
-    is_looked_at = mask is not None and (mask.device.type == "cpu" or several or not seen)
-    cache.see_batch(mask if is_looked_at else None, named.get("position_ids"), *tokens.shape[:2])
+    cache.see_batch(tokens, named)
 
 
 @torch.compiler.disable
@@ -332,7 +315,8 @@ def _replace_attention(model: PreTrainedModel, users: _Users, user: object) -> N
         "'flex_attention', a flash kind or a kernel of the hub",
     )
     require(
-        model.device.type != "cpu" or ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward,
+        ALL_ATTENTION_FUNCTIONS.get(underlying) is not flash_attention_forward
+        or device_of(model).type != "cpu",
         f"model: got {type(model).__name__} on a CPU with the attention {underlying}, which runs on GPUs "
         "alone; "
         "wanted attn_implementation='sdpa'",

@@ -12,9 +12,11 @@ from types import ModuleType
 import torch
 
 from evictionary.cache.layers import EvictingLayer
-from evictionary.optimized import attention
+from evictionary.optimized import attention, gradients
+from evictionary.optimized.checks import working_dtype
 from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.softmax import PLAIN, Softmax
+from evictionary.optimized.states import Moments
 from evictionary.policies import hooks
 
 Part = tuple[torch.Tensor, torch.Tensor]
@@ -41,12 +43,15 @@ def attend(
         and (layer.bias is None or layer.ragged is None)
     )
     parts = []
-    if fits and (kernels := kernels_for("attention", queries, keys, values)):
+    beside = layer.ragged, moments, layer.bias
+    if fits and (kernels := kernels_for("attention", queries, keys, values, beside=beside)):
         recent = (keys, values) if layer.stored else None
         parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans, bias=layer.bias))
         moments = None
-    elif layer.ragged is not None and (softmax.cap is not None or _is_graph(queries, layer.ragged.keys)):
-        # padded: the attention over flat heads has no cap, and writes into its results
+    elif queries.shape[2] == 1 and not gradients.are_wanted(queries, keys, values, layer.ragged, moments):
+        return attend_token(queries, layer, _beside(queries, values, moments, policies, softmax), softmax.cap)
+    elif layer.ragged is not None and softmax.cap is not None:
+        # padded: the attention over flat heads has no cap
         keys, values, _, filled = layer.contents()
         parts.append(attend_dense(queries, keys, values, filled, softmax.cap))
     else:
@@ -54,17 +59,57 @@ def attend(
             parts.append(attend_dense(queries, keys, values, cap=softmax.cap, bias=layer.bias))
         if layer.ragged is not None:
             parts.append(attention.attend_trusted(queries, layer.ragged))
-    if moments is not None:
-        parts += [part(queries, moments) for part in hooks(policies, "part")]
+    return mix(parts + _beside(queries, values, moments, policies, softmax)).to(queries.dtype)
+
+
+def _beside(
+    queries: torch.Tensor,
+    values: torch.Tensor,
+    moments: Moments | None,
+    policies: Iterable[ModuleType],
+    softmax: Softmax,
+) -> list[Part]:
+    """The parts beside the stored tokens: the evicted ones in their moments, and the model's sink."""
+    parts = [] if moments is None else [part(queries, moments) for part in hooks(policies, "part")]
     if softmax.sinks is not None:
         sinks = softmax.sinks.to(queries).float()[:, None].expand(queries.shape[:3])
-        parts.append((torch.zeros_like(parts[0][0]), sinks))
-    return mix(parts).to(queries.dtype)
+        parts.append((sinks.new_zeros(*queries.shape[:3], values.shape[-1]), sinks))
+    return parts
 
 
-def _is_graph(*tensors: torch.Tensor) -> bool:
-    """Whether gradients are asked for."""
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def attend_token(
+    queries: torch.Tensor, layer: EvictingLayer, beside: list[Part], cap: float | None = None
+) -> torch.Tensor:
+    """`attend` for one token, which decodes: the logits of all parts stand in one row, so one softmax does.
+
+    The places of a row: the ragged tokens of its head, those since, and one for each part `beside`. Keys and
+    values are read once for all query heads of a group, and nothing of the cache is copied. Args: queries
+    [B, H_q, 1, D]; the others as in `attend`.
+    """
+    keys, values = (states.flatten(0, 1) for states in layer.slots())
+    dtype, ragged = working_dtype(queries), layer.ragged
+    rows = queries.to(dtype).reshape(len(keys), -1, queries.shape[-1]) / math.sqrt(queries.shape[-1])
+    spans = attention.rows_of_heads(ragged) if ragged is not None else []
+    start = layer.longest - layer.stored
+    end = layer.longest
+    logits = rows.new_full((*rows.shape[:2], end + len(beside)), -math.inf)
+    if ragged is not None:
+        attention.products(rows, ragged.keys, spans, logits)
+    torch.bmm(rows, keys.to(dtype).mT, out=logits[..., start:end])
+    if cap is not None:
+        logits = cap * (logits / cap).tanh()
+    if layer.bias is not None:
+        bias = layer.bias.flatten(0, 1)[:, None]
+        logits[..., start : start + bias.shape[-1]] += bias
+    for place, (_, log_sum_exp) in enumerate(beside, end):
+        logits[..., place] = log_sum_exp.reshape(rows.shape[:2])
+    weights = logits.softmax(dim=-1)
+    output = weights[..., start:end] @ values.to(dtype)
+    if ragged is not None:
+        attention.add_sums(weights, ragged.values, spans, output)
+    for place, (own, _) in enumerate(beside, end):
+        output += weights[..., place, None] * own.reshape(output.shape)
+    return output.reshape(*queries.shape[:3], -1).to(queries.dtype)
 
 
 def attend_dense(

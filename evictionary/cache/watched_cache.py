@@ -10,17 +10,20 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from evictionary.cache import calibration, checks, compression, partial_attention
+from evictionary.cache import calibration, callers, checks, compression, partial_attention
 from evictionary.cache.arguments import checked
 from evictionary.cache.inputs import require_suitable
-from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, at, layers_of
+from evictionary.cache.layers import KEPT_AS, RECENT, EvictingLayer, layers_of
 from evictionary.cache.model_hooks import Attention, attention_modules, look, watch
+from evictionary.cache.text import Text
 from evictionary.errors import require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, REPLAYED, captured
 from evictionary.methods.method import Method, Request
 from evictionary.models import versions
 from evictionary.models.load import FORGETFUL, require_supported, unwrapped
 from evictionary.models.queries import logit_factor, softmax_of
+from evictionary.models.weights import require_numbers
+from evictionary.optimized.gradients import are_wanted
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
 from evictionary.policies import DEFAULT, hooks
 
@@ -36,6 +39,7 @@ class WatchedCache(Cache):
     recorded: dict[int, dict[str, torch.Tensor]]
     padding: torch.Tensor | None  # [B], of the prompt
     counts_padding: bool  # whether the positions of the model count it
+    text: Text  # the tokens that were read
     softmax: dict[int, Softmax]  # of the layers
     # of each layer that has read the prompt, for a method that compares them: its scores and preferences
     stages: list[tuple[int, torch.Tensor, torch.Tensor]]
@@ -43,6 +47,8 @@ class WatchedCache(Cache):
     _reads: frozenset[str]  # the inputs of the method that it has to find
     _names: frozenset[str]
     _replaying: bool
+    # of each layer that is still to be read a second time: its keys and values with their graph
+    _with_graph: dict[int, tuple[torch.Tensor, torch.Tensor]]
     _is_announced: bool  # whether the model has begun a forward whose tokens have not come yet
     _handed: dict[int, torch.Tensor]  # keys handed to the attention of a layer that has not called back yet
     _captured: dict[int, dict[str, torch.Tensor]]
@@ -91,10 +97,18 @@ class WatchedCache(Cache):
         )
         self._first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self._policies = self.method.policies if self.method else ()
-        self.softmax = {index: softmax_of(module) for index, module in attention_modules(model).items()}
-        steps = (stepping(self.method) for stepping in hooks(self._policies, "stepping"))
+        self.softmax = {
+            index: softmax_of(module, model) for index, module in attention_modules(model).items()
+        }
         is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
-        self._step = next(filter(None, steps), None) if is_plain else None  # a step knows no sink
+        self._step, self._step_in_heads = (
+            next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, name))), None)
+            if is_plain  # a step knows no sink
+            else None
+            for name in ("stepping", "stepping_in_heads")
+        )
+        attending = (own(self.method) for own in hooks(self._policies, "attending"))
+        self._attend_chosen = next(filter(None, attending), None)
         self._is_forgetful = config.model_type in FORGETFUL
         self._longest = getattr(config, "max_position_embeddings", None)
         super().__init__(layers=layers)
@@ -110,6 +124,7 @@ class WatchedCache(Cache):
         heads.
         """
         layer = self.layers[layer_idx]
+        require_numbers(key_states)
         if layer_idx == self._first:
             checks.require_one_text(self.layers, key_states.shape[-2], self._longest)
             checks.require_remembered(self._is_forgetful, key_states.shape[-2], layer.get_seq_length())
@@ -145,36 +160,115 @@ class WatchedCache(Cache):
         """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can
         read.
         """
-        checks.require_tokens(arguments[0] if arguments else named["query_length"], self.get_seq_length())
+        length = arguments[0] if arguments else named["query_length"]
+        callers.require_new_tokens(length, self.get_seq_length(), None)
         return super().get_mask_sizes(*arguments, **named)
 
-    def see_batch(
-        self, mask: torch.Tensor | None, position_ids: torch.Tensor | None, rows: int, length: int
-    ) -> None:
-        """Take the mask [B, T] and positions of a forward that will read `length` tokens of each row, or no
-        mask where it was not looked at; model_hooks.py calls this.
+    def see_batch(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
+        """Take a forward that will read `tokens`, ids [B, M] or embeddings [B, M, hidden], with these
+        arguments; model_hooks.py calls this.
 
-        A model that attends by itself again may read padding in later turns; `compress` will know of it.
+        Raises UsageError, and changes nothing, where its mask, its positions or the text of `generate()` are
+        not of the text that was read. A model that attends by itself again may read padding in later turns;
+        `compress` will know of it.
         """
-        self._is_announced, seen = True, self.get_seq_length()
-        evicting, first = list(self.evicting.values()), self.layers[self._first]
-        if seen:  # where the slots lie: to ask for keys would sort them
-            checks.require_rows(rows, len(first.slots()[0] if first in evicting else first.keys))
-        if mask is not None and not self._finalizer.alive:
-            holes = None if mask.all() else torch.nn.functional.pad(~mask.bool(), (0, 1))
-            for layer in evicting:
-                layer.holes = None if holes is None else holes.to(layer.device, copy=True)
-        elif mask is not None and (known := evicting[0].holes) is not None:
-            places = torch.arange(mask.shape[1], device=mask.device)[None, None]
-            mask = mask.bool() | at(known.to(mask.device), places)[:, 0]
-        padding = (
-            None
-            if mask is None or not self._finalizer.alive
-            else checks.left_padding(mask, length, seen, self.padding)
-        )
-        if seen == 0:
-            self.padding = None if padding is None else padding.cpu()
-            self.counts_padding = padding is not None and position_ids is None
+        if not self._replaying:
+            self._compare(tokens, named)
+        self._is_announced = True
+
+    def _compare(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
+        """Compare what a caller says with what was read, and then take it."""
+        mask, position_ids = named.get("attention_mask"), named.get("position_ids")
+        (rows, length), seen = tokens.shape[:2], self.get_seq_length()
+        generating = callers.given_to_generate()
+        whole = callers.whole_text(generating)
+        callers.require_new_tokens(length, seen, whole)
+        checks.require_not_checkpointed(self.model)
+        checks.require_read_twice(self.evicting.values(), bool(self._names & REPLAYED) and seen > 0)
+        if seen:
+            checks.require_rows(rows, self.rows)
+        self.text.fit(seen, rows)
+        callers.require_columns(generating, seen)
+        if whole is not None and seen:
+            callers.require_same_text(whole, self.text, self.padding_slots(rows))
+
+        def is_looked_at(told: torch.Tensor) -> bool:
+            return told.device.type == "cpu" or length > 1 or not seen or generating is not None
+
+        real = None  # where the mask does not say, all tokens are
+        if mask is not None:
+            callers.require_mask(mask, rows, length, seen)
+            if is_looked_at(mask):
+                callers.require_ones_and_zeros(mask)
+                callers.require_same_padding(mask, self.padding_slots(rows))
+                real = mask[:, seen:].bool().cpu()
+                checks.require_left_padding(real, seen, self._finalizer.alive)
+        else:
+            callers.require_told(self._is_padded and self._is_partly_the_models, seen, length)
+        shifts = self.text.shifts
+        if position_ids is None:
+            is_padded = self._is_padded or (real is not None and not real.all())
+            finds_own = self._finds_positions(is_padded or bool(checks.media(named)))
+            shifts = callers.shifts_without(shifts, seen, finds_own=finds_own)
+        else:
+            has_planes = position_ids.ndim == 3 and self._has_planes
+            callers.require_position_shape(position_ids, rows, length, has_planes=has_planes)
+            if is_looked_at(position_ids):
+                shifts = callers.shifts_after(position_ids, real, rows, seen, shifts)
+        if real is not None and not real.all():
+            self._take_padding(real, shifts)
+        self.text.read(tokens)
+        self.text.shifts = shifts
+
+    def _take_padding(self, real: torch.Tensor, shifts: list[float]) -> None:
+        """Remember the padding of a forward, whose tokens are real [B, M], with the shifts after it."""
+        if not self.get_seq_length():
+            self.padding = (~real).sum(dim=1)
+            counted = torch.tensor(shifts).expand(len(real))[self.padding > 0]
+            self.counts_padding = not (counted < 0).all()
+        else:
+            holes = torch.cat([self.padding_slots(len(real)), ~real], dim=1)
+            for layer in self.evicting.values():
+                layer.holes = torch.nn.functional.pad(holes, (0, 1)).to(layer.device)
+
+    def padding_slots(self, rows: int) -> torch.Tensor:
+        """Which of the tokens that were read are padding, [B, T], on the CPU."""
+        seen = self.get_seq_length()
+        padding = torch.zeros(rows, 1) if self.padding is None else self.padding[:, None]
+        slots, holes = torch.arange(seen) < padding, next(iter(self.evicting.values())).holes
+        if holes is not None:
+            known = holes[:, :seen].cpu()
+            slots[:, : known.shape[1]] |= known
+        return slots
+
+    @property
+    def _is_padded(self) -> bool:
+        return self.padding is not None or any(layer.holes is not None for layer in self.evicting.values())
+
+    @property
+    def _has_planes(self) -> bool:
+        """Whether the positions of an image differ from plane to plane, as in an M-RoPE."""
+        model: Any = self.model
+        rope = getattr(model.config.get_text_config(), "rope_parameters", None)
+        return hasattr(model.base_model, "rope_deltas") or "mrope" in str(rope)
+
+    def _finds_positions(self, is_more_than_text: bool) -> bool:
+        """Whether the model, given no positions, may take others than those of all tokens in a row."""
+        base: Any = getattr(self.model, "base_model", None)
+        if not hasattr(base, "rope_deltas"):
+            return False
+        return is_more_than_text or (self.get_seq_length() > 0 and base.rope_deltas is not None)
+
+    @property
+    def _is_partly_the_models(self) -> bool:
+        """Whether the model attends in some layer by itself, with its own mask."""
+        return not self._finalizer.alive or any(getattr(layer, "is_sliding", False) for layer in self.layers)
+
+    @property
+    def rows(self) -> int:
+        """The rows that are held, from where the slots lie: to ask for keys would sort them."""
+        first = self.layers[self._first]
+        return len(first.slots()[0] if isinstance(first, EvictingLayer) else first.keys)
 
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None:
         """After the prompt let the model read its tokens again, for a method that asks for it;
@@ -185,6 +279,7 @@ class WatchedCache(Cache):
         without an instruction, which no cache could write in the words of a model's tokenizer.
         """
         model = self.model
+        checks.require_stored(self._is_announced, model)
         is_asked = (
             self._names & REPLAYED
             and not self._replaying
@@ -196,6 +291,12 @@ class WatchedCache(Cache):
             checks.require_watchable(model, self._handed)
             checks.require_readable_twice(tokens.shape[1], self._longest, self.padding, named)
             self._replaying = True
+            # what the layers hold with a graph, which the second reading is without
+            self._with_graph = (
+                {index: layer.slots() for index, layer in self.evicting.items()}
+                if torch.is_grad_enabled()
+                else {}
+            )
             with torch.no_grad():
                 model.base_model(
                     **{"input_ids" if tokens.ndim == 2 else "inputs_embeds": tokens},
@@ -277,10 +378,16 @@ class WatchedCache(Cache):
                 "replay_queries": scaled,
                 "replay_keys": layer.take_back(queries.shape[2]),
             }
-            self._compress(layer_index)
+            if is_graph := layer_index in self._with_graph:
+                layer.keys, layer.values = self._with_graph.pop(layer_index)
+            with torch.set_grad_enabled(is_graph):
+                self._compress(layer_index)
             self._captured.pop(layer_index)
             return output
         try:
+            if layer.waiting is not None and are_wanted(queries, layer.slots(), layer.moments):
+                layer.append(*layer.waiting)  # a step writes into what a graph needs
+                layer.waiting = None
             if layer.waiting is not None:
                 output = self._replace_a_token(layer_index, scaled[:, :, 0])[:, None], None
             elif is_prompt and self._names & REPLAYED:
@@ -320,6 +427,8 @@ class WatchedCache(Cache):
             output = attention(mask)
         elif layer.is_plain:
             chooses = self.method is not None and self.method.is_per_query and queries.shape[2] == 1
+            if chooses and self._attend_chosen is not None and layer.is_full:
+                return self._attend_token(layer_index, scaled[:, :, 0], attention)
             output = attention(
                 _mask(layer, queries, compression.chosen(self, layer_index) if chooses else None)
             )
@@ -332,6 +441,21 @@ class WatchedCache(Cache):
         if due:
             self._compress_if_memory_allows(layer_index)
         return output
+
+    def _attend_token(
+        self, layer_index: int, query: torch.Tensor, attention: Attention
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The attention of a token [B, H_q, D] that chooses what it attends to, by a policy."""
+        layer, request = self.layers[layer_index], self.request(layer_index)
+        assert self.method is not None and self._attend_chosen is not None
+        keys, values = layer.slots()
+        checks.require_finite(layer_index, keys[:, :, -1:], values[:, :, -1:])
+        options, (budget, *_) = {**self.method.options, **self.options}, self.amounts(layer_index, layer.seen)
+        with of_model(self.softmax_of_batch(layer_index, len(query))):
+            found = self._attend_chosen(
+                query, keys, values, options, layer.known, request.layer_index, budget
+            )
+        return attention(None) if found is None else (found[:, None], None)
 
     def _attend_prompt(self, layer_index: int, queries: torch.Tensor) -> torch.Tensor | None:
         """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that
@@ -349,7 +473,7 @@ class WatchedCache(Cache):
     def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
         """The softmax of a layer with sinks [B, H_q]."""
         own = self.softmax.get(layer_index, PLAIN)
-        return Softmax(own.cap, None if own.sinks is None else own.sinks.detach().expand(batch, -1))
+        return Softmax(own.cap, None if own.sinks is None else own.sinks.expand(batch, -1))
 
     def _is_due(self, layer: EvictingLayer, coming: int = 0) -> bool:
         return self.every > 0 and layer.seen + coming - layer.evicted_at >= self.every
@@ -386,23 +510,43 @@ class WatchedCache(Cache):
         budget.
         """
         layer = self.layers[layer_index]
-        if self._step is None or not isinstance(layer, EvictingLayer) or not self._finalizer.alive:
+        if (self._step or self._step_in_heads) is None or not isinstance(layer, EvictingLayer):
             return False
         is_one_token = key_states.shape[2] == 1 and not key_states.requires_grad
-        if not is_one_token or not layer.state or not layer.is_full or not self._is_due(layer, coming=1):
+        if (
+            not is_one_token
+            or not layer.state
+            or not self._is_due(layer, coming=1)
+            or not self._finalizer.alive
+        ):
             return False
-        return set(self.amounts(layer_index, layer.seen + 1)) == {layer.stored}
+        if layer.ragged_slots is not None:
+            return self._step_in_heads is not None and layer.is_ragged_alone
+        return (
+            self._step is not None
+            and layer.is_full
+            and set(self.amounts(layer_index, layer.seen + 1)) == {layer.stored}
+        )
 
     def _replace_a_token(self, layer_index: int, query: torch.Tensor) -> torch.Tensor:
         """The attention of the waiting token, [B, H_q, D_v], which takes the slot of the evicted token."""
         layer = self.layers[layer_index]
         key, value = layer.waiting
         checks.require_finite(layer_index, key, value)
-        slots = layer.slots_to_replace()
-        layer.waiting = None
-        position = torch.full(slots[2].shape[:2], layer.seen - 1, device=slots[2].device)
-        assert self._step is not None
-        output = self._step(query, key[:, :, 0], value[:, :, 0], slots, layer.state, position)
+        new = key[:, :, 0], value[:, :, 0]
+        position = torch.full(key.shape[:2], layer.seen - 1, device=key.device)
+        if layer.ragged_slots is None:
+            assert self._step is not None
+            slots = layer.slots_to_replace()
+            layer.waiting = None
+            output = self._step(query, *new, slots, layer.state, position)
+        else:
+            layer.waiting = None
+            assert self._step_in_heads is not None
+            budgets = self.amounts(layer_index, layer.seen)
+            cache, state = layer.ragged_slots, layer.state_to_change()
+            output, gone, stays = self._step_in_heads(query, *new, cache, state, position, budgets)
+            layer.replace_in_heads(gone, stays, *new)
         layer.evicted_at = layer.seen
         return output
 
@@ -458,8 +602,8 @@ class WatchedCache(Cache):
         """Wait for a prompt: watch the model until the cache no longer needs it, is closed, or is deleted."""
         self._handed, self._captured, self.recorded = {}, {}, {}
         self.stages = []
-        self.padding, self.counts_padding = None, False
-        self._replaying = False
+        self.padding, self.counts_padding, self.text = None, False, Text()
+        self._replaying, self._with_graph = False, {}
         self._is_announced = False
         self.peak_tokens = 0
         # that later tokens stay; that a method keeps less than half of what it may

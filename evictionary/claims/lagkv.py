@@ -32,6 +32,7 @@ from evictionary.evaluation.passkey import ANSWER_START, QUESTION, count_tokens,
 from evictionary.evaluation.questions import prefill, tokenize
 from evictionary.models import versions
 from evictionary.models.queries import rotation, unrotated
+from evictionary.models.weights import device_of
 from evictionary.optimized import lagkv as fast
 from evictionary.reference import lagkv as paper, lagkv_variants as variants
 from evictionary.reference.expected_attention_theory import correlation
@@ -120,9 +121,9 @@ def first_digits(lab: Lab, kind: str) -> list[int]:
     asked, length = torch.cat([question_ids, space], dim=1), context_ids.shape[1]
 
     def first(cache: Cache, ends: tuple[int, ...]) -> int:
-        for chunk in context_ids.to(lab.model.device).tensor_split(ends, dim=1):
+        for chunk in context_ids.to(device_of(lab.model)).tensor_split(ends, dim=1):
             lab.model(chunk, **versions.argument(cache), use_cache=True, logits_to_keep=1)
-        output = read_on(lab.model, asked.to(lab.model.device), cache, length, logits_to_keep=1)
+        output = read_on(lab.model, asked.to(device_of(lab.model)), cache, length, logits_to_keep=1)
         return int(output.logits[0, -1].argmax())
 
     settings = {"keep_ratio": min(lab.scale.keep_ratios), "sink_size": SINKS}
@@ -180,7 +181,7 @@ def read(lab: Lab, kinds: Sequence[str]) -> Prompts:
     while stored[0]:  # the last layer first; each layer is released as soon as it is copied
         keys, values = zip(*(each.pop() for each in stored), strict=True)
         layers.append((torch.cat(keys), torch.cat(values)))
-    return Prompts(layers[::-1], torch.cat(questions).to(lab.model.device), numbers)
+    return Prompts(layers[::-1], torch.cat(questions).to(device_of(lab.model)), numbers)
 
 
 def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.Tensor]:

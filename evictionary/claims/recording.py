@@ -13,11 +13,11 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from evictionary.cache.evicting_cache import EvictingCache
-from evictionary.cache.model_hooks import output_projection
 from evictionary.claims import texts
 from evictionary.errors import require
 from evictionary.models import versions
 from evictionary.models.queries import rotation, unrotated
+from evictionary.models.weights import around, device_of, linear_map, output_projection
 from evictionary.reference.attention import by_group, causal_attention
 
 
@@ -153,7 +153,7 @@ def record(lab: Lab, kind: str) -> Recording:
 @torch.no_grad()
 def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Recording:
     """Read ids [1, T], of which `split` are the prompt, as `record` does."""
-    model, input_ids = lab.model, input_ids.to(lab.model.device)
+    model, input_ids = lab.model, input_ids.to(device_of(lab.model))
     theta = rope_theta(model)
     cache = EvictingCache(model, method=None, record=("queries", "hidden_states"))
     output = model(
@@ -168,8 +168,8 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
             stored.keys,
             stored.values,
             cache.recorded[index]["hidden_states"],
-            *_query_projection(block.self_attn, cache.recorded[index]["queries"].shape[1]),
-            output_projection(block.self_attn, stored.values),
+            *_query_projection(model, block.self_attn, cache.recorded[index]["queries"]),
+            output_projection(block.self_attn, stored.values, around(block.self_attn, model)),
             cos,
             sin,
         )
@@ -183,15 +183,20 @@ def record_ids(lab: Lab, kind: str, input_ids: torch.Tensor, split: int) -> Reco
     )
 
 
-def _query_projection(attention: Any, num_query_heads: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _query_projection(
+    model: Any, attention: Any, queries: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """W_Q as [H_q, C, D] and its bias as [H_q, D]."""
     require(
         hasattr(attention, "q_proj") and not hasattr(attention, "q_norm"),
         f"model: got {type(attention).__name__}, wanted queries that are a linear map of the hidden states",
     )
-    weight, bias = attention.q_proj.weight, attention.q_proj.bias
-    heads = weight.reshape(num_query_heads, -1, weight.shape[1]).mT
-    return heads, None if bias is None else bias.reshape(num_query_heads, -1)
+    size, above = model.config.get_text_config().hidden_size, around(attention.q_proj, model)
+    weight, bias = linear_map(attention.q_proj, size, queries, above)
+    heads = queries.shape[1]
+    return weight.unflatten(1, (heads, -1)).transpose(0, 1), bias.unflatten(
+        0, (heads, -1)
+    ) if bias.any() else None
 
 
 def as_array(tensor: torch.Tensor) -> np.ndarray:

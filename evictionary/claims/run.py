@@ -33,14 +33,13 @@ FIELDS = ("model", "weights", "paper", "text", "seed", "scale", "versions", "cpu
 
 
 @dataclass(frozen=True)
-class Plan(store.Plan):
+class Plan(evaluation.ModelPlan):
     """The claims to measure, as check_claims returns them, on the texts of each kind and seed; `seeds_of`
     some papers differ.
 
     Raises UsageError for an unknown kind or paper, or fewer than two seeds.
     """
 
-    model: str
     claims: Mapping[str, Sequence[Claim]]
     texts: Sequence[str] = tuple(texts.KINDS)
     seeds: Sequence[int] = (0, 1, 2)
@@ -104,9 +103,10 @@ class Plan(store.Plan):
     def measure(self, unit: int, parts: Sequence[tuple[str, str]]) -> Iterator[store.Line]:
         """Measure papers on one text, or LagKV on all kinds of text."""
         start = time.process_time()
-        lab = Lab(*evaluation.loaded(self.model), self.scale, unit)
+        lab = Lab(*self.opened(), self.scale, unit)
         common = {
-            "model": self.model,
+            **self.common(),
+            **evaluation.placed(lab.model),
             "weights": Path(str(lab.model.config.name_or_path)).name,
             "seed": unit,
             "scale": _rounded(asdict(self.scale)),
@@ -184,7 +184,7 @@ def report(plan: Plan, lines: Sequence[store.Line], command: str = "evictionary 
     return {
         "schema_version": SCHEMA_VERSION,
         "model": plan.model,
-        "weights": lines[0]["weights"],
+        "weights": lines[0]["weights"] + evaluation.numbers_of(lines[0]),
         "command": command,
         "date": datetime.now(UTC).date().isoformat(),
         "texts": list(plan.texts),

@@ -9,7 +9,6 @@ for refusing the archive and exits with 1.
 import contextlib
 import gzip
 import io
-import resource
 import stat
 import sys
 import tarfile
@@ -114,6 +113,8 @@ def _at_most(member: IO[bytes], name: str) -> bytes:
 
 def main(path: str, name: str) -> int:
     """Write the file, or why there is none, to the standard output; return the exit code."""
+    import resource  # not on Windows, where this file is imported all the same
+
     for limit, value in (
         (resource.RLIMIT_CPU, CPU_SECONDS),
         (resource.RLIMIT_AS, MEMORY),

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.classroom import sandbox, seccomp, worker
+from evictionary.errors import require
 from evictionary.spec_tests.judge import compiled, wire
 from evictionary.spec_tests.judge.remote import Gone, Remote
 
@@ -95,12 +96,13 @@ class Child:
     """One student file in a process of its own. Use it as a context manager; `functions` names the
     functions of the file.
 
-    `named` makes the named tuples of answers. `tried` takes what the audit hook refused to the code. `strict`
-    is for code that nobody trusts, and names functions whose results have to be memory of their own:
-    arguments come at the addresses of earlier ones, what torch allocates holds NaN, and a function of a
-    library that the file replaces counts as tried.
+    `needs` names walls without which the file is not loaded. `named` makes the named tuples of answers.
+    `tried` takes what the audit hook refused to the code. `strict` is for code that nobody trusts, and names
+    functions whose results have to be memory of their own: arguments come at the addresses of earlier ones,
+    what torch allocates holds NaN, and a function of a library that the file replaces counts as tried.
 
-    Raises StudentError if the file cannot be imported and Gone if the process gives no answer.
+    Raises StudentError if the file cannot be imported, Gone if the process gives no answer, and RuntimeError
+    before any code of the file runs if a wall is missing.
     """
 
     def __init__(
@@ -114,10 +116,11 @@ class Child:
         interpret: bool = False,
         confine: bool = True,
         strict: tuple[str, ...] = (),
+        needs: tuple[str, ...] = (),
         named: Callable[[str, dict[str, Any]], Any] = as_tuple,
         tried: set[str] | None = None,
     ) -> None:
-        self.path, self.limits, self.named = path.resolve(), limits, named
+        self.path, self.limits, self.named, self.needs = path.resolve(), limits, named, needs
         self.site = str(Path(np.__file__).parents[1])
         self.setup = {"path": str(self.path), "stem": stem, "library": library, "device": device} | {
             "interpret": interpret,
@@ -135,6 +138,8 @@ class Child:
         self.is_late = False
 
     def __enter__(self) -> "Child":
+        if self.setup["confine"]:
+            sandbox.hide()
         environment = {
             "PATH": "/usr/bin:/bin",
             "LANG": "C.UTF-8",
@@ -157,6 +162,10 @@ class Child:
                 self.walls = self._exchange(wire.frame({**self.setup, **walls}))[0]["walls"]
             except Gone as error:  # no code of the student has run yet
                 raise RuntimeError(f"the child process did not start: {error}") from None
+            lacking = [name for name in self.needs if not self.walls.get(name)]
+            require(
+                not lacking, f"a wall is missing that was there before: {', '.join(lacking)}", RuntimeError
+            )
             self.remote.allow(self.limits.wall_seconds)  # importing torch is not the student's time
             reply, _ = self._exchange()
             if "error" in reply:
@@ -227,11 +236,12 @@ UNREADABLE = "gave an answer that cannot be read"
 
 # What a student's code can do where a wall is missing, after it removes the audit hook.
 OPEN = {
-    "landlock": "read the seed file, the submissions and your home, and change or delete submissions and "
-    "grades",
+    "landlock": "read the seed file, the submissions and your home",
     "system calls": "send what it reads over the network, and slow or end other programs of yours",
     "limits": "fill the memory and the disk",
 }
+# Each of these walls keeps all files as they are, grades among them. Without both nothing does.
+KEEP_FILES = ("landlock", "system calls")
 
 
 def walls_here() -> dict[str, Any]:

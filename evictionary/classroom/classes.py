@@ -42,6 +42,7 @@ class Order:
     seconds: float | None = None
     roster: frozenset[str] = frozenset()
     folder: Path | None = None
+    needs: tuple[str, ...] = ()
 
     @property
     def loaded(self) -> Assignment:
@@ -134,6 +135,7 @@ def _judge(order: Order, assignment: Assignment, source: bytes, constants: dict[
         constants=constants,
         origin=assignment.file,
         seconds=order.seconds,
+        needs=order.needs,
     )
 
 

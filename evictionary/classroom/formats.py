@@ -5,6 +5,8 @@ Markdown.
 import json
 import os
 import re
+import stat
+import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import cache
@@ -15,7 +17,8 @@ from xml.etree import ElementTree
 from jsonschema import Draft202012Validator, validators
 
 from evictionary.classroom.child import visible
-from evictionary.store import put, table
+from evictionary.errors import require
+from evictionary.store import table
 
 SCHEMA, GRADE = "evictionary/grade/4", "grade.json"
 SCHEMAS = Path(__file__).parent / "schemas"
@@ -179,15 +182,39 @@ def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
     the grading is done.
     """
     validator("grade").validate(grade)
+    derived = {FORMATS[name][0]: FORMATS[name][1](grade) for name in formats}
     folder.mkdir(parents=True, exist_ok=True)
-    for name in formats:
-        file, derive = FORMATS[name]
-        (folder / file).write_text(derive(grade), encoding="utf-8")
-    put(folder / GRADE, json.dumps(grade, indent=1) + "\n")
+    require(not folder.is_symlink(), f"{folder} is a link, wanted a folder of the grader's own", OSError)
+    for file, content in {**derived, GRADE: json.dumps(grade, indent=1) + "\n"}.items():
+        put(folder / file, content)
+
+
+def put(path: Path, content: str) -> None:
+    """Write a result whole, as a new file that takes the place of an earlier one.
+
+    Nothing is written through a link, nor into a file that has another name too. Raises OSError where the
+    path is taken by anything but a plain file.
+    """
+    is_free = not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode)
+    require(is_free, f"{path} is no plain file, wanted none or an earlier result: move it away", OSError)
+    handle, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=path.parent)
+    try:
+        with open(handle, "w", encoding="utf-8") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(handle)
+        mask = os.umask(0o077)
+        os.umask(mask)
+        os.chmod(partial, 0o666 & ~mask)
+        os.replace(partial, path)
+    except BaseException:
+        os.unlink(partial)
+        raise
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A grade.json. Raises ValueError or ValidationError for a damaged one."""
+    """A grade.json. Raises ValueError or ValidationError for a damaged one, and for a link."""
+    require(not path.is_symlink(), f"{path} is a link", ValueError)
     grade = json.loads(path.read_text(encoding="utf-8"))
     validator("grade").validate(grade)
     return dict(grade)

@@ -57,13 +57,14 @@ def judge(
     seconds: float | None = None,
     explain: bool = True,
     check_seed: int = 0,
+    needs: tuple[str, ...] = (),
 ) -> Judgement:
     """Judge the text of a student's file, step by step.
 
     Each law has a seed of its own, made from the secret of a grade, or without one from check_seed. constants
     are the student's own defaults, where the course uses them. origin is the path that the repro names;
     seconds bounds the waiting for the child in each step. explain looks for the smallest counterexample of
-    the first failure.
+    the first failure. needs names walls without which no code runs: RuntimeError then.
     """
     started = time.monotonic()
     result = empty(assignment)
@@ -82,6 +83,7 @@ def judge(
             constants or {},
             seconds,
             check_seed,
+            needs=needs,
         )
         run.judge_steps(result, explained=not explain)
     if run.tried:

@@ -75,7 +75,7 @@ class Run:
 
     origin is the path that messages name. Without a secret the seeds are those of `check_seed`. constants are
     the student's own defaults; seconds replaces the assignment's limit for each step; tried is what the code
-    tried and was refused.
+    tried and was refused; needs names walls without which no code runs.
     """
 
     assignment: Assignment
@@ -87,6 +87,7 @@ class Run:
     seconds: float | None = None
     check_seed: int = 0
     tried: set[str] = field(default_factory=set)
+    needs: tuple[str, ...] = ()
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
         """A process that runs the file, and may take `patience` times its limit; changes are of its
@@ -99,6 +100,7 @@ class Run:
             "interpret": one.interpret,
             "limits": limits,
             "tried": self.tried,
+            "needs": self.needs,
             **changes,
         }
         return Child(self.path, one.stem, named=named(one.stem), **settings)

@@ -7,10 +7,13 @@ import typer
 from rich.text import Text
 
 from evictionary.cli.console import (
+    AS_IT_IS,
     AsJson,
+    Loading,
     ModelName,
     app,
     exit_codes,
+    loads_a_model,
     measuring,
     options_in,
     progress,
@@ -31,12 +34,14 @@ from evictionary.errors import require
     "sink_size=16 "
     "--option recent_size=64 ...[/]"
 )
+@loads_a_model
 def calibrate(
     text_file: Annotated[
         Path, typer.Option(help="A UTF-8 text file of some hundred to some thousand words.")
     ],
     output: Annotated[Path, typer.Option(help="The file to write.")],
     model: ModelName = "embedded",
+    loading: Loading = AS_IT_IS,
     train_gates: Annotated[
         int | None,
         typer.Option(
@@ -79,7 +84,7 @@ def calibrate(
         from evictionary.models.load import load
 
         chosen = None if train_gates is None else gate_training.recipe_of(train_gates, settings)
-        loaded, tokenizer = load(model)
+        loaded, tokenizer = load(model, **vars(loading))
         ids = tokenizer(text, return_tensors="pt")["input_ids"]
         with progress() as (plan, advance):
             layers = of_text(loaded, ids, plan, advance)

@@ -7,13 +7,18 @@ import typer
 from rich.table import Table
 
 from evictionary.cli.console import (
+    AS_IT_IS,
+    WAIT,
     AsJson,
     DaskCluster,
+    DaskWait,
+    Loading,
     ModelName,
     app,
     carry_out,
     exit_codes,
     given_names,
+    loads_a_model,
     messages,
     plain_table,
     require_folder,
@@ -34,6 +39,7 @@ COLOURS = {
     epilog="Examples: [bold]evictionary claims --jobs 2[/]   "
     "[bold]evictionary claims --only KD-7,MK-36 --texts code,chat --seeds 8 --output measured[/]"
 )
+@loads_a_model
 def claims(
     papers: Annotated[
         list[str] | None,
@@ -49,6 +55,7 @@ def claims(
         ),
     ] = None,
     model: ModelName = "embedded",
+    loading: Loading = AS_IT_IS,
     output: Annotated[
         Path,
         typer.Option(
@@ -74,6 +81,7 @@ def claims(
     ] = None,
     jobs: Annotated[int, whole_number("Processes that share the texts.")] = 1,
     dask: DaskCluster = None,
+    dask_wait: DaskWait = WAIT,
     as_json: AsJson = False,
 ) -> None:
     """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and
@@ -93,13 +101,15 @@ def claims(
         apart = given_names("--seeds-of", seeds_of)
         others = {paper: range(seed, seed + count) for paper, count in map(_paper_and_count, apart or ())}
         chosen_texts = tuple(dict.fromkeys(kinds or known.KINDS))
-        plan = experiment.Plan(model, chosen, chosen_texts, range(seed, seed + seeds), seeds_of=others)
+        seeded = range(seed, seed + seeds)
+        plan = experiment.Plan(model, chosen, chosen_texts, seeded, seeds_of=others, loading=loading)
         options = {**asked, "--texts": kinds, "--seeds-of": apart}
         given = "".join(f" {option} '{','.join(names)}'" for option, names in options.items() if names)
-        lines = carry_out(plan, output, jobs, dask)
+        numbers = "".join(f" --{name} {value}" for name, value in loading.numbers().items())
+        lines = carry_out(plan, output, jobs, dask, dask_wait)
         messages.print("intervals, pictures and pages", style="italic")
         result = experiment.report(
-            plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}"
+            plan, lines, f"evictionary claims{given} --model {model}{numbers} --seeds {seeds} --seed {seed}"
         )
         experiment.write(result, output)
     pages = f"Numbers, pictures and a page for each paper: [bold]{output}[/]"

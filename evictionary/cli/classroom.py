@@ -57,6 +57,11 @@ COLOURS = {"passed": "green", "failed": "red", "not judged yet": "yellow", "bloc
 
 FOLDER = "a folder that can be written"
 UNUSABLE = "wanted a file that the grader accepts"
+FORGED = (
+    "got it where a student's code could write its own grade, for this machine has neither Landlock nor the "
+    "filter of system calls. Nothing was run. Grade on Linux, or in a container on it (the page of that name "
+    "in the documentation)"
+)
 
 
 @app.command(epilog="Example: [bold]evictionary start keydiff[/]")
@@ -342,11 +347,19 @@ def grade(
             "none.",
         ),
     ] = False,
+    zero: Annotated[
+        str | None,
+        typer.Option(
+            help="Write 0 points for the --student, with this reason; no submission is read or run."
+        ),
+    ] = None,
     assignments: Assignments = None,
     without_walls: Annotated[
         bool,
         typer.Option(
-            "--without-walls", help="Grade even where the walls around a student's code are missing."
+            "--without-walls",
+            help="Grade even where walls around a student's code are missing, but for those that keep it "
+            "from changing a grade.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -358,7 +371,7 @@ def grade(
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
-        from evictionary.classroom import classes, formats as written, submissions
+        from evictionary.classroom import child, classes, formats as written, submissions
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import GRADE_EXAMPLES
 
@@ -370,12 +383,14 @@ def grade(
             require(count is None or count >= 1, f"{argument}: got {count}, wanted at least 1")
         require(seconds is None or 0 < seconds < math.inf, f"--seconds: got {seconds}, wanted more than 0")
         require(roster is None or personal, "--roster: got it alone, wanted it with --personal")
-        require(submission or try_it, f"submission: got none, wanted {submissions.KINDS}")
+        require(submission or try_it or zero, f"submission: got none, wanted {submissions.KINDS}")
+        alone = zero is None or (student is not None and not (submission or try_it or law))
+        require(alone, "--zero: wanted it with a --student, and with no submission, --try or --law")
         ids = _roster(roster) if roster else frozenset[str]()
         left_out: list[Path] = []
         found: dict[str, Handed] = {}
         if student is not None:
-            found = {_as_id(student): _of_one(submission or [])}
+            found = {_as_id(student): zero or _of_one(submission or [])}
         elif submission:
             found, left_out = classes.find(submission, chosen.file, output)
         if left_out:
@@ -384,10 +399,21 @@ def grade(
                 f"{_few([path.name for path in left_out])}"
             )
             messages.print(told, style="yellow", markup=False)
-        missing = missing_walls(without_walls)
-        secret = os.urandom(32) if try_it else _secret(seed_file)
+        missing = [] if zero else missing_walls(without_walls)
+        needs = tuple(name for name in child.KEEP_FILES if name not in missing)
+        # Code that could change a grade of its own runs only where no grade is written.
+        require(needs or try_it or law, f"--without-walls: {FORGED}")
+        secret = os.urandom(32) if try_it or zero else _secret(seed_file)
         order = classes.Order(
-            assignment, secret, examples or GRADE_EXAMPLES, tuple(wanted), personal, seconds, ids, assignments
+            assignment,
+            secret,
+            examples or GRADE_EXAMPLES,
+            tuple(wanted),
+            personal,
+            seconds,
+            ids,
+            assignments,
+            needs,
         )
         require(len(found) <= 1 or not (try_it or law), f"submission: got {len(found)}, wanted a single one")
         if try_it:
@@ -448,14 +474,14 @@ def _sum_up(
     grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float
 ) -> dict[str, Any]:
     """Write what the grades of a class come to; returns the summary."""
-    from evictionary.classroom import classes, submissions
+    from evictionary.classroom import classes, formats, submissions
 
     result = classes.summary(grades)
     walls = sorted({*result["walls_missing"], *missing})
     result |= {"left_out": left_out, "walls_missing": walls, "seconds": round(seconds, 1)}
     with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
-        (output / submissions.SUMMARY).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-        (output / submissions.GRADEBOOK).write_text(classes.gradebook(grades), encoding="utf-8")
+        formats.put(output / submissions.SUMMARY, json.dumps(result, indent=1) + "\n")
+        formats.put(output / submissions.GRADEBOOK, classes.gradebook(grades))
     return result
 
 

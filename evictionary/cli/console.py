@@ -1,5 +1,7 @@
 """Shared by the commands: the app, options, messages, exit codes, progress."""
 
+import functools
+import inspect
 import itertools
 import json
 import sys
@@ -19,9 +21,11 @@ from rich.table import Table
 from rich.text import Text
 
 from evictionary.errors import InstallError, MethodError, UsageError, did_you_mean, require, usage
+from evictionary.models.loading import DIVISIONS, DTYPES, Loading
 
 if TYPE_CHECKING:
     from evictionary import store
+    from evictionary.evaluation.run import ModelPlan
 
 app = typer.Typer(
     help="An executable dictionary of KV-cache eviction: judge an implementation, or run any method inside a "
@@ -71,6 +75,15 @@ DaskCluster = Annotated[
         help="The address of a Dask scheduler, or 'local' for a cluster of --jobs workers on this machine."
     ),
 ]
+DaskWait = Annotated[
+    int,
+    typer.Option(
+        parser=whole,
+        metavar="<seconds>",
+        help="How long to wait where the Dask cluster has no worker; a queue such as Slurm's may need hours.",
+    ),
+]
+WAIT = 300
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelName = Annotated[
     str,
@@ -78,6 +91,65 @@ ModelName = Annotated[
         "--model", help="A Hugging Face name, a local folder, or 'embedded' for SmolLM2-135M-Instruct."
     ),
 ]
+AS_IT_IS = Loading()
+# The options that a command has for a `loading`, and their texts.
+LOADING = {
+    "device": "The device of the model, such as cpu or cuda:1; by default the first GPU. With --jobs each "
+    "process takes the next GPU, unless one is named here.",
+    "dtype": f"The type of the model's numbers, one of {', '.join(DTYPES)}; auto is that of its files "
+    "(float32 for 'embedded').",
+    "device_map": "Divide a model that outgrows one device among all devices: one of "
+    f"{', '.join(DIVISIONS)}, or a JSON file with the device of each module.",
+    "revision": "The branch, tag or commit of a Hugging Face name.",
+    "attn": "An attention of transformers, such as sdpa, eager or flash_attention_2, instead of the model's "
+    "own.",
+}
+
+
+def loads_a_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options of LOADING in the place of its argument `loading`."""
+    signature = inspect.signature(command)
+    options = [
+        inspect.Parameter(
+            name,
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            default=getattr(AS_IT_IS, name),
+            annotation=Annotated[str | None, typer.Option(help=help, show_default=name == "dtype")],
+        )
+        for name, help in LOADING.items()
+    ]
+
+    @functools.wraps(command)
+    def with_options(**given: Any) -> None:
+        with exit_codes():
+            asked = {name: given.pop(name) for name in LOADING}
+            loading = Loading(**asked | {"device_map": _device_map(asked["device_map"])})
+        command(**given, loading=loading)
+
+    places = [
+        option
+        for name, parameter in signature.parameters.items()
+        for option in (options if name == "loading" else [parameter])
+    ]
+    vars(with_options)["__signature__"] = signature.replace(parameters=places)
+    return with_options
+
+
+def _device_map(text: str | None) -> Any:
+    """The name of a division, or what a JSON file says of each module."""
+    if text is None or not text.endswith(".json"):
+        return text
+    wanted = 'a JSON file with a device for each module, such as {"model": 0, "lm_head": "cpu"}'
+    with usage(f"--device-map: got {text}, wanted {wanted}", json.JSONDecodeError):
+        found = json.loads(text_of("--device-map", Path(text)))
+    places = list(found.values()) if isinstance(found, dict) else []
+    require(
+        places and all(isinstance(place, int | str) for place in places),
+        f"--device-map: got {text} with {found!r}, wanted {wanted}",
+    )
+    return found
+
+
 # What a method is given in a cache.
 Ratio = Annotated[
     float,
@@ -118,6 +190,12 @@ def exit_codes(stopped: str = "", extra: str = "") -> Iterator[None]:
         )
     except (MethodError, InstallError, OSError) as error:
         told = f"[bold red]failed[/] {escaped(error)}"
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError":  # torch is not imported for its name
+            raise
+        reason = escaped(str(error).partition(" Of the allocated memory")[0])
+        less = "--dtype bfloat16, --device-map auto, shorter texts or fewer --jobs need less on a device"
+        told = f"[bold red]failed[/] {reason} {less}{f'; {stopped}' if stopped else ''}"
     messages.print(told, soft_wrap=True, highlight=False)
     raise typer.Exit(code)
 
@@ -280,12 +358,23 @@ def measuring() -> "Iterator[Callable[[store.Progress], None]]":
         yield advance
 
 
-def carry_out(plan: "store.Plan", output: Path, jobs: int, dask: str | None) -> "list[store.Line]":
-    """Measure what the folder lacks of a plan, with progress, and return all its lines."""
+def carry_out(
+    plan: "ModelPlan", output: Path, jobs: int, dask: str | None, patience: int
+) -> "list[store.Line]":
+    """Measure what the folder lacks of a plan, with progress, and return all its lines. What `jobs` processes
+    do with the GPUs of this machine is said first.
+    """
     from evictionary import store
 
+    def tell(text: str) -> None:
+        messages.print(text, style="italic", markup=False, soft_wrap=True)
+
+    if dask in (None, "local"):
+        plan.loading.require_here()
+        if shared := plan.loading.shared_out(jobs):
+            tell(shared)
     with measuring() as advance:
-        return store.run(plan, output, jobs=jobs, dask=dask, advance=advance)
+        return store.run(plan, output, jobs=jobs, dask=dask, patience=patience, advance=advance, tell=tell)
 
 
 def missing_walls(without: bool) -> list[str]:
@@ -294,6 +383,8 @@ def missing_walls(without: bool) -> list[str]:
 
     walls = child.walls_here()
     harm = [f"no {name}: it could {what}" for name, what in child.OPEN.items() if not walls.get(name)]
+    if not any(walls.get(name) for name in child.KEEP_FILES):
+        harm.append(f"no {' and no '.join(child.KEEP_FILES)}: it could change or delete your files")
     told = f"The code has too few walls around it on this machine ({'; '.join(harm)})."
     require(
         not harm or without,

@@ -9,11 +9,14 @@ from rich.table import Table
 from rich.text import Text
 
 from evictionary.cli.console import (
+    AS_IT_IS,
     AsJson,
+    Loading,
     ModelName,
     app,
     exit_codes,
     given_names,
+    loads_a_model,
     mebibytes,
     numbers_in,
     plain_table,
@@ -32,9 +35,11 @@ if TYPE_CHECKING:
     epilog="Examples: [bold]evictionary demo[/]   [bold]evictionary demo --methods keydiff,my_scorer.py "
     "--ratios 0.5 --json[/]"
 )
+@loads_a_model
 def demo(
     output: Annotated[Path, typer.Option(help="The file to write the report to.")] = Path("report.html"),
     model: ModelName = "embedded",
+    loading: Loading = AS_IT_IS,
     methods: Annotated[
         list[str] | None,
         typer.Option(help="Names or files, comma-separated or repeated; all methods by default."),
@@ -61,7 +66,7 @@ def demo(
         from evictionary.evaluation import demo as experiment
         from evictionary.models.load import load as load_model
 
-        loaded, tokenizer = load_model(model)
+        loaded, tokenizer = load_model(model, **vars(loading))
         with progress() as (plan, advance):
             result = experiment.run(
                 loaded,

@@ -8,13 +8,18 @@ import typer
 from rich.table import Table
 
 from evictionary.cli.console import (
+    AS_IT_IS,
+    WAIT,
     AsJson,
     DaskCluster,
+    DaskWait,
+    Loading,
     ModelName,
     app,
     carry_out,
     escaped,
     exit_codes,
+    loads_a_model,
     messages,
     names_in,
     numbers_in,
@@ -52,6 +57,7 @@ FORMATS = ("table", "markdown", "json")
     "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 "
     "--dask local[/]",
 )
+@loads_a_model
 def evaluate(
     output: Annotated[
         Path,
@@ -61,6 +67,7 @@ def evaluate(
         ),
     ] = Path("evaluation"),
     model: ModelName = "embedded",
+    loading: Loading = AS_IT_IS,
     methods: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,6 +111,7 @@ def evaluate(
     ] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: DaskCluster = None,
+    dask_wait: DaskWait = WAIT,
     format: Annotated[str, one_of(FORMATS, "The form in which the results are printed.")] = "table",
     as_json: AsJson = False,
 ) -> None:
@@ -122,6 +130,7 @@ def evaluate(
 
         plan = evaluation.Plan(
             model=model,
+            loading=loading,
             methods=asked or [(name, demo.options_of(name)) for name in demo.default_methods()[0]],
             tasks=names_in(tasks) or [],
             lengths=tokens_in("--lengths", lengths),
@@ -129,7 +138,7 @@ def evaluate(
             ratios=removed,
             budgets=kept,
         )
-        found = eval_report.write(carry_out(plan, output, jobs, dask), output)
+        found = eval_report.write(carry_out(plan, output, jobs, dask, dask_wait), output)
     if format == "markdown" and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
     else:

@@ -8,14 +8,17 @@ import typer
 from rich.text import Text
 
 from evictionary.cli.console import (
+    AS_IT_IS,
     AsJson,
     Budget,
+    Loading,
     ModelName,
     Options,
     RandomSeed,
     Ratio,
     app,
     exit_codes,
+    loads_a_model,
     mebibytes,
     options_in,
     progress,
@@ -46,10 +49,12 @@ def every_tokens(and_also: str = "") -> Any:
     "--prompt-file book.txt "
     '--question "Who wrote it?" --question "When?"[/]'
 )
+@loads_a_model
 def run(
     prompt_file: Annotated[Path, typer.Option(help="A UTF-8 text file: the context to compress.")],
     question: Annotated[list[str], typer.Option(help="A question about the text; may be repeated.")],
     model: ModelName = "embedded",
+    loading: Loading = AS_IT_IS,
     method: Annotated[
         str,
         typer.Option(
@@ -91,13 +96,13 @@ def run(
             )
             removed = compression_ratio
             if budget is not None:  # the study has ratios, and the text says which one this is
-                opened = load_model(model)
+                opened = load_model(model, **vars(loading))
                 removed = 1 - budget / tokenize(opened[1], text, question[0])[0].shape[1]
             method, why = recommended(removed)
 
         chosen, options, _ = checked(method, compression_ratio, options, budget, every)
         assert chosen is not None
-        loaded, tokenizer = opened or load_model(model)
+        loaded, tokenizer = opened or load_model(model, **vars(loading))
         asked = [tokenize(tokenizer, text, each) for each in question]
         context_ids = asked[0][0]
         caches = {

@@ -6,13 +6,18 @@ from typing import Annotated
 import typer
 
 from evictionary.cli.console import (
+    AS_IT_IS,
+    WAIT,
     AsJson,
     DaskCluster,
+    DaskWait,
+    Loading,
     ModelName,
     app,
     carry_out,
     exit_codes,
     given_names,
+    loads_a_model,
     numbers_in,
     require_folder,
     require_seed,
@@ -33,6 +38,7 @@ FEWEST = 12
     "[bold]evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 12 --output mine "
     "--json[/]"
 )
+@loads_a_model
 def study(
     output: Annotated[
         Path,
@@ -42,6 +48,7 @@ def study(
         ),
     ] = Path("study"),
     model: ModelName = "embedded",
+    loading: Loading = AS_IT_IS,
     methods: Annotated[
         list[str] | None,
         typer.Option(help="Names or files, comma-separated or repeated; all methods and random by default."),
@@ -63,6 +70,7 @@ def study(
     ] = 0,
     jobs: Annotated[int, whole_number("Processes that share the prompts.")] = 1,
     dask: DaskCluster = None,
+    dask_wait: DaskWait = WAIT,
     as_json: AsJson = False,
 ) -> None:
     """Measure each method with each allocator, with and without MomentKV's correction, on the same
@@ -85,6 +93,7 @@ def study(
 
         plan = experiment.Plan(
             model=model,
+            loading=loading,
             selectors=tuple(dict.fromkeys(names or experiment.selectors())),
             tasks=given_names("--tasks", tasks) or [],
             seeds=range(seed, seed + samples),
@@ -92,7 +101,7 @@ def study(
             lengths=tokens_in("--lengths", lengths),
             allocators=given_names("--allocators", allocators),
         )
-        found = experiment.write(carry_out(plan, output, jobs, dask), output)
+        found = experiment.write(carry_out(plan, output, jobs, dask, dask_wait), output)
     best = [
         f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} "
         "nats a token "

@@ -13,6 +13,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import UsageError, require
 from evictionary.evaluation.questions import prefill
 from evictionary.methods.catalogue import REPLAYED
+from evictionary.models.weights import device_of
 
 # Tokens of a text that calibrates: fewer say too little about the directions of the queries, more are not
 # read. A part is read twice: KVzap's public code takes texts of 750 to 1,250 tokens.
@@ -39,7 +40,7 @@ def of_text(
     advance("reading the text")
     with EvictingCache(model, None, record=("queries",)) as cache:
         prefill(model, ids, cache)
-    positions = torch.arange(ids.shape[1], device=model.device)
+    positions = torch.arange(ids.shape[1], device=device_of(model))
     found = {
         layer: calibration.of_states(
             model, layer, recorded["queries"], positions, cache.layers[layer].keys, positions

@@ -25,6 +25,7 @@ from evictionary.cache.model_hooks import Attention, require_prompt, watch
 from evictionary.errors import require, require_known, usage
 from evictionary.evaluation import tasks
 from evictionary.models.load import EVICTED
+from evictionary.models.weights import device_of
 from evictionary.store import Progress, replaced
 
 SCHEMA = "evictionary/gate-training/1"
@@ -127,7 +128,7 @@ class GatedModel:
         )
         stop = watch(self, self.model)
         try:
-            states = self.model.base_model(ids.to(self.model.device), use_cache=False).last_hidden_state[
+            states = self.model.base_model(ids.to(device_of(self.model)), use_cache=False).last_hidden_state[
                 0, -rows:
             ]
         finally:
@@ -162,10 +163,10 @@ def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTra
     """The additive mask [1, 1, T, T] of tokens that see the first `sink_size` and, themselves among them,
     `recent_size` last.
     """
-    places = torch.arange(length, device=model.device)
+    places = torch.arange(length, device=device_of(model))
     ago = places[:, None] - places
     visible = (ago >= 0) & ((ago < recent_size) | (places < sink_size))
-    mask = torch.zeros(length, length, dtype=model.dtype, device=model.device)
+    mask = torch.zeros(length, length, dtype=model.dtype, device=device_of(model))
     return mask.masked_fill(~visible, torch.finfo(model.dtype).min)[None, None]
 
 
@@ -210,14 +211,15 @@ def train(
     for task in TASKS:  # the shortest prompt is refused now, not at the step that draws it
         tasks.get(task).make(tokenizer, recipe.shortest, recipe.seed)
     wide = torch.promote_types(model.dtype, torch.float32)
-    gates = torch.ones(len(gated.layers), gated.num_kv_heads, dtype=wide, device=model.device)
+    gates = torch.ones(len(gated.layers), gated.num_kv_heads, dtype=wide, device=device_of(model))
     optimizer = torch.optim.Adam([gates])
     curve: list[tuple[float, float]] = []
     settings = {"schema": SCHEMA, "model": file.fingerprint(model), "recipe": dataclasses.asdict(recipe)}
     if state.exists():
-        tensors = _read(settings, str(model.device), state)
+        tensors = _read(settings, state)
         gates.copy_(tensors["gates"])
-        optimizer.state[gates] = {name: tensors[name] for name in ("step", "exp_avg", "exp_avg_sq")}
+        moved = {name: each.to(gates.device) for name, each in tensors.items()}
+        optimizer.state[gates] = {name: moved[name] for name in ("step", "exp_avg", "exp_avg_sq")}
         curve = [(float(row[0]), float(row[1])) for row in tensors["curve"]]
     gates.requires_grad_()
     before = len(curve)
@@ -265,8 +267,8 @@ def summary(recipe: Recipe, trained: Trained) -> dict[str, Any]:
     }
 
 
-def _read(wanted: Mapping[str, Any], device: str, path: Path) -> dict[str, torch.Tensor]:
-    settings, tensors = file.read_tensors("output", path, device, SCHEMA, "of a training of gates, or none")
+def _read(wanted: Mapping[str, Any], path: Path) -> dict[str, torch.Tensor]:
+    settings, tensors = file.read_tensors("output", path, SCHEMA, "of a training of gates, or none")
     for name in ("model", "recipe"):
         require(
             settings[name] == wanted[name],

@@ -31,6 +31,7 @@ from evictionary.errors import require, usage
 from evictionary.methods import catalogue
 from evictionary.methods.method import Request
 from evictionary.methods.resolve import resolve
+from evictionary.models.weights import output_projection
 
 # The inputs that a press has; calibrations and a second reading of the prompt are none of them.
 GIVEN = catalogue.SHARED.keys() - catalogue.REPLAYED - {"moments"}
@@ -70,7 +71,7 @@ class MethodPress(BasePress):
             cos, sin = (each.unsqueeze(1) for each in kwargs["position_embeddings"])
             states["queries"] = queries * cos + rotate_half(queries) * sin
         if "w_o" in self.chosen.reads:
-            states["w_o"] = module.o_proj.weight.T.unflatten(0, (-1, values.shape[-1]))
+            states["w_o"] = output_projection(module, values)
         request = Request(
             self.compression_ratio,
             options=self.options,

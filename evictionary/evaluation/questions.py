@@ -14,6 +14,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cache.model_hooks import require_prompt
 from evictionary.errors import require
 from evictionary.models import versions
+from evictionary.models.weights import device_of
 
 SPLIT = "<evictionary:question>"
 
@@ -78,7 +79,7 @@ def prefill(
     A cache that compresses while it reads has compressed the last block too, then, whatever its length.
     """
     _require_room(model, cache, context_ids.shape[1])
-    for block in context_ids.to(model.device).split(block_size or context_ids.shape[1], dim=1):
+    for block in context_ids.to(device_of(model)).split(block_size or context_ids.shape[1], dim=1):
         model(block, **versions.argument(cache), use_cache=True, logits_to_keep=1)
     if isinstance(cache, EvictingCache) and cache.every:
         cache.compress()
@@ -97,7 +98,7 @@ def ask(
     token_ids: list[int] = []
     with _left_alone(cache) as borrowed:
         output = model(
-            question_ids.to(model.device),
+            question_ids.to(device_of(model)),
             **versions.argument(borrowed),
             use_cache=True,
             output_hidden_states=True,
@@ -108,7 +109,7 @@ def ask(
             if len(token_ids) == max_new_tokens:
                 break
             output = model(
-                torch.tensor([[following]], device=model.device),
+                torch.tensor([[following]], device=device_of(model)),
                 **versions.argument(borrowed),
                 use_cache=True,
             )
@@ -131,7 +132,7 @@ def likelihood(
     as `ask` does.
     """
     number = answer_ids.shape[1]
-    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(model.device)
+    tokens = torch.cat([question_ids, answer_ids[:, :-1]], dim=1).to(device_of(model))
     _require_room(model, cache, tokens.shape[1])
     with _left_alone(cache) as borrowed:
         read = partial(model, **versions.argument(borrowed), use_cache=True)

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from evictionary import store
 from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn, inline, render, short_name
-from evictionary.evaluation.run import FULL, label
+from evictionary.evaluation.run import FULL, label, numbers_of
 from evictionary.methods.catalogue import BASELINES, protected
 
 Row = dict[str, Any]
@@ -74,11 +74,15 @@ def summarise(lines: Sequence[store.Line]) -> list[Row]:
 
 
 def summary(lines: Sequence[store.Line]) -> dict[str, Any]:
-    """The content of summary.json: the model, the versions of the software, the failures, and the rows."""
+    """The content of summary.json: the model and how it was loaded, its devices, the versions of the
+    software, the failures, and the rows.
+    """
     failures = Counter((label(line), line["error"]) for line in lines if line["error"] is not None)
     seen = {json.dumps(line["versions"], sort_keys=True): line["versions"] for line in lines}
     return {
         "model": lines[0]["model"],
+        "loading": lines[0].get("loading", {}),
+        "devices": sorted({line["device"] for line in lines if "device" in line}),
         "versions": list(seen.values()),
         "measurements": len(lines),
         "failures": [
@@ -106,7 +110,7 @@ def write(lines: Sequence[store.Line], folder: Path) -> dict[str, Any]:
     page = render(
         "evaluation.html",
         found=found,
-        model=short_name(found["model"]),
+        model=short_name(found["model"]) + numbers_of(found),
         detail=detail,
         tables=[(length, *pivot(group)) for length, group in _by_length(rows)],
         examples=[

@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,7 @@ from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
 from evictionary.models import embedded
 from evictionary.models.load import EMBEDDED, load as load_model
+from evictionary.models.loading import Loading
 
 # The name of the baseline that removes nothing.
 FULL = "full"
@@ -60,6 +61,48 @@ class Setting:
         return hashlib.sha256(contents).hexdigest()[:12] if files else None
 
 
+@dataclass(frozen=True)
+class ModelPlan(store.Plan):
+    """A plan whose measurements need a model, loaded in one way: a folder of results has one of each.
+
+    Its lines say what was asked of the model's numbers (`loading`), and on which device and in which type the
+    model was (`device`, `dtype`); lines of different devices may stand in one folder.
+    """
+
+    model: str
+    loading: Loading = field(default=Loading(), kw_only=True)
+
+    def common(self) -> dict[str, Any]:
+        return {"model": self.model, "loading": self.loading.numbers()}
+
+    @classmethod
+    def subject(cls, line: Mapping[str, Any]) -> str:
+        return line["model"] + numbers_of(line)
+
+    def in_worker(self) -> "ModelPlan":
+        return replace(self, loading=self.loading.in_worker())
+
+    def opened(self) -> tuple[Any, Any]:
+        """The model and the tokenizer."""
+        return loaded(self.model, self.loading)
+
+
+def numbers_of(line: Mapping[str, Any]) -> str:
+    """' with dtype bfloat16' of a line whose model was asked for so; '' for a model as its files have it."""
+    # Lines of before there was a choice say nothing.
+    asked = [f"{name} {value}" for name, value in line.get("loading", {}).items()]
+    return f" with {', '.join(asked)}" if asked else ""
+
+
+def placed(model: Any) -> dict[str, str]:
+    """The fields of a line that say where a model is, on several devices perhaps, and in which type of
+    numbers.
+    """
+    divided = getattr(model, "hf_device_map", None) or {"": model.device}
+    devices = {f"cuda:{place}" if isinstance(place, int) else str(place) for place in divided.values()}
+    return {"device": ", ".join(sorted(devices)), "dtype": str(model.dtype).removeprefix("torch.")}
+
+
 class Unit(NamedTuple):
     """One prompt."""
 
@@ -69,7 +112,7 @@ class Unit(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan(store.Plan):
+class Plan(ModelPlan):
     """Everything to measure: each method at each ratio and each budget, and the two baselines, on each
     prompt.
 
@@ -78,11 +121,10 @@ class Plan(store.Plan):
     that goes on; then answer is None), needing and needing_perplexity (how many of its tokens need the
     context, and theirs; for code), tokens (of the context), tokens_kept, bytes_before, bytes_after, seconds
     (to compress, ask and answer), error (None, or why the method failed; then there are no scores), source (a
-    digest of a user's own file), versions. Raises UsageError for an unknown name, a value out of range or an
-    empty list.
+    digest of a user's own file), versions, and those of ModelPlan. Raises UsageError for an unknown name, a
+    value out of range or an empty list.
     """
 
-    model: str
     methods: Sequence[tuple[str, Mapping[str, Any]]]
     tasks: Sequence[str]
     lengths: Sequence[int]
@@ -144,7 +186,10 @@ class Plan(store.Plan):
             return
         path = str(embedded.install()) if self.model == EMBEDDED else self.model
         try:
-            tokenizer, config = AutoTokenizer.from_pretrained(path), AutoConfig.from_pretrained(path)
+            revision = self.loading.revision or "main"
+            tokenizer, config = (
+                kind.from_pretrained(path, revision=revision) for kind in (AutoTokenizer, AutoConfig)
+            )
         except (OSError, ValueError, KeyError):
             return  # loading the model will say what is wrong with it
         longest = getattr(config.get_text_config(), "max_position_embeddings", None)
@@ -155,10 +200,10 @@ class Plan(store.Plan):
             )
 
     def measure(self, unit: Unit, parts: Sequence[Setting]) -> Iterator[store.Line]:
-        model, tokenizer = loaded(self.model)
+        model, tokenizer = self.opened()
         prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
         for measured in measure(model, tokenizer, prompt, parts, unit.seed):
-            yield {"model": self.model, **unit._asdict(), **measured.line}
+            yield {**self.common(), **unit._asdict(), **measured.line, **placed(model)}
 
     def text(self, line: store.Line) -> str:
         return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
@@ -318,10 +363,13 @@ def versions() -> dict[str, str]:
     }
 
 
-@cache
-def loaded(model_name: str) -> tuple[Any, Any]:
-    """The model and the tokenizer, loaded once in each process."""
+@lru_cache(maxsize=1)
+def loaded(model_name: str, loading: Loading) -> tuple[Any, Any]:
+    """The model and the tokenizer, loaded once in each process. A process has room for one model: another
+    one takes its place.
+    """
     from transformers.utils import logging
 
+    loaded.cache_clear()
     logging.disable_progress_bar()  # a worker's progress bar would mix with ours
-    return load_model(model_name)
+    return load_model(model_name, **vars(loading))

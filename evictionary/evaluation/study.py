@@ -27,7 +27,7 @@ from evictionary.errors import MethodError, UsageError, require, require_known
 from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.questions import likelihood, prefill
-from evictionary.evaluation.run import Unit, loaded, require_some, versions
+from evictionary.evaluation.run import ModelPlan, Unit, placed, require_some, versions
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, tokens_to_keep
 from evictionary.methods.resolve import MOMENTS, resolve
@@ -54,14 +54,13 @@ Summary = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Plan(store.Plan):
+class Plan(ModelPlan):
     """Every composition of each selector at each ratio, on each prompt: a task, a length in tokens and a
     seed. Without `allocators` each is tried that can divide the selector's budget.
 
     Raises UsageError for an unknown name, a value out of range or an empty list.
     """
 
-    model: str
     selectors: Sequence[str]
     tasks: Sequence[str] = TASKS
     seeds: Sequence[int] = range(40)
@@ -93,7 +92,7 @@ class Plan(store.Plan):
 
     def measure(self, unit: Unit, parts: Sequence[tuple[str, float]]) -> Iterator[store.Line]:
         """The cells of a line are [loss, whether exact, tokens kept]."""
-        model, tokenizer = loaded(self.model)
+        model, tokenizer = self.opened()
         prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
         answer = (
             tasks.answer_ids(tokenizer, prompt.answers)
@@ -111,7 +110,12 @@ class Plan(store.Plan):
             found = likelihood(model, cache, prompt.question_ids, answer)
             return [round(found.loss, 5), int(all(found.is_likeliest)), round(cache.tokens_kept, 2)]
 
-        common: store.Line = {"model": self.model, "full": cell(full), "versions": versions()}
+        common: store.Line = {
+            **self.common(),
+            **placed(model),
+            "full": cell(full),
+            "versions": versions(),
+        }
         scores: dict[str, dict[int, Any]] = {selector: {} for selector in composed}
         for selector, ratio in parts:
             cells, error = {}, None
@@ -202,7 +206,7 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
     )
     whole = {key: dict(pairs) for key, pairs in by_prompt.items() if set(dict(pairs)) == asked}
     found: Summary = {
-        "model": lines[0]["model"],
+        "model": Plan.subject(lines[0]),
         "lengths": lengths,
         "versions": lines[0]["versions"],
         "rows": [],

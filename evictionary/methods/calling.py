@@ -36,8 +36,16 @@ def typed_option(name: str, value: Any, default: Any) -> Any:
     return value
 
 
-def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any], *, as_torch: bool) -> Any:
-    """Call a method's function with tensors, or with NumPy float64 arrays if it does not use torch.
+def call(
+    function: Callable[..., Any],
+    label: str,
+    arguments: Mapping[str, Any],
+    *,
+    as_torch: bool,
+    chooses: bool = True,
+) -> Any:
+    """Call a method's function with tensors, or with NumPy float64 arrays if it does not use torch. What it
+    gives has no graph if it is for a choice.
 
     Positional-only arguments work too. Raises UsageError where the function refuses an option, and
     MethodError, with the file and line, for any other exception of the function, and for one that writes into
@@ -51,7 +59,7 @@ def call(function: Callable[..., Any], label: str, arguments: Mapping[str, Any],
         if parameter.kind is parameter.POSITIONAL_ONLY and name in given
     ]
     try:
-        with torch.no_grad():
+        with torch.set_grad_enabled(torch.is_grad_enabled() and not chooses):
             result = function(*positional, **given)
     except (Exception, SystemExit) as error:
         refused = arguments.get(str(error).partition(":")[0])

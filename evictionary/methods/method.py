@@ -188,7 +188,8 @@ class Method:
         for piece in pieces(kept.shape, request.filled, one_row=len(set(seen)) > 1, one_head=False):
             row = piece.rows.start or 0
             own = cut(given, piece, kept.shape, is_prompt=request.is_prompt, seen=seen[row])
-            put(values, piece, self.merge._answer(own, piece, asked, seen[row], own["keys"].shape[2])[1])
+            length = own["keys"].shape[2]
+            put(values, piece, self.merge._answer(own, piece, asked, seen[row], length, chooses=False)[1])
         return values
 
     def _found(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
@@ -257,10 +258,16 @@ class Method:
         return scores if self.head_budgets else self.choose(scores, amount)
 
     def _answer(
-        self, states: Mapping[str, Any], piece: Piece, request: Request, seen: int, amount: int
+        self,
+        states: Mapping[str, Any],
+        piece: Piece,
+        request: Request,
+        seen: int,
+        amount: int,
+        chooses: bool = True,
     ) -> tuple[str, Any]:
         """The name and the file of the function for a piece, of which `amount` tokens stay in a head, and
-        what it returns.
+        what it returns; `chooses` says whether that is for a choice.
         """
         options, function, length = dict(request.options), self.function, states["keys"].shape[2]
         removed = request.compression_ratio if request.budget is None else 1 - amount / length
@@ -304,7 +311,8 @@ class Method:
         with of_model(Softmax(request.cap, states.get("sinks"))):
             for name in inputs:
                 if name not in available and request.supply is not None:
-                    available |= request.supply(name, available, seen)
+                    with torch.no_grad():  # what a method reads of a model is for its choice
+                        available |= request.supply(name, available, seen)
             # a longer history serves only query_mean and query_covariance
             if available.get("queries") is not None:
                 available["queries"] = available["queries"][:, :, -length:]
@@ -312,7 +320,7 @@ class Method:
             arguments = {name: available[name] for name in inputs} | _accepted(function, options)
             label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
             in_numpy = not self.as_torch or function.__module__.startswith("evictionary.reference.")
-            return label, call(function, label, arguments, as_torch=not in_numpy)
+            return label, call(function, label, arguments, as_torch=not in_numpy, chooses=chooses)
 
     def _shape(self, states: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of the mask: each KV head chooses, or each query head."""
@@ -363,7 +371,8 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
     """
     if budget is None:
         try:
-            return selection.budget(length, compression_ratio)
+            exact = _exact if isinstance(compression_ratio, float) else selection.budget
+            return exact(length, compression_ratio)
         except ValueError as error:
             raise UsageError(str(error)) from None
     require(
@@ -371,3 +380,7 @@ def tokens_to_keep(length: int, compression_ratio: float, budget: int | None = N
         f"budget: got {budget!r}, wanted a whole number of at least 1",
     )
     return min(budget, length)
+
+
+# A cache asks the same of all its layers, and fractions are slow.
+_exact = functools.lru_cache(maxsize=64)(selection.budget)

@@ -1,6 +1,9 @@
 """Loads a model: the embedded one, a name on the Hugging Face hub, or a local folder."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from transformers.utils import logging as transformers_logging
 
 from evictionary.errors import UsageError, require
 from evictionary.models import embedded
+from evictionary.models.loading import DeviceMap, Loading
+from evictionary.models.weights import require_weights
 
 EMBEDDED = "embedded"
 
@@ -36,34 +41,104 @@ NOTHING = "DummyLayer"
 """What newer versions of transformers keep for a layer without attention."""
 
 
-def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
-    """Return (model, tokenizer) for `embedded`, a hub name or a folder, ready to run on the GPU if there
-    is one.
+def load(
+    name: str = EMBEDDED,
+    *,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
+    device_map: DeviceMap | None = None,
+    revision: str | None = None,
+    attn: str | None = None,
+) -> tuple[PreTrainedModel, Any]:
+    """Return (model, tokenizer) for `embedded`, a hub name, a folder or a GGUF file, ready to run on the
+    first GPU, or on the CPU without one. The other arguments are those of `loading.Loading`:
+    `load(name, device="cuda:1")`, `load(name, dtype="bfloat16", device_map="auto")`.
 
-    Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed,
-    InstallError where the embedded model cannot be installed.
+    Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed, and,
+    before anything is loaded, for a device that is not here; InstallError where the embedded model cannot be
+    installed.
     """
+    named = None if device is None else str(device)
+    wanted = Loading(named, str(dtype).removeprefix("torch."), device_map, revision, attn)
+    wanted.require_here()
     _quiet_transformers()
-    folder = str(embedded.install()) if name == EMBEDDED else name
+    source, place = _source(name, revision), named or ("cuda" if torch.cuda.is_available() else "cpu")
+    numbers = "float32" if (name, wanted.dtype) == (EMBEDDED, "auto") else wanted.dtype
+    with _named(name, wanted), _current(place):
+        tokenizer = AutoTokenizer.from_pretrained(**source)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            **source, dtype=numbers, device_map=device_map, attn_implementation=attn
+        )
+        require_supported(model)
+        if not hasattr(model, "hf_device_map"):  # quantized weights are on the current device already
+            model.to(place)
+    return model.eval(), tokenizer
+
+
+def _source(name: str, revision: str | None) -> dict[str, Any]:
+    """Where transformers finds a model. Raises UsageError for what is no place of one."""
+    folder = str(embedded.install()) if name == EMBEDDED and revision is None else name
     require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
+    folder, file = _in_folder(folder)
     is_folder = Path(folder).is_dir()
     require(
         is_folder or not folder.startswith((".", "/", "~")),
         f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = torch.float32 if name == EMBEDDED else "auto"
+    require(
+        revision is None or not (is_folder or name == EMBEDDED),
+        f"revision: got {revision!r} for {name!r}, which has one alone, wanted none",
+    )
+    return {
+        "pretrained_model_name_or_path": folder,
+        "revision": revision or "main",
+        "local_files_only": is_folder,
+        **file,
+    }
+
+
+@contextlib.contextmanager
+def _named(name: str, wanted: Loading) -> Iterator[None]:
+    """Raise UsageError with the model's name, and with what was asked, where it cannot be loaded."""
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
+        yield
+    except (UsageError, torch.OutOfMemoryError):
+        raise
     # a damaged file, other shapes, a missing package: transformers raises what its parts raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        asked = {option: getattr(wanted, option) for option in ("attn", "device_map", "revision")}
+        words = "".join(f" with {option} {value!r}" for option, value in asked.items() if value is not None)
         raise UsageError(
-            f"model: got {name!r}, wanted a hub name or a folder with a causal language model: {reason}"
+            f"model: got {name!r}{words}, wanted a hub name or a folder with a causal language model: "
+            f"{reason}"
         ) from error
-    require_supported(model)
-    return model.eval().to(device), tokenizer
+
+
+def _current(place: str) -> AbstractContextManager[Any]:
+    """A GPU as the current device."""
+    return torch.cuda.device(place) if place.startswith("cuda") else contextlib.nullcontext()
+
+
+def _in_folder(name: str) -> tuple[str, dict[str, str]]:
+    """The folder of a GGUF file, and the argument of transformers that names the file; other names alone.
+
+    Raises UsageError for another file, and for a folder without a model but with GGUF files.
+    """
+    path = Path(name)
+    if path.is_file():
+        require(
+            path.suffix == ".gguf",
+            f"model: got {name!r}, a file, wanted the folder with its config.json, or a GGUF file",
+        )
+        return str(path.parent), {"gguf_file": path.name}
+    files = [] if (path / "config.json").exists() else sorted(each.name for each in path.glob("*.gguf"))
+    require(
+        not files,
+        f"model: got {name!r}, a folder without a config.json, wanted one of its files, such as "
+        f"{path / (files or [''])[0]}",
+    )
+    return name, {}
 
 
 def _quiet_transformers() -> None:
@@ -89,33 +164,9 @@ def unwrapped(model: Any) -> PreTrainedModel:
     return found
 
 
-def loaded(module: torch.nn.Module, name: str) -> torch.Tensor:
-    """A weight of a module, also one that accelerate left on the disk. Raises UsageError for one that is
-    nowhere.
-    """
-    weight = getattr(module, name)
-    if weight.device.type != "meta":
-        return weight
-    hook = getattr(module, "_hf_hook", None)
-    found: Any = next(
-        (
-            each.weights_map
-            for each in (hook, *getattr(hook, "hooks", ()))
-            if getattr(each, "weights_map", None)
-        ),
-        None,
-    )
-    require(
-        found is not None,
-        f"model: got {type(module).__name__} without numbers in its {name} (device meta), wanted loaded "
-        "weights",
-    )
-    return found[name]
-
-
 def require_supported(model: PreTrainedModel) -> None:
     """Raise UsageError unless the model is a decoder of known positions, with full attention in at least
-    one layer.
+    one layer, and its weights have numbers.
     """
     name = type(model).__name__
     config = model.config.get_text_config()
@@ -167,3 +218,4 @@ def require_supported(model: PreTrainedModel) -> None:
         not getattr(config, "num_kv_shared_layers", None),
         f"model: got {name} whose layers share keys and values, wanted a cache for each layer",
     )
+    require_weights(model)

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from evictionary.errors import UsageError, require
+from evictionary.models.weights import around, device_of, numbers, present
 from evictionary.optimized.softmax import Softmax
 
 HORIZON = 512
@@ -51,8 +52,7 @@ def rotation(
         kinds = getattr(model.config.get_text_config(), "layer_types", None)
         extra["layer_type"] = kinds[layer_index] if kinds else "full_attention"
     like = torch.empty(0, device=positions.device, dtype=torch.float32)
-    # a copy, as some variants of RoPE remember the longest position that they were asked for
-    turns = copy.deepcopy(rotary)(like, positions.reshape(1, -1), **extra)
+    turns = _twin(rotary, model)(like, positions.reshape(1, -1), **extra)
     require(
         not isinstance(turns, torch.Tensor),
         f"model: {type(model).__name__} rotates by complex numbers, wanted cosine and sine, which this "
@@ -62,6 +62,22 @@ def rotation(
     if layout == "pairs" and not of_neighbours(sin):
         cos, sin = (turn[..., : turn.shape[-1] // 2].repeat_interleave(2, dim=-1) for turn in (cos, sin))
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
+
+def _twin(rotary: torch.nn.Module, model: PreTrainedModel) -> torch.nn.Module:
+    """A rotary embedding to ask, as some variants of RoPE write the longest position that they were asked for
+    into themselves; without the hook of accelerate, which would carry all weights of the model along.
+    """
+    twin, above = copy.copy(rotary), around(rotary, model)
+    own = vars(twin)
+    if "_old_forward" in own:
+        for name in ("_hf_hook", "_old_forward", "forward"):
+            own.pop(name, None)
+    own["_buffers"] = {
+        name: buffer if buffer is None else numbers(rotary, name, above).clone()
+        for name, buffer in rotary._buffers.items()
+    }
+    return twin
 
 
 def turned(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -100,6 +116,11 @@ def average_rotation(
 
 def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     """The model's queries [B, H_q, S, D] before RoPE of hidden states [B, S, C], its QK-norm included."""
+    with present(module, around(module, model)):
+        return _projected(model, module, hidden_states)
+
+
+def _projected(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) -> torch.Tensor:
     config = model.config.get_text_config()
     num_heads = config.num_attention_heads
     head_dim = getattr(module, "head_dim", config.hidden_size // num_heads)
@@ -112,11 +133,10 @@ def project(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor) ->
         queries = module.qkv_proj(hidden_states)[..., : num_heads * head_dim]
     elif (
         getattr(module, "query_key_value", None) is not None
-        and module.query_key_value.out_features == 3 * num_heads * head_dim
+        and (fused := module.query_key_value(hidden_states)).shape[-1] == 3 * num_heads * head_dim
     ):
         # GPT-NeoX: one matrix for all three; the queries come first in each head
-        fused = module.query_key_value(hidden_states).unflatten(-1, (num_heads, 3 * head_dim))
-        queries = fused[..., :head_dim].flatten(-2)
+        queries = fused.unflatten(-1, (num_heads, 3 * head_dim))[..., :head_dim].flatten(-2)
     else:
         raise UsageError(
             f"model: {type(module).__name__} has no separate query projection, which this method samples "
@@ -139,6 +159,10 @@ def logit_factor(module: Any, head_dim: int) -> float:
     return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
 
 
-def softmax_of(module: Any) -> Softmax:
-    """The softmax of an attention module: its cap, and its learned sinks [H_q]."""
-    return Softmax(getattr(module, "attn_logit_softcapping", None), getattr(module, "sinks", None))
+def softmax_of(module: Any, model: PreTrainedModel | None = None) -> Softmax:
+    """The softmax of an attention module: its cap, and its learned sinks [H_q]; model, the one it is of."""
+    sinks = getattr(module, "sinks", None)
+    if sinks is not None and sinks.device.type == "meta":
+        above = around(module, model)
+        sinks = numbers(module, "sinks", above).to(device_of(module, above))
+    return Softmax(getattr(module, "attn_logit_softcapping", None), sinks)

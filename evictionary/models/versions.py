@@ -66,4 +66,7 @@ def warn_of_untried() -> None:
     except metadata.PackageNotFoundError:  # a tree that was never installed says no ranges
         return
     if found:
-        warnings.warn(f"evictionary was not tested with this: {'; '.join(found)}", stacklevel=3)
+        warnings.warn(f"evictionary was not tested with this: {'; '.join(found)}", stacklevel=2)
+
+
+warn_of_untried()

@@ -19,6 +19,8 @@ is each of its functions:
 | `attend_prompt(queries, keys, values)` | a prompt's attention and a note for its compression, or None |
 | `part(queries, moments)` | output and log-sum-exp of the evicted tokens, beside those of the stored |
 | `stepping(method)` | a function or None: attention of a token that takes another's slot in a full layer |
+| `stepping_in_heads(method)` | the same where the heads of a layer share its budget |
+| `attending(method)` | of one that is per query: a function or None: attention of a token in a layer |
 | `supply(source, states, position)` | the `INPUTS` of the reference module, from the states of a layer |
 | `calibrated(source, calibration)` | the same from a text, without a position; a file holds them |
 | `refitted(source, readings)` | the same from texts that the model read twice |

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from evictionary.optimized import h2o
+from evictionary.optimized import gradients, h2o, softmax
 from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.policies import Compression
 
@@ -20,7 +20,9 @@ def attend_prompt(
     is_fast = (
         keys.device.type == "cpu" or kernels_for("received_attention", queries, keys, values) is not None
     )
-    return h2o.attend_and_score(queries, keys, values) if is_fast and not queries.requires_grad else None
+    if not is_fast or gradients.are_wanted(queries, keys, values, softmax.current()):
+        return None  # the model's own attention gives them for less
+    return h2o.attend_and_score(queries, keys, values)
 
 
 def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:

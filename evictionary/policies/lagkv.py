@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from evictionary.errors import UsageError
-from evictionary.optimized import lagkv
+from evictionary.optimized import gradients, lagkv
 from evictionary.policies import Compression, State
 
 
@@ -45,8 +45,11 @@ def arguments(
 
 
 def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
-    """LK-12 and CACHE-1 at once: the pass that chooses the tokens copies them."""
-    if compression.method.function is not lagkv.select or compression.method.corrected:
+    """LK-12 and CACHE-1 at once: the pass that chooses the tokens copies them. Copies with a graph are made
+    apart, for a choice has none.
+    """
+    is_graph = gradients.are_wanted(compression.keys, compression.values)
+    if compression.method.function is not lagkv.select or compression.method.corrected or is_graph:
         return None
 
     def select(keys: torch.Tensor, values: torch.Tensor, **options: Any) -> torch.Tensor:

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 
-from evictionary.optimized import momentkv
-from evictionary.optimized.kernels.launching import kernels_for
-from evictionary.optimized.states import Moments
+from evictionary.optimized import ada_kv, momentkv, momentkv_ragged
+from evictionary.optimized.states import CompressedCache, Moments
 from evictionary.policies import Compression, State, moments_of, with_moments
 
 UNCAPPED = True  # MK-9 expands exp(q . k) about the mean key, without a cap
@@ -52,6 +51,27 @@ def stepping(method: Any) -> Callable[..., torch.Tensor] | None:
     return step if method.function is momentkv.score and method.is_top_k else None
 
 
+def stepping_in_heads(method: Any) -> Callable[..., momentkv_ragged.Decoded] | None:
+    shares = method.head_budgets is ada_kv.select and method.merge is None
+    return step_in_heads if method.function is momentkv.score and shares else None
+
+
+def step_in_heads(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache: CompressedCache,
+    state: State,
+    position: torch.Tensor,
+    budgets: list[int],
+) -> momentkv_ragged.Decoded:
+    """MK-A1 and AD-3, as `step`, for ragged heads that share a budget: those of each row, on average."""
+    moments = moments_of(state)
+    assert moments is not None
+    floors = [ada_kv.own_budget(budget) for budget in budgets]
+    return momentkv_ragged.step_trusted(query, key, value, cache, moments, position, budgets, floors)
+
+
 def step(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -66,9 +86,6 @@ def step(
     Args: query [B, H_q, D]; key and value of the token, [B, H_kv, D]; slots, the keys, values and positions
     of a full layer; state, with moments; position [B, H_kv] of the token. Changes the slots and the state.
     """
-    # What the step before has written is not looked at again; the kernels are reached by the function that
-    # looks.
     moments = moments_of(state)
     assert moments is not None
-    run = momentkv.step if kernels_for("momentkv", *slots[:2]) else momentkv.step_trusted
-    return run(query, key, value, *slots, moments, position)
+    return momentkv.step_trusted(query, key, value, *slots, moments, position)

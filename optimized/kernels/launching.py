@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from .. import softmax
+from .. import gradients, softmax
 
 LARGEST_HEAD_DIM = 256
 PLAIN_ALONE = {"attention", "dropkv", "expected_attention", "gvote", "momentkv", "received_attention"}
@@ -34,14 +34,21 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def kernels_for(
-    stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM
+    stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM, beside: Any = ()
 ) -> ModuleType | None:
     """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most
-    `longest`.
+    `longest`. None where a gradient is wanted of them, or of what they read `beside` them (gradients.py).
 
     Tensors on a GPU that no kernel takes give a warning, the first time for each reason.
     """
     if stem in PLAIN_ALONE and softmax.current() != softmax.PLAIN:
+        return None
+    if gradients.are_wanted(tensors, beside):
+        if tensors[0].is_cuda:
+            _warn_once(
+                f"the {stem} kernels: got tensors that require a gradient, which no kernel gives; the slower "
+                "torch path takes their place, and torch.no_grad() brings the kernels back"
+            )
         return None
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for tensor in tensors:
@@ -76,6 +83,7 @@ class Launchers(ModuleType):
 
         @functools.wraps(launcher)
         def launch(*arguments: Any, **options: Any) -> Any:
+            gradients.refuse(launcher, arguments, options)
             with current(self._device):
                 return launcher(*arguments, **options)
 

@@ -4,7 +4,8 @@
 Each file is read from top to bottom: the functions of the contract, then the kernels, at most 60 lines
 together. To stay short they take float32 alone, head_dims that are powers of two, and contiguous tensors (a
 function copies one that is not). They check no argument, need a GPU or TRITON_INTERPRET=1, and nothing else
-in the project calls them. The same laws judge them:
+in the project calls them. A kernel carries no graph: `forward_only` refuses arguments of which a gradient is
+wanted, and a mask has none (`torch.no_grad`). The same laws judge them:
 
     TRITON_INTERPRET=1 pytest spec_tests/keydiff/test_keydiff.py --impl evictionary.optimized.teaching
 

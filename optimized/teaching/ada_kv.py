@@ -13,6 +13,7 @@ from evictionary.reference.checks import as_fraction
 from .selection import keep_each
 
 
+@torch.no_grad()
 def select(
     scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None
 ) -> torch.Tensor:

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .tova import BLOCK, tile_logits
 
 
+@forward_only
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:

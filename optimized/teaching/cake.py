@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from ..attention import grouped_attention
+from ..gradients import forward_only
 
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def preference(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, tau1: float = 1.0, tau2: float = 1.0
 ) -> torch.Tensor:

@@ -9,10 +9,12 @@ import triton
 import triton.language as tl
 
 from ..cam import stretches
+from ..gradients import forward_only
 
 BLOCK = 32  # tokens of a step
 
 
+@forward_only
 def spread(
     values: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor, *, merge_size: int = 32
 ) -> torch.Tensor:

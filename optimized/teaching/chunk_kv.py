@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 
 @triton.jit
 def mean_of_chunk(scores, means, length, chunk_size, SIZE: tl.constexpr):
@@ -21,6 +23,7 @@ def mean_of_chunk(scores, means, length, chunk_size, SIZE: tl.constexpr):
     tl.store(means + row * tl.num_programs(1) + chunk, tl.where(mean == mean, mean, float("inf")))
 
 
+@forward_only
 def chunk_means(scores: torch.Tensor, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-2: scores [..., T] give the mean score of each chunk, [..., ceil(T / chunk_size)]."""
     *leading, length = scores.shape

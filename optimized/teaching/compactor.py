@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .h2o import load_channels
 
 
+@forward_only
 def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: int = 256) -> torch.Tensor:
     r"""CO-3: queries and keys [..., T, D] give the attention that each token receives, [..., T]."""
     queries, keys = (each.contiguous() for each in torch.broadcast_tensors(queries, keys))

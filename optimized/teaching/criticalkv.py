@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..attention import grouped_attention
+from ..gradients import forward_only
 from .h2o import load_channels
 from .selection import top_k
 from .snapkv import average_pool
@@ -20,6 +21,7 @@ from .snapkv import average_pool
 BLOCK = 64  # tokens, and numbers of the residual stream, of a tile
 
 
+@forward_only
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     r"""CK-1: values [B, H_kv, T, D_v] and w_o [H_q, D_v, hidden] give norms [B, H_kv, T]."""
     batch, num_kv_heads, length, value_dim = values.shape
@@ -30,6 +32,7 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     return norms
 
 
+@forward_only
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5
 ) -> torch.Tensor:
@@ -44,6 +47,7 @@ def importance(
     return largest.maximum(largest.mean(dim=-1, keepdim=True))
 
 
+@forward_only
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,

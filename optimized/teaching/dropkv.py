@@ -12,12 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .snapkv import average_pool
 from .tova import tile_logits
 
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,

@@ -9,6 +9,7 @@ import triton.language as tl
 BLOCK = 512  # tokens of a tile
 
 
+@torch.no_grad()
 def select(
     keys: torch.Tensor,
     gates: torch.Tensor,

@@ -10,9 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5: queries [..., N, D] before RoPE give their mean [..., D] and covariance [..., D, D]."""
     *heads, count, head_dim = queries.shape
@@ -23,6 +26,7 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return mean, covariance
 
 
+@forward_only
 def score(
     keys: torch.Tensor,
     values: torch.Tensor,

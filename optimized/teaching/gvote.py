@@ -21,6 +21,7 @@ __all__ = ["nucleus", "select", "top_each"]
 BLOCK = 64  # tokens of a tile
 
 
+@torch.no_grad()
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     r"""GV-A2: weights [..., T] give the mask [..., T] of the fewest tokens that hold at least p of the
     mass; at least one.
@@ -31,6 +32,7 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     return kept
 
 
+@torch.no_grad()
 def select(
     query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95
 ) -> torch.Tensor:

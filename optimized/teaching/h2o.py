@@ -11,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .selection import top_k
 
 BLOCK = 64  # queries, and tokens, of a tile
 
 
+@forward_only
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: queries [B, H_q, M, D] of the last M tokens and keys [B, H_kv, T, D] give scores [B, H_kv,
     T], higher = keep.
@@ -35,6 +37,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return scores
 
 
+@torch.no_grad()
 def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores: kept
     [B, H_kv, T].

@@ -9,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def anchor(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: the mean of the unit keys: keys [..., T, D] give [..., D]."""
     length, head_dim = keys.shape[-2:]
@@ -20,6 +23,7 @@ def anchor(keys: torch.Tensor) -> torch.Tensor:
     return anchors
 
 
+@forward_only
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: keys [..., T, D] give scores [..., T] in [-1, 1], higher = keep."""
     length, head_dim = keys.shape[-2:]

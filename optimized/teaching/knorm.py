@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: keys [..., T, D] give scores [..., T], at most 0, higher = keep."""
     scores = keys.new_empty(keys.shape[:-1])

@@ -9,6 +9,7 @@ import triton.language as tl
 BLOCK, PART = 64, 64  # tokens of a tile, channels at a time
 
 
+@torch.no_grad()
 def select(
     keys: torch.Tensor,
     hidden_states: torch.Tensor,

@@ -10,9 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .h2o import BLOCK, sum_rows, tile_weights
 
 
+@forward_only
 def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
     r"""KZ-1, KZ-2: keys [B, H_kv, T, D], replay_queries [B, H_q, M, D], replay_keys [B, H_kv, M, D] give
     scores [B, H_kv, T].

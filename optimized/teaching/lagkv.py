@@ -16,6 +16,7 @@ from evictionary.reference.lagkv import (
     tokens_per_partition,
 )
 
+from ..gradients import forward_only
 from .selection import top_k
 
 # Counting partitions is exact integer arithmetic: the reference's functions serve here too.
@@ -31,6 +32,7 @@ __all__ = [
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def score(
     keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
 ) -> torch.Tensor:
@@ -40,6 +42,7 @@ def score(
     return variation(keys, next_keys).softmax(dim=-1) + variation(values, next_values).softmax(dim=-1)
 
 
+@forward_only
 def variation(states: torch.Tensor, next_states: torch.Tensor) -> torch.Tensor:
     r"""LK-7..9: the deviation of each token of states [..., L, C], normalised by next_states [..., L', C]."""
     deviations = states.new_empty(states.shape[:-1])
@@ -49,6 +52,7 @@ def variation(states: torch.Tensor, next_states: torch.Tensor) -> torch.Tensor:
     return deviations
 
 
+@torch.no_grad()
 def select(
     keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
 ) -> torch.Tensor:

@@ -15,12 +15,14 @@ import triton.language as tl
 
 from evictionary.optimized.states import Moments, Step
 
+from ..gradients import forward_only
 from .selection import top_k
 from .tova import last_attention
 
 BLOCK = 32  # tokens of a tile
 
 
+@forward_only
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: the moments with the tokens of `evicted` [B, H_kv, T] added: keys [B, H_kv, T, D] and values
     [B, H_kv, T, D_v].
@@ -34,6 +36,7 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     return Moments(moments.count + evicted.sum(dim=-1), key_sum, value_sum, value_key_sum)
 
 
+@forward_only
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
     r"""MK-10: query [B, H_q, D], keys [B, H_kv, T, D], values [B, H_kv, T, D_v] give scores [B, H_kv, T],
     higher = keep.
@@ -43,6 +46,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     return alpha * (values - mean_value[:, :, None] - keys @ slope.mT).norm(dim=-1)
 
 
+@forward_only
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
 ) -> torch.Tensor:
@@ -63,6 +67,7 @@ def attend(
     return output
 
 
+@forward_only
 def decode_step(
     query: torch.Tensor,
     new_key: torch.Tensor,

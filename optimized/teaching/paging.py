@@ -11,9 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 32  # places of a tile
 
 
+@forward_only
 def compact_pages(paged, kept: torch.Tensor):
     r"""PAGE-4..10: paged (`reference/cache.py`, class PagedCache) and kept [B, H_kv, n * S] give the cache
     and freed [P].

@@ -6,9 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     r"""QF-3: keys [B, H_kv, T, D] and q_filters [B, H_kv, D] give scores [B, H_kv, T], higher = keep."""
     batch, heads, length, head_dim = keys.shape

@@ -8,9 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .tova import BLOCK
 
 
+@forward_only
 def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     r"""QU-2: query [B, H_q, D] and the bounds of the pages give U, [B, H_q, P]."""
     (batch, heads, head_dim), pages = query.shape, low.shape[2]

@@ -13,11 +13,13 @@ import triton.language as tl
 from torch.nn.functional import max_pool1d, normalize
 
 from ..attention import grouped_logits
+from ..gradients import forward_only
 from .h2o import load_channels
 
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     r"""RK-3: keys [..., T, D] give the redundancy [..., T], which sums to 1."""
     length, head_dim = keys.shape[-2:]
@@ -30,6 +32,7 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     return (totals / length).softmax(dim=-1)
 
 
+@forward_only
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7
 ) -> torch.Tensor:
@@ -40,6 +43,7 @@ def importance(
     return max_pool1d(logits.softmax(dim=-1).mean(dim=2), kernel_size, stride=1, padding=kernel_size // 2)
 
 
+@forward_only
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,

@@ -19,6 +19,7 @@ __all__ = ["budget", "keep_each", "top_k"]
 BLOCK = 512  # tokens of a tile
 
 
+@torch.no_grad()
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: scores [..., T] and protected [..., T], boolean, give kept [..., T] with min(budget, T)
     True in each row.
@@ -28,6 +29,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     )
 
 
+@torch.no_grad()
 def keep_each(
     scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tensor | None = None
 ) -> torch.Tensor:

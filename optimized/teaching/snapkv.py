@@ -11,11 +11,13 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
 from .h2o import score as received_attention
 
 BLOCK = 256  # tokens of a tile
 
 
+@forward_only
 def score(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7
 ) -> torch.Tensor:
@@ -30,6 +32,7 @@ def score(
     return scores
 
 
+@forward_only
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
     r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, K odd: weights [..., N] give [..., N]."""
     pooled = weights.new_empty(weights.shape)

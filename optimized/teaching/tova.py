@@ -8,9 +8,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""TO-1: the last of queries [B, H_q, M, D] and keys [B, H_kv, T, D] give scores [B, H_kv, T], higher
     = keep.
@@ -19,6 +22,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return mean.repeat(1, keys.shape[1], 1)
 
 
+@forward_only
 def last_attention(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""`softmax(q K^T / sqrt(D))` of one query of each head: query [B, H_q, D] and keys [B, H_kv, T, D]
     give [B, H_q, T].

@@ -9,9 +9,12 @@ import torch
 import triton
 import triton.language as tl
 
+from ..gradients import forward_only
+
 BLOCK = 64  # tokens of a tile
 
 
+@forward_only
 def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.Tensor) -> torch.Tensor:
     r"""TA-3, TA-4: keys [B, H_kv, T, D], query_direction [B, H_q, D], query_slack [B, H_q, D/2] give
     scores [B, H_kv, T].

@@ -160,14 +160,35 @@ def agree_within_rounding(
     """Raise Violation unless two results agree within twice what one of them may be wrong by."""
     if same_bits(plain, other):  # most often so, and the allowance is dear
         return
-    several = isinstance(plain, tuple)
+    several, found = isinstance(plain, tuple), impl.allowance
+    if several and any(isinstance(part, tuple) for part in plain):  # all numbers in a row
+        several, plain, other, found = False, in_a_row(plain), in_a_row(other), allowance_in_a_row(impl)
     pairs = zip(leaves(to_numpy(plain)), leaves(to_numpy(other)), strict=True)
     for place, (expected, got) in enumerate(pairs):
         if expected.dtype.kind != "f":
             wrong = expected.shape != got.shape or (expected != got).any()
         else:
-            allowed = impl.allowance(path, pick=place if several else None, **arguments)
+            allowed = found(path, pick=place if several else None, **arguments)
             finite = np.isfinite(expected)
             wrong = got.shape != expected.shape or (finite != np.isfinite(got)).any()
             wrong = wrong or np.abs(got[finite] - expected[finite]).max(initial=0) > 2 * allowed.largest
         require(not wrong, f"{path} {otherwise}", expected, got)
+
+
+def in_a_row(answer: Any) -> np.ndarray:
+    """All numbers of an answer, whatever its tuples."""
+    return np.concatenate([np.ravel(leaf) for leaf in leaves(to_numpy(answer))], dtype=np.float64)
+
+
+def allowance_in_a_row(impl: Implementation) -> Callable[..., Any]:
+    """`impl.allowance` of the numbers of an answer in a row."""
+
+    def found(path: str, pick: None, **arguments: Any) -> Any:
+        return allowance(
+            lambda **given: in_a_row(oracle(path)(**given)),
+            dtype=impl.dtype,
+            unrepresentable=impl.unrepresentable,
+            **arguments,
+        )
+
+    return found

@@ -106,6 +106,57 @@ def summed_in_half(keys):
 
 
 @mutant(
+    "knorm.score",
+    killed_by="MEM-9",
+    misconception="a kernel that detaches: launched past autograd, its answer carries no graph, and nothing "
+    "says so",
+    array_library="torch",
+)
+def graph_cut(keys):
+    import torch
+
+    scores = torch.empty(keys.shape[:-1], dtype=keys.dtype)
+    with torch.no_grad():
+        return torch.neg(torch.linalg.vector_norm(keys, dim=-1), out=scores)
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-9",
+    misconception="the answer written with out=, which torch refuses where a gradient is wanted, in words "
+    "that name no function of ours",
+    array_library="torch",
+)
+def written_with_out(keys):
+    import torch
+
+    norms = torch.empty(keys.shape[:-1], dtype=keys.dtype)
+    return -torch.linalg.vector_norm(keys, dim=-1, out=norms)
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-9",
+    misconception="the norms negated in place: their gradient needs them, and fails when it is asked for",
+    array_library="torch",
+)
+def negated_in_place(keys):
+    import torch
+
+    return torch.linalg.vector_norm(keys, dim=-1).neg_()
+
+
+@mutant(
+    "knorm.score",
+    killed_by="MEM-9",
+    misconception="one factor of the squares detached: half of the gradient",
+    array_library="torch",
+)
+def half_of_the_graph(keys):
+    return -(keys * keys.detach()).sum(dim=-1).sqrt()
+
+
+@mutant(
     "keydiff.score",
     killed_by="KD-8",
     misconception="the anchor of the first call of a shape is kept for the calls after it",

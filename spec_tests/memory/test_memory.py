@@ -1,7 +1,7 @@
-"""Laws of every seam, whatever it computes: MEM-1 to MEM-8. They are about memory, where kernels go wrong.
+"""Laws of every seam, whatever it computes: MEM-1 to MEM-9. They are about memory, where kernels go wrong.
 
-They put to the test each seam whose arguments `helpers.ARGUMENTS` knows how to make; the message names the
-function.
+They put to the test each seam whose arguments `helpers.ARGUMENTS` knows how to make, and MEM-9 every function
+whose arguments the contract says; the message names the function.
 """
 
 import importlib
@@ -10,8 +10,15 @@ import random
 import sys
 
 from evictionary.spec_tests.judge import compiled
-from evictionary.spec_tests.judge.degenerate import MEMORY
+from evictionary.spec_tests.judge.degenerate import MEMORY, REFUSAL
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.memory.gradients import (
+    calls_of_the_contract,
+    directions_of,
+    gradients,
+    is_wrong,
+    slope,
+)
 from evictionary.spec_tests.memory.helpers import (
     PLAIN,
     agree_within_rounding,
@@ -278,3 +285,52 @@ def test_compiled_code_touches_its_own_memory_alone(impl, case):
         raise error
     for path, _, numbers in found:
         require(not holds_nan(numbers), f"{path} answers with a NaN, which is in none of its arguments")
+
+
+GENERIC = st.builds(
+    Case,
+    seed=seeds(),
+    batch=st.integers(1, 2),
+    num_kv_heads=st.integers(1, 2),
+    group=st.sampled_from([1, 2]),
+    length=st.sampled_from([8, 17]),
+    head_dim=st.sampled_from([4, 8]),
+    value_dim=st.sampled_from([4, 8]),
+    num_queries=st.integers(1, 2),
+)
+
+
+def with_graphs(impl: Implementation) -> str:
+    return "" if impl.array_library == "torch" else "gradients are asked of torch"
+
+
+@law("MEM-9", of=ANY, kind=REFUSAL, examples=10, case=GENERIC, not_for=with_graphs)
+def test_an_answer_carries_the_graph_or_is_refused(impl, case):
+    """Where a gradient is wanted, an answer has the numbers of a call without one, and the gradient of each
+    argument is the slope of the mathematics. Or the call is refused, and the error names the function.
+    """
+    for path, arguments, plain in calls_of_the_contract(impl, case):
+        if (found := gradients(impl, path, arguments, case.seed)) is None:
+            continue
+        answer, of = found
+        agree_within_rounding(impl, path, arguments, plain, answer, "answers otherwise with a graph")
+        for name, along in directions_of(arguments, case.seed):
+            expected, own = slope(path, arguments, name, along, case.seed), of[name]
+            terms = np.zeros(1) if own is None else own * along
+            if abs(terms.sum() - expected) <= graph_slack(impl, terms, answer):
+                continue
+            if is_wrong(impl, path, arguments, plain):  # the laws of its equation say so
+                break
+            argument = ".".join(filter(None, name))
+            said = "carries no graph of" if own is None else "gives a wrong gradient of"
+            raise Violation(f"{path} {said} {argument}", expected, float(terms.sum()))
+
+
+def graph_slack(impl: Implementation, terms: np.ndarray, answer: Any) -> float:
+    """What a slope may be wrong by: a hundredth of its terms, for each is a product of many rounded numbers,
+    and a few roundings of the answer. A graph that is cut misses a term as a whole.
+    """
+    size = sum(
+        np.abs(leaf[np.isfinite(leaf)]).sum() for leaf in leaves(to_numpy(answer)) if leaf.dtype.kind == "f"
+    )
+    return float(np.abs(terms).sum() / 100 + 8 * EPSILON[impl.dtype] * (1 + size))

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from packaging.version import Version
 from tools import masked
 from tools.families import OF_2026, SMALL, build, random_model
 from tools.reading import cached, generate, loaded, read, read_in, refused
@@ -71,8 +73,11 @@ def test_the_page_has_these_models_in_these_phases() -> None:
     rows = [line.strip("| ").split(" | ") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     start = next(index for index, row in enumerate(rows) if row[0] == "logits differ by at most")
     assert rows[start][1:-1] == list(masked.PHASES)
-    table = rows[start + 2 : start + 2 + len(OF_2026)]
-    assert [row[0] for row in table] == list(OF_2026)
+    table = list(itertools.takewhile(lambda row: len(row) > 1, rows[start + 2 :]))
+    of_this_version = [row[0] for row in table if row[0] in OF_2026]
+    assert of_this_version == list(OF_2026)
+    # each is there since 5.23, so none goes unnoticed
+    assert len(of_this_version) == len(table) or Version(transformers.__version__) < Version("5.23")
     cells = [
         (row[0], phase, cell, row[-1])
         for row in table

@@ -33,13 +33,14 @@ from transformers import DynamicCache, LlamaForCausalLM
 
 from evictionary import EvictingCache, reference
 from evictionary.cache import checks, file, layers, partial_attention
-from evictionary.cache.model_hooks import attention_modules, output_projection
+from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.methods.method import OBSERVED, Request
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
+from evictionary.models.weights import output_projection
 from evictionary.optimized import lagkv, momentkv
 from evictionary.policies import Source, expected_attention, gvote, momentkv as policy
 
@@ -694,7 +695,7 @@ def test_a_file_that_was_changed_or_lacks_something_is_refused(
 ) -> None:
     path = tmp_path / "cache"
     cached(model, IDS, method, 0.5).save(path)
-    whole, (settings, tensors) = path.read_bytes(), file.read(path, "cpu")
+    whole, (settings, tensors) = path.read_bytes(), file.read(path)
     for place in (len(whole) // 2, len(whole) - 3, len(whole) - 40 * 8):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         refused(lambda: EvictingCache.load(path, model), "with other contents than its checksum says")

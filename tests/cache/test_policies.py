@@ -39,7 +39,7 @@ def test_a_file_of_november_2026_answers_as_it_did_then(
     """
     with EvictingCache.load(OLD / name, model) as cache:
         cache.save(tmp_path / "again")
-        (old, tensors), (new, written) = (file.read(path, "cpu") for path in (OLD / name, tmp_path / "again"))
+        (old, tensors), (new, written) = (file.read(path) for path in (OLD / name, tmp_path / "again"))
         assert all(
             torch.equal(written[tensor], tensors[tensor]) for tensor in tensors.keys() | written.keys()
         )

@@ -42,6 +42,8 @@ METHODS = """
 import torch
 from test_positions import TOLD
 
+TRAITS = {"own_budget"}
+
 def select_positions(keys, positions, layer_index):
     return TOLD[0](layer_index, keys.shape, positions)
 

@@ -35,7 +35,7 @@ from tools.grader import (
     to_grade,
     written,
 )
-from tools.pages import blocks, commands
+from tools.pages import commands
 
 from docs_build import transcript
 from evictionary.classroom import assignment as assignments, classes, contest, formats, grading, submissions
@@ -645,6 +645,10 @@ assert wanted <= set(options), options
 volumes = [options[n + 1].split(":") for n, word in enumerate(options) if word == "--volume"]
 (source, inside, mode), (grades, out) = volumes
 assert mode == "ro" and out == "/out/" + os.path.basename(grades)
+assert os.stat(os.path.dirname(grades)).st_mode & 0o777 == 0o700 and not os.listdir(grades)
+if os.path.exists("fails") and open("fails").read() in source:
+    open(grades + "/grade.json", "w").write("{}")
+    sys.exit(137)
 words = [os.path.dirname(grades) if word == "/out" else word.replace(inside, source) for word in words]
 os.execvp("evictionary", ["evictionary", *words])
 """
@@ -683,18 +687,21 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
     for folder in ("submission", "source", "results"):
         (tmp_path / "autograder" / folder).mkdir(parents=True)
     written(tmp_path / "autograder" / "source", "nobody guesses this", "secret")
-    (script,) = (each for each in blocks(transcript.FOLDER / "formats.md", "") if "results.json" in each)
-    shell(
-        script.replace("/autograder", f"{tmp_path}/autograder").replace("/tmp/grades", f"{tmp_path}/graded")
-    )
+    recipes = Path(classes.__file__).parent / "recipes"
+    shell(text_of(recipes / "run_autograder.sh").replace("/autograder/", f"{tmp_path}/autograder/"))
     result = json_of(tmp_path / "autograder" / "results" / "results.json")
     assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
     written(tmp_path / "handed_in", "not Python", "bob.py")
-    (script,) = blocks(transcript.FOLDER / "container.md", "bash")
-    assert "2 submissions" in shell(script)
+    # an earlier grade, and a container that fails
+    handed_in(tmp_path, {"grades/bob/grade.json": "{}", "handed_in/mallory.py": "", "fails": "mallory"})
+    assert "3 submissions" in shell(f"! ({text_of(recipes / 'grade_all.sh')})")
+    failed_one = json_of(tmp_path / "grades" / "mallory" / "grade.json")
+    assert failed_one["score"] == 0 and failed_one["error"].startswith("The grader failed")
+    assert json_of(tmp_path / "grades" / "bob" / "grade.json")["student"] == "bob"
     assert {each.name for each in (tmp_path / "grades").iterdir()} == {
         "bob",
         "eve.docx",
+        "mallory",
         "gradebook.csv",
         "summary.json",
     }

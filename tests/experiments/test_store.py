@@ -3,16 +3,22 @@ tables are Markdown.
 """
 
 import json
+import logging
 import lzma
 import os
+import queue
 import signal
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import filelock
 import pytest
+from distributed import Client, LocalCluster
 from tools import ends_with_its_parent, python, refused, saved
 
 from evictionary import store
@@ -125,6 +131,112 @@ def test_two_processes_find_the_same_and_leave_the_standard_output_alone(
     assert [each.done for each in told] == [3, 6]
     captured = capfd.readouterr()
     assert captured.out == "" and captured.err.count("measuring") == 2
+
+
+# Dask
+# ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deadly(Powers):
+    """The unit 7 ends the process that measures it, as the system does for lack of memory."""
+
+    def measure(self, unit: int, parts: Sequence[int]) -> Iterator[store.Line]:
+        if unit == 7:
+            os._exit(1)
+        yield from super().measure(unit, parts)
+
+
+@contextmanager
+def cluster_of(workers: int) -> Iterator[Any]:
+    """A cluster that gives a unit up with the first worker that it kills."""
+    with LocalCluster(
+        n_workers=workers,
+        threads_per_worker=1,
+        dashboard_address=None,
+        scheduler_kwargs={"allowed_failures": 0},
+        silence_logs=logging.CRITICAL,
+    ) as cluster:
+        yield cluster
+
+
+def test_a_dead_worker_ends_the_run_with_a_sentence_and_the_same_command_goes_on(tmp_path: Path) -> None:
+    first = store.run(Powers(bases=(3, 2)), tmp_path)
+    with cluster_of(1) as cluster:
+        address = cluster.scheduler_address
+        refused(
+            lambda: store.run(Deadly(bases=(3, 2, 7)), tmp_path, dask=address),
+            "a worker process died, perhaps for lack of memory: the same command goes on, with more memory",
+            OSError,
+        )
+        assert list(store.read(tmp_path / store.RESULTS, Powers.identify).values()) == first
+        lines = store.run(Powers(bases=(3, 2, 7)), tmp_path, dask=address)
+    assert len(lines) == 9 and [line for line in lines if line["base"] != 7] == first
+
+
+def test_lines_that_went_with_their_worker_are_waited_for_no_longer(tmp_path: Path) -> None:
+    """A unit may end and its worker die before the lines are fetched; Dask has it measured again."""
+    unit = SimpleNamespace(status="finished", add_done_callback=lambda put: put(unit), result=Mock())
+    unit.result.side_effect = [TimeoutError, ["lines"]]
+    client = Mock(scheduler_info=lambda: {"workers": {}})
+    done: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    done.put(unit)
+    assert store._next(done, client, 100, Mock()) == (unit, ["lines"])
+    done.put(unit)
+    unit.result.side_effect = TimeoutError
+    refused(lambda: store._next(done, client, 0, Mock()), "took work for 0 s: start some", OSError)
+    unit.status = "error"  # what was measured raised it itself
+    refused(lambda: store._next(done, client, 100, Mock()), None, TimeoutError)
+
+
+def test_a_dead_worker_of_this_machine_does_too(tmp_path: Path) -> None:
+    for dask in ("local", None):
+        refused(
+            lambda dask=dask: store.run(Deadly(bases=(7, 3)), tmp_path, jobs=2, dask=dask),
+            "a worker process died, perhaps for lack of memory: the same command goes on, with fewer --jobs",
+            OSError,
+        )
+
+
+def test_a_cluster_without_workers_is_waited_for_no_longer_than_said(tmp_path: Path) -> None:
+    told: list[str] = []
+    with cluster_of(0) as cluster:
+        refused(
+            lambda: store.run(
+                Powers(), tmp_path, dask=cluster.scheduler_address, patience=0, tell=told.append
+            ),
+            f"no Dask worker at {cluster.scheduler_address} took work for 0 s: start some",
+            OSError,
+        )
+        (line,) = told
+        assert line.startswith(f"no Dask worker at {cluster.scheduler_address} takes work")
+        assert line.endswith("waiting for 0 s")
+
+        def start(text: str) -> None:
+            told.append(text)
+            cluster.scale(1)
+
+        assert len(store.run(Powers(), tmp_path, dask=cluster.scheduler_address, tell=start)) == 6
+    assert len(told) == 2 and told[1].endswith(f"waiting for {store.PATIENCE} s")
+
+
+def test_a_scheduler_that_goes_ends_the_run_with_a_sentence(tmp_path: Path) -> None:
+    with cluster_of(1) as cluster:
+        plan = Powers(bases=range(2, 200))
+        address = cluster.scheduler_address
+        refused(
+            lambda: store.run(plan, tmp_path, dask=address, advance=lambda progress: cluster.close()),
+            f"the Dask scheduler at {address} is gone: the same command goes on",
+            OSError,
+        )
+    assert len(store.read(tmp_path / store.RESULTS, Powers.identify)) >= 3
+
+
+def test_a_dask_worker_may_outlive_what_started_it(tmp_path: Path) -> None:
+    """The shell of `dask worker --no-nanny &` closes, and the worker goes on."""
+    with cluster_of(1) as cluster, Client(cluster) as client:
+        store.run(Powers(), tmp_path, dask=cluster.scheduler_address)
+        assert list(client.run(lambda: store.end_with_parent.cache_info().currsize).values()) == [0]
 
 
 @pytest.mark.slow

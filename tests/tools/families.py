@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import transformers
 from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
@@ -19,10 +20,8 @@ from transformers import (
     GraniteMoeHybridConfig,
     GraniteSWAConfig,
     JambaConfig,
-    Kolibri1Config,
     LagunaConfig,
     Lfm2Config,
-    Lfm3Config,
     Llama4TextConfig,
     LlamaConfig,
     MiMoV2FlashConfig,
@@ -94,6 +93,12 @@ DELTA_EXPERTS = {
     "shared_expert_intermediate_size": 16,
 }
 
+
+def known(family: str, config: str, **settings: Any) -> dict[str, PretrainedConfig]:
+    """The configuration of a family, or nothing: the oldest transformers of our range has none of it."""
+    return {family: getattr(transformers, config)(**settings)} if hasattr(transformers, config) else {}
+
+
 OF_2026: dict[str, Any] = {
     "Qwen3-Next": Qwen3NextConfig(**FOUR, **DELTA, **DELTA_EXPERTS),
     "Qwen3.5": Qwen3_5TextConfig(**FOUR, **DELTA),
@@ -161,8 +166,8 @@ OF_2026: dict[str, Any] = {
         num_experts_per_tok=1,
         moe_intermediate_size=16,
     ),
-    "Kolibri 1": Kolibri1Config(**FOUR, **HALF_SLIDING, **DELTA_EXPERTS),
-    "LFM3": Lfm3Config(**FOUR, layer_types=["conv", "full_attention"] * 2),
+    **known("Kolibri 1", "Kolibri1Config", **FOUR, **HALF_SLIDING, **DELTA_EXPERTS),
+    **known("LFM3", "Lfm3Config", **FOUR, layer_types=["conv", "full_attention"] * 2),
     "SmolLM3": SmolLM3Config(**FOUR, no_rope_layers=[1, 0, 1, 0]),
     "Llama 4": Llama4TextConfig(
         **FOUR,
