@@ -330,10 +330,10 @@ Everything is compared with `reference/`. What if `reference/` is wrong? Here th
 the implementation and in the reference. Comparing the two finds nothing; only a law with an independent
 computation can detect it: plain loops, brute force, an exact fraction, a closed form, an example by hand.
 
-{total[BANK]} mistakes are those of the [bank](kill_matrix.md) that compute with NumPy. The bank has
-{len(planted)}; the others compute with torch, so the reference cannot make them. {total[PROGRAM]} mistakes
-are made by a program, which replaces one operator, number, axis, bound or call in the source of a
-function. What only refuses an argument is left alone. `make oracle` made this page.
+{total[BANK]} mistakes are those of the [bank](kill_matrix.md) that compute with NumPy. The others of the
+bank compute with torch, so the reference cannot make them. {total[PROGRAM]} mistakes are made by a
+program, which replaces one operator, number, axis, bound or call in the source of a function. What only
+refuses an argument is left alone. `make oracle` made this page.
 
 - **Seen**: {total[SEEN]}. A law fails.
 - **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its laws draw;

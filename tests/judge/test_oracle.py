@@ -7,7 +7,6 @@ import pytest
 
 from evictionary.reference import keydiff, keydiff_variants
 from evictionary.spec_tests.proof import oracle
-from evictionary.spec_tests.proof.planted import load_mutants
 from evictionary.spec_tests.proof.source_mutations import mutations
 
 COMPARING = "test_keydiff::test_score_is_minus_the_cosine_to_the_anchor"
@@ -85,7 +84,7 @@ def rows_of(page: str) -> dict[str, list[int]]:
 
 
 def test_the_page_has_the_bank_of_today_and_its_sentences_the_sums_of_its_table() -> None:
-    """Its bank once had eight mistakes fewer than that of other pages, and no word of why."""
+    """Its bank once had eight mistakes fewer than that of other pages, and no word of why: those in torch."""
     page = oracle.PAGE.read_text(encoding="utf-8")
     rows, bank = rows_of(page), oracle.bank()
     other = [path for path, names in bank.items() if rows.get(path, [0])[0] != len(names)]
@@ -105,7 +104,6 @@ def test_the_page_has_the_bank_of_today_and_its_sentences_the_sums_of_its_table(
         f"**Unseen**: {unseen}.",
     ):
         assert said in told
-    assert added or f"The bank has {len(load_mutants())};" in told
 
 
 def test_functions_that_are_judged_again_replace_their_rows_alone() -> None:

@@ -61,7 +61,7 @@ def readme() -> list[str]:
         f"{word(of['lessons'])} [lessons]",
         f"{word(of['assignments'])} [assignments]",
         f"| {of['methods']} methods, {of['additions']} additions |",
-        f"| over {of['mistakes'] // 100 * 100:,} planted bugs |",
+        f"| over {(of['mistakes'] - 1) // 100 * 100:,} planted bugs |",
         f"[{of['implementations']} implementations in {of['code bases']} public code bases]",
         f"compares {of['selections']} selections",
         f"the default method finds {real('essay_single', 'kvzip+ada_kv', 1000, QUARTER)} of 10",
