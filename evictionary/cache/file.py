@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from evictionary.cache.evicting_cache import EvictingCache
 
 SCHEMA = "evictionary/cache/4"
+OLDER = "evictionary/cache/3"
+"""It has no ids of tokens, nor the positions at which rows go on."""
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
 
@@ -75,10 +77,10 @@ def write_tensors(
 
 
 def read_tensors(
-    argument: str, path: str | Path, device: str, schema: str, written_by: str
+    argument: str, path: str | Path, device: str, schema: str, written_by: str, older: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The settings and the tensors of a file of `write_tensors` with this schema. Raises UsageError for
-    any other.
+    """The settings and the tensors of a file of `write_tensors` with this schema, or an older one. Raises
+    UsageError for any other.
     """
     try:
         with safe_open(path, framework="pt", device=device) as file:
@@ -88,7 +90,7 @@ def read_tensors(
     except Exception as error:
         raise UsageError(f"{argument}: got {path}, wanted a file {written_by}: {error}") from error
     require(
-        settings.get("schema") == schema,
+        settings.get("schema") in (schema, older or schema),
         f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}",
     )
     require(
@@ -131,7 +133,7 @@ def fingerprint(model: PreTrainedModel | None) -> str:
 
 def read(path: str | Path, device: str) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings and the tensors of a file that `write` wrote. Raises UsageError for any other."""
-    return read_tensors("path", path, device, SCHEMA, "that EvictingCache.save wrote")
+    return read_tensors("path", path, device, SCHEMA, "that EvictingCache.save wrote", OLDER)
 
 
 def restore(
@@ -167,5 +169,8 @@ def restore(
             layer.cumulative_length = numbers["cumulative_length"]
     cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
     cache.counts_padding = settings["counts_padding"]
+    if settings["schema"] == OLDER:
+        cache.text.shifts = [0.0 if cache.padding is None else math.nan]
+        return
     cache.text.read(tensors["ids"])
     cache.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]
