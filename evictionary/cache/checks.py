@@ -48,8 +48,8 @@ def require_announced(is_announced: bool) -> None:
     """
     require(
         is_announced,
-        "cache: got tokens of another model, wanted those of the model object that it was made with, called as "
-        "a whole and not in a part: a model that was loaded again is another one; cache.save(path) and "
+        "cache: got tokens of another model, wanted those of the model object that it was made with, called "
+        "as a whole and not in a part: a model that was loaded again is another one; cache.save(path) and "
         "EvictingCache.load(path, model) take a cache to it",
         RuntimeError,
     )

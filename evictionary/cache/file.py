@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from evictionary.cache.evicting_cache import EvictingCache
 
 SCHEMA = "evictionary/cache/4"
+OLDER = "evictionary/cache/3"
+"""It has no ids of tokens, nor the positions at which rows go on."""
 ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -79,10 +81,10 @@ def write_tensors(
 
 
 def read_tensors(
-    argument: str, path: str | Path, schema: str, written_by: str
+    argument: str, path: str | Path, schema: str, written_by: str, older: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The settings of a file of `write_tensors` with this schema, and its tensors on the CPU. Raises
-    UsageError for any other.
+    """The settings of a file of `write_tensors` with this schema, or an older one, and its tensors on the CPU.
+    Raises UsageError for any other.
     """
     try:
         with safe_open(path, framework="pt") as file:
@@ -92,7 +94,7 @@ def read_tensors(
     except Exception as error:
         raise UsageError(f"{argument}: got {path}, wanted a file {written_by}: {error}") from error
     require(
-        settings.get("schema") == schema,
+        settings.get("schema") in (schema, older or schema),
         f"{argument}: got {path} of schema {settings.get('schema')}, wanted {schema}",
     )
     require(
@@ -141,7 +143,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def read(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """The settings and the tensors of a file that `write` wrote. Raises UsageError for any other."""
-    return read_tensors("path", path, SCHEMA, "that EvictingCache.save wrote")
+    return read_tensors("path", path, SCHEMA, "that EvictingCache.save wrote", OLDER)
 
 
 def restore(
@@ -180,5 +182,8 @@ def restore(
             layer.cumulative_length = numbers["cumulative_length"]
     cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
     cache.counts_padding = settings["counts_padding"]
+    if settings["schema"] == OLDER:
+        cache.text.shifts = [0.0 if cache.padding is None else math.nan]
+        return
     cache.text.read(tensors["ids"])
     cache.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]
