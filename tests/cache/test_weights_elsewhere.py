@@ -112,7 +112,7 @@ def test_learned_sinks_of_an_offloaded_model_take_part(tmp_path: Path, method: s
 
 
 def test_questions_are_asked_of_an_offloaded_model(tmp_path: Path, tokenizer: Any) -> None:
-    offloaded, model = both("split", tmp_path)
+    offloaded, model = both("on the disk", tmp_path)
     answers = []
     for each in (offloaded, model):
         cache = EvictingCache(each, "keydiff", 0.5)
