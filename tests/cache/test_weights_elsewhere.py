@@ -18,7 +18,7 @@ from accelerate import cpu_offload, disk_offload, dispatch_model
 from conftest import tiny_llama
 from tools import refused
 from tools.families import build
-from tools.reading import IDS, cached, loaded, near, positions_of, read, same, small
+from tools.reading import IDS, cached, loaded, near, padded, positions_of, read, same, small
 from torch.utils._pytree import tree_map
 from transformers import LlamaForCausalLM
 
@@ -112,7 +112,7 @@ def test_learned_sinks_of_an_offloaded_model_take_part(tmp_path: Path, method: s
 
 
 def test_questions_are_asked_of_an_offloaded_model(tmp_path: Path, tokenizer: Any) -> None:
-    offloaded, model = both("split", tmp_path)
+    offloaded, model = both("on the disk", tmp_path)
     answers = []
     for each in (offloaded, model):
         cache = EvictingCache(each, "keydiff", 0.5)
@@ -121,12 +121,19 @@ def test_questions_are_asked_of_an_offloaded_model(tmp_path: Path, tokenizer: An
     assert answers[0] == answers[1]
 
 
+class Whole(dict[str, torch.Tensor]):
+    """The weights of a model, which must not be copied."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise AssertionError("copied")
+
+
 def test_rope_is_asked_without_the_weights_of_the_model_and_stays_as_it_is(tmp_path: Path) -> None:
     """The hook holds all weights of a model that lies in memory: to copy it for a rotation copies them."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     offloaded, model = both("in memory", tmp_path, rope_parameters=rope, max_position_embeddings=32)
     rotary = offloaded.model.rotary_emb
-    rotary._hf_hook.weights_map = SimpleNamespace(__deepcopy__=None)  # a copy would call it
+    rotary._hf_hook.weights_map = Whole()
     before = rotary.inv_freq.clone()
     near(*(rotation(each, 0, torch.arange(100)) for each in (offloaded, model)))
     assert torch.equal(rotary.inv_freq, before) and rotary.max_seq_len_cached == 32
@@ -490,14 +497,14 @@ def test_a_matrix_and_its_bias_are_what_hooks_make_of_them() -> None:
     torch.testing.assert_close(linear_map(pruned, 6, like), (pruned.weight.T, pruned.bias))
 
 
-def test_a_projection_is_asked_once_for_all_rows_and_heads() -> None:
-    model, _ = packed("integers in buffers")
-    asked = []
-    model.model.layers[0].self_attn.o_proj.register_forward_hook(
-        lambda *given: asked.append(given[1][0].shape)
-    )
-    cached(model, IDS.repeat(2, 1), "criticalkv+ada_kv", 0.5, small("criticalkv"))
-    assert [each[-2] for each in asked].count(34) == 1
+def test_a_projection_is_asked_once_for_all_rows() -> None:
+    """Rows of other lengths are compressed one by one."""
+    model, asked = packed("integers in buffers")[0], []
+    projection: Any = model.model.layers[0].self_attn.o_proj
+    projection.register_forward_hook(lambda module, given, output: asked.append(given[0].shape[1]))
+    ids, given = padded(30, 19)
+    cached(model, ids, "criticalkv", 0.5, small("criticalkv"), given=given)
+    assert asked == [projection.codes.shape[1] + 2, 30]
 
 
 def test_the_queries_are_those_of_the_adapter() -> None:
