@@ -9,6 +9,7 @@ import importlib.util
 import inspect
 import pickle
 import re
+import sys
 import tempfile
 import time
 import types
@@ -23,7 +24,7 @@ import numpy as np
 from hypothesis import reject
 from hypothesis.errors import Flaky
 
-from evictionary.classroom import checks
+from evictionary.classroom import checks, sandbox
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
@@ -116,11 +117,24 @@ def _contest() -> types.ModuleType:
 
 
 def lacking(assignment: Assignment) -> str:
-    """Which library this machine lacks for the assignment and how to get it, or an empty string."""
+    """What this machine lacks for the assignment and the way out, or an empty string."""
+    if told := sandbox.lacking():
+        return told
     needed = ["torch"] * (assignment.library == "torch") + ["triton"] * assignment.interpret
-    missing = next((module for module in needed if importlib.util.find_spec(module) is None), "")
+    missing = next((module for module in needed if not _is_there(module)), "")
     advice = "which the assignment needs: pip install 'evictionary[torch]'"
+    if missing == "triton" and sys.platform != "linux":
+        advice = (
+            "which the assignment needs, and which is for Linux: on Windows use WSL, on macOS a container"
+        )
     return f"this machine has no {missing}, {advice}" if missing else ""
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
 
 
 def blocked(assignment: Assignment) -> str:

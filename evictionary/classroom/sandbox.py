@@ -7,6 +7,7 @@ filter of system calls.
 
 import ctypes
 import os
+import signal
 import struct
 import sys
 from typing import Any
@@ -15,6 +16,24 @@ MOST_OPEN = 64
 MOST_TRIED, LONGEST_TRIED = 8, 60  # what the hook writes down of the actions that it refuses
 NOBODY = 65534
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+
+
+def lacking() -> str:
+    """What this system lacks to run code within limits, and the way out, as the end of a sentence; empty on
+    Unix.
+    """
+    needed = ((os, "killpg"), (os, "set_blocking"), (signal, "setitimer"))
+    missing = [f"{module.__name__}.{name}" for module, name in needed if not hasattr(module, name)]
+    try:
+        import resource  # noqa: F401
+    except ImportError:
+        missing.insert(0, "module resource")
+    if not missing:
+        return ""
+    return (
+        f"it has no {', '.join(missing)}, by which code is run within limits; on Windows use WSL (`wsl "
+        "--install`), and install evictionary in it"
+    )
 
 
 def confined(setup: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:

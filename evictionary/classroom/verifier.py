@@ -18,7 +18,8 @@ import numpy as np
 from evictionary.classroom import checks
 from evictionary.classroom.assignment import Assignment, Step
 from evictionary.classroom.child import Child, Limits, StudentError
-from evictionary.classroom.grading import TWO_ANSWERS, ByLaws, plain, put_down
+from evictionary.classroom.grading import TWO_ANSWERS, ByLaws, lacking, plain, put_down
+from evictionary.errors import require
 from evictionary.spec_tests.judge.cases import Case, seeds
 from evictionary.spec_tests.judge.degenerate import EDGE, REFUSAL
 from evictionary.spec_tests.judge.domain import Domain
@@ -264,6 +265,7 @@ def verify(
     step = Step("verify", "MEM-3", "", 0)
     with put_down(source, stem) as path:
         one = Assignment("verify", "", path.name, stem, library, path.parent, (step,), interpret)
+        require(not lacking(one), lacking(one))
         run = Untrusted(one, path, path.name, check_seed=seed, functions=functions, **settings)
         try:
             run.ask(step, plan, advance)

@@ -1,13 +1,16 @@
 """The command `evictionary`: collects the subcommands, from files that do not import one another."""
 
+import functools
 import inspect
 import os
 import re
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
 from evictionary import __version__
+from evictionary.classroom import sandbox
 from evictionary.cli import (
     calibrate,
     claims,
@@ -22,7 +25,8 @@ from evictionary.cli import (
     vectors,
     verify,
 )
-from evictionary.cli.console import app
+from evictionary.cli.console import app, exit_codes
+from evictionary.errors import require
 
 # torch and transformers take seconds to import, so each command imports what it needs when it runs.
 
@@ -55,9 +59,28 @@ PANELS = {
     "Measure": (evaluate, study, claims),
     "Teach": (classroom,),
 }
+# These run the code of others in a process of its own, which not every system has limits for.
+APART = (judge.judge, verify.verify, vectors.vectors, classroom.check, classroom.grade)
+
+
+def _on_unix(command: Callable[..., None]) -> Callable[..., None]:
+    """The command, which says in one sentence where this system cannot run it."""
+
+    @functools.wraps(command)
+    def asked(**given: Any) -> None:
+        with exit_codes():
+            told = sandbox.lacking()
+            require(not told, f"`evictionary {command.__name__}` does not run on this system: {told}")
+        command(**given)
+
+    return asked
+
+
 _PANEL_OF = {file.__name__: panel for panel, files in PANELS.items() for file in files}
 app.registered_commands.sort(key=lambda command: [*_PANEL_OF].index(command.callback.__module__))
 for _command in app.registered_commands:
     _command.rich_help_panel = _PANEL_OF[_command.callback.__module__]
     # A help text is written in lines of the file; the terminal breaks it into lines of its own.
+    if _command.callback in APART:
+        _command.callback = _on_unix(_command.callback)
     _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
