@@ -83,8 +83,8 @@ def write_tensors(
 def read_tensors(
     argument: str, path: str | Path, schema: str, written_by: str, older: str | None = None
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The settings of a file of `write_tensors` with this schema, or an older one, and its tensors on the CPU.
-    Raises UsageError for any other.
+    """The settings of a file of `write_tensors` with this schema, or an older one, and its tensors on the
+    CPU. Raises UsageError for any other.
     """
     try:
         with safe_open(path, framework="pt") as file:
