@@ -1,13 +1,15 @@
 """The command `evictionary`: collects the subcommands, from files that do not import one another."""
 
+import functools
 import inspect
 import os
 import re
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from evictionary import __version__
+from evictionary import __version__, progress
 from evictionary.cli import (
     calibrate,
     claims,
@@ -48,6 +50,26 @@ def main(
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
+Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing of the progress on standard error.")]
+
+
+def quietable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with the option `--quiet` too."""
+
+    @functools.wraps(command)
+    def called(*, quiet: bool, **given: Any) -> Any:
+        progress.is_quiet = quiet
+        return command(**given)
+
+    signature = inspect.signature(command)
+    own = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
+    called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), own]
+    )
+    called.__annotations__ = {**command.__annotations__, "quiet": Quiet}
+    return called
+
+
 # The panels of the help, and the files of the commands in each.
 PANELS = {
     "Validate": (judge, verify, contract, vectors),
@@ -61,3 +83,4 @@ for _command in app.registered_commands:
     _command.rich_help_panel = _PANEL_OF[_command.callback.__module__]
     # A help text is written in lines of the file; the terminal breaks it into lines of its own.
     _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
+    _command.callback = quietable(_command.callback)

@@ -7,6 +7,7 @@ import typer
 from rich.table import Table
 
 from evictionary.cli.console import (
+    LIBRARIES,
     AsJson,
     DaskCluster,
     ModelName,
@@ -14,13 +15,15 @@ from evictionary.cli.console import (
     carry_out,
     exit_codes,
     given_names,
-    messages,
     plain_table,
     require_folder,
+    require_seed,
+    require_usable,
     show,
     whole_number,
 )
 from evictionary.errors import require
+from evictionary.progress import doing
 
 COLOURS = {
     "holds here": "green",
@@ -87,7 +90,10 @@ def claims(
         asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
         kinds = given_names("--texts", texts)
         require_folder(output)
-        from evictionary.claims import run as experiment, texts as known
+        require_seed(seed)
+        require_usable(model, jobs=jobs)
+        with doing(LIBRARIES):
+            from evictionary.claims import run as experiment, texts as known
 
         chosen = experiment.check_claims(*asked.values())
         apart = given_names("--seeds-of", seeds_of)
@@ -97,11 +103,11 @@ def claims(
         options = {**asked, "--texts": kinds, "--seeds-of": apart}
         given = "".join(f" {option} '{','.join(names)}'" for option, names in options.items() if names)
         lines = carry_out(plan, output, jobs, dask)
-        messages.print("intervals, pictures and pages", style="italic")
-        result = experiment.report(
-            plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}"
-        )
-        experiment.write(result, output)
+        with doing("intervals, pictures and pages"):
+            result = experiment.report(
+                plan, lines, f"evictionary claims{given} --model {model} --seeds {seeds} --seed {seed}"
+            )
+            experiment.write(result, output)
     pages = f"Numbers, pictures and a page for each paper: [bold]{output}[/]"
     show(as_json, result | {"output": str(output)}, [_table(result), pages])
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evictionary.cli.console import (
+    LIBRARIES,
     AsJson,
     ModelName,
     app,
@@ -19,10 +20,13 @@ from evictionary.cli.console import (
     plain_table,
     progress,
     require_seed,
+    require_sizes,
+    require_usable,
     require_writable,
     show,
     whole_number,
 )
+from evictionary.progress import doing
 
 if TYPE_CHECKING:
     from evictionary.evaluation.demo import Result
@@ -58,11 +62,15 @@ def demo(
         names = given_names("--methods", methods)
         require_seed(seed)
         require_writable(output)
-        from evictionary.evaluation import demo as experiment
-        from evictionary.models.load import load as load_model
+        require_sizes(removed)
+        require_usable(model, names or [])
+        with progress(LIBRARIES) as (plan, advance):
+            from evictionary.evaluation import demo as experiment
+            from evictionary.models.load import load as load_model
 
-        loaded, tokenizer = load_model(model)
-        with progress() as (plan, advance):
+            experiment.require_usable(names, removed, places, tokens)
+            with doing("loading the model"):
+                loaded, tokenizer = load_model(model)
             result = experiment.run(
                 loaded,
                 tokenizer,

@@ -1,7 +1,6 @@
 """Loads a model: the embedded one, a name on the Hugging Face hub, or a local folder."""
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,7 @@ from transformers.cache_utils import (
 from transformers.utils import logging as transformers_logging
 
 from evictionary.errors import UsageError, require
-from evictionary.models import embedded
-
-EMBEDDED = "embedded"
+from evictionary.models.names import EMBEDDED, hint, located
 
 NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
 """Model types without plain softmax attention, which nothing else in their configuration reveals."""
@@ -44,23 +41,20 @@ def load(name: str = EMBEDDED) -> tuple[PreTrainedModel, Any]:
     InstallError where the embedded model cannot be installed.
     """
     _quiet_transformers()
-    folder = str(embedded.install()) if name == EMBEDDED else name
-    require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
-    is_folder = Path(folder).is_dir()
-    require(
-        is_folder or not folder.startswith((".", "/", "~")),
-        f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
-    )
+    place = located(name)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.float32 if name == EMBEDDED else "auto"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=is_folder)
-        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=is_folder)
+        tokenizer = AutoTokenizer.from_pretrained(place.name, local_files_only=place.is_local)
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            place.name, dtype=dtype, local_files_only=place.is_local
+        )
     # a damaged file, other shapes, a missing package: transformers raises what its parts raise
     except Exception as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UsageError(
-            f"model: got {name!r}, wanted a hub name or a folder with a causal language model: {reason}"
+            f"model: got {name!r}{hint(name)}, wanted a hub name or a folder with a causal language model: "
+            f"{reason}"
         ) from error
     require_supported(model)
     return model.eval().to(device), tokenizer

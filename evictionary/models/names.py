@@ -1,0 +1,85 @@
+"""Which model a name means: found out before torch is imported, and with one question to the hub."""
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+from evictionary.errors import did_you_mean, require
+from evictionary.models import embedded
+
+EMBEDDED = "embedded"
+
+
+class Place(NamedTuple):
+    """Where transformers finds a model: a folder, or a name on the hub. A local one needs no network."""
+
+    name: str
+    is_local: bool
+
+
+def located(name: str) -> Place:
+    """Where the model of this name is: the embedded one (which is installed then), a folder, or the hub.
+
+    Raises UsageError as `require_model` does, InstallError where the embedded model cannot be installed.
+    """
+    require_model(name)
+    if name == EMBEDDED:
+        return Place(str(embedded.install()), is_local=True)
+    folder = Path(name).expanduser()
+    return Place(str(folder), is_local=True) if folder.is_dir() else Place(name, bool(_unreached(name)))
+
+
+def require_model(name: str) -> None:
+    """Raise UsageError for no name, a folder that does not exist, or a model that only the hub could have
+    while nobody reaches it.
+    """
+    require(name.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
+    path = Path(name).expanduser()
+    if name == EMBEDDED or path.is_dir():
+        return
+    require(
+        not name.startswith((".", "/", "~")) and name.count("/") <= 1 and not path.exists(),
+        f"model: got {name!r}{hint(name)}, wanted a folder that exists, a hub name, or {EMBEDDED}",
+    )
+    reason = _unreached(name)
+    require(
+        not reason or _is_stored(name),
+        f"model: got {name!r}{hint(name)}, wanted a folder that exists, {EMBEDDED}, or a hub name: the hub "
+        f"cannot be reached ({reason}), and no earlier download of that name is here",
+    )
+
+
+def hint(name: str) -> str:
+    """The embedded model or a folder that a name is a typo of, as ` (did you mean embedded?)`."""
+    before, slash, last = name.rstrip("/").rpartition("/")
+    beside = Path(before + slash or ".").expanduser()
+    folders = [path.name for path in beside.iterdir() if path.is_dir()] if beside.is_dir() else []
+    close = did_you_mean(last, folders)
+    if not slash:
+        close = did_you_mean(name.lower(), [EMBEDDED]) or close
+    return close.replace("mean ", f"mean {before}{slash}") if slash else close
+
+
+@functools.cache
+def _unreached(name: str) -> str:
+    """Why the hub cannot be reached, asked once and without waiting for a second try; else no text."""
+    from huggingface_hub import constants, get_hf_file_metadata, hf_hub_url
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:  # of any library that it asks with
+        cause: BaseException | None = error
+        while cause is not None:
+            if isinstance(cause, OSError) and not hasattr(cause, "response"):
+                return " ".join(str(error).split())
+            cause = cause.__cause__ or cause.__context__
+    return ""  # it answered, if only that it has no such model
+
+
+def _is_stored(name: str) -> bool:
+    """Whether an earlier download left the configuration of a model here."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
