@@ -84,7 +84,8 @@ class Doing:
             if so_far < due:
                 return
             self._told = so_far
-        self._tell(f"{self.step.text} ({self.far()})")
+        with contextlib.suppress(OSError, ValueError):  # standard error was closed
+            self._tell(f"{self.step.text} ({self.far()})")
 
     def far(self) -> str:
         return self.step.far(self._clock())
@@ -167,9 +168,8 @@ def _ticking(tick: Callable[[], None]) -> Iterator[None]:
     ended = threading.Event()
 
     def watch() -> None:
-        with contextlib.suppress(OSError, ValueError):  # standard error was closed
-            while not ended.wait(PAUSE):
-                tick()
+        while not ended.wait(PAUSE):
+            tick()
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()

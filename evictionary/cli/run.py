@@ -258,10 +258,14 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
             "own_budget": "it sets its own budget",
             "recursive": "no partition is shared, and the sinks and the last partition stay whole",
         }
-        whole = "what it protects, or reads in one block, is more than that"
-        why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), whole)
+        more = (
+            f"its {chosen.function.__name__} keeps more than the budget that it is given; a method that "
+            'decides by itself how many stay says TRAITS = {"own_budget"}'
+        )
+        why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), more)
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
     reason = chosen.why_nothing_removed(length, cache.options)
     known = ", ".join(f"{name}={value}" for name, value in (chosen.options | cache.options).items())
     advice = f"; smaller options may help (now {known}): --option name=value" if known else ""
-    return f"Nothing was removed: {reason or f'{chosen.name} chose to keep every token'}{advice}"
+    all_kept = f"{chosen.name} chose to keep all {length} tokens where {asked} were asked for"
+    return f"Nothing was removed: {reason or all_kept}{advice}"
