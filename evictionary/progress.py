@@ -171,6 +171,7 @@ def _ticking(tick: Callable[[], None]) -> Iterator[None]:
         while not ended.wait(PAUSE):
             tick()
 
+    tick()
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
