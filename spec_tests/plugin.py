@@ -247,7 +247,9 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if session.config.getoption("--brief") and (
         workers := session.config.pluginmanager.getplugin("terminaldistreporter")
     ):
-        workers.write_line = lambda line: None  # nobody asked how many workers there are
+        workers.write_line = workers.rewrite = lambda *line, **named: (
+            None
+        )  # nobody asked how many workers there are
     worker = getattr(session.config, "workerinput", {})
     if found := worker.get("deaths"):
         WATCH.begin(session.config.getoption("--call-timeout"), Path(found), worker["workerid"])

@@ -100,6 +100,19 @@ def save_tiny_model(folder: Path) -> None:
     tiny_tokenizer().save_pretrained(folder)
 
 
+@pytest.fixture(autouse=True)
+def hushed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No command says what it is doing, however long it takes on a busy machine."""
+    monkeypatch.setattr("evictionary.progress.FIRST", float("inf"))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command says at once whatever it begins to do, and nothing in between."""
+    for name, seconds in {"FIRST": 0.0, "LEAST": 0.0, "PART": 0.0, "PAUSE": 1e6}.items():
+        monkeypatch.setattr(f"evictionary.progress.{name}", seconds)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny_tokenizer()

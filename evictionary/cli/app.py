@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evictionary import __version__
+from evictionary import __version__, progress
 from evictionary.classroom import sandbox
 from evictionary.cli import (
     calibrate,
@@ -52,6 +52,26 @@ def main(
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
 
 
+Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing of the progress on standard error.")]
+
+
+def quietable(command: Callable[..., Any]) -> Callable[..., Any]:
+    """A command with the option `--quiet` too."""
+
+    @functools.wraps(command)
+    def called(*, quiet: bool, **given: Any) -> Any:
+        progress.is_quiet = quiet
+        return command(**given)
+
+    signature = inspect.signature(command)
+    own = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
+    called.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[*signature.parameters.values(), own]
+    )
+    called.__annotations__ = {**command.__annotations__, "quiet": Quiet}
+    return called
+
+
 # The panels of the help, and the files of the commands in each.
 PANELS = {
     "Validate": (judge, verify, contract, vectors),
@@ -84,3 +104,4 @@ for _command in app.registered_commands:
     if _command.callback in APART:
         _command.callback = _on_unix(_command.callback)
     _command.help = re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(_command.callback) or "")
+    _command.callback = quietable(_command.callback)

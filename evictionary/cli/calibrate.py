@@ -8,6 +8,7 @@ from rich.text import Text
 
 from evictionary.cli.console import (
     AS_IT_IS,
+    LIBRARIES,
     AsJson,
     Loading,
     ModelName,
@@ -17,12 +18,14 @@ from evictionary.cli.console import (
     measuring,
     options_in,
     progress,
+    require_usable,
     require_writable,
     show,
     text_of,
     whole,
 )
 from evictionary.errors import require
+from evictionary.progress import doing
 
 
 @app.command(
@@ -78,15 +81,17 @@ def calibrate(
             not settings or train_gates is not None,
             f"--recipe: got {', '.join(settings)} without a training, wanted --train-gates STEPS too",
         )
-        from evictionary.cache.calibration import write
-        from evictionary.evaluation import gate_training
-        from evictionary.evaluation.calibration import MOST, of_text
-        from evictionary.models.load import load
+        require_usable(model)
+        with progress(LIBRARIES) as (plan, advance):
+            from evictionary.cache.calibration import write
+            from evictionary.evaluation import gate_training
+            from evictionary.evaluation.calibration import MOST, of_text
+            from evictionary.models.load import load
 
-        chosen = None if train_gates is None else gate_training.recipe_of(train_gates, settings)
-        loaded, tokenizer = load(model, **vars(loading))
-        ids = tokenizer(text, return_tensors="pt")["input_ids"]
-        with progress() as (plan, advance):
+            chosen = None if train_gates is None else gate_training.recipe_of(train_gates, settings)
+            with doing("loading the model"):
+                loaded, tokenizer = load(model, **vars(loading))
+            ids = tokenizer(text, return_tensors="pt")["input_ids"]
             layers = of_text(loaded, ids, plan, advance)
         found: dict[str, Any] = {
             "output": str(output),
@@ -94,8 +99,8 @@ def calibrate(
             "tokens": min(ids.shape[1], MOST),
         }
         if chosen:
-            with measuring() as advance:
-                trained = gate_training.train(loaded, tokenizer, chosen, f"{output}.training", advance)
+            with measuring("the first step") as tell:
+                trained = gate_training.train(loaded, tokenizer, chosen, f"{output}.training", tell)
             for layer, gates in trained.gates.items():
                 layers[layer]["gates"] = gates
             found |= {"model": model} | gate_training.summary(chosen, trained)

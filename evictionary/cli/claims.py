@@ -8,6 +8,7 @@ from rich.table import Table
 
 from evictionary.cli.console import (
     AS_IT_IS,
+    LIBRARIES,
     WAIT,
     AsJson,
     DaskCluster,
@@ -19,13 +20,15 @@ from evictionary.cli.console import (
     exit_codes,
     given_names,
     loads_a_model,
-    messages,
     plain_table,
     require_folder,
+    require_seed,
+    require_usable,
     show,
     whole_number,
 )
 from evictionary.errors import require
+from evictionary.progress import doing
 
 COLOURS = {
     "holds here": "green",
@@ -95,7 +98,10 @@ def claims(
         asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
         kinds = given_names("--texts", texts)
         require_folder(output)
-        from evictionary.claims import run as experiment, texts as known
+        require_seed(seed)
+        require_usable(model, jobs=jobs)
+        with doing(LIBRARIES):
+            from evictionary.claims import run as experiment, texts as known
 
         chosen = experiment.check_claims(*asked.values())
         apart = given_names("--seeds-of", seeds_of)
@@ -107,11 +113,10 @@ def claims(
         given = "".join(f" {option} '{','.join(names)}'" for option, names in options.items() if names)
         numbers = "".join(f" --{name} {value}" for name, value in loading.numbers().items())
         lines = carry_out(plan, output, jobs, dask, dask_wait)
-        messages.print("intervals, pictures and pages", style="italic")
-        result = experiment.report(
-            plan, lines, f"evictionary claims{given} --model {model}{numbers} --seeds {seeds} --seed {seed}"
-        )
-        experiment.write(result, output)
+        with doing("intervals, pictures and pages"):
+            asked_for = f"evictionary claims{given} --model {model}{numbers} --seeds {seeds} --seed {seed}"
+            result = experiment.report(plan, lines, asked_for)
+            experiment.write(result, output)
     pages = f"Numbers, pictures and a page for each paper: [bold]{output}[/]"
     show(as_json, result | {"output": str(output)}, [_table(result), pages])
 

@@ -25,11 +25,11 @@ from evictionary.cli.console import (
     missing_walls,
     names_in,
     plain_table,
-    progress,
     show,
     whole_number,
 )
 from evictionary.errors import require, require_known, usage
+from evictionary.progress import doing
 
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
@@ -73,7 +73,7 @@ def start(
     as_json: AsJson = False,
 ) -> None:
     """Begin an assignment: write its starter file, with the functions to fill in."""
-    with exit_codes():
+    with exit_codes(), doing("loading the assignment"):
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import lacking
 
@@ -132,14 +132,15 @@ def check(
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
         drawn = secrets.randbelow(10**6) if seed is None else seed
-        judged = grading.judge(
-            source,
-            chosen,
-            constants=constants,
-            origin=str(path),
-            seconds=chosen.seconds / 4,
-            check_seed=drawn,
-        )
+        with doing(f"judging {path} in {len(chosen.steps)} steps"):
+            judged = grading.judge(
+                source,
+                chosen,
+                constants=constants,
+                origin=str(path),
+                seconds=chosen.seconds / 4,
+                check_seed=drawn,
+            )
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)
     again = f"{_command('check', chosen, work, assignments)} --seed {drawn}"
@@ -417,9 +418,11 @@ def grade(
         )
         require(len(found) <= 1 or not (try_it or law), f"submission: got {len(found)}, wanted a single one")
         if try_it:
-            tried = list(classes.tried(order, *found.values()))
+            with doing("judging a right answer, then the starter file"):
+                tried = list(classes.tried(order, *found.values()))
         elif law:
-            line = classes.by_one_law(order, *found.popitem(), law)
+            with doing("judging by the law"):
+                line = classes.by_one_law(order, *found.popitem(), law)
         else:
             result = _graded(order, found, output, jobs, missing, left_out)
     if try_it:
@@ -446,9 +449,11 @@ def _graded(
     with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         output.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
-    with progress() as (plan, advance):
-        plan(len(found))
-        grades = list(classes.run(order, found, output, jobs, advance))
+    with doing("grading") as now:
+        now("grading", 0, len(found))
+        done = itertools.count(1)
+        told = lambda student: now(f"graded {student}", next(done), len(found))  # noqa: E731
+        grades = list(classes.run(order, found, output, jobs, told))
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
@@ -463,7 +468,7 @@ def gradebook(
     """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and
     summary.json. Runs no code.
     """
-    with exit_codes():
+    with exit_codes(), doing("reading the grades"):
         from evictionary.classroom import classes
 
         result = _sum_up(classes.written(grades), grades, [], [], 0)

@@ -6,7 +6,6 @@ import itertools
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from importlib import metadata
@@ -20,8 +19,17 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from evictionary.errors import InstallError, MethodError, UsageError, did_you_mean, require, usage
+from evictionary.errors import (
+    InstallError,
+    MethodError,
+    UsageError,
+    did_you_mean,
+    require,
+    require_known,
+    usage,
+)
 from evictionary.models.loading import DIVISIONS, DTYPES, Loading
+from evictionary.progress import console as stderr, doing
 
 if TYPE_CHECKING:
     from evictionary import store
@@ -34,7 +42,7 @@ app = typer.Typer(
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
 )
-messages, out = Console(stderr=True), Console(highlight=False)
+messages, out = stderr, Console(highlight=False)
 
 
 def reader(kind: Callable[[str], Any], wanted: str, known: Iterable[str] = ()) -> Callable[[str], Any]:
@@ -64,10 +72,21 @@ def one_of(names: tuple[str, ...], help: str, *flags: str) -> Any:
 whole, number = reader(int, "a whole number"), reader(float, "a number")
 
 
-def whole_number(help: str) -> Any:
+def whole_number(help: str, **named: Any) -> Any:
     """An option that takes a whole number."""
-    return typer.Option(parser=whole, metavar="<int>", help=help)
+    return typer.Option(parser=whole, metavar="<int>", help=help, **named)
 
+
+# The names stand here because the tasks import torch, and the help must not wait for torch; a test compares
+# the names.
+TASKS = (
+    "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy,"
+    "perplexity,perplexity_decoding"
+)
+REAL = (
+    "squad,hotpot,essay_single,essay_multikey,essay_multivalue,essay_multiquery,essay_variables,essay_common_words,"
+    "essay_frequent_words,code"
+)
 
 DaskCluster = Annotated[
     str | None,
@@ -152,8 +171,13 @@ def _device_map(text: str | None) -> Any:
 
 # What a method is given in a cache.
 Ratio = Annotated[
-    float,
-    typer.Option(parser=number, metavar="<float>", help="The fraction of the cache to remove, in [0, 1)."),
+    float | None,
+    typer.Option(
+        parser=number,
+        metavar="<float>",
+        help="The fraction of the cache to remove, in [0, 1).",
+        show_default="0.5 without --budget",
+    ),
 ]
 Budget = Annotated[int | None, whole_number("Tokens to keep in each head, instead of the ratio.")]
 Options = Annotated[
@@ -254,9 +278,58 @@ def options_in(pairs: list[str]) -> dict[str, Any]:
 
 
 def text_of(argument: str, path: Path) -> str:
-    """The text of a file. Raises UsageError, naming the argument, for one that cannot be read as UTF-8."""
+    """The text of a file. Raises UsageError, naming the argument, for one that cannot be read as UTF-8, or
+    holds no text.
+    """
     with usage(f"{argument}: got {path}, wanted a readable UTF-8 text file", OSError, UnicodeDecodeError):
-        return path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+    require(text.strip(), f"{argument}: got {path} without text, wanted a text")
+    require("\0" not in text, f"{argument}: got {path} with bytes of zero, wanted a text file")
+    return text
+
+
+def ratio_of(compression_ratio: float | None, budget: int | None) -> float:
+    """The ratio of a command that may be given a budget instead. Raises UsageError for both, and for one
+    that is out of range.
+    """
+    require(
+        compression_ratio is None or budget is None,
+        f"--budget: got {budget} and --compression-ratio {compression_ratio}, wanted one of the two",
+    )
+    ratio = 0.5 if compression_ratio is None else compression_ratio
+    require_sizes([ratio], [] if budget is None else [budget])
+    return ratio
+
+
+def require_sizes(ratios: Iterable[float], budgets: Iterable[int] = ()) -> None:
+    """Raise UsageError for a fraction to remove or a budget that no cache can have."""
+    from evictionary.reference.checks import as_count, as_fraction
+
+    try:
+        for ratio in ratios:
+            as_fraction("compression_ratio", ratio, closed_high=False)
+        for budget in budgets:
+            as_count("budget", budget, low=1)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+
+
+def require_usable(
+    model: str | None = None, methods: Iterable[str] = (), tasks: Iterable[str] = (), jobs: int = 1
+) -> None:
+    """Raise UsageError, before torch is imported, for a method, a task, a number of processes or a model
+    that cannot be used.
+    """
+    from evictionary.methods import catalogue
+    from evictionary.models.names import require_model
+
+    for method in methods:
+        catalogue.parts(method)
+    for task in tasks:
+        require_known("tasks", task, f"{TASKS},{REAL}".split(","))
+    require(jobs >= 1, f"jobs: got {jobs}, wanted at least 1")
+    if model is not None:
+        require_model(model)
 
 
 def given_names(argument: str, texts: list[str] | None) -> list[str] | None:
@@ -312,50 +385,23 @@ def require_folder(output: Path) -> None:
     require(can_write_into(existing), f"--output: got {output}, wanted a folder that can be written, or made")
 
 
-# The least time between two lines of progress in a log file, which shows no bar.
-LOG_SECONDS = 30.0
+# What every command that needs torch does first.
+LIBRARIES = "loading the libraries"
 
 
 @contextmanager
-def _bar(first: str, form: str, width: int, *, elapsed: bool) -> Iterator[Callable[[str, int, int], None]]:
-    """A bar on stderr, or lines where that is a log file, as a function of a text and the steps that are
-    done and planned.
-    """
-    # A command that shows no bar does not wait for the import.
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = TextColumn(form), BarColumn(width), MofNCompleteColumn(), *[TimeElapsedColumn()] * elapsed
-    with Progress(*columns, console=messages, transient=True) as bar:
-        task, told = bar.add_task(first, total=None), time.monotonic()
-
-        def tell(text: str, done: int, total: int) -> None:
-            nonlocal told
-            bar.update(task, completed=done, total=total, description=text)
-            if not messages.is_terminal and time.monotonic() - told >= LOG_SECONDS:
-                told = time.monotonic()
-                messages.print(f"{done} of {total}: {text}", markup=False, soft_wrap=True)
-
-        yield tell
-
-
-@contextmanager
-def progress() -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
+def progress(text: str = "preparing") -> Iterator[tuple[Callable[[int], None], Callable[[str], None]]]:
     """Progress on stderr, as (plan, advance): the number of steps, then what each step is about to do."""
-    with _bar("preparing", "{task.description:<48}", 40, elapsed=True) as tell:
+    with doing(text) as now:
         done, planned = itertools.count(), list[int]()
-        yield planned.append, lambda text: tell(text, next(done), sum(planned))
+        yield planned.append, lambda text: now(text, next(done), sum(planned))
 
 
 @contextmanager
-def measuring() -> "Iterator[Callable[[store.Progress], None]]":
+def measuring(first: str = "loading the model") -> "Iterator[Callable[[store.Progress], None]]":
     """Progress on stderr of measurements that are shared out, with the time left."""
-    with _bar("loading the model", "{task.description}", 20, elapsed=False) as tell:
-
-        def advance(at: "store.Progress") -> None:
-            left = f"{at.seconds_left / 60:.0f} min" if at.seconds_left > 90 else f"{at.seconds_left:.0f} s"
-            tell(f"{at.text}; {left} left", at.done, at.total)
-
-        yield advance
+    with doing(first) as now:
+        yield lambda at: now(at.text, at.done, at.total, left=at.seconds_left)
 
 
 def carry_out(

@@ -10,6 +10,7 @@ from rich.text import Text
 
 from evictionary.cli import starter
 from evictionary.cli.console import AsJson, app, exit_codes, messages, show
+from evictionary.progress import doing
 
 AXES = {
     "B": "batch",
@@ -40,7 +41,7 @@ def contract(
     """Print what a function takes and gives: signature, axes, dtypes, equations, number of laws (property
     tests).
     """
-    with exit_codes():
+    with exit_codes(), doing("loading the laws"):
         listed = starter.functions_of(function)
         found = {} if listed else starter.described(function or "")
     if listed:
@@ -67,7 +68,9 @@ def new(
 ) -> None:
     """Write a folder with a file for each method: the signatures are right, and you write the bodies."""
     with exit_codes():
-        for path in starter.write(functions, folder, folder):
+        with doing("loading the laws"):
+            written = starter.write(functions, folder, folder)
+        for path in written:
             messages.print(
                 f"wrote {path}: write the body, then run evictionary judge {folder}", highlight=False
             )

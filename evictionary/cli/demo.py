@@ -10,6 +10,7 @@ from rich.text import Text
 
 from evictionary.cli.console import (
     AS_IT_IS,
+    LIBRARIES,
     AsJson,
     Loading,
     ModelName,
@@ -22,10 +23,13 @@ from evictionary.cli.console import (
     plain_table,
     progress,
     require_seed,
+    require_sizes,
+    require_usable,
     require_writable,
     show,
     whole_number,
 )
+from evictionary.progress import doing
 
 if TYPE_CHECKING:
     from evictionary.evaluation.demo import Result
@@ -63,11 +67,15 @@ def demo(
         names = given_names("--methods", methods)
         require_seed(seed)
         require_writable(output)
-        from evictionary.evaluation import demo as experiment
-        from evictionary.models.load import load as load_model
+        require_sizes(removed)
+        require_usable(model, names or [])
+        with progress(LIBRARIES) as (plan, advance):
+            from evictionary.evaluation import demo as experiment
+            from evictionary.models.load import load as load_model
 
-        loaded, tokenizer = load_model(model, **vars(loading))
-        with progress() as (plan, advance):
+            experiment.require_usable(names, removed, places, tokens)
+            with doing("loading the model"):
+                loaded, tokenizer = load_model(model, **vars(loading))
             result = experiment.run(
                 loaded,
                 tokenizer,

@@ -9,6 +9,9 @@ from rich.table import Table
 
 from evictionary.cli.console import (
     AS_IT_IS,
+    LIBRARIES,
+    REAL,
+    TASKS,
     WAIT,
     AsJson,
     DaskCluster,
@@ -28,23 +31,14 @@ from evictionary.cli.console import (
     plain_table,
     require_folder,
     require_seed,
+    require_sizes,
+    require_usable,
     show,
     tokens_in,
     whole_number,
 )
 from evictionary.errors import require
-
-# The names stand here because the tasks import torch, and the help must not wait for torch; a test compares
-# the names.
-TASKS = (
-    "passkey7,passkey64,needle_single,needle_multikey,needle_multivalue,variables,common_words,frequent_words,copy,"
-    "perplexity,perplexity_decoding"
-)
-REAL = (
-    "squad,hotpot,essay_single,essay_multikey,essay_multivalue,essay_multiquery,essay_variables,essay_common_words,"
-    "essay_frequent_words,code"
-)
-
+from evictionary.progress import doing
 
 FORMATS = ("table", "markdown", "json")
 
@@ -127,19 +121,25 @@ def evaluate(
         removed = numbers_in("--ratios", ratios) if ratios else [] if kept else [0.25, 0.5, 0.75]
         asked = parse_methods(methods) if methods else None
         require_folder(output)
-        from evictionary.evaluation import demo, report as eval_report, run as evaluation
+        chosen = names_in(tasks) or []
+        require_sizes(removed, kept)
+        require_usable(model, [name for name, _ in asked or () if name != "full"], chosen, jobs)
+        with doing(LIBRARIES):
+            from evictionary.evaluation import demo, report as eval_report, run as evaluation
 
         plan = evaluation.Plan(
             model=model,
             loading=loading,
             methods=asked or [(name, demo.options_of(name)) for name in demo.default_methods()[0]],
-            tasks=names_in(tasks) or [],
+            tasks=chosen,
             lengths=tokens_in("--lengths", lengths),
             seeds=range(seed, seed + samples),
             ratios=removed,
             budgets=kept,
         )
-        found = eval_report.write(carry_out(plan, output, jobs, dask, dask_wait), output)
+        lines = carry_out(plan, output, jobs, dask, dask_wait)
+        with doing("writing the report"):
+            found = eval_report.write(lines, output)
     if format == "markdown" and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
     else:

@@ -1,17 +1,20 @@
 """The command `evictionary judge`."""
 
+import contextlib
 import os
 import sys
 import tempfile
+from collections.abc import Generator
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from evictionary.cli import starter
 from evictionary.cli.console import AsJson, app, exit_codes, given_names, messages, number, require_folder
 from evictionary.errors import require, require_known
+from evictionary.progress import doing
 
 MEMORY = "memory"
 WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws are asked", "What counts", "The result"
@@ -137,7 +140,8 @@ def judge(
     there is nothing to judge.
     """
     with exit_codes(extra="torch"):
-        from evictionary.spec_tests.judge import project
+        with doing("loading the laws"):
+            from evictionary.spec_tests.judge import project
 
         given = [
             f"{name} {value}"
@@ -168,7 +172,8 @@ def judge(
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
         names = given_names("--method", methods) or []
-        chosen = _law_files(laws, names)
+        with doing("loading the laws"):
+            chosen = _law_files(laws, names)
         with tempfile.TemporaryDirectory() as temporary:
             folder = report or Path(temporary)
             # With an equals sign: pytest takes what stands alone for a path of tests, and loads the
@@ -234,11 +239,40 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: boo
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest
 
+    class Asking:
+        """Progress in the place of pytest's dots, until the verdict is written."""
+
+        def __init__(self) -> None:
+            self.shown = contextlib.ExitStack()
+            self.now = self.shown.enter_context(doing("starting the processes"))
+            self.laws, self.asked = 0, 0
+
+        def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+            self.laws = len(ids)
+            self.now("asking the laws", 0, self.laws)
+
+        def pytest_runtest_logreport(self, report: Any) -> None:
+            if report.when == "teardown":
+                self.asked += 1
+                self.now("asking the laws", self.asked, self.laws)
+
+        @pytest.hookimpl(wrapper=True)
+        def pytest_report_teststatus(self) -> Generator[None, tuple[str, Any, Any], tuple[str, Any, Any]]:
+            category, *_ = yield
+            return category, "", ""
+
+        @pytest.hookimpl(tryfirst=True)
+        def pytest_sessionfinish(self) -> None:
+            self.shown.close()
+
     alone = [
         *(f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain"),
         *("-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.plugin"),
     ]
-    if not quiet:
-        # the verdict is the result, and exit_codes sends what a command prints to standard error
-        sys.stdout = sys.__stdout__
-    return int(pytest.main([*chosen, *options, *alone, "-q", "--no-header"]))
+    told = ["-q", "--no-header", "--override-ini=console_output_style=classic"]
+    asking = Asking()
+    with asking.shown:
+        if not quiet:
+            # the verdict is the result, and exit_codes sends what a command prints to standard error
+            sys.stdout = sys.__stdout__
+        return int(pytest.main([*chosen, *options, *alone, *told], plugins=[asking]))

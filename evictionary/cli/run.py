@@ -1,6 +1,7 @@
 """The commands `evictionary run` and `evictionary export`: a method inside a model."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,7 @@ from rich.text import Text
 
 from evictionary.cli.console import (
     AS_IT_IS,
+    LIBRARIES,
     AsJson,
     Budget,
     Loading,
@@ -20,14 +22,17 @@ from evictionary.cli.console import (
     exit_codes,
     loads_a_model,
     mebibytes,
+    messages,
     options_in,
-    progress,
+    ratio_of,
     require_seed,
+    require_usable,
     show,
     text_of,
     whole_number,
 )
 from evictionary.errors import require
+from evictionary.progress import doing
 
 if TYPE_CHECKING:
     from evictionary.cache.evicting_cache import EvictingCache
@@ -59,11 +64,19 @@ def run(
         str,
         typer.Option(
             help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, "
-            "keydiff+moments; or auto: "
-            "what cost least in our study of one small model at the nearest ratio."
+            "keydiff+moments; or auto: of those that read the text once, the one that cost least in our "
+            "studies of one small model."
         ),
     ] = AUTO,
-    compression_ratio: Ratio = 0.5,
+    readings: Annotated[
+        int | None,
+        whole_number(
+            "How often auto may let the model read the text. With 2 it takes the method that costs least of "
+            "all, and reading lasts about three times as long.",
+            show_default="1",
+        ),
+    ] = None,
+    compression_ratio: Ratio = None,
     budget: Budget = None,
     option: Options = None,
     every: Annotated[int | None, every_tokens(", and read the text in blocks of that size")] = None,
@@ -80,51 +93,55 @@ def run(
         for each in question:
             require(each.strip(), "question: got no text, wanted a text")
         require(max_new_tokens >= 1, f"--max-new-tokens: got {max_new_tokens}, wanted at least 1")
-        from evictionary.cache.arguments import checked
-        from evictionary.cache.evicting_cache import EvictingCache
-        from evictionary.evaluation.questions import ask, prefill, tokenize
-        from evictionary.evaluation.study import recommended
-        from evictionary.models.load import load as load_model
+        require(every is None or every >= 0, f"every: got {every}, wanted at least 0")
+        ratio = ratio_of(compression_ratio, budget)
+        is_auto = method == AUTO
+        _require_of_auto(is_auto, readings, option or [])
+        require_usable(model, [] if is_auto else [method])
+        with doing(LIBRARIES) as now:
+            from evictionary.cache.arguments import checked
 
-        why, opened = None, None
-        if method == AUTO:
-            require(
-                not every,
-                f"--every: got {every}, wanted none: the method that the study recommends reads the whole "
-                "text at once; name "
-                "another --method, such as keydiff",
-            )
-            removed = compression_ratio
-            if budget is not None:  # the study has ratios, and the text says which one this is
-                opened = load_model(model, **vars(loading))
-                removed = 1 - budget / tokenize(opened[1], text, question[0])[0].shape[1]
-            method, why = recommended(removed)
+            if is_auto:
+                from evictionary.evaluation.study import recommended
 
-        chosen, options, _ = checked(method, compression_ratio, options, budget, every)
-        assert chosen is not None
-        loaded, tokenizer = opened or load_model(model, **vars(loading))
-        asked = [tokenize(tokenizer, text, each) for each in question]
-        context_ids = asked[0][0]
-        caches = {
-            chosen.name: EvictingCache(
-                loaded, chosen, compression_ratio, options, budget, every=every, seed=seed
-            ),
-            **({FULL: EvictingCache(loaded, method=None)} if full else {}),
-        }
-        answers: dict[str, list[str]] = {name: [] for name in caches}
-        seconds: dict[str, dict[str, float]] = {}
-        with progress() as (plan, advance):
-            plan(len(caches) * (1 + len(question)))
+                method, _ = recommended(ratio, readings or 1)
+            chosen, options, _ = checked(method, ratio, options, budget, every)
+            assert chosen is not None
+            from evictionary.cache.evicting_cache import EvictingCache
+            from evictionary.cache.model_hooks import require_prompt
+            from evictionary.evaluation.questions import ask, prefill, tokenize
+            from evictionary.models.load import load as load_model
+
+            now("loading the model")
+            loaded, tokenizer = load_model(model, **vars(loading))
+            asked = [tokenize(tokenizer, text, each) for each in question]
+            context_ids = asked[0][0]
+            length = context_ids.shape[1]
+            longest = getattr(loaded.config.get_text_config(), "max_position_embeddings", None)
+            require_prompt(length + max(ids.shape[1] for _, ids in asked) + max_new_tokens, longest)
+            why = None
+            if is_auto:  # the study has ratios
+                _, why = recommended(ratio if budget is None else 1 - budget / length, readings or 1)
+                messages.print(why, style="yellow", markup=False, highlight=False, soft_wrap=True)
+
+            caches = {
+                chosen.name: EvictingCache(loaded, chosen, ratio, options, budget, every=every, seed=seed),
+                **({FULL: EvictingCache(loaded, method=None)} if full else {}),
+            }
+            answers: dict[str, list[str]] = {name: [] for name in caches}
+            seconds: dict[str, dict[str, float]] = {}
             for name, cache in caches.items():
-                advance(f"{name}: reading {context_ids.shape[1]} tokens")
+                often = 1 if name == FULL else chosen.readings(options)
+                read_so_far = _tokens_read(cache, length, often)
+                now(f"{name}: reading the prompt", read_so_far, often * length, " tokens")
                 began = time.perf_counter()
                 prefill(loaded, context_ids, cache, every if name != FULL else None)
                 read = time.perf_counter()
                 if name != FULL:
                     before, after = cache.nbytes_full, cache.nbytes
-                    note = "; ".join(said for said in (why, _note(cache, chosen)) if said) or None
+                    more = _note(cache, chosen)
                 for index, (_, question_ids) in enumerate(asked):
-                    advance(f"{name}: question {index + 1} of {len(question)}")
+                    now(f"{name}: answering question {index + 1} of {len(question)}")
                     answers[name].append(ask(loaded, tokenizer, cache, question_ids, max_new_tokens).text)
                 seconds[name] = {"reading": read - began, "answering": time.perf_counter() - read}
         cache = caches[chosen.name]
@@ -136,16 +153,17 @@ def run(
         "model": model,
         "method": chosen.name,
         "options": options,
-        "compression_ratio": compression_ratio if budget is None else None,
+        "compression_ratio": ratio if budget is None else None,
         "budget": budget,
         "every": cache.every,
+        "readings": chosen.readings(options),
         "tokens": cache.get_seq_length(),
         "tokens_kept": cache.tokens_kept,
         "bytes_before": before,
         "bytes_after": after,
         "peak_tokens": cache.peak_tokens,
         "seconds": seconds,
-        "note": note,
+        "note": "; ".join(said for said in (why, more) if said) or None,
         "answers": both,
     }
     kept = f"{cache.tokens_kept:.5g} of {cache.get_seq_length()} tokens kept in each head"
@@ -157,7 +175,7 @@ def run(
     told = [
         f"{chosen.name}: {kept}, {mebibytes(before)} MiB became {mebibytes(after)} MiB",
         *took,
-        Text(note or "", "yellow"),
+        Text(more or "", "yellow"),
         *(
             part
             for one in both
@@ -180,7 +198,7 @@ def export(
     method: Annotated[
         str, typer.Option(help="A method's name, or a composition: snapkv+ada_kv, keydiff+moments.")
     ] = "keydiff",
-    compression_ratio: Ratio = 0.5,
+    compression_ratio: Ratio = None,
     budget: Budget = None,
     option: Options = None,
     every: Annotated[int | None, every_tokens()] = None,
@@ -191,12 +209,41 @@ def export(
     """
     with exit_codes(extra="model"):
         require_seed(seed)
-        from evictionary.cache.export import export as write
+        ratio, options = ratio_of(compression_ratio, budget), options_in(option or [])
+        require_usable(methods=[method])
+        with doing(LIBRARIES):
+            from evictionary.cache.export import export as write
 
-        path = write(
-            folder, method, compression_ratio, options_in(option or []), budget, every=every, seed=seed
-        )
+            path = write(folder, method, ratio, options, budget, every=every, seed=seed)
     typer.echo(str(path))
+
+
+def _require_of_auto(is_auto: bool, readings: int | None, options: list[str]) -> None:
+    """Raise UsageError for what only `auto` takes, or only a method that is named."""
+    require(
+        is_auto or readings is None,
+        f"--readings: got {readings} with a --method that is named, wanted --method auto: a method that is "
+        "named reads as often as it needs",
+    )
+    require(readings in (None, 1, 2), f"--readings: got {readings}, wanted 1 or 2")
+    require(
+        not (is_auto and options),
+        f"--option: got {', '.join(options)} with --method auto, wanted a method that is named, such as "
+        "--method lagkv: each has options of its own",
+    )
+
+
+def _tokens_read(cache: "EvictingCache", length: int, readings: int) -> Callable[[], float]:
+    """How many tokens the layers of a cache have read so far, on average: a second reading is counted where
+    a layer has compressed.
+    """
+    layers = list(cache.evicting.values())
+
+    def tokens() -> float:
+        again = (readings - 1) * sum(layer.evicted_at > 0 for layer in layers)
+        return (sum(min(layer.seen, length) for layer in layers) + again * length) / len(layers)
+
+    return tokens
 
 
 def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
@@ -216,10 +263,14 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
             "own_budget": "it sets its own budget",
             "recursive": "no partition is shared, and the sinks and the last partition stay whole",
         }
-        whole = "what it protects, or reads in one block, is more than that"
-        why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), whole)
+        more = (
+            f"its {chosen.function.__name__} keeps more than the budget that it is given; a method that "
+            'decides by itself how many stay says TRAITS = {"own_budget"}'
+        )
+        why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), more)
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
     reason = chosen.why_nothing_removed(length, cache.options)
     known = ", ".join(f"{name}={value}" for name, value in (chosen.options | cache.options).items())
     advice = f"; smaller options may help (now {known}): --option name=value" if known else ""
-    return f"Nothing was removed: {reason or f'{chosen.name} chose to keep every token'}{advice}"
+    all_kept = f"{chosen.name} chose to keep all {length} tokens where {asked} were asked for"
+    return f"Nothing was removed: {reason or all_kept}{advice}"

@@ -7,6 +7,7 @@ import typer
 
 from evictionary.cli.console import (
     AS_IT_IS,
+    LIBRARIES,
     WAIT,
     AsJson,
     DaskCluster,
@@ -21,11 +22,14 @@ from evictionary.cli.console import (
     numbers_in,
     require_folder,
     require_seed,
+    require_sizes,
+    require_usable,
     show,
     tokens_in,
     whole_number,
 )
 from evictionary.errors import require
+from evictionary.progress import doing
 
 # These stand here because the study imports torch, and the help must not wait for torch; a test compares
 # them.
@@ -88,20 +92,26 @@ def study(
         require_seed(seed)
         removed = numbers_in("--ratios", ratios)
         names = given_names("--methods", methods)
+        asked = given_names("--tasks", tasks) or []
         require_folder(output)
-        from evictionary.evaluation import study as experiment
+        require_sizes(removed)
+        require_usable(model, names or [], asked, jobs)
+        with doing(LIBRARIES):
+            from evictionary.evaluation import study as experiment
 
         plan = experiment.Plan(
             model=model,
             loading=loading,
             selectors=tuple(dict.fromkeys(names or experiment.selectors())),
-            tasks=given_names("--tasks", tasks) or [],
+            tasks=asked,
             seeds=range(seed, seed + samples),
             ratios=removed,
             lengths=tokens_in("--lengths", lengths),
             allocators=given_names("--allocators", allocators),
         )
-        found = experiment.write(carry_out(plan, output, jobs, dask, dask_wait), output)
+        lines = carry_out(plan, output, jobs, dask, dask_wait)
+        with doing("intervals, table and picture"):
+            found = experiment.write(lines, output)
     best = [
         f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} "
         "nats a token "

@@ -16,6 +16,7 @@ from evictionary.cli.console import (
     show,
 )
 from evictionary.errors import require, require_known, usage
+from evictionary.progress import doing
 
 
 @app.command(
@@ -64,7 +65,7 @@ def vectors(
             f"--output: got {output} and --check {check}, wanted one of the two",
         )
         if check is not None:
-            with usage("--check", ValueError):
+            with usage("--check", ValueError), doing("comparing the files with their index"):
                 problems = made.check(check)
         elif output is not None:
             require(
@@ -78,8 +79,9 @@ def vectors(
             with usage("--domain", BadDomain):
                 accepted = Domain.parse(domain or [])
             names = given_names("--method", methods)
-            laws = made.laws_of(names)
-            known = dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of())
+            with doing("loading the laws"):
+                laws = made.laws_of(names)
+                known = dict.fromkeys(law.name.split("::")[0].removeprefix("test_") for law in made.laws_of())
             for name in names or []:
                 require_known("--method", name, known)
             with progress() as (plan, advance):
@@ -111,8 +113,9 @@ def tasks(
     comes back.
     """
     with exit_codes():
-        from evictionary.classroom import tasks as made
-
         require_folder(folder)
-        written = made.write(form, folder)
+        with doing("writing the tasks"):
+            from evictionary.classroom import tasks as made
+
+            written = made.write(form, folder)
     show(as_json, written, [f"wrote {len(written)} tasks to {folder}"], soft_wrap=True)

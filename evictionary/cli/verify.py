@@ -89,7 +89,7 @@ def verify(
             accepted = Domain.parse(domain or [])
         missing_walls(without_walls)
         settings = {"examples": examples, "seconds": timeout, "domain": accepted, "strict": strict}
-        with progress() as (plan, advance):
+        with progress("the reference answers") as (plan, advance):
             functions = (name,) if name in known else ()
             found = verifier.verify(
                 source, name.split(".")[0], functions, seed=drawn, plan=plan, advance=advance, **settings

@@ -171,6 +171,20 @@ def default_methods() -> tuple[list[str], dict[str, str]]:
     return [*runnable, *catalogue.BASELINES], left_out
 
 
+def require_usable(
+    method_names: Sequence[str] | None, ratios: Sequence[float], depths: Sequence[float], tokens: int
+) -> None:
+    """Raise UsageError, before a model is loaded, as `run` does."""
+    for name, values in (("ratios", ratios), ("depths", depths)):
+        require(values, f"{name}: got none, wanted at least one")
+    for ratio in ratios:
+        tokens_to_keep(1, ratio)
+    for depth in depths:
+        passkey.require_made(depth, tokens)
+    for method in method_names or ():
+        resolve(method)
+
+
 def run(
     model: PreTrainedModel,
     tokenizer: Any,
@@ -189,10 +203,7 @@ def run(
     UsageError for an unknown method, a ratio or a depth out of range, or none of them; MethodError for a
     method that fails.
     """
-    for name, values in (("ratios", ratios), ("depths", depths)):
-        require(values, f"{name}: got none, wanted at least one")
-    for ratio in ratios:
-        tokens_to_keep(1, ratio)
+    require_usable(method_names, ratios, depths, tokens)
     wanted, left_out = default_methods() if method_names is None else (method_names, {})
     rows = [
         Row("full cache", {}, 0.0),

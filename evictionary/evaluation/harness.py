@@ -25,7 +25,7 @@ from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import UsageError
 from evictionary.evaluation.questions import likelihood, prefill
 from evictionary.models import embedded, versions
-from evictionary.models.load import EMBEDDED
+from evictionary.models.names import EMBEDDED
 
 
 @register_model("evictionary")

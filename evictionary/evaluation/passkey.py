@@ -99,8 +99,7 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
 
     Raises UsageError for a depth outside [0, 1] or fewer than 100 tokens.
     """
-    require(0 <= depth <= 1, f"depth: got {depth}, wanted a number in [0, 1]")
-    require(tokens >= 100, f"tokens: got {tokens}, wanted at least 100")
+    require_made(depth, tokens)
     draw = random.Random(f"{seed}/{depth}")
     answer = str(draw.randrange(10**6, 10**7))
     # the chat frame, the introduction and the needle take about 80 tokens
@@ -110,6 +109,12 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
     return Passkey(context_ids, question_ids, answer, locate(tokenizer, context_ids, needle))
+
+
+def require_made(depth: float, tokens: int) -> None:
+    """Raise UsageError for a depth or a length that no text can have."""
+    require(0 <= depth <= 1, f"depth: got {depth}, wanted a number in [0, 1]")
+    require(tokens >= 100, f"tokens: got {tokens}, wanted at least 100")
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:

@@ -30,9 +30,9 @@ from evictionary.evaluation.questions import Answer, ask, likelihood, prefill
 from evictionary.methods.catalogue import BASELINES
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.methods.resolve import resolve
-from evictionary.models import embedded
-from evictionary.models.load import EMBEDDED, load as load_model
+from evictionary.models.load import load as load_model
 from evictionary.models.loading import Loading
+from evictionary.models.names import located
 
 # The name of the baseline that removes nothing.
 FULL = "full"
@@ -182,22 +182,7 @@ class Plan(ModelPlan):
 
     def check(self, folder: Path, found: Mapping[str, store.Line], work: store.Work) -> None:
         """Raise UsageError for a length that is too short for a task or too long for the model."""
-        if not work:
-            return
-        path = str(embedded.install()) if self.model == EMBEDDED else self.model
-        try:
-            revision = self.loading.revision or "main"
-            tokenizer, config = (
-                kind.from_pretrained(path, revision=revision) for kind in (AutoTokenizer, AutoConfig)
-            )
-        except (OSError, ValueError, KeyError):
-            return  # loading the model will say what is wrong with it
-        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
-        for unit in {(unit.task, unit.length): unit for unit, _ in work}.values():
-            prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
-            require_prompt(
-                prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest
-            )
+        require_lengths(self.model, [unit for unit, _ in work], self.loading.revision)
 
     def measure(self, unit: Unit, parts: Sequence[Setting]) -> Iterator[store.Line]:
         model, tokenizer = self.opened()
@@ -207,6 +192,30 @@ class Plan(ModelPlan):
 
     def text(self, line: store.Line) -> str:
         return f"{line['task']}, {line['length']} tokens, seed {line['seed']}: {label(line)}"
+
+
+def require_lengths(model: str, units: Sequence[Unit], revision: str | None = None) -> None:
+    """Raise UsageError, before a model is loaded, for a length that is too short for a task or too long for
+    the model.
+    """
+    if not units:
+        return
+    place = located(model)
+    try:
+        tokenizer, config = (
+            kind.from_pretrained(
+                place.name, revision=revision or "main", local_files_only=place.is_local, **place.file
+            )
+            for kind in (AutoTokenizer, AutoConfig)
+        )
+    except (OSError, ValueError, KeyError):
+        return  # loading the model will say what is wrong with it
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    for unit in {(unit.task, unit.length): unit for unit in units}.values():
+        prompt = tasks.get(unit.task).make(tokenizer, unit.length, unit.seed)
+        require_prompt(
+            prompt.context_ids.shape[1] + prompt.question_ids.shape[1] + prompt.max_new_tokens, longest
+        )
 
 
 def require_some(plan: store.Plan, *names: str) -> None:

@@ -27,7 +27,7 @@ from evictionary.errors import MethodError, UsageError, require, require_known
 from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn
 from evictionary.evaluation.questions import likelihood, prefill
-from evictionary.evaluation.run import ModelPlan, Unit, placed, require_some, versions
+from evictionary.evaluation.run import ModelPlan, Unit, placed, require_lengths, require_some, versions
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, tokens_to_keep
 from evictionary.methods.resolve import MOMENTS, resolve
@@ -39,6 +39,11 @@ OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 32}}
 
 # The summary of the study of the embedded model, on which `evictionary run` relies where no method is named.
 STORED = Path(__file__).with_name("study.json")
+
+# The parts of it that choose what `--method auto` takes: each on other prompts than the final of real texts.
+EARLIER = ("finals", "real", "real_2000", "real_4000")
+# How often a model may read the prompt for it.
+OFTEN = {1: "once", 2: "twice"}
 
 # Bootstrap draws.
 DRAWS = 2000
@@ -74,6 +79,8 @@ class Plan(ModelPlan):
         require_some(self, "selectors", "tasks", "seeds", "ratios", "lengths")
         for name in self.tasks:
             tasks.get(name)
+        for length in self.lengths:
+            require(length >= 1, f"lengths: got {length}, wanted at least 1")
         for name in self.allocators or ():
             require_known("allocators", name, catalogue.allocators())
         for name in self.selectors:
@@ -89,6 +96,10 @@ class Plan(ModelPlan):
 
     def named(self, unit: Unit, part: tuple[str, float]) -> dict[str, Any]:
         return {**unit._asdict(), "selector": part[0], "ratio": part[1]}
+
+    def check(self, folder: Path, found: Mapping[str, store.Line], work: store.Work) -> None:
+        """Raise UsageError for a length that is too short for a task or too long for the model."""
+        require_lengths(self.model, [unit for unit, _ in work], self.loading.revision)
 
     def measure(self, unit: Unit, parts: Sequence[tuple[str, float]]) -> Iterator[store.Line]:
         """The cells of a line are [loss, whether exact, tokens kept]."""
@@ -359,21 +370,32 @@ def _recommended(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> dict[s
     return {name: rows[best][name] for name in told} | {"as_good": equals}
 
 
-def recommended(ratio: float) -> tuple[str, str]:
-    """The composition that the stored study recommends for removing a fraction, and a sentence that says
-    how far to trust it.
+def recommended(ratio: float, readings: int = 1) -> tuple[str, str]:
+    """The composition that the stored study recommends for removing a fraction, of those for which the model
+    reads the prompt at most so often, and what it costs beside the one for another number of readings.
+
+    Earlier prompts choose: of the compositions in all of EARLIER it cost least on average. The numbers are
+    those of the final of real texts, which has no part in choosing.
     """
     stored = json.loads(STORED.read_text(encoding="utf-8"))
-    entry = min(stored["recommended"], key=lambda each: abs(each["ratio"] - ratio))
-    prompts = sum(entry["prompts"].values())
-    most = entry["nine_of_ten"]
-    shortest, *_, longest = stored["real_finals"]["lengths"]
-    others = f"; {len(entry['as_good'])} others could not be told from it" if entry["as_good"] else ""
-    return entry["method"], (
-        f"auto: {entry['method']}, which cost least at {100 * entry['ratio']:g}% removed, on {prompts} "
-        f"prompts of {shortest:,} to {longest:,} tokens that people wrote, with one small model, "
-        f"{stored['model']}{others}. 9 of 10 prompts like these lose at most {most:.2g} nats for each token "
-        "of the answer (90% confidence); your model and text may want another one"
+    final = stored["real_finals"]
+    entry = min(final["recommended"], key=lambda each: abs(each["ratio"] - ratio))
+    rows = {row["method"]: row for row in final["rows"] if row["ratio"] == entry["ratio"]}
+    costs = store.grouped((row["method"], row["cost"]) for name in EARLIER for row in stored[name]["rows"])
+    most = max(map(len, costs.values()))
+    tried = sorted((name for name in rows if len(costs.get(name, ())) == most), key=lambda x: sum(costs[x]))
+    often = {name: resolve(name).readings() for name in tried}
+    best = {count: next(name for name in tried if often[name] <= count) for count in OFTEN}
+    name, other = best[readings], best[min(OFTEN.keys() - {readings})]
+    cost = {each: f"{rows[each]['cost']:.2f}" for each in (name, other)}
+    prompts, (shortest, *_, longest) = sum(entry["prompts"].values()), final["lengths"]
+    return name, (
+        f"auto: {name}, for which the model reads the prompt {OFTEN[often[name]]}. At "
+        f"{100 * entry['ratio']:g}% removed it cost {cost[name]} nats for each token of the answer. {other} "
+        f"reads it {OFTEN[often[other]]} and cost {cost[other]}: --readings {often[other]} takes it. These "
+        f"are {prompts} prompts of {shortest:,} to {longest:,} tokens that people wrote, with one small "
+        f"model, {stored['model']}: 9 of 10 prompts like these lose at most "
+        f"{rows[name]['nine_of_ten']:.2g} nats (90% confidence). Your model and text may want another one"
     )
 
 

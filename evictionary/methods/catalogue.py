@@ -16,13 +16,15 @@ from types import ModuleType
 from typing import Any
 
 from evictionary import reference
-from evictionary.errors import require
+from evictionary.errors import did_you_mean, require, require_known
 from evictionary.source import first_paragraph
 
 # The options that count tokens which stay whatever their scores.
 PROTECTING = {"first": ("sink_size", "sinks"), "last": ("window_size", "recent_size", "window", "lag_size")}
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
+# The addition that corrects the attention by moments of the evicted tokens.
+MOMENTS = "moments"
 # The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
 
@@ -171,6 +173,43 @@ def protected(name: str, options: Mapping[str, Any]) -> str:
     } | dict(options)
     parts = [f"{place} {known[key]}" for place, keys in PROTECTING.items() for key in keys if known.get(key)]
     return ", ".join([*parts, *([said] if said else [])]) or "-"
+
+
+def parts(method: str) -> tuple[str, list[str]]:
+    """What a composition begins with, a name or the path of a file, and its additions, by their names alone.
+
+    Raises UsageError for an unknown name, a file that does not exist, and an addition that is first or twice.
+    """
+    found = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
+    base, composed = (found[1], found[2].split("+")[1:]) if found else (method, [])
+    wanted = [*additions(), MOMENTS]
+    path, _ = file_of(base)
+    require(
+        base not in wanted,
+        f"method: got {base!r} first, wanted a method before it, such as keydiff+{base}",
+    )
+    require(path is None or path.is_file(), f"method: got {path}, wanted a Python file that exists")
+    if path is None and base not in (known := [*names(), *BASELINES]):
+        require_known("method", base, [*known, "path/to/file.py"])
+    for index, addition in enumerate(composed):
+        require(
+            addition in wanted,
+            f"method: got {addition!r} after the +{did_you_mean(addition, wanted)}, wanted one of "
+            f"{', '.join(wanted)}",
+        )
+        require(
+            addition not in composed[:index],
+            f"method: got {addition!r} twice in {method!r}, wanted each addition once",
+        )
+    return base, composed
+
+
+def file_of(base: str) -> tuple[Path | None, str | None]:
+    """The file and the function of a method that is `path/to/file.py` or `path/to/file.py:function`."""
+    head, colon, tail = base.rpartition(":")
+    if colon and head.endswith(".py") and tail.isidentifier():
+        return Path(head), tail
+    return (Path(base), None) if base.endswith(".py") else (None, None)
 
 
 def evicting() -> list[str]:

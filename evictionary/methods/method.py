@@ -133,6 +133,13 @@ class Method:
         """The method's inputs that come only from the running model: some of "queries", "hidden_states"."""
         return catalogue.captured(self.reads)
 
+    def readings(self, options: Mapping[str, Any] | None = None) -> int:
+        """How often a model reads a prompt for it: twice where a second reading gives an input that no
+        calibration file holds.
+        """
+        held = catalogue.CALIBRATED if (options or {}).get("calibration") else frozenset()
+        return 1 + bool(catalogue.captured(self.reads - held) & catalogue.REPLAYED)
+
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
         """Return the given options in the types of their defaults. Raises UsageError for one that cannot
         be used.

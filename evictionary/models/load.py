@@ -19,11 +19,9 @@ from transformers.cache_utils import (
 from transformers.utils import logging as transformers_logging
 
 from evictionary.errors import UsageError, require
-from evictionary.models import embedded
 from evictionary.models.loading import DeviceMap, Loading
+from evictionary.models.names import EMBEDDED, hint, located
 from evictionary.models.weights import require_weights
-
-EMBEDDED = "embedded"
 
 NO_SOFTMAX = {"diffllama": "differential attention", "doge": "a mask that it makes from the values"}
 """Model types without plain softmax attention, which nothing else in their configuration reveals."""
@@ -77,23 +75,16 @@ def load(
 
 def _source(name: str, revision: str | None) -> dict[str, Any]:
     """Where transformers finds a model. Raises UsageError for what is no place of one."""
-    folder = str(embedded.install()) if name == EMBEDDED and revision is None else name
-    require(folder.strip(), f"model: got {name!r}, wanted a hub name, a folder, or {EMBEDDED}")
-    folder, file = _in_folder(folder)
-    is_folder = Path(folder).is_dir()
+    place = located(name)
     require(
-        is_folder or not folder.startswith((".", "/", "~")),
-        f"model: got {name!r}, wanted a folder that exists, a hub name, or {EMBEDDED}",
-    )
-    require(
-        revision is None or not (is_folder or name == EMBEDDED),
+        revision is None or not Path(place.name).is_dir(),
         f"revision: got {revision!r} for {name!r}, which has one alone, wanted none",
     )
     return {
-        "pretrained_model_name_or_path": folder,
+        "pretrained_model_name_or_path": place.name,
         "revision": revision or "main",
-        "local_files_only": is_folder,
-        **file,
+        "local_files_only": place.is_local,
+        **place.file,
     }
 
 
@@ -110,35 +101,14 @@ def _named(name: str, wanted: Loading) -> Iterator[None]:
         asked = {option: getattr(wanted, option) for option in ("attn", "device_map", "revision")}
         words = "".join(f" with {option} {value!r}" for option, value in asked.items() if value is not None)
         raise UsageError(
-            f"model: got {name!r}{words}, wanted a hub name or a folder with a causal language model: "
-            f"{reason}"
+            f"model: got {name!r}{hint(name)}{words}, wanted a hub name or a folder with a causal language "
+            f"model: {reason}"
         ) from error
 
 
 def _current(place: str) -> AbstractContextManager[Any]:
     """A GPU as the current device."""
     return torch.cuda.device(place) if place.startswith("cuda") else contextlib.nullcontext()
-
-
-def _in_folder(name: str) -> tuple[str, dict[str, str]]:
-    """The folder of a GGUF file, and the argument of transformers that names the file; other names alone.
-
-    Raises UsageError for another file, and for a folder without a model but with GGUF files.
-    """
-    path = Path(name)
-    if path.is_file():
-        require(
-            path.suffix == ".gguf",
-            f"model: got {name!r}, a file, wanted the folder with its config.json, or a GGUF file",
-        )
-        return str(path.parent), {"gguf_file": path.name}
-    files = [] if (path / "config.json").exists() else sorted(each.name for each in path.glob("*.gguf"))
-    require(
-        not files,
-        f"model: got {name!r}, a folder without a config.json, wanted one of its files, such as "
-        f"{path / (files or [''])[0]}",
-    )
-    return name, {}
 
 
 def _quiet_transformers() -> None:

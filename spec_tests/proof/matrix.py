@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import typer
 from rich.progress import track
 
+from evictionary.progress import tracked
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import ANY
@@ -117,7 +118,7 @@ def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[
     from joblib import Parallel, delayed
 
     answers = Parallel(n_jobs=jobs, return_as="generator")(delayed(function)(*each) for each in calls)
-    return list(track(answers, total=len(calls), description=what))
+    return list(tracked(answers, len(calls), what))
 
 
 def by_each_folder(

@@ -120,18 +120,6 @@ def test_demo_writes_json_and_a_report(model_folder: Path, tmp_path: Path) -> No
     assert (tmp_path / "report.html").is_file() and "keydiff" in printed(*demo)
 
 
-def test_a_log_file_shows_the_progress(
-    model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("evictionary.cli.console.LOG_SECONDS", 0)
-    told = invoke(*few(model_folder, tmp_path / "report.html")).stderr
-    steps, texts = zip(*(line.split(": ", 1) for line in told.splitlines() if line.strip()), strict=True)
-    assert list(steps) == [f"{step} of {len(steps) - 1}" for step in range(len(steps))]
-    assert texts[-1] == "writing the report" and any("keydiff" in text for text in texts)
-    settings = ["--methods", "keydiff", "--ratios", "0.5", "--tasks", "passkey7", "--samples", 1]
-    says(invoke("eval", "--model", model_folder, *settings, "--output", tmp_path).stderr, "1 of ", " s left")
-
-
 def test_what_a_method_prints_is_not_in_the_json(asks: list[object], tmp_path: Path) -> None:
     mine = scorer(tmp_path, "print('scored')\n    return keys.sum(-1)", "print('loaded')\n")
     done = invoke(*asks, "--method", mine, "--json")
@@ -166,11 +154,12 @@ GIVEN = {
         "--lengths": "600",
         "--output": "{tmp}/out",
     },
-    "study": {"--output": "{tmp}/out"},
+    "study": {"--model": "{model}", "--output": "{tmp}/out"},
     "claims": {"--model": "{model}", "--output": "{tmp}/out"},
     "calibrate": {"--model": "{model}", "--text-file": "{text}", "--output": "{tmp}/out"},
 }
-UNLOADED = "--model /no/such/folder"
+# What only a loaded model can refuse.
+OF_THE_MODEL = ("run", "wanted at most the model's context of 2048")
 REFUSED = {
     "run": [
         ("--method keydif", "method: got 'keydif' (did you mean keydiff?)"),
@@ -180,10 +169,15 @@ REFUSED = {
         ("--option sink", "--option: got 'sink', wanted name=value"),
         ("--method keydiff --option sink=4", "keydiff has no such option"),
         ("--method lagkv --option lagsize=4", "lagkv has no such option (did you mean lag_size?)"),
-        (
-            f"{UNLOADED} --every 8",
-            "--every: got 8, wanted none: the method that the study recommends reads the whole text at once",
-        ),
+        ("--readings 2 --every 8", "every: got 8, wanted 0: kvzip+ada_kv reads"),
+        ("--readings 3", "--readings: got 3, wanted 1 or 2"),
+        ("--method keydiff --readings 2", "--readings: got 2 with a --method that is named"),
+        ("--option lag_size=4", "--option: got lag_size=4 with --method auto, wanted a method that is named"),
+        ("--budget 7 --compression-ratio 0.5", "--budget: got 7 and --compression-ratio 0.5, wanted one of"),
+        ("--method keydiff+adakv", "method: got 'adakv' after the + (did you mean ada_kv?)"),
+        ("--method keydiff+ada_kv+ada_kv", "got 'ada_kv' twice"),
+        ("--method ada_kv", "method: got 'ada_kv' first, wanted a method before it"),
+        ("--method keydiff+moments+cam", "which cam would count again"),
         ("--max-new-tokens 0", "--max-new-tokens: got 0"),
         ("--prompt-file absent.txt", "--prompt-file: got absent.txt"),
         ("--question ' '", "question: got no text"),
@@ -192,16 +186,20 @@ REFUSED = {
         ("--max-new-tokens 5000", "wanted at most the model's context of 2048"),
         ("--method gvote --option p=2.0", "p: got 2.0, wanted a number in [0, 1]"),
         ("--method snapkv --option window_size=0", "window_size: got 0"),
-        ("--prompt-file {tmp}/empty.txt", "prompt: got no text"),
+        ("--prompt-file {tmp}/empty.txt", "empty.txt without text, wanted a text"),
+        ("--prompt-file {tmp}/zeros.txt", "zeros.txt with bytes of zero, wanted a text file"),
+        ("--prompt-file {tmp}/latin.txt", "wanted a readable UTF-8 text file"),
+        ("--prompt-file {tmp}", "wanted a readable UTF-8 text file: Is a directory"),
+        ("--model embeded", "did you mean embedded?"),
+        ("--model {model}x", "tiny-llama0?), wanted a folder that exists"),
+        ("--model {text}", "text.txt', wanted a folder that exists"),
         ("--prompt-file {tmp}/long.txt", "wanted at most the model's context of 2048"),
-        # These are refused before a model is loaded.
-        (f"{UNLOADED} --method lagkv --option lag_size=0", "option lag_size: got 0"),
-        (f"{UNLOADED} --method lagkv --option sink_size=-1", "option sink_size: got -1"),
-        (f"{UNLOADED} --method keydiff --every -1", "every: got -1"),
-        (f"{UNLOADED} --method h2o --every 8", "every: got 8, wanted 0"),
-        (f"{UNLOADED} --method lagkv --budget 8 --every 8", "budget: got 8 with every=8"),
-        (f"{UNLOADED} --seed 99999999999999999999", "--seed: got 99999999999999999999"),
-        (f"{UNLOADED} --question ' '", "question: got no text"),
+        ("--method lagkv --option lag_size=0", "option lag_size: got 0"),
+        ("--method lagkv --option sink_size=-1", "option sink_size: got -1"),
+        ("--method keydiff --every -1", "every: got -1"),
+        ("--method h2o --every 8", "every: got 8, wanted 0"),
+        ("--method lagkv --budget 8 --every 8", "budget: got 8 with every=8"),
+        ("--seed 99999999999999999999", "--seed: got 99999999999999999999"),
     ],
     "demo": [
         (
@@ -213,6 +211,11 @@ REFUSED = {
         ("--ratios half", "--ratios: got 'half', wanted numbers"),
         ("--ratios 1.5", "compression_ratio: got 1.5"),
         ("--depths 2", "depth: got 2.0"),
+        ("--methods keydif", "method: got 'keydif' (did you mean keydiff?)"),
+        ("--methods lagkv+ada_kv", "method: lagkv chooses its tokens itself"),
+        ("--tokens 99", "tokens: got 99, wanted at least 100"),
+        ("--seed -1", "--seed: got -1"),
+        ("--model ./no/such/model", "model: got './no/such/model'"),
     ],
     "eval": [
         ("--methods keydif", "method: got 'keydif' (did you mean keydiff?)"),
@@ -241,6 +244,11 @@ REFUSED = {
         ("--ratios 1.5", "compression_ratio"),
         ("--methods keydif", "did you mean keydiff"),
         ("--tasks passkey", "did you mean passkey7"),
+        ("--lengths 0", "lengths: got 0"),
+        ("--lengths 20", "tokens: got 20, wanted at least"),
+        ("--lengths 4000", "wanted at most the model's context of 2048"),
+        ("--jobs 0", "jobs: got 0"),
+        ("--model ./no/such/model", "model: got './no/such/model'"),
     ],
     "claims": [
         ("--papers keydif", "papers: got keydif (did you mean keydiff?), wanted some of expected_attention"),
@@ -253,23 +261,43 @@ REFUSED = {
         ("--texts prose", "texts: got prose, wanted some of repetitive"),
         ("--seeds 1", "seeds: got 1, wanted at least 2"),
         ("--jobs 0", "jobs: got 0, wanted at least 1"),
+        ("--seed -1", "--seed: got -1"),
         ("--seeds-of gvote", "--seeds-of: got 'gvote', wanted a paper and a number"),
     ],
     "calibrate": [
         ("--recipe seed=1", "--recipe: got seed without a training"),
         ("--train-gates 0", "steps: got 0, wanted at least 1"),
+        ("--train-gates 1 --recipe longst=4", "recipe: got 'longst' (did you mean longest?)"),
+        ("--text-file {tmp}/empty.txt", "empty.txt without text, wanted a text"),
+        ("--model ./no/such/model", "model: got './no/such/model'"),
     ],
 }
+
+
+def never_loaded(*arguments: object, **named: object) -> None:
+    pytest.fail("a model was loaded, although the arguments alone were wrong")
 
 
 @pytest.mark.parametrize(
     ("command", "arguments", "message"),
     [(command, *each) for command, rows in REFUSED.items() for each in rows],
 )
-def test_what_cannot_be_used_is_refused_in_one_line_and_nothing_is_written(
-    model_folder: Path, text_file: Path, tmp_path: Path, command: str, arguments: str, message: str
+def test_what_cannot_be_used_is_refused_in_one_line_without_a_model_and_nothing_is_written(
+    model_folder: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    arguments: str,
+    message: str,
 ) -> None:
+    if (command, message) != OF_THE_MODEL:
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", never_loaded)
+    unreached = "the hub cannot be asked in a test"
+    monkeypatch.setattr("evictionary.models.names._unreached", lambda name: unreached)
     (tmp_path / "empty.txt").touch()
+    (tmp_path / "zeros.txt").write_bytes(b"\0text")
+    (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     (tmp_path / "long.txt").write_text("word " * 600)
     before = sorted(tmp_path.iterdir())
     words = shlex.split(arguments)

@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tools import as_json, printed, refused, saved
+from tools import as_json, printed, refused, saved, says
 
+import docs_build.pages
 import docs_build.study
 from evictionary import store
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.cli import study as cli_study
 from evictionary.evaluation import study, tasks
 from evictionary.evaluation.questions import prefill
+from evictionary.methods.resolve import resolve
 from evictionary.models import versions
 from evictionary.models.load import load
 
@@ -165,20 +167,28 @@ def test_nine_of_ten_prompts_stay_below_the_bound_in_nine_of_ten_samples() -> No
     assert [study.bound(samples[0, :count]) for count in (21, 22)] == [None, samples[0, :22].max()]
 
 
-def test_what_auto_promises_is_of_prompts_that_had_no_part_in_choosing() -> None:
-    """Of the final's compositions the study of real texts, on other prompts, chooses the same one: the least
-    on average over the sizes.
+@pytest.mark.parametrize(("readings", "name"), [(1, "keydiff+ada_kv+moments"), (2, "kvzip+ada_kv")])
+def test_what_auto_promises_is_of_prompts_that_had_no_part_in_choosing(readings: int, name: str) -> None:
+    """Other prompts than those of the final of real texts choose it: of what all the earlier parts measured,
+    with so many readings at most, it costs least on average. The pages name it.
     """
     stored = json.loads(study.STORED.read_text(encoding="utf-8"))
-    finalists = {row["method"] for row in stored["real_finals"]["rows"]}
+    earlier = [stored[part]["rows"] for part in study.EARLIER]
+    measured = set.intersection(*({row["method"] for row in rows} for rows in earlier))
     costs = {
-        name: sum(row["cost"] for row in stored["real"]["rows"] if row["method"] == name)
-        for name in finalists
+        each: sum(row["cost"] for rows in earlier for row in rows if row["method"] == each)
+        for each in measured & {row["method"] for row in stored["real_finals"]["rows"]}
+        if resolve(each).readings() <= readings
     }
-    for entry in stored["recommended"]:
-        assert entry["method"] == min(costs, key=lambda name: costs[name])
-        assert entry["cost"] < entry["nine_of_ten"]
-        assert f"at most {entry['nine_of_ten']:.2g} nats" in study.recommended(entry["ratio"])[1]
+    assert len(costs) == 2 + 2 * readings and name == min(costs, key=lambda each: costs[each])
+    final = {(row["method"], row["ratio"]): row for row in stored["real_finals"]["rows"]}
+    for ratio in study.RATIOS:
+        taken, why = study.recommended(ratio + 0.01, readings)
+        row = final[name, ratio]
+        assert taken == name and row["cost"] < row["nine_of_ten"]
+        says(why, f"{row['cost']:.2f} nats", f"lose at most {row['nine_of_ten']:.2g} nats", "one small model")
+    page = docs_build.pages.studied("study.md", "real_finals.auto")
+    says(page, f"| `{name}` | {readings} | {final[name, 0.5]['cost']:.2f} |")
 
 
 def test_too_few_prompts_are_refused() -> None:
@@ -235,16 +245,9 @@ def test_the_stored_study_follows_from_its_measurements_and_its_final_from_other
         assert every.isdisjoint(finals)
 
 
-def test_auto_is_what_the_stored_study_recommends_at_the_nearest_ratio(
-    model_folder: Path, tmp_path: Path
-) -> None:
-    stored = json.loads(study.STORED.read_text(encoding="utf-8"))
-    for entry in stored["recommended"]:
-        assert study.recommended(entry["ratio"] + 0.01)[0] == entry["method"]
-        rows = [row for row in stored["real_finals"]["rows"] if row["ratio"] == entry["ratio"]]
-        assert entry["cost"] == min(row["cost"] for row in rows)
+def test_auto_has_the_numbers_of_the_nearest_ratio(model_folder: Path, tmp_path: Path) -> None:
     text = saved(tmp_path / "text.txt", "The gate key is 12. " * 10)
     asked = ["run", "--model", str(model_folder), "--prompt-file", str(text), "--question", "Which?"]
-    found = as_json(*asked, "--compression-ratio", "0.75", "--max-new-tokens", "2")
-    assert found["method"] == study.recommended(0.75)[0] and "one small model" in found["note"]
-    assert "at 90% removed" in as_json(*asked, "--budget", "7", "--max-new-tokens", "2")["note"]
+    found = as_json(*asked, "--compression-ratio", "0.7", "--max-new-tokens", "2")
+    assert found["method"] == study.recommended(0.75)[0] and "At 75% removed" in found["note"]
+    assert "At 90% removed" in as_json(*asked, "--budget", "7", "--max-new-tokens", "2")["note"]
