@@ -408,7 +408,7 @@ def _client(jobs: int, dask: str, stack: contextlib.ExitStack) -> Any:
             dashboard_address=None,
             memory_limit=0,  # Dask would pause or end a worker for the size of its model
             scheduler_kwargs={"allowed_failures": 0},
-            silence_logs=False,
+            silence_logs=logging.CRITICAL,
         )
         return stack.enter_context(Client(stack.enter_context(cluster)))
     try:
