@@ -57,7 +57,7 @@ TEACHING_LAWS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_t
 
 kernels: .venv/installed
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_graphs.py
 	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.

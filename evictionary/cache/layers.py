@@ -262,8 +262,9 @@ class EvictingLayer(DynamicLayer):
     def is_ragged_alone(self) -> bool:
         """Whether all tokens lie in `ragged`, of which torch may replace some where they lie."""
         cache = self._ragged
-        is_alone = cache is not None and self.stored == 0 and self.holes is None
-        return is_alone and not cache.keys.requires_grad and kernels_for("attention", *cache[:2]) is None
+        if cache is None or self.stored or self.holes is not None:
+            return False
+        return not cache.keys.requires_grad and kernels_for("attention", *cache[:2]) is None
 
     def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
         """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new
@@ -315,7 +316,8 @@ class EvictingLayer(DynamicLayer):
             owners = heads.repeat_interleave(self._ragged.lengths.flatten())
             order = self._ragged.positions.argsort()
             order = order[owners[order].argsort(stable=True)]
-            self.ragged = CompressedCache(*(field[order] for field in self._ragged[:3]), self._ragged.lengths)
+            keys, values, positions, lengths = self._ragged
+            self.ragged = CompressedCache(keys[order], values[order], positions[order], lengths)
             return
         positions, order = self._positions_of_slots().sort(dim=-1)
         self.keys, self.values = (
@@ -353,17 +355,17 @@ class EvictingLayer(DynamicLayer):
         self._restore_order()
         return self._ragged
 
-    @property
-    def ragged_slots(self) -> CompressedCache | None:
-        """`ragged` as it lies: the rows of a head in any order."""
-        return self._ragged
-
     @ragged.setter
     def ragged(self, cache: CompressedCache | None) -> None:
         self._longest_ragged = 0 if cache is None else int(cache.lengths.max())
         self._ragged = cache
         self._rows = None
         self.plans = {}
+
+    @property
+    def ragged_slots(self) -> CompressedCache | None:
+        """`ragged` as it lies: the rows of a head in any order."""
+        return self._ragged
 
     @property
     def moments(self) -> Moments | None:

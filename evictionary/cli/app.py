@@ -99,6 +99,7 @@ def _on_unix(command: Callable[..., None]) -> Callable[..., None]:
 _PANEL_OF = {file.__name__: panel for panel, files in PANELS.items() for file in files}
 app.registered_commands.sort(key=lambda command: [*_PANEL_OF].index(command.callback.__module__))
 for _command in app.registered_commands:
+    assert _command.callback is not None
     _command.rich_help_panel = _PANEL_OF[_command.callback.__module__]
     # A help text is written in lines of the file; the terminal breaks it into lines of its own.
     if _command.callback in APART:
