@@ -16,6 +16,7 @@ import torch
 from tools.pages import ROOT, blocks
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import evictionary
 from benchmarks.gpu import ROWS
 from docs_build import facts
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
@@ -283,6 +284,18 @@ def test_every_method_has_a_kernel_and_only_one_addition_has_none() -> None:
         assert {*catalogue.names(), *catalogue.additions()} <= {
             path.stem for path in (ROOT / folder).glob("*.py")
         }
+
+
+def test_one_state_and_one_version_are_said() -> None:
+    """The recipe of a release once named a file that has no version."""
+    project = facts.stored("pyproject.toml")
+    (state,) = [one for one in project["project"]["classifiers"] if one.startswith("Development Status")]
+    assert state.endswith(" - Alpha") and "This is alpha software." in text_of(ENGLISH)
+    module, _, name = project["tool"]["setuptools"]["dynamic"]["version"]["attr"].rpartition(".")
+    file = f"{module.replace('.', '/')}/__init__.py"
+    assert f"Set `{name}` in `{file}`" in text_of("CONTRIBUTING.md")
+    assert f'{name} = "{evictionary.__version__}"' in (ROOT / file).read_text(encoding="utf-8")
+    assert f"version: {evictionary.__version__} " in text_of("CITATION.cff")
 
 
 # The two READMEs.
