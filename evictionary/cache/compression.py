@@ -13,7 +13,6 @@ import torch
 from evictionary.cache.checks import require_finite
 from evictionary.cache.inputs import supply
 from evictionary.cache.layers import at
-from evictionary.errors import MethodError, require
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.optimized.cache import compress as copied
 from evictionary.policies import Compression, hooks, moments_of
@@ -45,7 +44,7 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
         cascade(cache, layer_index, step, states, request)
         return
     kept = one_pass(method, step, request).kept(states, request)
-    require_budget(cache, method, request, kept)
+    warn_of_what_is_too_much(cache, request, kept)
     warn_of_what_is_wasted(cache, layer_index, kept)
     if method.merge is not None and not (layer.is_full and kept.all()):
         step.compressed = copied(step.keys, method.merged(states, request, kept, step.new), kept)
@@ -184,20 +183,24 @@ def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:
         )
 
 
-def require_budget(cache: WatchedCache, method: Method, request: Request, kept: torch.Tensor) -> None:
-    """Raise MethodError where a select keeps [B, H_kv, T] more than it may: a cache promises its memory."""
-    grows = "recursive" in method.traits and cache.every  # a fraction of each partition, in parts
-    if not method.is_select or "own_budget" in method.traits or grows:
+def warn_of_what_is_too_much(cache: WatchedCache, request: Request, kept: torch.Tensor) -> None:
+    """Warn, once, where a select keeps more tokens [B, H_kv, T] than it may."""
+    method = cache.method
+    assert method is not None
+    grows = "recursive" in method.traits and cache.every  # it keeps a fraction of each part
+    if cache.is_told or grows or not method.is_select or "own_budget" in method.traits:
         return
     for count, seen in zip(kept.sum(dim=(1, 2)).tolist(), request.seen or (), strict=True):
         stored, asked = count / kept.shape[1], method.most(seen, request)
-        require(
-            stored <= asked,
-            f"{method.name}: in layer {request.layer_index} the cache stores {stored:.5g} of {seen} tokens "
-            f"in each head, where {asked} were asked for; a method that decides by itself how many stay says "
-            'TRAITS = {"own_budget"}',
-            MethodError,
-        )
+        if stored > asked:
+            cache.is_told = True
+            warnings.warn(
+                f"method {method.name}: the cache stores {stored:.5g} of {seen} tokens in each head of layer "
+                f"{request.layer_index}, where {asked} were asked for; a method that decides by itself how "
+                'many stay says TRAITS = {"own_budget"}',
+                stacklevel=2,
+            )
+            return
 
 
 def warn_of_what_is_wasted(cache: WatchedCache, layer_index: int, kept: torch.Tensor) -> None:

@@ -608,7 +608,7 @@ class WatchedCache(Cache):
         self._replaying, self._with_graph = False, {}
         self._is_announced = False
         self.peak_tokens = 0
-        # that later tokens stay; that a method keeps less than half of what it may
+        # that later tokens stay; that a method keeps more than it may, or less than half of it
         self.is_warned = self.is_told = False
         self._names = self.record | captured(self._reads)
         # while decoding, `query` is the last one, and no history of it is needed

@@ -340,7 +340,7 @@ WASTES = """
 import numpy as np
 def select(keys, budget):
     kept = np.zeros(keys.shape[:3], dtype=bool)
-    kept[..., : budget // SHARE + 1] = True
+    kept[..., : min(budget, budget // SHARE + 1)] = True
     return kept
 """
 

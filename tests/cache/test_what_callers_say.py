@@ -4,6 +4,8 @@ a budget. Each refusal has a twin that is right and goes on.
 
 import copy
 import functools
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -19,7 +21,6 @@ from transformers import DynamicCache, LlamaForCausalLM, Qwen2VLConfig, Qwen2VLF
 from evictionary import EvictingCache
 from evictionary.cache.chat import next_turn
 from evictionary.cache.text import JOINED
-from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
 
 METHODS = ["keydiff", "snapkv+ada_kv", "momentkv", "quest", None]
@@ -523,32 +524,37 @@ def select(keys, length, budget):
 
 
 @pytest.mark.parametrize("every", [0, 4])
-@pytest.mark.parametrize(("few", "stored"), [("length", 40), ("budget + 1", 9)])
-def test_a_select_that_keeps_more_than_its_budget_is_refused(
-    model: LlamaForCausalLM, tmp_path: Path, few: str, stored: int, every: int
+@pytest.mark.parametrize(
+    ("traits", "few", "stored"),
+    [
+        ("", "length", 40),
+        ("", "budget + 1", 9),
+        ("", "budget", None),
+        ("TRAITS = {'own_budget'}", "length", None),
+    ],
+)
+def test_a_select_that_keeps_more_than_its_budget_is_told_of_once(
+    model: LlamaForCausalLM, tmp_path: Path, traits: str, few: str, stored: int | None, every: int
 ) -> None:
-    """A file that ignores it, by a token or by all; with its trait, or with less, it goes."""
-    text = FIRST.replace("FEW", few)
-    cache = EvictingCache(model, written(tmp_path, text), budget=8, every=every)
-    refused(
-        lambda: read(model, IDS[:, :PROMPT], cache),
-        f"mine.py: in layer 0 the cache stores {stored} of 40 tokens in each head, where 8 were asked for; a",
-        MethodError,
+    """A file that ignores it, by a token or by all."""
+    method = written(tmp_path, traits + FIRST.replace("FEW", few))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        cached(model, IDS[:, :52], method, budget=8, every=every, sizes=[40, *[4] * (every // 2)])
+    wanted = (
+        rf"method .*mine.py: the cache stores {stored} of 40 tokens in each head of layer 0, where 8 were"
     )
-    for right in ("TRAITS = {'own_budget'}" + text, FIRST.replace("FEW", "budget")):
-        with EvictingCache(model, written(tmp_path, right), budget=8, every=every) as other:
-            read(model, IDS[:, :PROMPT], other)
+    assert len(told) == (stored is not None)
+    assert all(re.match(wanted, str(each.message)) for each in told)
 
 
 def test_rows_of_a_padded_batch_have_budgets_of_their_own(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """Half of the longer row is more than half of the shorter one."""
     ids, given = padded(30, 20)
-    cache = EvictingCache(model, written(tmp_path, FIRST.replace("FEW", "15")), 0.5)
-    refused(
-        lambda: read(model, ids, cache, **given),
-        "stores 15 of 20 tokens in each head, where 10 were asked for",
-        MethodError,
-    )
+    with pytest.warns(
+        UserWarning, match="stores 15 of 20 tokens in each head of layer 0, where 10 were asked"
+    ):
+        cached(model, ids, written(tmp_path, FIRST.replace("FEW", "15")), 0.5, given=given)
 
 
 # refusals by their true cause
