@@ -1,4 +1,4 @@
-"""What each method costs in a model, in one table: `python -m benchmarks.costs [--tokens 2048]`.
+"""What each method costs in a model, in one table: `python -m benchmarks.costs`.
 
 Three figures for every method, each against the full cache of transformers (DynamicCache) in the same run:
 

@@ -335,7 +335,12 @@ def _lowest_of_layer(
         residuals = _residuals(at(keys, places), at(values, places), mean_value, prediction)
         return alpha.gather(2, places) * vector_norm(residuals, dim=-1)
 
-    return logits, *lowest(alpha * vector_norm(probed.mT - predicted, dim=2), scored, 1)
+    return logits, *lowest(alpha * norms_across(probed.mT - predicted), scored, 1)
+
+
+def norms_across(channels: torch.Tensor) -> torch.Tensor:
+    """The norms [..., T] of a few channels [..., n, T], which are overwritten."""
+    return channels.square_().sum(dim=-2).sqrt_()
 
 
 def lowest(

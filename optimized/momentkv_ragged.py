@@ -13,7 +13,7 @@ from torch.linalg import vector_norm
 
 from . import ada_kv
 from .attention import add_sums, products, rows_of_heads
-from .momentkv import PROBED, evicted_part, lowest, predicting
+from .momentkv import PROBED, evicted_part, lowest, norms_across, predicting
 from .states import CompressedCache, Moments
 
 
@@ -64,10 +64,10 @@ def step_trusted(
     # The products of each token with its queries, and of its key with the first channels of the prediction.
     rows = query.to(dtype).reshape(batch * heads, -1, query.shape[-1]) / math.sqrt(query.shape[-1])
     tile, group = torch.cat([rows, prediction[:, :PROBED]], dim=1), rows.shape[1]
-    both = tile.new_zeros(*tile.shape[:2], new + 1)
+    both = tile.new_full((*tile.shape[:2], new + 1), -math.inf)
     products(tile, cache.keys, spans, both)
     both[..., new:] = tile @ own_key.to(dtype).mT
-    logits = both[:, :group].masked_fill(~is_token[:, None], -math.inf)
+    logits, predicted = both.tensor_split([group], dim=1)
 
     gone, stays = lengths.new_empty(0), torch.ones_like(is_token[:, -1])
     if max(over):
@@ -86,9 +86,12 @@ def step_trusted(
             return scores.masked_fill(~is_token.gather(1, chosen), math.inf)
 
         alpha = logits.softmax(dim=-1).mean(dim=1)
-        probed = at(cache.values[:, :PROBED], own_value[..., :PROBED], places.expand(len(lengths), -1))
-        apart = probed.to(dtype) - mean_value[..., :PROBED] - both[:, group:].mT
-        bounds = (alpha * vector_norm(apart, dim=-1)).masked_fill(~is_token, math.inf)
+        apart = predicted.neg()
+        apart[..., new] += own_value[:, 0, :PROBED]
+        for own, span in zip(apart, spans, strict=True):
+            own[:, : span.stop - span.start] += cache.values[span, :PROBED].T
+        apart -= mean_value[..., :PROBED].mT
+        bounds = (alpha * norms_across(apart)).masked_fill(~is_token, math.inf)
         scores, chosen = lowest(bounds, scored, min(max(over), new + 1))
         leaves = ada_kv.leaving(
             scores.unflatten(0, (batch, heads)),

@@ -3,14 +3,15 @@ score highest for it.
 """
 
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from evictionary.reference.checks import as_count
 
 from .attention import grouped_logits
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
-from .selection import top_k, top_k_trusted
-from .softmax import weights
+from .selection import top_k
+from .softmax import PLAIN, current, weights
 
 
 @torch.no_grad()
@@ -121,6 +122,9 @@ def attend_trusted(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
 ) -> torch.Tensor:
     """`attend` without a look at its arguments. The query heads of a group read keys and values once."""
+    if current() == PLAIN and keys.dtype == working_dtype(keys):  # one call, whose weights are as exact
+        rows, chosen = (each.unflatten(1, (keys.shape[1], -1)) for each in (query, attended))
+        return scaled_dot_product_attention(rows, keys, values, attn_mask=chosen).flatten(1, 2)
     logits = grouped_logits(query[:, :, None], keys).squeeze(3)
     shares = weights(logits.masked_fill_(~attended.view(logits.shape), -torch.inf))
     return (shares @ values.to(shares)).flatten(1, 2).to(query.dtype)
@@ -145,8 +149,11 @@ class Pages:
             grown = self._bounds.new_empty(*self._bounds.shape[:3], 2 * pages, keys.shape[3])
             grown[:, :, :, : self.complete] = self._bounds[:, :, :, : self.complete]
             self._bounds = grown
-        fresh = page_bounds_trusted(keys[:, :, self.complete * size :], size)
-        self._bounds[:, :, :, self.complete : pages] = torch.stack(fresh)
+        new, places = keys[:, :, self.complete * size :], slice(self.complete, pages)
+        is_one = pages == self.complete + 1
+        fresh = new.aminmax(dim=2, keepdim=True) if is_one else page_bounds_trusted(new, size)
+        for bounds, each in zip(self._bounds, fresh, strict=True):
+            bounds[:, :, places] = each
         self.complete = keys.shape[2] // size
         low, high = self._bounds[:, :, :, :pages]
         return low, high
@@ -165,7 +172,10 @@ def attend_pages(
     """
     with torch.no_grad():  # a choice has no gradient
         scores = bounds_trusted(query, *pages.update(keys))
-        last = torch.arange(scores.shape[2], device=keys.device) == scores.shape[2] - 1
-        chosen = top_k_trusted(scores, max(1, budget // pages.page_size), last.expand(scores.shape))
+        # the last page, and the best others: of equal ones the first
+        best = scores[..., :-1].argsort(dim=-1, descending=True, stable=True)
+        best = best[..., : max(1, budget // pages.page_size) - 1]
+        chosen = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, best, True)
+        chosen[..., -1] = True
     attended = chosen.repeat_interleave(pages.page_size, dim=-1)[..., : keys.shape[2]]
     return attend_trusted(query, keys, values, attended)

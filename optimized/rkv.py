@@ -16,7 +16,7 @@ from .attention import grouped_logits
 from .checks import require_fit, working_dtype
 from .kernels.launching import kernels_for
 
-# Columns of the similarity matrix of one head at a time.
+# Rows and columns of the similarity matrix of one head at a time.
 BLOCK = 512
 
 
@@ -25,8 +25,7 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     key of each row.
 
     The sum over i of the cosines is one product of k_j's direction and the sum of all directions. The matrix
-    is needed for the latest similar keys alone: blocks of its columns, the last ones first, for the rows that
-    have not found theirs.
+    is needed for the latest similar keys alone (`_latest_similar`).
 
     Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are
     similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and
@@ -44,21 +43,54 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     totals = (directions @ directions.sum(dim=-2)[..., None])[..., 0] - directions.square().sum(dim=-1)
     left = []
     for of_head, total in zip(directions, totals, strict=True):
-        rows = torch.arange(length, device=keys.device)
-        is_open = torch.ones_like(rows, dtype=torch.bool)
-        for columns in reversed(torch.arange(length, device=keys.device).split(BLOCK)):
-            similarity = of_head[rows] @ of_head[columns].mT
-            similarity.masked_fill_(rows[:, None] == columns, 0)
-            # Decision: a row without a similar key loses nothing. The public code takes token 0 for its
-            # latest one.
-            latest, place = torch.where(similarity > threshold, columns, -1).max(dim=-1)
-            found = (latest >= 0) & is_open[rows]
-            lost = torch.where(found, -similarity.gather(-1, place[:, None])[:, 0], 0)
-            total = total.index_add(0, columns[place], lost)
-            is_open[rows] &= ~found
-            rows = is_open.nonzero()[:, 0]
-        left.append(total)
+        latest, similarity = _latest_similar(of_head, threshold)
+        has = latest >= 0
+        left.append(total.index_add(0, latest[has], -similarity[has]))
     return (torch.stack(left) / length).softmax(dim=-1).view(keys.shape[:-1])
+
+
+def _latest_similar(directions: torch.Tensor, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The latest key whose cosine with each key of directions [T, D] is above the threshold, [T], -1 for
+    none, and that cosine.
+
+    A cosine says the same of both of its keys, so each pair of blocks is multiplied once. The last blocks
+    come first, and a key that has found its latest one is done: a pair of blocks without an open key is left
+    out. A block is looked at in full only where its largest cosine is above the threshold.
+    """
+    length = len(directions)
+    latest = torch.full((length,), -1, device=directions.device)
+    similarity = directions.new_zeros(length)
+    blocks = [slice(start, min(start + BLOCK, length)) for start in range(0, length, BLOCK)]
+
+    def look(cosines: torch.Tensor, rows: torch.Tensor, first: int) -> None:
+        """Search the columns of cosines [n, m], from the key `first` on, for rows that are open."""
+        found = (cosines.amax(dim=1) > threshold).nonzero()[:, 0]
+        if len(found):
+            hits = cosines[found]
+            numbers = torch.arange(hits.shape[1], device=hits.device)
+            place = torch.where(hits > threshold, numbers, -1).amax(dim=1)
+            latest[rows[found]] = first + place
+            similarity[rows[found]] = hits.gather(1, place[:, None])[:, 0]
+
+    for number in reversed(range(len(blocks))):
+        later = blocks[number]
+        for earlier in reversed(blocks[: number + 1]):
+            ours, theirs = ((latest[block] < 0).nonzero()[:, 0] + block.start for block in (earlier, later))
+            both = len(ours) + len(theirs) > earlier.stop - earlier.start and earlier is not later
+            if both:  # most keys are open: one product for both directions
+                cosines = directions[earlier] @ directions[later].mT
+                look(cosines[ours - earlier.start], ours, later.start)
+                look(cosines.mT[theirs - later.start], theirs, earlier.start)
+                continue
+            if len(ours):
+                cosines = directions[ours] @ directions[later].mT
+                cosines.masked_fill_(
+                    ours[:, None] == torch.arange(later.start, later.stop, device=ours.device), 0
+                )
+                look(cosines, ours, later.start)
+            if len(theirs) and earlier is not later:
+                look(directions[theirs] @ directions[earlier].mT, theirs, earlier.start)
+    return latest, similarity
 
 
 def importance(

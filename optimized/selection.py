@@ -36,11 +36,6 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
             )
     if kernels:
         return kernels.top_k(scores, count, protected)
-    return top_k_trusted(scores, count, protected)
-
-
-def top_k_trusted(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
-    """`top_k` with torch, for scores without NaN and a count that fits."""
     # Decision: of equal scores the lower position is kept: a stable sort leaves equal scores in the order of
     # their positions.
     order = scores.argsort(dim=-1, descending=True, stable=True)

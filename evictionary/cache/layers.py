@@ -174,41 +174,36 @@ class EvictingLayer(DynamicLayer):
         """Remove some rows of the flat tensors, and store the new token, of key [B, H_kv, D], where it stays
         [B, H_kv]. It is the last one seen.
 
-        The order of the rows of a head is free. So a row that stays within the new bounds of its head is not
-        moved: the others and the new tokens fill the places that are left, head by head.
+        The order of the rows of a head is free. So a row that lies within the new bounds of its head is not
+        moved: the few others and the new tokens fill the places that are left.
         """
         cache = self._ragged
         assert cache is not None
-        lengths, added = cache.lengths.flatten(), stays.flatten().nonzero()[:, 0]
-        heads = torch.arange(len(lengths), device=lengths.device)
-        owners = heads.repeat_interleave(lengths)
-        lengths = lengths.index_add(0, owners[gone], -torch.ones_like(gone)).index_add(
-            0, added, torch.ones_like(added)
-        )
-        owners_now = heads.repeat_interleave(lengths)
-        before, now = len(owners), len(owners_now)
-        is_left = torch.ones(max(before, now), dtype=torch.bool, device=lengths.device)
-        is_left[gone] = False
-        rests = torch.zeros_like(is_left)
-        both = min(before, now)
-        rests[:both] = is_left[:both] & (owners[:both] == owners_now[:both])
-        movers, places = (is_left & ~rests)[:before].nonzero()[:, 0], (~rests[:now]).nonzero()[:, 0]
-        order = torch.cat([owners[movers], added]).argsort(stable=True)
-        position = torch.full_like(added, self.seen - 1)
-        fields = []
-        for rows, field, new in zip(
-            self._rows or cache[:3],
-            cache[:3],
-            (key.flatten(0, 1)[added], value.flatten(0, 1)[added], position),
-            strict=True,
-        ):
-            fresh = torch.cat([field[movers], new.to(field.dtype)])[order]
-            rows = _with_rows(rows, before, now)
-            rows[places] = fresh
-            fields.append(rows)
-        self._rows = tuple(fields)
-        self._longest_ragged = int(lengths.max())
-        self._ragged = CompressedCache(*(rows[:now] for rows in fields), lengths.view_as(cache.lengths))
+        is_gone, is_new = set(gone.tolist()), stays.flatten().tolist()
+        movers, fillers, start, now = [], [], 0, 0  # rows and the places that they fill; the bounds of a head
+        news, lengths, rows_of_new = [], [], []
+        for head, length in enumerate(cache.lengths.flatten().tolist()):
+            own = range(start, start + length)
+            left = length - sum(row in own for row in is_gone) + is_new[head]
+            bounds = range(now, now + left)
+            inside = range(max(own.start, bounds.start), min(own.stop, bounds.stop))
+            moving = [row for row in _without(own, inside) if row not in is_gone]
+            free = [*_without(bounds, inside), *(row for row in is_gone if row in inside)]
+            movers += moving
+            fillers += free[: len(moving)]
+            news += [head] * is_new[head]
+            rows_of_new += free[len(moving) :]
+            lengths.append(left)
+            start, now = own.stop, bounds.stop
+        new = key.flatten(0, 1)[news], value.flatten(0, 1)[news], torch.full((len(news),), self.seen - 1)
+        held = self._rows or cache[:3]
+        moved = [field[movers] for field in held]
+        self._rows = tuple(_with_rows(field, start, now) for field in held)
+        for field, one, other in zip(self._rows, moved, new, strict=True):
+            field[fillers + rows_of_new] = torch.cat([one, other.to(one)])
+        self._longest_ragged = max(lengths)
+        counts = torch.tensor(lengths, device=cache.lengths.device).view_as(cache.lengths)
+        self._ragged = CompressedCache(*(field[:now] for field in self._rows), counts)
         self.plans, self._in_order = {}, False
 
     def take_back(self, count: int) -> torch.Tensor:
@@ -256,7 +251,7 @@ class EvictingLayer(DynamicLayer):
         """Whether every place of `contents()` holds a token, as far as the host knows without asking a
         GPU.
         """
-        return self.ragged is None and self.padding is None and self.holes is None
+        return self._ragged is None and self.padding is None and self.holes is None
 
     @property
     def is_ragged_alone(self) -> bool:
@@ -352,7 +347,8 @@ class EvictingLayer(DynamicLayer):
         """The kept tokens of ragged heads, in position order, or None. Only setting it reads the longest
         length: each read makes a GPU wait.
         """
-        self._restore_order()
+        if self._ragged is not None:
+            self._restore_order()
         return self._ragged
 
     @ragged.setter
@@ -380,7 +376,7 @@ class EvictingLayer(DynamicLayer):
     @property
     def is_plain(self) -> bool:
         """Whether `keys` and `values` hold everything stored, so that the model's own attention is enough."""
-        return self.ragged is None and self.moments is None and self.bias is None
+        return self._ragged is None and self.moments is None and self.bias is None
 
     def get_seq_length(self) -> int:
         """The tokens SEEN, kept or not: the next token's true position."""
@@ -593,6 +589,15 @@ def _with_room(states: torch.Tensor, stored: int, needed: int, saved: bool) -> t
     grown = states.new_empty(batch, heads, needed + (needed // GROWTH if stored else 0), channels)
     grown[:, :, :stored] = states[:, :, :stored]
     return grown
+
+
+def _without(whole: range, part: range) -> list[int]:
+    """The numbers of a range outside of a part of it, which may be empty."""
+    return (
+        [*range(whole.start, min(part.start, whole.stop)), *range(max(part.stop, whole.start), whole.stop)]
+        if part
+        else [*whole]
+    )
 
 
 def _with_rows(rows: torch.Tensor, stored: int, needed: int) -> torch.Tensor:

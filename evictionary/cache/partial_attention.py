@@ -87,7 +87,7 @@ def attend_token(
     [B, H_q, 1, D]; the others as in `attend`.
     """
     keys, values = (states.flatten(0, 1) for states in layer.slots())
-    dtype, ragged = working_dtype(queries), layer.ragged
+    dtype, ragged = working_dtype(queries), layer.ragged_slots
     rows = queries.to(dtype).reshape(len(keys), -1, queries.shape[-1]) / math.sqrt(queries.shape[-1])
     spans = attention.rows_of_heads(ragged) if ragged is not None else []
     start = layer.longest - layer.stored

@@ -111,6 +111,7 @@ class WatchedCache(Cache):
         self._attend_chosen = next(filter(None, attending), None)
         self._is_forgetful = config.model_type in FORGETFUL
         self._longest = getattr(config, "max_position_embeddings", None)
+        self._places = [index for index, layer in enumerate(layers) if isinstance(layer, EvictingLayer)]
         super().__init__(layers=layers)
         self._model = weakref.ref(model)
         self._wait()
@@ -482,13 +483,12 @@ class WatchedCache(Cache):
 
     def request(self, layer_index: int, **named: Any) -> Request:
         """What the arguments ask of a layer, and what else is said of it."""
-        places = list(self.evicting)
         return Request(
             self.compression_ratio,
             self.budget,
             self.options,
-            places.index(layer_index),
-            len(places),
+            self._places.index(layer_index),
+            len(self._places),
             self.seed,
             **named,
         )
@@ -546,6 +546,7 @@ class WatchedCache(Cache):
             layer.waiting = None
             assert self._step_in_heads is not None
             budgets = self.amounts(layer_index, layer.seen)
+            budgets *= len(key) // len(budgets)  # one for all rows where none is padded
             cache, state = layer.ragged_slots, layer.state_to_change()
             output, gone, stays = self._step_in_heads(query, *new, cache, state, position, budgets)
             layer.replace_in_heads(gone, stays, *new)
@@ -627,7 +628,7 @@ class WatchedCache(Cache):
     @property
     def evicting(self) -> dict[int, EvictingLayer]:
         """The layers that are compressed, by their places in the model."""
-        return {index: layer for index, layer in enumerate(self.layers) if isinstance(layer, EvictingLayer)}
+        return {index: self.layers[index] for index in self._places}
 
     @property
     def model(self) -> PreTrainedModel | None:
@@ -646,15 +647,19 @@ class WatchedCache(Cache):
 
     def _close_if_settled(self) -> None:
         """Let the model attend by itself once it can do the rest: never, where nothing is evicted."""
+        if self.method is not None and self.every:
+            return
         layers = self.evicting.values()
+        # asked after each layer of each token: the first layer that is not plain ends it
+        if not all(layer.evicted_at and layer.is_plain for layer in layers):
+            return
         # The mask of a model does not know that padding was removed.
         paddings = [self.padding, *(layer.holes for layer in layers)]
-        if self.method is not None and (self.every or any(each is not None for each in paddings)):
+        if self.method is not None and any(each is not None for each in paddings):
             return
         # One mask serves all layers of a model. In the middle of a forward they have not seen the same tokens
         # yet.
-        is_one_mask = len({(layer.longest, layer.seen) for layer in layers}) == 1
-        if is_one_mask and all(layer.evicted_at and layer.is_plain for layer in layers):
+        if len({(layer.longest, layer.seen) for layer in layers}) == 1:
             self._finalizer()
 
     def close(self) -> None:
