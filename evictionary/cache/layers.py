@@ -203,7 +203,8 @@ class EvictingLayer(DynamicLayer):
             field[fillers + rows_of_new] = torch.cat([one, other.to(one)])
         self._longest_ragged = max(lengths)
         counts = torch.tensor(lengths, device=cache.lengths.device).view_as(cache.lengths)
-        self._ragged = CompressedCache(*(field[:now] for field in self._rows), counts)
+        keys, values, positions = (field[:now] for field in self._rows)
+        self._ragged = CompressedCache(keys, values, positions, counts)
         self.plans, self._in_order = {}, False
 
     def take_back(self, count: int) -> torch.Tensor:
