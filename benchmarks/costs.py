@@ -33,6 +33,7 @@ from evictionary.evaluation.pages import markdown
 from evictionary.evaluation.study import compositions
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
+from evictionary.models import versions
 from evictionary.models.load import EMBEDDED, load as load_model
 
 OPTIONS: dict[str, dict[str, Any]] = {"lagkv": {"lag_size": 128}}
@@ -61,7 +62,7 @@ def _per_query() -> list[str]:
 @torch.no_grad()
 def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
     """Read tokens [1, T] into a cache, without computing logits."""
-    model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    model(ids, **versions.argument(cache), use_cache=True, logits_to_keep=1)
 
 
 class Reader:

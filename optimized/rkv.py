@@ -44,7 +44,8 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     left = []
     for of_head, total in zip(directions, totals, strict=True):
         latest, similarity = _latest_similar(of_head, threshold)
-        # Decision: a row without a similar key loses nothing. The public code takes token 0 for its latest one.
+        # Decision: a row without a similar key loses nothing. The public code takes token 0 for its
+        # latest one.
         has = latest >= 0
         left.append(total.index_add(0, latest[has], -similarity[has]))
     return (torch.stack(left) / length).softmax(dim=-1).view(keys.shape[:-1])

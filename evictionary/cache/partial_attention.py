@@ -97,7 +97,8 @@ def attend_token(
         attention.products(rows, ragged.keys, spans, logits)
     torch.bmm(rows, keys.to(dtype).mT, out=logits[..., start:end])
     if cap is not None:
-        logits = cap * (logits / cap).tanh()
+        absent = logits == -math.inf  # behind the tokens of a short head: a cap would make a logit of it
+        logits = (cap * (logits / cap).tanh()).masked_fill(absent, -math.inf)
     if layer.bias is not None:
         bias = layer.bias.flatten(0, 1)[:, None]
         logits[..., start : start + bias.shape[-1]] += bias
@@ -134,7 +135,8 @@ def attend_dense(
         batch, num_kv_heads, -1, num_queries, length
     )
     if cap is not None:
-        logits = cap * (logits / cap).tanh()
+        absent = logits == -math.inf  # behind the tokens of a short head: a cap would make a logit of it
+        logits = (cap * (logits / cap).tanh()).masked_fill(absent, -math.inf)
     if bias is not None:
         logits[..., : bias.shape[-1]] += bias[:, :, None, None]
     if num_queries > 1:

@@ -125,7 +125,8 @@ class WatchedCache(Cache):
         heads.
         """
         layer = self.layers[layer_idx]
-        require_numbers(key_states)
+        if layer.get_seq_length() == 0:
+            require_numbers(key_states)
         if layer_idx == self._first:
             read = checks.require_one_length(self.layers)
             checks.warn_of_length(read, key_states.shape[-2], self._longest)

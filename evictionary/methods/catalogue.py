@@ -186,7 +186,7 @@ def parts(method: str) -> tuple[str, list[str]]:
     path, _ = file_of(base)
     require(
         base not in wanted,
-        f"method: got {base!r} first, wanted a method before it, such as keydiff+{base}",
+        f"method: got {base!r} first, wanted a method before it, such as {names()[0]}+{base}",
     )
     require(path is None or path.is_file(), f"method: got {path}, wanted a Python file that exists")
     if path is None and base not in (known := [*names(), *BASELINES]):

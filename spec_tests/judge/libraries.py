@@ -3,6 +3,7 @@ back, through here.
 """
 
 import importlib
+import inspect
 import types
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +31,8 @@ def library_used(modules: Iterable[types.ModuleType]) -> str:
     of theirs uses.
     """
     for module in modules:
-        for value in list(vars(module).values()):
+        for own in list(vars(module).values()):
+            value = inspect.unwrap(own) if callable(own) else own  # a decorator has globals of its own
             used = [
                 value,
                 *(

@@ -249,7 +249,7 @@ def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, messa
             r"pyramid_kv, moments",
         ),
         *(
-            (name, rf"got '{name}' first, wanted a method before it, such as keydiff\+{name}")
+            (name, rf"got '{name}' first, wanted a method before it, such as \w+\+{name}")
             for name in [*catalogue.additions(), "moments"]
         ),
     ],

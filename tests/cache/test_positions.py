@@ -359,6 +359,8 @@ Calls = list[tuple[str, dict[str, Any]]]
 ALL, HALF = Rule(0, 1, "nothing"), Rule(0, 2, "nothing")
 
 
+# where a graph may be wanted, a write copies first, and hides a copy that shares its tensors
+@torch.no_grad()
 def replay(machine: type[CacheInUse], calls: Calls) -> None:
     """A short run of the machine."""
     one = machine()

@@ -22,6 +22,7 @@ from evictionary import EvictingCache
 from evictionary.cache.chat import next_turn
 from evictionary.cache.text import JOINED
 from evictionary.evaluation.questions import prefill
+from evictionary.models import versions
 
 METHODS = ["keydiff", "snapkv+ada_kv", "momentkv", "quest", None]
 """The model attends by itself again, or the cache does; one that chooses for each query; nothing removed."""
@@ -410,7 +411,7 @@ def test_embeddings_have_no_ids(model: LlamaForCausalLM) -> None:
     """They fit any text; the tokens after them do not."""
     cache = EvictingCache(model, "keydiff", 0.5)
     with torch.no_grad():
-        model(inputs_embeds=model.get_input_embeddings()(IDS[:, :30]), past_key_values=cache)
+        model(inputs_embeds=model.get_input_embeddings()(IDS[:, :30]), **cache.argument)
     read(model, IDS[:, 30:40], cache)
     assert torch.equal(cache.rest_of(IDS)["input_ids"], IDS[:, 40:])
     refused(lambda: cache.rest_of(OTHER), "at token 31 of row 0")
@@ -472,7 +473,7 @@ def test_a_template_that_says_earlier_turns_in_another_way_loses_no_question(mod
     said += [{"role": "assistant", "content": "Hm.</think>A text."}, {"role": "user", "content": ASKED[1]}]
     whole = tokenizer.apply_chat_template(said, **WHOLE)
     refused(
-        lambda: model.generate(**whole, past_key_values=cache, max_new_tokens=2),
+        lambda: model.generate(**whole, **cache.argument, max_new_tokens=2),
         "input_ids: got another text than the .*next_turn adds a turn",
     )
     refused(lambda: cache.rest_of(whole["input_ids"]), "input_ids: got another text")
@@ -578,7 +579,7 @@ def test_a_model_that_gives_a_cache_nothing_is_told_so(model: LlamaForCausalLM) 
     cache = EvictingCache(model, "keydiff")
     hooks = [
         layer.register_forward_pre_hook(
-            lambda module, arguments, named: (arguments, named | {"past_key_values": None}), with_kwargs=True
+            lambda module, arguments, named: (arguments, named | versions.argument(None)), with_kwargs=True
         )
         for layer in model.model.layers
     ]

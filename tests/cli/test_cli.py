@@ -192,7 +192,7 @@ REFUSED = {
         ("--prompt-file {tmp}", "wanted a readable UTF-8 text file: Is a directory"),
         ("--model embeded", "did you mean embedded?"),
         ("--model {model}x", "tiny-llama0?), wanted a folder that exists"),
-        ("--model {text}", "text.txt', wanted a folder that exists"),
+        ("--model {text}", "text.txt', a file, wanted the folder with its config.json, or a GGUF file"),
         ("--prompt-file {tmp}/long.txt", "wanted at most the model's context of 2048"),
         ("--method lagkv --option lag_size=0", "option lag_size: got 0"),
         ("--method lagkv --option sink_size=-1", "option sink_size: got -1"),

@@ -92,6 +92,7 @@ def test_what_is_done_inside_is_shown_and_then_what_was_before(
         assert list(progress.tracked("xy", 2, "items")) == ["x", "y"] and now.step.text == "a"
     lines = capsys.readouterr().err.splitlines()
     assert [line.partition(" (")[0] for line in lines] == [
+        "outside",
         "a",
         "inside",
         "b",
@@ -169,7 +170,7 @@ def test_a_method_reads_a_prompt_as_often_as_it_says(model_folder: Path, method:
     read: list[int] = []
     model.base_model.layers[0].register_forward_hook(lambda *given: read.append(given[1][0].shape[1]))
     with torch.no_grad():
-        model(torch.arange(40)[None] + 3, past_key_values=cache)
+        model(torch.arange(40)[None] + 3, **cache.argument)
     assert read == [40] * resolve(method).readings()
 
 
@@ -217,7 +218,7 @@ CALLS = {
     "vectors --check {tmp}/absent": ["comparing the files"],
     "tasks {tmp}/tasks --format kernelbench": ["writing the tasks"],
     "start keydiff --work {tmp}/work": ["loading the assignment"],
-    "check keydiff --work {tmp}/begun": ["judging", "in 3 steps"],
+    "check keydiff --work {tmp}/begun": ["judging"],
     "gradebook {tmp}": ["reading the grades"],
 }
 
@@ -293,7 +294,7 @@ def test_only_a_hub_that_cannot_be_reached_is_given_up(
         refused(lambda: names.require_model("owner/name"), "the hub cannot be reached")
         refused(lambda: names.require_model("owner/name"), "no earlier download of that name is here")
         monkeypatch.setattr(names, "_is_stored", lambda name: True)
-        assert names.located("owner/name") == ("owner/name", True)
+        assert names.located("owner/name")[:2] == ("owner/name", True)
     assert len(asked) == 1
     names._unreached.cache_clear()
 
