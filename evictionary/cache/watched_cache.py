@@ -432,6 +432,7 @@ class WatchedCache(Cache):
             layer.waiting = None
             assert self._step_in_heads is not None
             budgets = self.amounts(layer_index, layer.seen)
+            budgets *= len(key) // len(budgets)  # one for all rows where none is padded
             cache, state = layer.ragged_slots, layer.state_to_change()
             output, gone, stays = self._step_in_heads(query, *new, cache, state, position, budgets)
             layer.replace_in_heads(gone, stays, *new)
