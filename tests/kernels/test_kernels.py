@@ -251,7 +251,8 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         "sum_rows merge_splits sum_columns",
     ),
     "compactor.group_attention": (
-        lambda s: compactor.group_attention(s.keys.repeat(1, 2, 1, 1) / 4, s.keys, chunk_size=8),
+        # a softmax multiplies the rounding of its logits: at 256 channels they are kept small
+        lambda s: compactor.group_attention(s.keys.repeat(1, 2, 1, 1) / 8, s.keys, chunk_size=8),
         "sum_rows sum_columns",
     ),
     "cake.preference": (
