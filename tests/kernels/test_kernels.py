@@ -252,7 +252,9 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     ),
     "compactor.group_attention": (
         # a softmax multiplies the rounding of its logits: at 256 channels they are kept small
-        lambda s: compactor.group_attention(s.keys.repeat(1, 2, 1, 1) / 8, s.keys, chunk_size=8),
+        lambda s: compactor.group_attention(
+            s.keys.repeat(1, 2, 1, 1) / max(4, s.keys.shape[-1] / 8), s.keys, chunk_size=8
+        ),
         "sum_rows sum_columns",
     ),
     "cake.preference": (
