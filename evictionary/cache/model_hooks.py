@@ -67,7 +67,7 @@ _capturing: weakref.WeakSet[Any] = weakref.WeakSet()
 _underlying: dict[str, str] = {}
 """For each attention that is registered here, the one of transformers that it stands in front of."""
 _lock = threading.RLock()
-"""Held while a cache starts or stops watching, for microseconds; the first and the last cache of a model hold
+"""Held while a cache starts or stops watching; the first and the last cache of a model hold
 it while the model changes its attention. The same thread may come again, where the garbage collector deletes
 a cache.
 """

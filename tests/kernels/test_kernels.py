@@ -251,10 +251,7 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         "sum_rows merge_splits sum_columns",
     ),
     "compactor.group_attention": (
-        # a softmax multiplies the rounding of its logits: at 256 channels they are kept small
-        lambda s: compactor.group_attention(
-            s.keys.repeat(1, 2, 1, 1) / (4 if s.keys.shape[-1] < 256 else 128), s.keys, chunk_size=8
-        ),
+        lambda s: compactor.group_attention(s.keys.repeat(1, 2, 1, 1) / 4, s.keys, chunk_size=8),
         "sum_rows sum_columns",
     ),
     "cake.preference": (
