@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import filelock
 import pytest
 from distributed import Client, LocalCluster
+from joblib.externals import loky
 from tools import ends_with_its_parent, python, refused, saved
 
 from evictionary import store
@@ -122,6 +123,8 @@ def test_a_part_that_failed_is_measured_again(tmp_path: Path) -> None:
 def test_two_processes_find_the_same_and_leave_the_standard_output_alone(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    # Processes that an earlier run left write to the standard error of that run.
+    loky.get_reusable_executor().shutdown()
     told: list[store.Progress] = []
     lines = store.run(Powers(), tmp_path, jobs=2, advance=told.append)
     assert powers(lines) == [2, 4, 8, 3, 9, 27]
