@@ -60,7 +60,7 @@ def test_leverage_is_the_diagonal_of_the_hat_matrix(impl, case, ridge):
 def test_leverage_is_the_same_in_every_basis(impl, case, power):
     """K A for an invertible A: here all channels from each on are added, and the sums scaled."""
     other = case.keys @ np.tri(case.keys.shape[-1]) * 2.0**power
-    agrees(impl, LEVERAGE, case.keys, got=impl.compactor.leverage(other), what="the leverage of K A")
+    same(impl, LEVERAGE, case.keys, got=impl.compactor.leverage(other), what="the leverage of K A")
 
 
 @law("CO-1", of=LEVERAGE, case=seeded_cases(min_length=2, max_length=33, kinds=MODEST), seed=seeds())
@@ -98,7 +98,7 @@ def test_an_orthogonal_sketch_is_exact(impl, case):
     keys = np.concatenate([case.keys, -case.keys], axis=2)
     sketch = np.broadcast_to(-np.eye(case.head_dim)[::-1], (*keys.shape[:2], *2 * keys.shape[-1:]))
     got = impl.compactor.sketched_leverage(keys, sketch, ridge=0.0)
-    agrees(impl, LEVERAGE, keys, got=got, what="the leverage through an orthogonal sketch")
+    same(impl, LEVERAGE, keys, got=got, what="the leverage through an orthogonal sketch")
 
 
 @law("CO-2", of=SKETCHED)
@@ -176,10 +176,10 @@ def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case,
     """Values four times as long give the same scores, and each item scores alone as among others."""
     queries, keys, values, *rest = states = states_of(case, seed)
     longer = impl.compactor.score(queries, keys, 4 * values, *rest, compression_ratio=0.5)
-    agrees(impl, SCORE, *states, got=longer, compression_ratio=0.5)
+    same(impl, SCORE, *states, got=longer, compression_ratio=0.5)
     items = [[each[[item]] for each in states] for item in range(case.batch)]
     alone = [impl.compactor.score(*item, compression_ratio=0.5) for item in items]
-    agrees(impl, SCORE, *states, got=np.concatenate(alone), compression_ratio=0.5)
+    same(impl, SCORE, *states, got=np.concatenate(alone), compression_ratio=0.5)
 
 
 @law(

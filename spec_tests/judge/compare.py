@@ -1,7 +1,8 @@
 """The verbs of a law. Each knows what the arithmetic of the dtype under test may be wrong by
 (`tolerance.py`).
 
-`agrees`: an answer is the oracle's. `equal`, `rounds_to`, `near`: numbers are those of another way, to the
+`agrees`: an answer is the oracle's. `same`: two answers of the implementation are related as the law says,
+whatever its numbers are. `equal`, `rounds_to`, `near`: numbers are those of another way, to the
 last bit, but for roundings, or but for a slack that is given. `lies`: numbers lie between two. `selects`: a
 selection is a right one. `refused`: a call raises. `require`: anything else holds. The body of a law computes
 with no epsilon: these verbs do, and functions that say in words what an error comes from.
@@ -15,7 +16,14 @@ import numpy as np
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.by_hand import angle_error, heads_alone, rounding
 from evictionary.spec_tests.judge.implementation import Implementation
-from evictionary.spec_tests.judge.tolerance import Allowance, Violation, note, require_mask, require_numbers
+from evictionary.spec_tests.judge.tolerance import (
+    Allowance,
+    Unlike,
+    Violation,
+    note,
+    require_mask,
+    require_numbers,
+)
 
 
 def require(holds: Any, message: str, expected: Any = None, got: Any = None) -> None:
@@ -220,6 +228,50 @@ def agrees(
     return got
 
 
+def same(
+    impl: Implementation,
+    path: str,
+    *args: Any,
+    got: Any,
+    becomes: Callable[[np.ndarray], np.ndarray] | None = None,
+    more: Allowance | float | tuple[float, float] = 0.0,
+    pick: int | None = None,
+    what: str = "the other answer",
+    **kwargs: Any,
+) -> np.ndarray:
+    """Raise Unlike unless `got`, another answer of the implementation, is its own answer of `path` to these
+    arguments; return that.
+
+    The oracle's numbers take no part: an implementation with wrong numbers may keep the relation, and then the
+    law holds of it. Only what rounding may come to is measured on the oracle. becomes: what the relation makes
+    of the own answer. more, pick and what are those of `agrees`.
+    """
+    answer = impl.call(path, *args, **kwargs)
+    own = answer if pick is None else answer[pick]
+    itself(own, got, impl.allowance(path, *args, pick=pick, **kwargs), what, becomes=becomes, more=more)
+    return own
+
+
+def itself(
+    own: np.ndarray,
+    got: Any,
+    allowed: Allowance,
+    what: str,
+    *,
+    becomes: Callable[[np.ndarray], np.ndarray] | None = None,
+    more: Allowance | float | tuple[float, float] = 0.0,
+) -> None:
+    """Raise Unlike unless two answers of an implementation differ by no more than both may be wrong by.
+
+    allowed is the allowance on `own`; the rest as for `same`.
+    """
+    require_numbers(own, allowed.expected.shape, "an answer")
+    both = allowed.of_two(own)
+    more = more.errors() if isinstance(more, Allowance) else more
+    both = both.wider(*(more if isinstance(more, tuple) else (more,))) if more else both
+    both.check(got, f"{what}, beside its own answer,", becomes(own) if becomes else own, Unlike)
+
+
 def loops(expected: np.ndarray, by_hand: Any, size: Any = 1.0) -> None:
     """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the
     numbers rounded.
@@ -268,15 +320,8 @@ def move_with_tokens(
     """
     order = np.random.default_rng(seed).permutation(moving[0].shape[2])
     got = impl.call(path, *(states[:, :, order] for states in moving), *still)
-    agrees(
-        impl,
-        path,
-        *moving,
-        *still,
-        got=got,
-        expected=lambda scores: scores[:, :, order],
-        what="the permuted score",
-    )
+    what = "the permuted score"
+    same(impl, path, *moving, *still, got=got, becomes=lambda scores: scores[:, :, order], what=what)
 
 
 def same_alone(impl: Implementation, path: str, *states: np.ndarray) -> None:
@@ -288,8 +333,10 @@ def same_alone(impl: Implementation, path: str, *states: np.ndarray) -> None:
     allowed = impl.allowance(path, *states)
     together = impl.call(path, *states)
     require_numbers(together, allowed.expected.shape, "the result")
+    apart = np.empty_like(together)
     for places in zip(*(heads_alone(array, states[0]) for array in states), strict=True):
         alone = impl.call(path, *(array[readers] for array, (_, readers) in zip(states, places, strict=True)))
         own = places[0][0]
-        allowed.check(together[own], "the head among others", allowed.expected[own])
-        allowed.check(alone, "the head alone", allowed.expected[own])
+        require_numbers(alone, together[own].shape, "the head alone")
+        apart[own] = alone
+    itself(together, apart, allowed, "the score of each head alone")

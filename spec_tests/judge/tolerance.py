@@ -47,6 +47,12 @@ class Violation(AssertionError):
         self.message, self.expected, self.got = message, expected, got
 
 
+class Unlike(Violation):
+    """Two answers of one implementation are not related as a law says; `expected` follows from the one, `got`
+    is the other.
+    """
+
+
 # Where somebody listens: for each comparison the mean error that is allowed, in parts of the mean number that
 # is expected.
 LISTENERS: list[list[float]] = []
@@ -92,8 +98,27 @@ class Allowance:
         """
         return Wider(self, largest, largest if mean is None else mean)
 
-    def check(self, got: Any, what: str = "the result", expected: np.ndarray | None = None) -> None:
-        """Raise Violation unless `got` equals the expected numbers within the allowance."""
+    def of_two(self, own: np.ndarray) -> Allowance:
+        """What two answers of one implementation may differ by, where its answer to these arguments is `own`.
+
+        Each may be wrong by as much as one may. Where its numbers are larger than the oracle's, so is what
+        their rounding comes to.
+        """
+        size, wanted = (
+            float(np.abs(numbers[np.isfinite(numbers)]).max(initial=0)) for numbers in (own, self.expected)
+        )
+        return OfTwo(self, max(1.0, size / wanted) if wanted > 0 else 1.0)
+
+    def check(
+        self,
+        got: Any,
+        what: str = "the result",
+        expected: np.ndarray | None = None,
+        violation: Callable[[str, Any, Any], Violation] = Violation,
+    ) -> None:
+        """Raise Violation, or that of another kind, unless `got` equals the expected numbers within the
+        allowance.
+        """
         expected = self.expected if expected is None else expected
         try:
             require_numbers(got, expected.shape, what)
@@ -109,7 +134,7 @@ class Allowance:
         largest, mean = float(error.max(initial=0)), float(error.mean()) if error.size else 0.0
         note(lambda: self.mean, expected)
         if not self.covers(largest, mean):
-            raise Violation(
+            raise violation(
                 f"{what} differs by {largest:.3g} at most and {mean:.3g} on average; "
                 f"allowed are {self.largest:.3g} and {self.mean:.3g}",
                 expected,
@@ -144,6 +169,23 @@ def require_numbers(got: Any, shape: tuple[int, ...], what: str) -> None:
         raise Violation(f"{what} has shape {got.shape}, wanted {shape}", None, got)
     if np.isnan(got).any():
         raise Violation(f"{what} holds {int(np.isnan(got).sum())} NaN", None, got)
+
+
+class OfTwo(Allowance):
+    """Twice another allowance, of numbers so many times as large."""
+
+    def __init__(self, of: Allowance, size: float) -> None:
+        super().__init__(of.expected, size, size)
+        self._of, self._times = of, 2 * size
+
+    def errors(self) -> tuple[float, float]:
+        """The largest and the mean error that are allowed."""
+        largest, mean = self._of.errors()
+        return self._times * largest, self._times * mean
+
+    def covers(self, largest: float, mean: float) -> bool:
+        """Whether a largest and a mean error are allowed."""
+        return self._of.covers(largest / self._times, mean / self._times)
 
 
 class Measured(Allowance):

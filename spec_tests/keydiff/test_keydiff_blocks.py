@@ -107,7 +107,7 @@ def test_no_token_sees_a_later_one(impl, case, cut):
     states = own_queries(case), case.keys, case.values
     changed = (np.where(np.arange(case.keys.shape[2])[:, None] < first, each, 1) for each in states)
     got = impl.keydiff_theory.causal_attention(*changed)[..., :first, :]
-    agrees(impl, ATTENTION, *states, got=got, expected=lambda outputs: outputs[..., :first, :])
+    same(impl, ATTENTION, *states, got=got, becomes=lambda outputs: outputs[..., :first, :])
     first, size = impl.round(case.values)[..., 0, :], np.abs(case.values).max()
     rounds_to(impl, got[..., 0, :], first, "the first token's output, its value,", roundings=1 / 4, size=size)
 
@@ -129,7 +129,7 @@ def test_cached_equals_uncached(impl, case, cut):
     states = own_queries(case), case.keys, case.values
     cache = cache_of(impl.round(case.keys[..., :start, :]), impl.round(case.values[..., :start, :]))
     got = impl.keydiff_theory.cached_attention(*(each[..., start:, :] for each in states), cache)
-    agrees(impl, ATTENTION, *states, got=got, expected=lambda outputs: outputs[..., start:, :])
+    same(impl, ATTENTION, *states, got=got, becomes=lambda outputs: outputs[..., start:, :])
 
 
 @law("KD-3", of=CACHED, case=cases(min_length=4), seed=seeds())
@@ -147,10 +147,8 @@ def test_an_evicted_cache_is_seen_whole(impl, case, seed):
     size = np.abs(values).max() * (1 + np.abs(queries).max() * np.abs(keys).max())
     backwards = Cache(cache.keys[..., ::-1, :], cache.values[..., ::-1, :], cache.positions[..., ::-1], old)
     got = impl.keydiff_theory.cached_attention(*new, backwards)
-    by_hand = causal_weights(queries, keys) @ values
-    agrees(
-        impl, CACHED, *new, cache, got=got, by_hand=by_hand, size=size, what="attention to the reversed cache"
-    )
+    agrees(impl, CACHED, *new, cache, by_hand=causal_weights(queries, keys) @ values, size=size)
+    same(impl, CACHED, *new, cache, got=got, what="attention to the reversed cache")
 
 
 @law("KD-3", of="keydiff.append", case=tiny_cases(min_length=2))

@@ -18,12 +18,12 @@ def test_score_is_minus_the_norm(impl, case):
 def test_shorter_keys_score_higher(impl, case, seed):
     """Halving some keys halves their scores and leaves the others alone."""
     factors = np.random.default_rng(seed).choice([0.5, 1.0], size=case.keys.shape[:-1])
-    agrees(
+    same(
         impl,
         "knorm.score",
         case.keys,
         got=impl.knorm.score(impl.round(case.keys) * factors[..., None]),
-        expected=lambda expected: expected * factors,
+        becomes=lambda expected: expected * factors,
         what="the score of the halved keys",
     )
 

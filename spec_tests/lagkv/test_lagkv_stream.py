@@ -82,7 +82,7 @@ def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
     alone = impl.lagkv_theory.project(case.keys[:, :, -1:], *weights)
     for pick, got in enumerate(alone):
         row = np.broadcast_to(got, (*got.shape[:2], 1, 3))
-        agrees(impl, PROJECT, case.keys, *weights, pick=pick, got=row, expected=lambda rows: rows[:, :, -1:])
+        same(impl, PROJECT, case.keys, *weights, pick=pick, got=row, becomes=lambda rows: rows[:, :, -1:])
 
 
 @law("LK-5", of=APPEND, case=cases())
@@ -102,7 +102,7 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
     new = int(np.random.default_rng(seed).integers(1, case.length))
     cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
     got = impl.lagkv_theory.attention_weights(case.next_keys[:, :, -new:], cached)
-    agrees(impl, WEIGHTS, case.next_keys, case.keys, got=got, expected=lambda weights: weights[:, :, -new:])
+    same(impl, WEIGHTS, case.next_keys, case.keys, got=got, becomes=lambda weights: weights[:, :, -new:])
 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
@@ -195,7 +195,7 @@ def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
     states = case.keys, case.values
     got = impl.lagkv_variants.local_score(*states)
-    agrees(impl, SCORE, *states, *states, got=got, what="the local score")
+    same(impl, SCORE, *states, *states, got=got, what="the local score")
 
 
 @law("LK-15", of="lagkv.normalise", case=cases())

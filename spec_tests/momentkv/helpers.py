@@ -136,18 +136,16 @@ def scale_values(impl, values, moments, factor):
     return values, moments, values * factor, held(impl, scaled)
 
 
-def attends(impl, query, keys, values, kept, moments, **another_way):
-    """`agrees` of the output: 1 - what_R, as equation 12 prints it, rounds at 1, however small the weight
-    is.
+def attends(impl, query, keys, values, kept, moments, by=agrees, **another_way):
+    """`agrees` of the output, or `same`: 1 - what_R, as equation 12 prints it, rounds at 1, however small the
+    weight is.
     """
     of_each_query = Moments(*(field[:, :, None] for field in moments))
     estimate = momentkv.approximate_evicted(
         query.reshape(*keys.shape[:2], -1, query.shape[-1]), of_each_query
     )
     more = 2 * accumulating(impl) * float(np.abs(estimate).max(initial=0))
-    return agrees(
-        impl, ATTEND, query, keys, values, kept, moments, more=more, what="the output", **another_way
-    )
+    return by(impl, ATTEND, query, keys, values, kept, moments, more=more, what="the output", **another_way)
 
 
 def attend_in_loops(query, keys, values, kept, moments):

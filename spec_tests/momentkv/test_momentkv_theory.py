@@ -413,6 +413,8 @@ def test_the_partition_function_and_its_lower_bound(impl, case):
 
     agrees(impl, path, *states, pick=0, also=over_heads(log_z), what="log Z_E")
     agrees(impl, path, *states, pick=1, also=over_heads(bound), what="log Zhat_E")
+    whole, below = impl.call(path, *states)
+    lies(impl, below, (-np.inf, whole), "the lower bound of log Z_E", times=2)
 
 
 @law("MK-32", of="momentkv_theory.partition_ratio", case=heads)

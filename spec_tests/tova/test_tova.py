@@ -49,13 +49,13 @@ def test_only_the_last_query_counts(impl, case, seed):
     queries = last_queries(case)
     other = np.random.default_rng(seed).normal(size=queries.shape)
     other[:, :, -1] = queries[:, :, -1]
-    for same in (other, queries[:, :, -1:]):
-        agrees(
+    for given in (other, queries[:, :, -1:]):
+        same(
             impl,
             SCORE,
             queries,
             case.keys,
-            got=impl.tova.score(same, case.keys),
+            got=impl.tova.score(given, case.keys),
             what="the score with other earlier queries",
         )
 
@@ -68,19 +68,19 @@ def test_scores_move_with_their_tokens(impl, case, seed):
     queries, keys, generator = last_queries(case), case.keys, np.random.default_rng(seed)
     order = generator.permutation(case.length)
     got = impl.tova.score(queries, keys[:, :, order])
-    agrees(
+    same(
         impl,
         SCORE,
         queries,
         keys,
         got=got,
-        expected=lambda scores: scores[:, :, order],
+        becomes=lambda scores: scores[:, :, order],
         what="the permuted score",
     )
     heads = np.concatenate(
         [head * case.group + generator.permutation(case.group) for head in range(case.num_kv_heads)]
     )
-    agrees(
+    same(
         impl,
         SCORE,
         queries,
@@ -89,7 +89,7 @@ def test_scores_move_with_their_tokens(impl, case, seed):
         what="the score of exchanged query heads",
     )
     got = impl.tova.score(queries[::-1], keys[::-1])[::-1]
-    agrees(impl, SCORE, queries, keys, got=got, what="the score of the batch in reverse")
+    same(impl, SCORE, queries, keys, got=got, what="the score of the batch in reverse")
 
 
 @law("TO-1", of=SCORE)
