@@ -269,7 +269,8 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: boo
         *(f"--rootdir={laws.parent}", f"--config-file={os.devnull}", "--assert=plain"),
         *("-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "-p", "evictionary.spec_tests.plugin"),
     ]
-    told = ["-q", "--no-header", "--override-ini=console_output_style=classic"]
+    # twice quiet: the verdict says how many laws fail, and nothing else counts them otherwise
+    told = ["-qq", "--no-header", "--override-ini=console_output_style=classic"]
     asking = Asking()
     with asking.shown:
         if not quiet:

@@ -6,6 +6,10 @@ on the order in which sums are taken. Running the reference itself in the arithm
 Rounding at random (Monte Carlo arithmetic) shows what the digits of one lucky run hide: where a sum cancels,
 the random runs scatter.
 
+A sum of squares may lie beyond the range of float16 where its root does not: 300 is a length like any other,
+and its square overflows. Libraries hold such a sum in float32. So it keeps the digits of float16 until its
+root is taken, and a program that overflows there differs from what is allowed.
+
 What is exact in every right form stays exact: a short number is not rounded, nor a short sum of short dyadic
 numbers, which has no error in any order. So on hand-sized inputs the allowance is zero and the comparison is
 equality.
@@ -13,6 +17,7 @@ equality.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,6 +45,19 @@ def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
     return np.where(np.isfinite(array), upper.astype(np.uint32).view(np.float32).astype(np.float64), array)
 
 
+def digits_of(array: np.ndarray, dtype: str) -> np.ndarray:
+    """`round_to`, but numbers beyond the range of float16 have its digits and the range of float32."""
+    rounded = round_to(array, dtype)
+    if dtype != "float16" or (np.isinf(rounded) == np.isinf(array)).all():
+        return rounded
+    mantissa, exponent = np.frexp(array)
+    wide = np.ldexp(np.round(mantissa * 2 / EPSILON[dtype]) * EPSILON[dtype] / 2, exponent)
+    return np.where(np.isinf(rounded), wide, rounded)
+
+
+Rounding = Callable[[np.ndarray, str], np.ndarray]
+
+
 class Rounded(np.ndarray):
     """A float64 array whose every operation is rounded to `dtype`; with a generator, up or down at random.
 
@@ -48,6 +66,7 @@ class Rounded(np.ndarray):
 
     dtype_name: str
     generator: np.random.Generator | None
+    of_squares: bool  # squares or their sum, which have the digits of the dtype and the range of float32
 
     @classmethod
     def of(cls, array: np.ndarray, dtype: str, generator: np.random.Generator | None = None) -> Rounded:
@@ -58,6 +77,7 @@ class Rounded(np.ndarray):
     def __array_finalize__(self, parent: Any) -> None:
         self.dtype_name = getattr(parent, "dtype_name", "float64")
         self.generator = getattr(parent, "generator", None)
+        self.of_squares = getattr(parent, "of_squares", False)
 
     def mean(self, *args: Any, **kwargs: Any) -> Any:
         """In float16 the sum stays in its accumulator until it is divided: of thousands of numbers it may
@@ -71,7 +91,14 @@ class Rounded(np.ndarray):
     def __array_ufunc__(
         self, ufunc: np.ufunc, method: str, *inputs: Any, out: Any = None, **kwargs: Any
     ) -> Any:
+        summed = ufunc is np.add and method == "reduce" and inputs[0].of_squares
+        squared = ufunc is np.square or (ufunc is np.multiply and len(inputs) == 2 and inputs[0] is inputs[1])
         plain = [_plain(entry) for entry in inputs]
+        if not (summed or ufunc is np.sqrt):
+            plain = [
+                round_to(each, self.dtype_name) if getattr(entry, "of_squares", False) else each
+                for entry, each in zip(inputs, plain, strict=True)
+            ]
         kwargs = {key: _plain(value) for key, value in kwargs.items()}
         with np.errstate(all="ignore"):
             result = getattr(ufunc, method)(*plain, **kwargs)
@@ -80,8 +107,9 @@ class Rounded(np.ndarray):
                 if ufunc is np.matmul or (ufunc is np.add and method in ("reduce", "accumulate")):
                     result = self._summed(result, *_terms(ufunc, method, plain, kwargs))
                 if ufunc not in _EXACT:
-                    result = self._rounded(result)
+                    result = self._rounded(result, digits_of if squared or summed else round_to)
                 result = Rounded.of(result, self.dtype_name, self.generator)
+                result.of_squares = squared or summed
         if out is None:
             return result
         out[0][...] = _plain(result)
@@ -103,13 +131,13 @@ class Rounded(np.ndarray):
             )
         return Rounded.of(values, self.dtype_name, self.generator)
 
-    def _rounded(self, exact: np.ndarray) -> np.ndarray:
-        nearest = round_to(exact, self.dtype_name)
+    def _rounded(self, exact: np.ndarray, round_it: Rounding = round_to) -> np.ndarray:
+        nearest = round_it(exact, self.dtype_name)
         if self.generator is None:
             return nearest
         step = np.where((exact == nearest) & _short(exact, self.dtype_name), 0, EPSILON[self.dtype_name] / 2)
         sign = 2.0 * self.generator.integers(0, 2, size=exact.shape, dtype=np.int8) - 1.0
-        return np.where(step == 0, exact, round_to(exact * (1 + 2 * step * sign), self.dtype_name))
+        return np.where(step == 0, exact, round_it(exact * (1 + 2 * step * sign), self.dtype_name))
 
     def _summed(self, exact: np.ndarray, magnitude: np.ndarray, count: int, lowest_bit: float) -> np.ndarray:
         """Add the error that a sum of `count` terms makes when taken in pairs, in an order that is not

@@ -242,9 +242,9 @@ def same(
     """Raise Unlike unless `got`, another answer of the implementation, is its own answer of `path` to these
     arguments; return that.
 
-    The oracle's numbers take no part: an implementation with wrong numbers may keep the relation, and then the
-    law holds of it. Only what rounding may come to is measured on the oracle. becomes: what the relation makes
-    of the own answer. more, pick and what are those of `agrees`.
+    The oracle's numbers take no part: an implementation with wrong numbers may keep the relation, and then
+    the law holds of it. Only what rounding may come to is measured on the oracle. becomes: what the relation
+    makes of the own answer. more, pick and what are those of `agrees`.
     """
     answer = impl.call(path, *args, **kwargs)
     own = answer if pick is None else answer[pick]
@@ -269,7 +269,7 @@ def itself(
     both = allowed.of_two(own)
     more = more.errors() if isinstance(more, Allowance) else more
     both = both.wider(*(more if isinstance(more, tuple) else (more,))) if more else both
-    both.check(got, f"{what}, beside its own answer,", becomes(own) if becomes else own, Unlike)
+    both.check(got, what, becomes(own) if becomes else own, Unlike)
 
 
 def loops(expected: np.ndarray, by_hand: Any, size: Any = 1.0) -> None:

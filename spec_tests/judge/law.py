@@ -4,6 +4,7 @@ import ast
 import functools
 import hashlib
 import importlib
+import inspect
 import math
 import tomllib
 from collections.abc import Callable, Iterable
@@ -140,6 +141,21 @@ class Law:
     examples: int = 0
     path: str = ""
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """Where it stands in the specification: the file, and the line. What is most basic comes first."""
+        return self.path, inspect.unwrap(self.check).__code__.co_firstlineno
+
+    @property
+    def relates(self) -> bool:
+        """Whether it relates answers of one implementation by a verb for that, whatever their numbers are."""
+        return not RELATING.isdisjoint(inspect.unwrap(self.check).__code__.co_names)
+
+    @property
+    def in_words(self) -> str:
+        """Its name as words: `scores move with their tokens`."""
+        return self.name.partition("::")[2].removeprefix("test_").replace("_", " ")
+
     def missing(self, implementation: Any) -> tuple[str, str]:
         """Why the law cannot judge this implementation: ("not provided" or "not applicable", the reason),
         or two empty strings.
@@ -171,6 +187,9 @@ class Law:
             profile = settings(profile, max_examples=few, phases=[Phase.explicit, Phase.generate])
         return profile(quantified) if profile else quantified
 
+
+# The verbs that relate answers of one implementation (`compare.py`).
+RELATING = frozenset({"same", "itself", "move_with_tokens", "same_alone"})
 
 LAWS: dict[str, Law] = {}
 

@@ -215,7 +215,8 @@ class Measured(Allowance):
     def _more(self) -> bool:
         """Make one more run; whether there was one to make."""
         for run in self._runs:
-            if run is None or not np.isfinite(run[self._finite]).all():
+            # what comes back has the range of the dtype, whatever lay between
+            if run is None or not np.isfinite(round_to(run[self._finite], self._dtype)).all():
                 self._error[:] = np.inf
                 self._unrepresentable()
             elif self._finite.any():

@@ -17,7 +17,7 @@ from evictionary.spec_tests.judge.degenerate import REFUSAL
 from evictionary.spec_tests.judge.implementation import ANY, Implementation
 from evictionary.spec_tests.judge.law import LAWS, Law
 from evictionary.spec_tests.judge.process import PREFIX, ProgramFailed
-from evictionary.spec_tests.judge.tolerance import Violation
+from evictionary.spec_tests.judge.tolerance import Unlike, Violation
 from evictionary.spec_tests.judge.watch import NotAsked
 from evictionary.spec_tests.proof.planted import Mutant
 from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in, sign
@@ -49,7 +49,8 @@ def said(
     matches = misconceptions(law, implementation) if matches is None else matches
     requirement, calls = law.requirement, implementation.calls
     if isinstance(error, Violation):
-        given = (("expected", error.expected), ("got", error.got))
+        names = ("its own answer", "the other") if isinstance(error, Unlike) else ("expected", "got")
+        given = zip(names, (error.expected, error.got), strict=True)
         wrong = [
             ("what is wrong", error.message),
             *((name, _show(each)) for name, each in given if each is not None),
@@ -64,7 +65,9 @@ def said(
     known, judged_in = "your numbers match a known bug", implementation.dtype
     own = calls[-1].dtype if calls else judged_in
     wider = f"it answers in {own} and is judged in {judged_in}; `--dtype {own}` judges it in its own"
-    program = repro(law, implementation) if calls else ""
+    related = isinstance(error, Unlike)
+    make_program = repro_of_a_relation if related else repro
+    program = make_program(law, implementation) if calls else ""
     drawn = {name: each for name, each in implementation.drawn.items() if not isinstance(each, np.ndarray)}
     # what is large is not made smaller
     is_small = not law.examples and not implementation.domain.excludes_small
@@ -219,14 +222,10 @@ def _asking(law: Law, implementation: Implementation) -> str:
     """A program that asks a law again with what it had drawn, and prints the last call of that function
     beside the reference.
     """
-    drawn = {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in implementation.drawn.items()
-    }
-    if law.name not in LAWS or not all(map(_is_stated, drawn.values())):
+    stated = _stated(law, implementation)
+    if stated is None:
         return ""
     path = implementation.calls[-1].function
-    stated = ", ".join(f"{name}={value!r}" for name, value in drawn.items())
     odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
     return f"""\
 {odd}from contextlib import suppress
@@ -240,6 +239,38 @@ call = [call for call in impl.calls if call.function == "{path}"][-1]
 args, kwargs = call.given
 {_expecting(law, "oracle(call.function)(*args, **kwargs)")}
 print("got     ", impl.{path}(*args, **kwargs))"""
+
+
+def repro_of_a_relation(law: Law, implementation: Implementation) -> str:
+    """A program that asks a law of two answers again, and prints both; empty where it would be a page of
+    numbers.
+    """
+    stated = _stated(law, implementation)
+    if stated is None:
+        return ""
+    odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
+    return f"""\
+{odd}from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.implementation import load
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.tolerance import Unlike
+{_loading(implementation)}
+try:
+    load_laws()["{law.name}"].check(impl, {stated})
+except Unlike as error:
+    print("its own answer", error.expected)
+    print("the other     ", error.got)"""
+
+
+def _stated(law: Law, implementation: Implementation) -> str | None:
+    """What a law had drawn, as the arguments of a call; None where no line can say it."""
+    drawn = {
+        name: value.item() if isinstance(value, np.generic) else value
+        for name, value in implementation.drawn.items()
+    }
+    if law.name not in LAWS or not all(map(_is_stated, drawn.values())):
+        return None
+    return ", ".join(f"{name}={value!r}" for name, value in drawn.items())
 
 
 def _loading(implementation: Implementation) -> str:

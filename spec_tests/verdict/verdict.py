@@ -23,7 +23,7 @@ import pytest
 from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.degenerate import EDGE, KINDS, MATHEMATICS, MEMORY, REFUSAL
 from evictionary.spec_tests.judge.implementation import NO_GPU, Implementation
-from evictionary.spec_tests.judge.law import REQUIREMENTS, suite_version
+from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws, suite_version
 from evictionary.spec_tests.judge.watch import NO_MORE
 from evictionary.spec_tests.verdict.coverage import functions as functions_by_requirement
 from evictionary.store import grouped
@@ -81,6 +81,11 @@ def _by_kind(entries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str
     return [
         (kind, found) for kind in KINDS if (found := [entry for entry in entries if entry["kind"] == kind])
     ]
+
+
+def _named(requirements: list[str]) -> str:
+    """The requirements by name, or how many they are where nobody would read the names."""
+    return ", ".join(requirements) if len(requirements) <= MOST_NAMED else f"{len(requirements)} requirements"
 
 
 class Verdict:
@@ -324,8 +329,8 @@ class Verdict:
                 if not words:
                     continue
                 line = [
-                    *([f"{len(words['pass'])} hold"] if "pass" in words else []),
-                    *(f"{len(of)} {word}: {', '.join(of)}" for word, of in words.items() if word != "pass"),
+                    *(f"{word}: {', '.join(of)}" for word, of in words.items() if word != "pass"),
+                    *([f"pass: {_named(words['pass'])}"] if "pass" in words else []),
                 ]
                 own = [
                     each
@@ -348,27 +353,37 @@ class Verdict:
                 )
                 for why, names in found.items():
                     terminal.write_line(f"  {word:15}{', '.join(names)}: {why}", yellow=True)
-        order = list(REQUIREMENTS)
+        order, laws = list(REQUIREMENTS), load_laws()
         failures = [
-            # Of one requirement a report that names the mistake comes first: it says most.
+            # The most basic law comes first: by its place in the specification, the definition before what
+            # follows from it.
             (
                 not self._counts(entry),
                 NO_MORE in entry["message"] or NO_GPU in entry["message"],
                 KINDS.index(entry["kind"]),
                 order.index(name),
-                "\n  misconception" not in entry["message"],
-                entry["law"],
+                laws[entry["law"]].relates,
+                laws[entry["law"]].place,
                 [*map(str, self.judged), column].index(column),
-                entry["message"],
+                name,
+                column,
+                entry,
             )
             for (name, column), entries in self.laws.items()
             for entry in entries
             if entry["outcome"] == "fail"
         ]
         if failures:
-            uncounted, *_, message = min(failures)
+            uncounted, *_, name, column, entry = min(failures, key=lambda failure: failure[:-1])
             terminal.section("the first failure" + UNCOUNTED * uncounted)
-            terminal.write_line(message)
+            terminal.write_line(entry["message"])
+            others = [each for each in self.laws[name, column] if each is not entry]
+            for words, outcome in (("it keeps", "pass"), ("it breaks too", "fail")):
+                # the relations between answers, which tell what the mistake is not
+                found = [laws[each["law"]] for each in others if each["outcome"] == outcome]
+                related = sorted((law for law in found if law.relates), key=lambda law: law.place)
+                if related:
+                    terminal.write_line(f"  {words:16}{'; '.join(law.in_words for law in related)}")
 
     def _executed(self, implementation: Implementation) -> str:
         """How much compiled code was executed; an empty string for a device that runs it itself."""

@@ -2,7 +2,6 @@
 relation, whatever its numbers are, and fails one that breaks it.
 """
 
-import ast
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,20 +14,17 @@ from evictionary.spec_tests.judge.implementation import Implementation, load
 from evictionary.spec_tests.judge.law import LAWS, Law, load_laws
 from evictionary.spec_tests.judge.outcome import outcome
 
-# The verbs that relate answers of one implementation, and those that know what an answer has to be.
-RELATING = {"same", "itself", "move_with_tokens", "same_alone"}
+# The verbs that know what an answer has to be.
 OF_VALUES = {"agrees", "near", "rounds_to", "lies", "equal", "totals", "selects", "recovers", "require"}
 
 load_laws()
 
 
-def names_in(law: Law) -> set[str]:
-    """The names that the body of a law mentions."""
-    tree = ast.parse(inspect.getsource(inspect.unwrap(law.check)).lstrip())
-    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+def of_values(law: Law) -> bool:
+    return not OF_VALUES.isdisjoint(inspect.unwrap(law.check).__code__.co_names)
 
 
-WITH_VERBS = sorted(name for name, law in LAWS.items() if names_in(law) & RELATING)
+WITH_VERBS = sorted(name for name, law in LAWS.items() if law.relates)
 # Laws that relate answers in words of their own: selections, or numbers that a law combines.
 IN_WORDS = [
     "test_chunk_kv::test_each_head_of_each_batch_item_chooses_for_itself",
@@ -42,7 +38,7 @@ IN_WORDS = [
     "test_triattention::test_a_constant_added_to_all_positions_changes_nothing",
 ]
 # A law of both kinds relates answers and says what one of them is: wrong numbers fail it, rightly.
-PURE = [name for name in WITH_VERBS if not names_in(LAWS[name]) & OF_VALUES] + IN_WORDS
+PURE = [name for name in WITH_VERBS if not of_values(LAWS[name])] + IN_WORDS
 
 
 @dataclass(repr=False)
