@@ -13,7 +13,7 @@ import typer
 
 from evictionary.cli import starter
 from evictionary.cli.console import AsJson, app, exit_codes, given_names, messages, number, require_folder
-from evictionary.errors import require, require_known
+from evictionary.errors import did_you_mean, require, require_known
 from evictionary.progress import doing
 
 MEMORY = "memory"
@@ -171,7 +171,7 @@ def judge(
         if report is not None:
             require_folder(report)
         laws = Path(str(files("evictionary.spec_tests")))
-        names = given_names("--method", methods) or []
+        target, names = _purpose(path, given_names("--method", methods) or [])
         with doing("loading the laws"):
             chosen = _law_files(laws, names)
         with tempfile.TemporaryDirectory() as temporary:
@@ -179,7 +179,7 @@ def judge(
             # With an equals sign: pytest takes what stands alone for a path of tests, and loads the
             # conftest.py beside it.
             options = [
-                f"--impl={path}" if command is None else f"--exec={command}",
+                f"--impl={target}" if command is None else f"--exec={command}",
                 *[f"--device={device}", f"--profile={profile}", f"--report={folder}", "--brief"],
                 *[f"--domain={each}" for each in domain or []],
                 *[f"--method={each}" for each in names if MEMORY not in names],
@@ -210,14 +210,48 @@ def judge(
                 )
         require(
             code in (0, 1),
-            f"path: nothing of {path or command} was judged; "
-            + (
-                f"no law that applies to it has {law} in its name"
-                if law and code == 5
-                else "the lines above say why"
-            ),
+            f"path: nothing of {path or command} was judged; {_why_nothing(code, law, names)}",
         )
     raise typer.Exit(code)
+
+
+def _purpose(path: str | None, methods: list[str]) -> tuple[str | None, list[str]]:
+    """What is judged, and the methods whose laws are asked. A file whose name is that of no method is judged
+    as the function or the method that --method names.
+    """
+    from evictionary.spec_tests.judge.implementation import AS, STEMS, contract_functions
+
+    for name in methods:
+        meant = did_you_mean(name, contract_functions())
+        require(
+            "." not in name or name in contract_functions(),
+            f"--method: got {name!r}{meant}, wanted a function that `evictionary contract` lists",
+        )
+    stems = [name.partition(".")[0] for name in methods]
+    file = Path(path or "")
+    require(
+        file.suffix != ".ipynb",
+        f"{path}: a notebook, wanted a file: write the function out with %%writefile keydiff.py in its cell",
+    )
+    if file.suffix != ".py" or file.stem in STEMS or not methods:
+        return path, stems
+    require(
+        len(methods) == 1,
+        f"--method: got {', '.join(methods)} for {file.name}, wanted one; a file of several functions says "
+        'IMPLEMENTS = {"my_score": "keydiff.score"}',
+    )
+    return f"{path}{AS}{methods[0]}", stems
+
+
+def _why_nothing(code: int, law: str | None, methods: list[str]) -> str:
+    """Why pytest has asked no law, in words."""
+    if code != 5:
+        return "the line above says why"
+    if law:
+        return f"no law that applies to it has {law} in its name"
+    if methods:
+        return f"it has no function of {' or '.join(methods)}"
+    return "it has no function that a law is about"
 
 
 def _law_files(laws: Path, methods: list[str]) -> list[Path]:

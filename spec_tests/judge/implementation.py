@@ -5,6 +5,7 @@ whatever it computes with.
 import functools
 import importlib
 import inspect
+import itertools
 import pkgutil
 import re
 import sys
@@ -19,7 +20,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from evictionary import reference
-from evictionary.errors import require
+from evictionary.errors import did_you_mean, require
 from evictionary.source import import_file
 from evictionary.spec_tests.judge import compiled, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
@@ -64,6 +65,8 @@ NO_DRIVER = (
     "Unable to initialize backend 'cuda'",
 )
 CANNOT_HOLD = "cannot hold the numbers"
+# Between a file whose name is that of no method, and what it implements: `my_kernel.py as keydiff.score`.
+AS = " as "
 # In place of a function, for laws that hold of every function that an implementation provides.
 ANY = "*"
 
@@ -393,7 +396,7 @@ def load(
     seconds: float = SECONDS,
 ) -> Implementation:
     """Load an implementation: a package name, a folder with files named as in `reference/`, one such file,
-    or `exec:COMMAND`.
+    a file of another name `FILE as keydiff.score`, or `exec:COMMAND`.
 
     COMMAND starts a program that answers over its standard input and output (`process.py`), each call within
     `seconds`. dtype None means float64 for NumPy, and float32 for every other library. Which one it computes
@@ -407,7 +410,8 @@ def load(
         if reason := compiled.missing():
             raise UnusableImplementation(f"{target}: --device {device}: {reason}")
         compiled.begin()
-    path = Path(target)
+    file, _, purpose = target.partition(AS)
+    path = Path(file)
     program = None
     package: types.ModuleType | None
     if target.startswith(PREFIX):
@@ -423,7 +427,7 @@ def load(
             raise UnusableImplementation(str(error)) from None
         name = path.resolve().parent.name
     elif path.suffix == ".py" or path.is_dir():
-        modules, package = _load_path(path)
+        modules, package = _load_path(path, purpose)
         name = path.stem
     else:
         modules, package = _load_package(target)
@@ -460,8 +464,7 @@ def load(
     )
     require(
         implementation.functions(),
-        f"{target}: provides no function of the contract; wanted a file named like one of {', '.join(STEMS)} "
-        "with a function of the same name as there, such as keydiff.py with score(keys)",
+        f"{target}: provides no function of the contract; {_wanted_of(modules)}",
         UnusableImplementation,
     )
     require(
@@ -474,6 +477,16 @@ def load(
     if device != "cpu" and (reason := _no_device(library, device)):
         raise UnusableImplementation(f"{target}: --device {device}: {reason}")
     return implementation
+
+
+def _wanted_of(modules: dict[str, types.ModuleType]) -> str:
+    """What a file or folder would have to have, in a line."""
+    if len(modules) != 1:
+        return "wanted files and functions named as in reference/, such as keydiff.py with score"
+    names = [path.partition(".")[2] for path in contract_functions(tuple(modules))]
+    (stem,) = modules
+    example = f'IMPLEMENTS = {{"my_score": "{stem}.{names[0]}"}}'
+    return f"wanted one of {', '.join(names)}, or a line such as {example}"
 
 
 def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:
@@ -547,14 +560,7 @@ def _as_declared(
             if variant is None:  # a helper, which only has the name of a function of the contract
                 vars(found[stem]).pop(name, None)
                 continue
-            method, _, function = variant.partition(".")
-            homes = [each for each in (method, f"{method}_variants", f"{method}_theory") if each in STEMS]
-            home = next((each for each in homes if callable(getattr(_reference(each), function, None))), None)
-            if home is None:
-                raise UnusableImplementation(
-                    f"{target}: IMPLEMENTS: got {variant!r} for {name}, wanted a function of the reference, "
-                    "such as keydiff.raw_mean_score"
-                )
+            home, function = _home_of(target, name, variant)
             require(
                 callable(getattr(module, name, None)),
                 f"{target}: IMPLEMENTS: {stem}.py has no function {name}",
@@ -588,33 +594,102 @@ def _load_package(target: str) -> tuple[dict[str, types.ModuleType], types.Modul
     return {stem: _import(f"{target}.{stem}") for stem in STEMS if stem in provided}, package
 
 
-def _load_path(path: Path) -> tuple[dict[str, types.ModuleType], types.ModuleType | None]:
+def _load_path(path: Path, purpose: str) -> tuple[dict[str, types.ModuleType], types.ModuleType | None]:
     require(path.exists(), f"{path}: no such file or folder", UnusableImplementation)
     path = path.resolve()
+    if path.is_file() and path.stem not in STEMS:
+        return _load_file_of_another_name(path, purpose), None
     if path.is_dir() and (path / "__init__.py").exists():
         sys.path.insert(0, str(path.parent))
         return _load_package(path.name)
     files = [path] if path.is_file() else sorted(path.glob("*.py"))
     files = [file for file in files if file.stem in STEMS]
-    if path.is_file() and not files:
-        raise UnusableImplementation(
-            f"{path.name}: the file's name says what it implements; wanted one of {', '.join(STEMS)}"
-        )
     sys.path.insert(0, str(path if path.is_dir() else path.parent))
-    modules = {}
-    for file in files:
-        # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could
-        # collide.
-        name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
-        try:
-            modules[file.stem] = import_file(name, file)
-        except (Exception, SystemExit) as error:
-            relative = isinstance(error, ImportError) and "relative import" in str(error)
-            advice = f"; it is a file of a package: judge the folder {file.parent}" * relative
-            raise UnusableImplementation(
-                f"{file.name}: importing it raised {type(error).__name__}: {error}{advice}"
-            ) from error
-    return modules, None
+    return {file.stem: _import_file(file) for file in files}, None
+
+
+def _import_file(file: Path) -> types.ModuleType:
+    # A name of its own: `keydiff` alone could shadow an installed module, and two implementations could
+    # collide.
+    name = f"_judged_{abs(hash(str(file)))}_{file.stem}"
+    try:
+        return import_file(name, file)
+    except (Exception, SystemExit) as error:
+        relative = isinstance(error, ImportError) and "relative import" in str(error)
+        advice = f"; it is a file of a package: judge the folder {file.parent}" * relative
+        raise UnusableImplementation(
+            f"{file.name}: importing it raised {type(error).__name__}: {error}{advice}"
+        ) from error
+
+
+def _load_file_of_another_name(path: Path, purpose: str) -> dict[str, types.ModuleType]:
+    """The functions of a file whose name says nothing, each where the reference has it: as `IMPLEMENTS`
+    says, or else as `purpose` does, the name of a function or of a file of the reference.
+    """
+    sys.path.insert(0, str(path.parent))
+    module = _import_file(path)
+    declared = dict(getattr(module, "IMPLEMENTS", {}))
+    if not declared and purpose in STEMS:
+        return {purpose: module}
+    if not declared and purpose:
+        declared = {_meant(path, module, purpose): purpose}
+    if not declared:
+        own = [name for name, value in vars(module).items() if _is_own(module, name, value)]
+        example = f'IMPLEMENTS = {{"{own[0] if own else "my_score"}": "keydiff.score"}}'
+        raise UnusableImplementation(
+            f"{path.name}: the file's name is that of no method; say what it implements: --method "
+            f"keydiff.score, or the line {example} in the file"
+        )
+    found: dict[str, types.ModuleType] = {}
+    for name, function in declared.items():
+        if function is None:
+            continue
+        stem, wanted = _home_of(path.name, name, function)
+        require(
+            callable(getattr(module, name, None)),
+            f"{path.name}: IMPLEMENTS: it has no function {name}",
+            UnusableImplementation,
+        )
+        setattr(found.setdefault(stem, types.ModuleType(stem)), wanted, getattr(module, name))
+    for home, said in itertools.product(found.values(), ("ARRAY_LIBRARY", "DOMAIN", "CONVENTIONS")):
+        if hasattr(module, said):
+            setattr(home, said, getattr(module, said))
+    return found
+
+
+def _home_of(target: str, name: str, function: str) -> tuple[str, str]:
+    """The file of the reference and the function in it that a declaration names: `keydiff.raw_mean_score` is
+    one of keydiff_variants.
+    """
+    method, _, wanted = str(function).partition(".")
+    homes = [each for each in (method, f"{method}_variants", f"{method}_theory") if each in STEMS]
+    for home in homes:
+        if callable(getattr(_reference(home), wanted, None)):
+            return home, wanted
+    raise UnusableImplementation(
+        f"{target}: IMPLEMENTS: got {function!r} for {name}, wanted a function of the reference, such as "
+        f"keydiff.raw_mean_score{did_you_mean(str(function), contract_functions())}"
+    )
+
+
+def _is_own(module: types.ModuleType, name: str, value: Any) -> bool:
+    return (
+        callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
+    )
+
+
+def _meant(path: Path, module: types.ModuleType, purpose: str) -> str:
+    """The function of a file that stands for one of the reference: that of the same name, or the only one."""
+    wanted = purpose.split(".")[1]
+    own = [name for name, value in vars(module).items() if _is_own(module, name, value)]
+    if wanted in own:
+        return wanted
+    if len(own) == 1:
+        return own[0]
+    raise UnusableImplementation(
+        f"{path.name}: which of {', '.join(own) or 'no function'} is {purpose}? Name it {wanted}, or write "
+        f'IMPLEMENTS = {{"my_score": "{purpose}"}} in the file'
+    )
 
 
 def _import(name: str) -> types.ModuleType:

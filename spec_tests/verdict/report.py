@@ -14,7 +14,7 @@ from evictionary.spec_tests.judge import compiled, watch
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import REFUSAL
-from evictionary.spec_tests.judge.implementation import ANY, Implementation
+from evictionary.spec_tests.judge.implementation import ANY, AS, Implementation
 from evictionary.spec_tests.judge.law import LAWS, Law
 from evictionary.spec_tests.judge.process import PREFIX, ProgramFailed
 from evictionary.spec_tests.judge.tolerance import Unlike, Violation
@@ -100,6 +100,8 @@ def said(
 
 def _alone(law: Law, implementation: Implementation) -> str:
     asked = [f"--dtype {implementation.dtype}" if "--dtype" in each else each for each in ASKED]
+    if purpose := implementation.origin.partition(AS)[2]:
+        asked = [f"--method {purpose}" if "--method" in each else each for each in asked]
     words = ["evictionary judge", _named(implementation.origin), *asked, "--law", law.name.partition("::")[2]]
     return " ".join(words)
 
@@ -176,7 +178,8 @@ def unanswerable(implementation: Implementation, error: BaseException) -> tuple[
 def _named(origin: str) -> str:
     """What was judged, as the command line names it."""
     program = origin.removeprefix(PREFIX)
-    return shlex.quote(origin) if program == origin else f"--exec {shlex.quote(program)}"
+    origin = origin.partition(AS)[0]
+    return shlex.quote(origin) if program.partition(AS)[0] == origin else f"--exec {shlex.quote(program)}"
 
 
 def repro(law: Law, implementation: Implementation) -> str:
