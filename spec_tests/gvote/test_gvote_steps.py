@@ -154,6 +154,19 @@ def test_the_nucleus_grows_with_p(impl, weights, first, second):
     equal(all_of_it, weights > 0, "at p = 1 the nucleus is not the set of all weights above 0")
 
 
+@law("GV-A2", of=NUCLEUS, count=st.sampled_from([1, 2, 4, 7, 19, 20, 21]))
+def test_no_weight_is_too_small_for_the_nucleus(impl, count):
+    """Of the weights 1/2, 1/4, ... 2^-20, 2^-20, which sum to 1, the first n hold 1 - 2^-n, and p = 1 takes
+    all.
+    """
+    if EPSILON[impl.dtype] > EPSILON["float32"] and count < 21:
+        count = min(count, 7)  # 1 - 2^-n has to be a number of the dtype
+    weights = 2.0 ** -np.minimum(np.arange(1.0, 22), 20)
+    p = 1 - 2.0**-count if count < 21 else 1.0
+    kept = impl.gvote.nucleus(weights, p)
+    equal(kept, np.arange(21) < count, f"the nucleus at {p} is not the first {count}")
+
+
 @law("GV-A2", of=NUCLEUS, p=st.sampled_from([0, 1e-9, 0.25, 0.5]))
 def test_the_nucleus_is_never_empty(impl, p):
     """The heaviest token is in it however small p is, and alone if it holds p."""

@@ -101,12 +101,6 @@ def selection(arguments: Arguments) -> str:
     return "a budget of 0" if arguments.get("budget") == 0 else ""
 
 
-def attention(arguments: Arguments) -> str:
-    """A head without tokens has nothing to attend to."""
-    cache = arguments.get("cache")
-    return "a head that keeps nothing" if cache is not None and (np.asarray(cache.lengths) == 0).any() else ""
-
-
 DEGENERATE: dict[str, Callable[[Arguments], str]] = {
     "keydiff.score": keydiff,
     "keydiff.anchor": zero_key,
@@ -120,7 +114,6 @@ DEGENERATE: dict[str, Callable[[Arguments], str]] = {
     "lagkv": lagkv,
     "momentkv.attend": momentkv,
     "selection.top_k": selection,
-    "attention.attend": attention,
 }
 """By function (`keydiff.score`) or by file (`lagkv`)."""
 

@@ -42,22 +42,32 @@ def test_log_sum_exp_is_that_of_the_scaled_logits(impl, case, seed):
     check_attend(impl, case, seed, 1, "the log-sum-exp")
 
 
-@law("ATT-2", of="attention.attend", kind="edge", case=CASES)
-def test_a_head_that_keeps_nothing_adds_nothing(impl, case):
-    """Its output is 0, not NaN, and its log-sum-exp -inf, so that a merge leaves the other cache; beside
-    full heads too.
+def heads_without_tokens(impl, case):
+    """Output and log-sum-exp of the query heads whose KV head keeps nothing, where none keeps any, and beside
+    full heads.
     """
     none = np.zeros(case.keys.shape[:3], dtype=bool)
     alternating = none | (np.arange(case.keys.shape[1]) % 2 == 0)[:, None]
     for kept in (none, alternating):
-        output, normaliser = impl.attention.attend(case.queries, compressed(impl, case, kept))
         empty = ~for_each_reader(kept, case.queries).any(axis=-1)
-        equal(output[empty], np.zeros(output[empty].shape), "the output over no token is not 0")
-        equal(
-            normaliser[empty],
-            np.full(normaliser[empty].shape, -np.inf),
-            "the log-sum-exp over no token is not -inf",
-        )
+        yield (each[empty] for each in impl.attention.attend(case.queries, compressed(impl, case, kept)))
+
+
+@law("ATT-1", of="attention.attend", case=CASES)
+def test_a_head_that_keeps_nothing_gives_zero(impl, case):
+    """Its output is 0, not NaN, beside full heads too: methods whose heads have budgets of their own make
+    such heads.
+    """
+    for output, _ in heads_without_tokens(impl, case):
+        equal(output, np.zeros(output.shape), "the output over no token is not 0")
+
+
+@law("ATT-2", of="attention.attend", kind="edge", case=CASES)
+def test_a_head_that_keeps_nothing_adds_nothing(impl, case):
+    """Its log-sum-exp is -inf, so that a merge leaves the other cache."""
+    for _, normaliser in heads_without_tokens(impl, case):
+        nothing = np.full(normaliser.shape, -np.inf)
+        equal(normaliser, nothing, "the log-sum-exp over no token is not -inf")
 
 
 def merging_errors(impl, queries, caches):
