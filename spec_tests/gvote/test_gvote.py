@@ -251,7 +251,9 @@ def test_arguments_that_do_not_fit_are_refused(impl, bad):
     """
     assume(impl.reads_numbers or bad != "keys")
     *states, p = (FITTING | BAD[bad]).values()
-    refused(impl, bad, SELECT, *states, p=p)
+    # Where the states disagree, nobody can know which of them is wrong.
+    named = bad if bad in ("keys", "p") else "query|queries|keys"
+    refused(impl, named, SELECT, *states, p=p)
 
 
 def logits_of_samples(impl, keys, hidden, weight, noise, sink_size, horizon, theta):

@@ -45,7 +45,8 @@ class Misfit(NamedTuple):
     """A call that must be refused: what is wrong with which argument, and all arguments by name.
 
     `reads_numbers`, where the implementation has to look at the numbers of an array to know; `shows`, where a
-    NaN in the answer is as good as a refusal.
+    NaN in the answer is as good as a refusal. `others` are the arguments that disagree with it: nobody can
+    know which of them is wrong, so each may be named.
     """
 
     argument: str
@@ -53,6 +54,12 @@ class Misfit(NamedTuple):
     given: dict[str, Any]
     reads_numbers: bool = False
     shows: bool = False
+    others: tuple[str, ...] = ()
+
+    @property
+    def named(self) -> str:
+        """A pattern of the arguments that a message may name."""
+        return "|".join((self.argument, *self.others))
 
 
 def fitting(path: str, *, optional: bool = False) -> dict[str, Any]:
@@ -79,18 +86,42 @@ def misfits(path: str) -> Iterator[Misfit]:
     line = arguments(path)
     for optional in {argument.optional for argument in line}:
         given = fitting(path, optional=optional)
+        present = [argument for argument in line if argument.name in given]
         tied = _tied(argument for argument in line if optional or not argument.optional)
         for argument in (each for each in line if each.optional == optional):
             for name, field in argument.fields.items() if argument.kind in STATES else [("", argument)]:
                 for what, wrong, numbers in _wrong(field, tied, inside=bool(name)):
                     value = given[argument.name]._replace(**{name: wrong}) if name else wrong
                     shows = numbers and bool(np.isnan(wrong).any() | np.isinf(wrong).any())
-                    yield Misfit(
-                        argument.name, f"{field.name}: {what}", given | {argument.name: value}, numbers, shows
-                    )
+                    others = () if numbers else _beside(argument, present)
+                    told, wrong_given = f"{field.name}: {what}", given | {argument.name: value}
+                    yield Misfit(argument.name, told, wrong_given, numbers, shows, others)
     if "window_size" in given and any(each.name == "queries" and "M<=T" in each.axes for each in line):
         longer = given | {"window_size": SIZES["M"] + 1}
         yield Misfit("queries", "window_size: longer than the queries reach", longer)
+
+
+def beside(path: str, argument: str, value: Any) -> tuple[str, ...]:
+    """The other arguments of a function that may be blamed for this value: none where its numbers are wrong,
+    and those that share an axis with it where it is an array of another shape.
+    """
+    line = arguments(path)
+    own = [each for each in line if each.name == argument]
+    numbers = isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isfinite(value).all()
+    return _beside(own[0], line) if own and numbers else ()
+
+
+def _beside(argument: Argument, line: list[Argument]) -> tuple[str, ...]:
+    """The other arguments that share an axis with this one."""
+    own = _all_letters(argument)
+    return tuple(each.name for each in line if each is not argument and own & _all_letters(each))
+
+
+def _all_letters(argument: Argument) -> set[str]:
+    fields = argument.fields.values() if argument.kind in STATES else [argument]
+    axes = (letter for field in fields for axis in field.axes for letter in _letters(axis))
+    # the heads of queries are a multiple of those of keys
+    return {"H" if letter in ("H_q", "H_kv") else letter for letter in axes} - {"*"}
 
 
 def _axes(argument: Argument) -> list[str]:

@@ -302,6 +302,17 @@ def test_each_partition_keeps_its_best_tokens(impl, case, percent, sink, lag):
     check_partitions(kept, case.keys, case.values, percent, sink, lag, by_oracle(impl))
 
 
+@law("LK-12", of=SELECT, seed=seeds())
+def test_two_heads_of_any_length_keep_their_own(impl, seed):
+    """Two heads with one sink and partitions of four keep the best half of each, at every length from 9 to
+    16.
+    """
+    for length in range(9, 17):
+        case = Case(seed=seed, num_kv_heads=2, length=length)
+        kept = impl.lagkv.select(case.keys, case.values, **asked(50, 1, 4))
+        check_partitions(kept, case.keys, case.values, 50, 1, 4, by_oracle(impl))
+
+
 @law(
     "LK-13",
     of="lagkv.compression_ratio",

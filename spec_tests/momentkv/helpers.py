@@ -111,7 +111,7 @@ def refuses_misfits(impl, path, bad):
     """
     for wrong in misfits(path):
         if wrong.argument == bad and not wrong.reads_numbers:
-            refused(impl, "query|queries" if bad == "query" else bad, path, *wrong.given.values())
+            refused(impl, wrong.named.replace("query", "query|queries"), path, *wrong.given.values())
 
 
 def turn(seed, query, keys, values, moments):

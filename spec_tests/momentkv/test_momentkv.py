@@ -48,7 +48,7 @@ def test_the_moments_are_four_sums_over_the_evicted_tokens(impl, case, seed):
 
 
 @law("MK-25", of=UPDATE, case=short_cases, seed=seeds())
-def test_one_token_at_a_time_gives_the_right_moments(impl, case, seed):
+def test_one_token_at_a_time_gives_the_same_moments(impl, case, seed):
     """Evicted one by one, in any order, or all at once: the sums are the same (whole numbers: exactly), as
     in plain loops.
     """

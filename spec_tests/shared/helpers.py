@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 
-from evictionary.spec_tests.judge.misfits import fitting
+from evictionary.spec_tests.judge.misfits import beside, fitting
 from evictionary.spec_tests.judge.prelude import *
 
 
@@ -42,7 +42,7 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
     }
     by_place = [value for name, value in wrong.given.items() if name not in by_name]
     if not wrong.shows:
-        refused(impl, wrong.argument, path, *by_place, **by_name)
+        refused(impl, wrong.named, path, *by_place, **by_name)
         return
     try:
         got = impl.call(path, *by_place, **by_name)
@@ -59,7 +59,8 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
 
 def refuses(impl: Implementation, path: str, argument: str, value: Any, **settings: Any) -> None:
     """Raise Violation unless this value is refused by the name of its argument, beside others that fit."""
-    refuse(impl, path, Misfit(argument, "", fitting(path) | settings | {argument: value}))
+    given = fitting(path) | settings | {argument: value}
+    refuse(impl, path, Misfit(argument, "", given, others=beside(path, argument, value)))
 
 
 def quarters(seed, *shape):

@@ -40,8 +40,11 @@ from evictionary.classroom.judgement import empty, reference
 from evictionary.errors import InstallError
 from evictionary.spec_tests.judge import outcome
 from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.degenerate import REFUSAL
 from evictionary.spec_tests.judge.domain import NothingToAsk
-from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.judge.implementation import Call, load
+from evictionary.spec_tests.judge.law import REQUIREMENTS, Law, load_laws
+from evictionary.spec_tests.judge.misfits import fitting
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.proof.planted import load_mutants
 
@@ -502,3 +505,47 @@ def test_a_softmax_without_its_maximum_loses_the_same_points_at_every_seed(secre
         "normalise": "passed",
         "deviation": "passed",
     }
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_a_refusal_is_no_part_of_a_step_of_mathematics(name: str) -> None:
+    """Who forgets a check loses the points of the step about checks, and no others."""
+    steps = assignments.load(name).steps
+    refusing = {step.name for step in steps for law in step.laws if load_laws()[law].kind == REFUSAL}
+    assert refusing <= {"refused", "edges"}
+
+
+def refused_by(law: Law) -> list[Call]:
+    """The calls of a law that the reference refuses."""
+    implementation, found = load("reference"), []
+    call = implementation.call
+
+    def recorded(path: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(path, *args, **kwargs)
+        except ValueError:
+            found.append(implementation.calls[-1])
+            raise
+
+    implementation.call = recorded  # type: ignore[method-assign]
+    assert outcome.outcome(law, implementation) == ("passed", "")
+    return found
+
+
+@pytest.mark.parametrize("name", NUMPY)
+def test_a_handout_says_what_its_laws_refuse(name: str) -> None:
+    """A law of refusals asks for nothing that the handout is silent about: an axis too few, NaN, infinity."""
+    one = assignments.load(name)
+    handout = text_of(one.folder / "README.md")
+    said = handout[handout.lower().index("refuse") :].split("\n## ")[0]
+    for law in (load_laws()[each] for step in one.steps for each in step.laws):
+        for call in refused_by(law) if law.kind == REFUSAL else ():
+            fit = fitting(call.function)
+            for argument, value in call.arguments.items():
+                if isinstance(value, np.ndarray) and isinstance(fit.get(argument), np.ndarray):
+                    assert value.ndim >= fit[argument].ndim - 1 or "axes" in said or "axis" in said, argument
+                if isinstance(value, float | np.ndarray) and not np.isfinite(value).all():
+                    assert "NaN" in said or "finite" in said, f"{law.name}: {argument} = {value}"
