@@ -34,6 +34,7 @@ from evictionary.spec_tests.judge.libraries import (
     to_numpy,
 )
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
+from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
 from evictionary.spec_tests.judge.widen import widened
@@ -299,7 +300,7 @@ class Implementation:
             raise RuntimeError(f"refuses: got a law of the class {self.asking}, wanted one of {REFUSAL}")
         try:
             yield
-        except Violation:
+        except (Violation, Gone):  # no answer is no refusal
             raise
         except Exception as error:
             if self.strict and not (isinstance(error, ValueError) and re.search(pattern, str(error))):

@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable
 
 from evictionary.spec_tests.judge.misfits import beside, fitting
+from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.prelude import *
 
 
@@ -46,7 +47,7 @@ def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
         return
     try:
         got = impl.call(path, *by_place, **by_name)
-    except Violation:
+    except (Violation, Gone):  # no answer is no refusal
         raise
     except Exception as error:
         if impl.strict and not isinstance(error, ValueError):
