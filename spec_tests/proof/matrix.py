@@ -145,6 +145,36 @@ def rows() -> dict[str, dict[str, str]]:
     return {name: every[name] for name in sorted(load_mutants()) if name in every}
 
 
+def what_breaks() -> dict[str, list[tuple[Law, list[str]]]]:
+    """Of each folder, in the order of the specification, each law and the mistakes that it sees, in words:
+    what an implementation that breaks the law may have done.
+    """
+    laws, every, found = load_laws(), rows(), {}
+    for folder, names in by_folder().items():
+        seen = grouped(
+            (law, name)
+            for name in names
+            for law, word in every.get(name, {}).items()
+            if word == "killed" and law in laws
+        )
+        own = sorted(
+            map(laws.__getitem__, seen), key=lambda law: (law.path.split("/")[0] != folder, law.place)
+        )
+        # A mistake that few laws see says most of each.
+        seers = {name: list(every.get(name, {}).values()).count("killed") for name in names}
+        found[folder] = [
+            (
+                law,
+                [
+                    load_mutants()[name].misconception
+                    for name in sorted(seen[law.name], key=seers.__getitem__)
+                ],
+            )
+            for law in own
+        ]
+    return found
+
+
 def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
     """Judge the mutants of some folders by all laws, or of those whose laws or mutants have changed since.
 
