@@ -205,11 +205,20 @@ def parts(method: str) -> tuple[str, list[str]]:
 
 
 def file_of(base: str) -> tuple[Path | None, str | None]:
-    """The file and the function of a method that is `path/to/file.py` or `path/to/file.py:function`."""
+    """The file and the function of a method that is `path/to/file.py` or `path/to/file.py:function`, or a
+    folder with one file that is named as a method, as `evictionary judge` takes it.
+    """
     head, colon, tail = base.rpartition(":")
     if colon and head.endswith(".py") and tail.isidentifier():
         return Path(head), tail
-    return (Path(base), None) if base.endswith(".py") else (None, None)
+    if base.endswith(".py"):
+        return Path(base), None
+    if base in (*names(), *BASELINES) or not Path(base).is_dir():
+        return None, None
+    files = [file for file in sorted(Path(base).glob("*.py")) if file.stem in names()]
+    one = " or ".join(map(str, files)) or f"{Path(base) / 'keydiff.py'} in it"
+    require(len(files) == 1, f"method: got the folder {base} with {len(files)} methods, wanted {one}")
+    return files[0], None
 
 
 def evicting() -> list[str]:

@@ -4,6 +4,7 @@ wrong.
 
 import functools
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -373,3 +374,18 @@ def test_infinite_scores_protect_tokens(tmp_path: Path, states: dict[str, torch.
 )
 def test_tokens_to_keep(ratio: float, budget: int | None, kept: int) -> None:
     assert tokens_to_keep(10, ratio, budget) == kept
+
+
+def test_a_folder_with_one_method_is_that_method(tmp_path: Path, model: LlamaForCausalLM) -> None:
+    """As `evictionary judge` takes it: the file's name is that of a method."""
+    score = "def score(keys):\n    return keys.sum(-1)\n"
+    for name in ("keydiff.py", "helpers.py"):
+        (tmp_path / name).write_text(score)
+    cache = EvictingCache(model, str(tmp_path), budget=3)
+    assert cache.method.name == str(tmp_path)
+    cache.close()
+    (tmp_path / "knorm.py").write_text(score)
+    two = f"with 2 methods, wanted {tmp_path / 'keydiff.py'} or {tmp_path / 'knorm.py'}"
+    refused(lambda: EvictingCache(model, str(tmp_path)), re.escape(two))
+    (empty := tmp_path / "empty").mkdir()
+    refused(lambda: EvictingCache(model, str(empty)), "with 0 methods, wanted .*keydiff.py in it")
