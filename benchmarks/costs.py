@@ -49,7 +49,7 @@ ALSO = ("prompt", "growth")
 LIMIT = 1.1  # the ratio of a token above which the table says what takes the time
 # What takes the time, by the method or its addition; a row looks for its whole name first.
 WORK = {
-    "momentkv": "MK-A1: at every second token each head scores its tokens, evicts one and adds to its moments "
+    "momentkv": "MK-A1: at every second token each head scores its tokens, evicts one and sums it up "
     "(`step_trusted` in `optimized/momentkv.py`)",
     "momentkv+ada_kv": "MK-A1 and AD-3: at every token each head scores its tokens, and the layer evicts one "
     "or more (`step_trusted` in `optimized/momentkv_ragged.py`, `replace_in_heads` in "

@@ -312,16 +312,16 @@ def _lowest_of_layer(
     mean_value, prediction = predicting(moments, keys[0])
     rows = query.to(prediction.dtype).unflatten(1, (keys[0].shape[1], -1)) / math.sqrt(query.shape[-1])
     tile, group = torch.cat([rows, prediction[:, :, :PROBED]], dim=2), rows.shape[2]
-    logits, predicted = torch.cat([row_products(tile, each) for each in keys], dim=-1).tensor_split(
-        [group], dim=2
-    )
+    length = keys[0].shape[2]
+    both = tile.new_empty(*tile.shape[:3], length + 1)
+    both[..., :length], both[..., length:] = (row_products(tile, each) for each in keys)
+    logits, predicted = both.tensor_split([group], dim=2)
     alpha = weights(capped(logits)).mean(dim=2)
     probed = (
         torch.cat([each[..., :PROBED] for each in values], dim=2).to(prediction.dtype)
         - mean_value[..., :PROBED]
     )
 
-    length = keys[0].shape[2]
     row, head = (torch.arange(count, device=rows.device) for count in keys[0].shape[:2])
 
     def scored(places: torch.Tensor) -> torch.Tensor:
