@@ -3,8 +3,7 @@
 For every method, against the full cache of transformers (DynamicCache) in the same run:
 
 - decode: the time of a token, half of the prompt removed. The cache and the full one take turns token by
-  token, so a busy machine slows both down. The ratio is that of the medians; that of the least times stands
-  beside it.
+  token, so a busy machine slows both down. The ratio is that of the medians.
 
 And with `--also`, which takes longer:
 
@@ -138,14 +137,12 @@ def a_token(reader: Reader, name: str, full: DynamicCache, rounds: int) -> dict[
         ][1:]  # the first tokens warm up
         share = cache.nbytes / cache.nbytes_full
     full.crop(reader.prompt.shape[1] - full.get_seq_length())
-    sides = list(zip(*pairs, strict=True))
+    sides = zip(*pairs, strict=True)
     own, others = map(statistics.median, sides)
-    least, of_others = map(min, sides)
     low, _, high = statistics.quantiles([one / other for one, other in pairs], n=4)
     return {
         "ms": own * 1e3,
         "ratio": own / others,
-        "least": least / of_others,
         "low": low,
         "high": high,
         "bytes": share,
