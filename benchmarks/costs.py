@@ -46,7 +46,11 @@ ADDED = ("keydiff", "momentkv")  # what is added to these shows what an addition
 LAYERS = 4  # of the model that reads prompts
 ALSO = ("prompt", "growth")
 LIMIT = 1.1  # the ratio of a token above which the table says what takes the time
-# What takes the time, by the method or its addition; a row looks for its whole name first.
+SEVERAL = (
+    "AD-3: heads of several lengths take two products each, where the full cache takes one call "
+    "(`attend_token` in `evictionary/cache/partial_attention.py`)"
+)
+# What takes the time, by the method or its additions; a row looks for its whole name first.
 WORK = {
     "momentkv": "MK-A1: at every second token each head scores its tokens, evicts one and sums it up "
     "(`step_trusted` in `optimized/momentkv.py`)",
@@ -57,8 +61,9 @@ WORK = {
     "(`attend_pages` in `optimized/quest.py`)",
     "moments": "MK-9: each query head reads the moments, D_v x D numbers (`evicted_part` in "
     "`optimized/momentkv.py`)",
-    "ada_kv": "AD-3: heads of several lengths take two products each, where the full cache takes one call "
-    "(`attend_token` in `evictionary/cache/partial_attention.py`)",
+    "ada_kv": SEVERAL,
+    "gvote": SEVERAL,
+    "kvzap": SEVERAL,
 }
 TEMPLATE = Path(__file__).parent / "templates" / "costs.md.j2"
 clock = time.process_time
@@ -212,7 +217,8 @@ def work(row: dict[str, Any]) -> str:
     if row["decode"]["ratio"] <= LIMIT:
         return ""
     name = row["method"]
-    return next((WORK[each] for each in (name, *reversed(name.split("+"))) if each in WORK), "not known")
+    known = [WORK[name]] if name in WORK else [WORK[part] for part in name.split("+") if part in WORK]
+    return "; ".join(known) or "not known"
 
 
 def compared(result: dict[str, Any]) -> list[dict[str, Any]]:
