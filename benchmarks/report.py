@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from benchmarks.costs import LIMIT, compared
 from benchmarks.cpu import KVPRESS
 from benchmarks.gpu import ROWS
 from benchmarks.timing import RESULTS, ROOT
@@ -20,13 +21,14 @@ MODEL_GOALS = {"compression": 0.05, "decoding": 1.0, "blocks": 0.4}
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the results in a folder."""
-    stored = {name: folder / f"{name}.json" for name in ("gpu", "cpu", "model")}
+    stored = {name: folder / f"{name}.json" for name in ("gpu", "cpu", "model", "costs")}
     found = {
         name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         for name, path in stored.items()
     }
     settings = {"clocks": CLOCKS, "model_goals": MODEL_GOALS, "kvpress": KVPRESS, "rows": ROWS}
-    return rendered("benchmarks.md.j2", **found, **settings)
+    parts = compared(found["costs"]) if found["costs"] else []
+    return rendered("benchmarks.md.j2", **found, **settings, parts=parts, limit=LIMIT)
 
 
 def rendered(template: str, **content: Any) -> str:

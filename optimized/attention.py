@@ -77,7 +77,7 @@ def products(rows: torch.Tensor, keys: torch.Tensor, spans: list[slice], out: to
     [heads, n, longest]. The keys are read where they lie, once.
     """
     for head, span in enumerate(spans):
-        out[head, :, : span.stop - span.start] = rows[head] @ keys[span].to(rows.dtype).T
+        out[head, :, : span.stop - span.start].addmm_(rows[head], keys[span].to(rows.dtype).T, beta=0)
 
 
 def add_sums(weights: torch.Tensor, values: torch.Tensor, spans: list[slice], out: torch.Tensor) -> None:

@@ -180,15 +180,14 @@ def attend(
     if kernels := _kernels(keys, values, moments, query):
         return kernels.attend(query, keys, values, kept, moments)
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
-    return _mixed(query, logits, values, moments)
+    return _mixed(query, pad(logits, (0, 1)), values, moments)
 
 
 def _mixed(query: torch.Tensor, logits: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
-    """MK-12 from the logits [B, H_kv, G, T] of tokens with values [B, H_kv, T, D_v], -inf for those without
-    weight.
+    """MK-12 from the logits [B, H_kv, G, T + 1] of tokens with values [B, H_kv, T, D_v], -inf for those
+    without weight. That of the evicted part is written to the last place.
     """
-    evicted_value, evicted_logit = evicted_part(query.unflatten(1, logits.shape[1:3]), moments)
-    logits = torch.cat([logits, evicted_logit[..., None]], dim=-1)
+    evicted_value, logits[..., -1] = evicted_part(query.unflatten(1, logits.shape[1:3]), moments)
     # a head without tokens and moments: the softmax of nothing would be NaN
     shares = logits.softmax(dim=-1).masked_fill(logits.amax(dim=-1, keepdim=True) == -math.inf, 0)
     mixed = shares[..., :-1] @ values.to(shares.dtype) + shares[..., -1:] * evicted_value
@@ -296,13 +295,10 @@ def step_trusted(
         total.add_(gone[-1].squeeze(2))
     moments.value_key_sum.add_(gone[1].mT * gone[0])
     positions.scatter_(2, slot, torch.where(is_new[..., 0], positions.gather(2, slot), position[:, :, None]))
-    # The token that took the slot keeps its own logit there; nothing stands at the end.
-    taken = slot[:, :, None].expand(-1, -1, logits.shape[2], -1)
-    of_slots = logits[..., :length]
-    of_slots = of_slots.scatter(
-        3, taken, torch.where(is_new, of_slots.gather(3, taken), logits[..., length:])
-    )
-    return _mixed(query, of_slots, values, moments)
+    # The token that took the slot keeps its own logit there, and the evicted part takes the last place.
+    taken = evicted[:, :, None].expand(-1, -1, logits.shape[2], -1)
+    logits.scatter_(3, taken, logits[..., length:].clone())
+    return _mixed(query, logits, values, moments)
 
 
 def _lowest_of_layer(
@@ -316,24 +312,26 @@ def _lowest_of_layer(
     mean_value, prediction = predicting(moments, keys[0])
     rows = query.to(prediction.dtype).unflatten(1, (keys[0].shape[1], -1)) / math.sqrt(query.shape[-1])
     tile, group = torch.cat([rows, prediction[:, :, :PROBED]], dim=2), rows.shape[2]
-    logits, predicted = torch.cat([row_products(tile, each) for each in keys], dim=-1).tensor_split(
-        [group], dim=2
-    )
+    length = keys[0].shape[2]
+    both = tile.new_empty(*tile.shape[:3], length + 1)
+    both[..., :length], both[..., length:] = (row_products(tile, each) for each in keys)
+    logits, predicted = both.tensor_split([group], dim=2)
     alpha = weights(capped(logits)).mean(dim=2)
     probed = (
         torch.cat([each[..., :PROBED] for each in values], dim=2).to(prediction.dtype)
         - mean_value[..., :PROBED]
     )
 
-    def at(parts: tuple[torch.Tensor, ...], places: torch.Tensor) -> torch.Tensor:
-        """The tokens at some places; the last place is that of the new one."""
-        stored, new = parts
-        inside = places.clamp(max=stored.shape[2] - 1)[..., None].expand(-1, -1, -1, stored.shape[3])
-        return torch.where(places[..., None] == stored.shape[2], new, stored.gather(2, inside))
+    row, head = (torch.arange(count, device=rows.device) for count in keys[0].shape[:2])
 
     def scored(places: torch.Tensor) -> torch.Tensor:
-        residuals = _residuals(at(keys, places), at(values, places), mean_value, prediction)
-        return alpha.gather(2, places) * vector_norm(residuals, dim=-1)
+        """The scores at some places; the last place is that of the new token."""
+        is_new, inside = (places == length)[..., None], places.clamp(max=length - 1)
+        chosen = (
+            torch.where(is_new, new, stored[row[:, None, None], head[:, None], inside])
+            for stored, new in (keys, values)
+        )
+        return alpha.gather(2, places) * vector_norm(_residuals(*chosen, mean_value, prediction), dim=-1)
 
     return logits, *lowest(alpha * norms_across(probed.mT - predicted), scored, 1)
 
@@ -351,20 +349,25 @@ def lowest(
 
     A residual costs D_v D multiplications, and which token is the lowest needs few of them: some channels of
     a residual are no longer than all of it, so they bound the score from below. The tokens with the lowest
-    bounds are scored in full, more and more of them, until no other can be lower.
+    bounds are scored in full. Where others may be as low, a second time scores all that may.
 
     Args: bounds [..., T]; scored, which gives the scores at places [..., n]; count, at most T. NaN counts as
     -1, so it comes first.
     """
     length = bounds.shape[-1]
     bounds = (bounds * ROUNDED).nan_to_num(nan=-1, posinf=math.inf)
-    few = length if bounds.is_cuda else FEW + count  # to look at a result would wait for a GPU
-    while True:
-        least, places = bounds.topk(min(few, length), dim=-1, largest=False)
-        scores = scored(places).nan_to_num(nan=-1, posinf=math.inf)
-        if few >= length or (scores.kthvalue(count, dim=-1).values < least[..., -1]).all():
-            return scores, places
-        few *= 8
+    few = length if bounds.is_cuda else min(FEW + count, length)  # to look at a result would wait for a GPU
+
+    def of_least(few: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        least, places = bounds.topk(few, dim=-1, largest=False)
+        return least, scored(places).nan_to_num(nan=-1, posinf=math.inf), places
+
+    least, scores, places = of_least(few)
+    if few < length:
+        found = scores.kthvalue(count, dim=-1, keepdim=True).values
+        if not (found < least[..., -1:]).all():
+            _, scores, places = of_least(int((bounds <= found).sum(dim=-1).max()))
+    return scores, places
 
 
 def decode_step(

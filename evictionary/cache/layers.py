@@ -196,11 +196,12 @@ class EvictingLayer(DynamicLayer):
             lengths.append(left)
             start, now = own.stop, bounds.stop
         new = key.flatten(0, 1)[news], value.flatten(0, 1)[news], torch.full((len(news),), self.seen - 1)
-        held = self._rows or cache[:3]
-        moved = [field[movers] for field in held]
+        held, moving_rows = self._rows or cache[:3], torch.tensor(movers, dtype=torch.int64)
+        moved = [field[moving_rows] for field in held]
         self._rows = tuple(_with_rows(field, start, now) for field in held)
+        filled = torch.tensor(fillers + rows_of_new, dtype=torch.int64)
         for field, one, other in zip(self._rows, moved, new, strict=True):
-            field[fillers + rows_of_new] = torch.cat([one, other.to(one)])
+            field[filled] = torch.cat([one, other.to(one)])
         self._longest_ragged = max(lengths)
         counts = torch.tensor(lengths, device=cache.lengths.device).view_as(cache.lengths)
         keys, values, positions = (field[:now] for field in self._rows)

@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 import torch
 import typer
+from conftest import tiny_llama
 from tools import refused, says
+from tools.reading import IDS
 
-from benchmarks import corrections, cpu, gpu, report, rows, timing
+from benchmarks import corrections, costs, cpu, gpu, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, rows_apart
 from evictionary.spec_tests.judge.law import judging_files
 
@@ -412,6 +414,87 @@ def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
         "| tova | 1.0 | 8.0 | 12.5% |",
         "8,192 tokens in blocks of 512, with a budget of 1,024",
     )
+
+
+# the costs of a token with each method
+
+
+def measured_costs(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, *methods: str, **named: Any
+) -> dict[str, Any]:
+    """What the command stores, of a tiny model and a prompt of 48 tokens."""
+    monkeypatch.setattr(costs, "load_model", lambda name: (tiny_llama(num_hidden_layers=5), None))
+    monkeypatch.setattr(costs.passkey, "make", lambda *_, **__: Mock(context_ids=IDS))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    costs.main(tokens=48, rounds=3, method=list(methods), out=folder, **named)
+    return json.loads((folder / "costs.json").read_text(encoding="utf-8"))
+
+
+def test_the_costs_of_methods_are_measured_stored_and_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    methods = ("keydiff", "momentkv+ada_kv", "quest", "attention_matching")
+    measured_costs(monkeypatch, tmp_path, *methods, run="before")
+    measured_costs(monkeypatch, tmp_path, *methods)
+    stored = measured_costs(monkeypatch, tmp_path, "keydiff", also=["prompt", "growth"])
+    assert stored["now"]["commit"] and stored["now"]["versions"]["transformers"]
+    for run in ("before", "now"):
+        found = stored[run]["tokens"]["48"]["rows"]
+        assert {row["method"] for row in found} == set(methods) and len(found) == len(methods)
+        for row in found:
+            decode = row["decode"]
+            assert 0 < decode["low"] <= decode["high"] and decode["ms"] > 0
+            assert 0 < decode["bytes"] <= 1.25
+            assert ("growth" in row) == (run == "now" and row["method"] == "keydiff")
+    (part,) = costs.compared(stored)
+    assert all(row["before"]["method"] == row["method"] for row in part["rows"])
+    assert [bool(row["work"]) for row in part["rows"]] == [
+        row["decode"]["ratio"] > costs.LIMIT for row in part["rows"]
+    ]
+    (tmp_path / "model.json").write_text((timing.RESULTS / "model.json").read_text(encoding="utf-8"))
+    for text in (capsys.readouterr().out, report.page(tmp_path)):
+        says(text, *(f"| {method} | " for method in methods), "| method | growth of a compression |")
+
+
+def test_a_slow_method_fits_one_layer_and_the_others_hold_copies() -> None:
+    model = tiny_llama(num_hidden_layers=3)
+    with costs.Reader(model, IDS).compressed("attention_matching") as cache:
+        first, *others = (layer.tensors() for layer in cache.layers)
+    assert others and "bias" in first
+    for other in others:
+        assert all(torch.equal(other[name], tensor) for name, tensor in first.items())
+        assert other["keys"].data_ptr() != first["keys"].data_ptr()
+
+
+def test_every_method_that_decodes_has_a_stored_cost() -> None:
+    """Now, and before; and above the limit the table says what takes the time."""
+    stored = json.loads((timing.RESULTS / "costs.json").read_text(encoding="utf-8"))
+    (part,) = costs.compared(stored)
+    assert {row["method"] for row in part["rows"]} == set(costs.names())
+    assert all(row["before"] for row in part["rows"])
+    assert "not known" not in {row["work"] for row in part["rows"]}
+
+
+def test_the_work_that_is_named_is_that_of_functions_that_exist() -> None:
+    for told in costs.WORK.values():
+        places = re.findall(r"`(\w+)` in\s+`([\w/]+\.py)`", told)
+        assert places
+        for function, path in places:
+            assert f"def {function}(" in (timing.ROOT / path).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ({"method": ["no_such_method"]}, "--method: got no_such_method"),
+        ({"also": ["no_such_part"]}, "--also: got no_such_part"),
+        ({"run": "later"}, "--run: got later"),
+    ],
+)
+def test_the_command_of_the_costs_refuses_what_it_does_not_know(
+    named: dict[str, Any], told: str, tmp_path: Path
+) -> None:
+    refused(lambda: costs.main(out=tmp_path, **named), told, typer.BadParameter)
 
 
 # the corrections of MomentKV: the table of docs/methods/momentkv_bounded.md
