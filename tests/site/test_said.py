@@ -195,6 +195,25 @@ def retrieval() -> list[str]:
     ]
 
 
+def token(method: str) -> str:
+    """The time of a token with a method, over that with the full cache."""
+    (measured,) = facts.stored("benchmarks/results/costs.json")["now"]["tokens"].values()
+    ratios = {row["method"]: row["decode"]["ratio"] for row in measured["rows"]}
+    return f"{ratios[method]:.2f} times"
+
+
+def in_a_model() -> list[str]:
+    return [f"A token takes {token('momentkv+ada_kv')} as long as with the full cache"]
+
+
+def of_momentkv() -> list[str]:
+    shared = "momentkv+ada_kv"
+    return [
+        f"a token takes {token('momentkv')} as long as with the full cache, and {token(shared)} with "
+        f"`{shared}`"
+    ]
+
+
 def baselines() -> list[str]:
     pairs = ("streaming_llm", "h2o", "h2o+cam", "keydiff", "keydiff+cam")
     return [f"| `{name}` | {' | '.join(moved(name))} |" for name in pairs]
@@ -212,7 +231,9 @@ def roadmap() -> list[str]:
 SAID: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
     "docs/index.md": index,
+    "docs/in_a_model.md": in_a_model,
     "docs/methods/baselines.md": baselines,
+    "docs/methods/momentkv.md": of_momentkv,
     "docs/real_texts.md": real_texts,
     "docs/results.md": results,
     "docs/retrieval.md": retrieval,
