@@ -29,6 +29,7 @@ from evictionary.spec_tests.judge.outcome import TimedOut, outcome
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Violation
 from evictionary.spec_tests.memory import helpers as memory
+from evictionary.spec_tests.memory.arguments import arguments_of
 from evictionary.spec_tests.verdict import report
 from evictionary.spec_tests.verdict.diagnosis import sign
 
@@ -192,7 +193,7 @@ class Untrusted(ByLaws):
         seconds: dict[str, list[float]] = {"new": [], "old": [], "idle": []}
         for number in range(turn * TIMES, (turn + 1) * TIMES):
             case = replace(TIMED, seed=self.seed(f"{path} {number}") % 2**16)
-            arguments = memory.arguments_of(judged, path, self.domain.fitted({"case": case})["case"])
+            arguments = arguments_of(judged, path, self.domain.fitted({"case": case})["case"])
             if arguments is None:
                 break
             expected = oracle(path)(**arguments)
