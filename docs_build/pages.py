@@ -266,10 +266,11 @@ def reached(page: str) -> str:
         stem, _, name = path.partition(".")
         rows.setdefault(stem, []).append(f"`{name}`" + r"\*" * (path in STEPS))
     return (
-        f"The laws of memory call {len(called)} functions, of {len(contract_functions())} in the contract:\n\n"
+        f"The laws of memory call {len(called)} of the {len(contract_functions())} functions:\n\n"
         "| file | functions |\n|---|---|\n"
         + "\n".join(f"| {stem} | {', '.join(names)} |" for stem, names in rows.items())
-        + "\n\n\\* a step that no other law names. A helper of that name which does something else is left alone."
+        + "\n\n\\* a step that no other law names. A helper of that name which does something else is left "
+        "alone."
     )
 
 

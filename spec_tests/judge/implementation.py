@@ -4,7 +4,9 @@ whatever it computes with.
 
 import functools
 import importlib
+import importlib.util
 import inspect
+import os
 import pkgutil
 import re
 import sys
@@ -21,7 +23,7 @@ import numpy as np
 from evictionary import reference
 from evictionary.errors import require
 from evictionary.source import import_file
-from evictionary.spec_tests.judge import compiled, project
+from evictionary.spec_tests.judge import compiled, interpreted, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
@@ -423,6 +425,8 @@ def load(
         if reason := compiled.missing():
             raise UnusableImplementation(f"{target}: --device {device}: {reason}")
         compiled.begin()
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        interpreted.take_first_configurations()
     path = Path(target)
     program = None
     package: types.ModuleType | None
@@ -489,8 +493,9 @@ def load(
     if program is not None:
         program.dtype = implementation.dtype
     else:
-        for path in sorted({*implementation.asked_of_memory()} - STEPS):
-            if reason := called_otherwise(path, getattr(modules[path.split(".")[0]], path.split(".")[1])):
+        for asked in sorted({*implementation.asked_of_memory()} - STEPS):
+            stem, function = asked.split(".")
+            if reason := called_otherwise(asked, getattr(modules[stem], function)):
                 raise UnusableImplementation(f"{target}: {reason}")
     if device != "cpu" and (reason := _no_device(library, device)):
         raise UnusableImplementation(f"{target}: --device {device}: {reason}")
