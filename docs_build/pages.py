@@ -32,7 +32,10 @@ from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.implementation import STEPS, contract_functions, load
 from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.memory.arguments import arguments_of
 from evictionary.spec_tests.proof import matrix
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions
@@ -254,6 +257,23 @@ def included(page: str, path: str) -> str:
     return re.sub(r"\]\((?!https?:|#)(docs/)?", lambda match: "](" if match[1] else "](../", text)
 
 
+def reached(page: str) -> str:
+    """Which functions the laws of memory call: a row for each file of the contract."""
+    impl, case = load("reference"), Case(batch=2, num_kv_heads=2, group=2, num_queries=2)
+    called = [path for path in contract_functions() if arguments_of(impl, path, case) is not None]
+    rows: dict[str, list[str]] = {}
+    for path in called:
+        stem, _, name = path.partition(".")
+        rows.setdefault(stem, []).append(f"`{name}`" + r"\*" * (path in STEPS))
+    return (
+        f"The laws of memory call {len(called)} of the {len(contract_functions())} functions:\n\n"
+        "| file | functions |\n|---|---|\n"
+        + "\n".join(f"| {stem} | {', '.join(names)} |" for stem, names in rows.items())
+        + "\n\n\\* a step that no other law names. A helper of that name which does something else is left "
+        "alone."
+    )
+
+
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
@@ -261,6 +281,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "signature": signature,
     "code": code,
     "included": included,
+    "reached": reached,
 }
 
 

@@ -163,6 +163,7 @@ def pytest_configure(config: pytest.Config) -> None:
         where = {
             "device": config.getoption("--device"),
             "seconds": (seconds := config.getoption("--call-timeout")),
+            "methods": tuple(config.getoption("--method")),
         }
         foreign = [target for target in config.getoption("--impl") if target.split(".")[0] not in OWN]
         apart = bool(foreign) and not hasattr(config, "workerinput") and _work_apart(config)
@@ -177,7 +178,7 @@ def pytest_configure(config: pytest.Config) -> None:
             for each in (described if target in elsewhere else load_each)(target, dtypes, domain, **where)
         ]
         for each in config.stash[verdict.JUDGED]:
-            each.strict, each.methods = config.getoption("strict"), tuple(config.getoption("--method"))
+            each.strict = config.getoption("strict")
         path = config.getoption("--expected-failures")
         config.stash[EXPECTED] = verdict.read_expected(Path(path)) if path else {}
         if any(each.domain.excludes_small for each in config.stash[verdict.JUDGED]):

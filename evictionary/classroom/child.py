@@ -17,7 +17,7 @@ import numpy as np
 
 from evictionary.classroom import sandbox, seccomp, worker
 from evictionary.errors import require
-from evictionary.spec_tests.judge import compiled, wire
+from evictionary.spec_tests.judge import compiled, interpreted, wire
 from evictionary.spec_tests.judge.remote import Gone, Remote
 
 START_SECONDS = 120.0
@@ -100,6 +100,9 @@ class Child:
     `tried` takes what the audit hook refused to the code. `strict` is for code that nobody trusts, and names
     functions whose results have to be memory of their own: arguments come at the addresses of earlier ones,
     what torch allocates holds NaN, and a function of a library that the file replaces counts as tried.
+    `allowed` are packages beside the library that the file may import, None of a student's file. `dtype` is
+    that of the tensors that torch is given, empty for that of the arrays. `notes` takes what a call of strict
+    code did: it changed a random generator, or answered in the memory of an argument or of its last answer.
 
     Raises StudentError if the file cannot be imported, Gone if the process gives no answer, and RuntimeError
     before any code of the file runs if a wall is missing.
@@ -119,12 +122,15 @@ class Child:
         needs: tuple[str, ...] = (),
         named: Callable[[str, dict[str, Any]], Any] = as_tuple,
         tried: set[str] | None = None,
+        allowed: tuple[str, ...] | None = None,
     ) -> None:
         self.path, self.limits, self.named, self.needs = path.resolve(), limits, named, needs
         self.site = str(Path(np.__file__).parents[1])
         self.setup = {"path": str(self.path), "stem": stem, "library": library, "device": device} | {
             "interpret": interpret,
             "executor": compiled.__file__,
+            "interpreter": interpreted.__file__,
+            "allowed": allowed,
             "triton": compiled.folder() if device == compiled.DEVICE else "",
             "confine": confine,
             "strict": strict,
@@ -134,6 +140,8 @@ class Child:
         }
         self.tried = set() if tried is None else tried  # what the audit hook refused, as the child tells it
         self.functions: list[str] = []
+        self.dtype = ""
+        self.notes: set[str] = set()
         self.walls: dict[str, Any] = {}
         self.is_late = False
 
@@ -200,6 +208,7 @@ class Child:
         if self.limits.each_call:
             self.remote.allow(self.limits.wall_seconds)
         asked = {"call": name, "keywords": list(kwargs), "time": time_it, "change launches": change_launches}
+        asked |= {"dtype": self.dtype}
         reply, values = self._exchange(wire.frame(asked, [*args, *kwargs.values()]))
         if reply.get("value_error"):
             raise ValueError(clean(reply.get("message")))
@@ -221,6 +230,9 @@ class Child:
             ) from None
         except Exception as error:  # the student's process may have written anything into the pipe
             self.remote.end(f"{UNREADABLE} ({clean(error)})")
+        noted = reply.get("memory")
+        if isinstance(noted, list):
+            self.notes |= {each for each in ("random", "argument", "next") if each in noted}
         told = reply.get("tried")
         if isinstance(told, list) and len(self.tried) < sandbox.MOST_TRIED:
             self.tried |= {

@@ -174,11 +174,12 @@ class _Judged(Implementation):
     """An implementation that calls the oracle once for each input.
 
     calm says that inputs on which a softmax without its maximum overflows are left out, because another step
-    judges them. child is the student's process, for what is no function of a method; library is the one it
-    computes with.
+    judges them; slow, that an interpreter computes. child is the student's process, for what is no function
+    of a method; library is the one it computes with.
     """
 
     calm = False
+    slow = False
     child: Child
     library: str
 
@@ -207,6 +208,8 @@ class _Judged(Implementation):
         strides.
         """
         found = super().native(value)
+        if self.dtype == "bfloat16" and isinstance(found, np.ndarray) and found.dtype.kind == "f":
+            found = found.astype(np.float32)  # NumPy has no bfloat16; these numbers are some
         return np.require(found, requirements="C") if isinstance(found, np.ndarray) else found
 
     @contextlib.contextmanager
@@ -488,6 +491,8 @@ def _of_the_form(name: str, answer: Any, right: Any, precision: int) -> Any:
     A list may stand for a tuple. Raises StudentError for other parts, and Violation for other arrays: before
     they are converted or kept. The laws judge the numbers.
     """
+    if isinstance(right, list) and isinstance(answer, list | tuple):
+        return list(_of_the_form(name, tuple(answer), tuple(right), precision))
     fields = getattr(right, "_fields", ())
     answer = tuple(answer) if isinstance(answer, list) and isinstance(right, tuple) else answer
     got, wanted = _parts(answer), _parts(right)

@@ -17,7 +17,8 @@ from evictionary.source import first_paragraph
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import contract_functions, load, oracle
 from evictionary.spec_tests.judge.law import load_laws
-from evictionary.spec_tests.memory import helpers as memory
+from evictionary.spec_tests.memory.arguments import OF_CASE, SETTINGS, arguments_of
+from evictionary.spec_tests.memory.helpers import SEAMS
 
 # Every axis of this case has a size of its own, by which it is known in an argument and in the answer.
 NAMED = Case(batch=2, num_kv_heads=3, group=4, length=17, head_dim=8, value_dim=10, num_queries=5)
@@ -79,7 +80,8 @@ def tasks() -> list[dict[str, Any]]:
     flashinfer-bench has it.
     """
     impl = load("reference")
-    asked = {path: memory.arguments_of(impl, path, NAMED) for path in contract_functions()}
+    seams = (path for path in contract_functions() if path.split(".")[1] in SEAMS)
+    asked = {path: arguments_of(impl, path, NAMED) for path in seams}
     free = {path: given for path, given in asked.items() if given is not None and set(given) <= FREE}
     answers = {path: oracle(path)(**given) for path, given in free.items()}
     return [
@@ -133,7 +135,7 @@ def kernelbench(task: dict[str, Any]) -> str:
     for key, each in task["inputs"].items():
         shape = [SIZES[axis] for axis in each["shape"] or []]
         drawn = f"torch.rand({shape}) < 0.5" if each["dtype"] == "bool" else f"torch.randn({shape})"
-        inputs.append(drawn if shape else repr(memory.ARGUMENTS[key](case)))
+        inputs.append(drawn if shape else repr(OF_CASE[key](case) if key in OF_CASE else SETTINGS[key]))
     return task["reference"] + MODEL.format(
         says=task["description"].split(" (")[0], names=", ".join(task["inputs"]), inputs=", ".join(inputs)
     )

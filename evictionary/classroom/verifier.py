@@ -6,10 +6,14 @@ earlier inputs were; what it answers is copied before it is looked at. Code that
 for some inputs, or only until its time is taken is wrong here.
 """
 
+import ast
 import contextlib
+import copy
+import importlib.util
 import re
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,18 +21,27 @@ import numpy as np
 
 from evictionary.classroom import checks
 from evictionary.classroom.assignment import Assignment, Step
-from evictionary.classroom.child import Child, Limits, StudentError
-from evictionary.classroom.grading import TWO_ANSWERS, ByLaws, lacking, plain, put_down
+from evictionary.classroom.child import BANNED, Child, Limits, StudentError
+from evictionary.classroom.grading import NO_EXECUTOR, TWO_ANSWERS, ByLaws, lacking, plain, put_down
 from evictionary.errors import require
+from evictionary.spec_tests.judge import compiled
+from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import Case, seeds
 from evictionary.spec_tests.judge.degenerate import EDGE, REFUSAL
-from evictionary.spec_tests.judge.domain import Domain
-from evictionary.spec_tests.judge.implementation import ANY, Implementation, contract_functions, oracle
+from evictionary.spec_tests.judge.domain import Domain, OutsideDomain
+from evictionary.spec_tests.judge.implementation import (
+    ANY,
+    STEPS,
+    Implementation,
+    contract_functions,
+    oracle,
+)
 from evictionary.spec_tests.judge.law import Law, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import TimedOut, outcome
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Violation
 from evictionary.spec_tests.memory import helpers as memory
+from evictionary.spec_tests.memory.arguments import SETTINGS, arguments_of, fits, line_of, signature_of
 from evictionary.spec_tests.verdict import report
 from evictionary.spec_tests.verdict.diagnosis import sign
 
@@ -43,6 +56,27 @@ TURNS = 3  # chance makes an old input fast once; who remembers is fast each tim
 NOTHING = "def {}(*arguments, **named):\n    return 0.0\n"
 HOLDS, FAILS, ENDED = "holds", "fails", "the process had ended before"
 UNCOUNTED = (EDGE, REFUSAL)  # as `evictionary judge` has it without --strict
+# Shapes of layers that people run: batch, KV heads, group, tokens, channels. With a group of 4 and 8 heads it
+# is Llama 3's, with 7 and 4 Qwen 2.5's.
+MODELS = ((4, 8, 4, 317, 128), (2, 4, 7, 523, 128), (1, 8, 5, 1000, 128), (1, 16, 1, 411, 80))
+# Of mathematics that costs more than a matrix of all pairs, and in an interpreter, fewer tokens do.
+AFFORDABLE, FEW_TOKENS = 0.03, 33
+# How much numbers are moved to see whether a selection is near a tie, in roundings.
+NEAR = 16
+# What a file is asked in where neither it nor the caller says it: every dtype of a model for torch.
+DTYPES = {"numpy": ("float64",), "torch": ("float32", "bfloat16", "float16")}
+WITHOUT_BFLOAT16 = "Triton's interpreter computes with NumPy, which has no bfloat16"
+MEMORY_NOTES = {
+    "test_memory::test_global_random_generators_are_left_alone": {
+        "random": "it changed the state of a global random generator"
+    },
+    "test_memory::test_outputs_are_memory_of_their_own": {
+        "argument": "a result shares memory with an argument",
+        "next": "a result shares memory with that of the call before",
+    },
+}
+"""What the process of the code is looked at for: an answer that came through a pipe does not show it."""
+
 # What it means that code tries something that no function of the contract needs; the first that fits.
 MEANINGS = {
     "import pytest": "it imports the tools that judge it",
@@ -67,6 +101,40 @@ def library_of(source: bytes) -> tuple[str, bool]:
     return ("torch" if imported else "numpy"), b"triton" in imported
 
 
+def refused(source: bytes) -> str:
+    """Why a file cannot be verified at all, or an empty string."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ""  # the process says so
+    for node in ast.walk(tree):
+        whole = (
+            isinstance(node, ast.Attribute) and node.attr == "compile" and ast.unparse(node.value) == "torch"
+        )
+        named = isinstance(node, ast.ImportFrom) and node.module == "torch"
+        if whole or (named and any(each.name == "compile" for each in node.names)):
+            return (
+                "torch.compile starts a compiler and writes files, which no code behind the walls may do: "
+                "verify the function without it, or judge it with `evictionary judge`"
+            )
+    return ""
+
+
+def does_not_travel(path: str) -> str:
+    """Why a function cannot be asked in another process, or an empty string."""
+    parameters = signature_of(path).parameters.values()
+    takes = [
+        each.name for each in parameters if each.default is each.empty and callable(SETTINGS.get(each.name))
+    ]
+    gives = "" if path != "cache.heads" else "gives slices one after another"
+    told = f"takes a function as {takes[0]}" if takes else gives
+    return (
+        f"{path} {told}, which does not travel to another process: judge it with `evictionary judge`"
+        if told
+        else ""
+    )
+
+
 @dataclass
 class Untrusted(ByLaws):
     """A file of which some functions are judged by all of their laws, on the inputs that it is said to
@@ -74,7 +142,8 @@ class Untrusted(ByLaws):
 
     `outcomes` has for each law what became of it at first and afterwards: holds, fails, or why it was not
     asked. `reasons` say what is wrong beside the laws, by kind; `seconds_of` is the processor time of a call
-    of each function.
+    of each function. `device` is cpu or compiled, and `allowed` are packages that the file may import.
+    `dtypes` says of each dtype that was not asked why.
     """
 
     examples: int = EXAMPLES
@@ -86,11 +155,19 @@ class Untrusted(ByLaws):
     seconds_of: dict[str, float] = field(default_factory=dict)
     said: dict[str, str] = field(default_factory=dict)
     failed: Law | None = None
+    failed_in: str = ""
     walls: dict[str, Any] = field(default_factory=dict)
+    device: str = "cpu"
+    allowed: tuple[str, ...] = ()
+    dtypes: dict[str, str] = field(default_factory=dict)
+    asked_in: list[str] = field(default_factory=list)
+    law_of: dict[str, Law] = field(default_factory=dict)
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
         limits = replace(LIMITS, wall_seconds=self.seconds or LIMITS.wall_seconds)
-        return super().child(patience, limits=limits, strict=memory.SEAMS, **changes)
+        if self.device == compiled.DEVICE:  # what Triton's compiler tries is not the doing of the code
+            changes = {"device": self.device, "interpret": False, "tried": set()} | changes
+        return super().child(patience, limits=limits, strict=memory.SEAMS, allowed=self.allowed, **changes)
 
     def implementation(self, child: Child, step: Step) -> Implementation:
         judged = super().implementation(child, step)
@@ -98,6 +175,9 @@ class Untrusted(ByLaws):
         known = {each for each in contract_functions((stem,)) if each.split(".")[1] in child.functions}
         asked = (law.functions for law in load_laws().values() if known.issuperset(law.functions))
         provided = dict.fromkeys(path for functions in asked for path in functions)
+        provided |= dict.fromkeys(path for path in self.functions if path in known & STEPS)
+        if not self.functions:
+            provided = {path: None for path in provided if not does_not_travel(path)}
         self.functions = self.functions or tuple(provided)
         if missing := sorted({*self.functions} - {*provided}) or (
             [] if provided else [f"a function of {stem}"]
@@ -105,14 +185,51 @@ class Untrusted(ByLaws):
             self.reasons["missing"] = f"the file does not have {', '.join(missing)}, or no law asks it"
         for name in set(vars(judged.modules[stem])) - {each.split(".")[1] for each in self.functions}:
             delattr(judged.modules[stem], name)
-        judged.domain = self.domain
+        judged.domain, judged.device = self.domain, self.device
+        judged.slow = self.assignment.interpret
         return judged
+
+    def in_each_dtype(self, judged: Implementation) -> Iterator[Implementation]:
+        """The implementation in each dtype that the caller names, or in those of the library; not in one
+        that it refuses where nobody asks for it.
+        """
+        library = self.assignment.library
+        named = self.domain.dtype
+        for place, dtype in enumerate(named or DTYPES[library]):
+            one = copy.copy(judged)
+            one.dtype, one.calls, one.outside_of = dtype, [], type(judged.outside_of)()
+            self.set_dtype(one)
+            if dtype == "bfloat16" and self.assignment.interpret and self.device == "cpu":
+                self.dtypes[dtype] = WITHOUT_BFLOAT16
+            elif place and not named and (reason := self.refuses(one)):
+                self.dtypes[dtype] = reason
+            else:
+                self.asked_in.append(dtype)
+                yield one
+
+    def set_dtype(self, judged: Any) -> None:
+        judged.child.dtype = judged.dtype if self.assignment.library == "torch" else ""
+
+    def refuses(self, judged: Any) -> str:
+        """What a file says where it refuses a dtype as a whole."""
+        case = self.domain.fitted({"case": Case(batch=2, num_kv_heads=2, group=2, length=17)})["case"]
+        said = ""
+        for path in self.functions:
+            if (given := arguments_of(judged, path, case)) is not None:
+                try:
+                    memory.ask(judged, path, memory.natives_of(judged, given))
+                except Violation as error:
+                    said = plain(error.message)
+                else:
+                    return ""
+        return said
 
     def laws(self, step: Step) -> list[Law]:
         known = {*self.functions, ANY}
         return [
             *(law for law in load_laws().values() if law.functions and known.issuperset(law.functions)),
             IN_TURN,
+            *SIZES_OF_MODELS,
         ]
 
     def ask(self, step: Step, plan: Callable[[int], None], advance: Callable[[str], None]) -> None:
@@ -122,19 +239,25 @@ class Untrusted(ByLaws):
         with self.child() as child:
             self.walls = child.walls
             judged = self.implementation(child, step)
-            laws = self.laws(step)
-            plan(2 * len(laws) + 1)
+            laws, each_dtype = self.laws(step), list(self.in_each_dtype(judged))
+            require(each_dtype, f"--domain: got nothing that can be asked: {' '.join(self.dtypes.values())}")
+            plan(2 * len(laws) * len(each_dtype) + 1)
             for turn in range(2):
                 self.check_seed += turn
-                for law in laws:
-                    advance(law.sentence)
-                    self.outcomes.setdefault(law.name, []).append(self.outcome(law, judged, step))
+                for one in each_dtype:
+                    self.set_dtype(one)
+                    for law in laws:
+                        advance(law.sentence)
+                        key = law.name if one is each_dtype[0] else f"{law.name} [{one.dtype}]"
+                        self.law_of[key] = law
+                        self.outcomes.setdefault(key, []).append(self.outcome(law, one, step))
                 if self.reasons or (self.failed is not None and self.counts(self.failed)):
                     return
                 if not turn:
                     advance("the time")
+                    self.set_dtype(each_dtype[0])
                     try:
-                        self.take_time(judged)
+                        self.take_time(each_dtype[0])
                     except (Violation, StudentError, ValueError) as error:
                         self.reasons["time"] = str(error)
 
@@ -143,14 +266,23 @@ class Untrusted(ByLaws):
             return reason
         if judged.child.remote.gone:
             return ENDED
+        judged.child.notes.clear()
         word, message = outcome(self.drawn(law, step), judged)
+        seen = {
+            each: told for each, told in MEMORY_NOTES.get(law.name, {}).items() if each in judged.child.notes
+        }
+        if lends := memory.VIEWS & {*self.functions}:
+            seen = {each: told for each, told in seen.items() if each == "random" or not lends}
+        if word == "passed" and seen:
+            self.said.setdefault("what is wrong", next(iter(seen.values())))
+            word = "killed"
         if word == "not asked":
             return message
         if word != "passed" and judged.child.remote.gone:
             self.reasons.setdefault("no answer", plain(message) if word != "timed out" else message)
         elif word != "passed":
             if self.failed is None or self.counts(law) > self.counts(self.failed):
-                self.failed = law
+                self.failed, self.failed_in = law, judged.dtype
             with contextlib.suppress(Exception):  # strange numbers must not end the judge
                 self.said["it looks like"] = self.said.get("it looks like") or sign(judged)
         return HOLDS if word == "passed" else FAILS
@@ -191,27 +323,39 @@ class Untrusted(ByLaws):
         """
         seconds: dict[str, list[float]] = {"new": [], "old": [], "idle": []}
         for number in range(turn * TIMES, (turn + 1) * TIMES):
-            case = replace(TIMED, seed=self.seed(f"{path} {number}") % 2**16)
-            arguments = memory.arguments_of(judged, path, self.domain.fitted({"case": case})["case"])
-            if arguments is None:
+            case = replace(self.timed(path), seed=self.seed(f"{path} {number}") % 2**16)
+            arguments = arguments_of(judged, path, self.domain.fitted({"case": case})["case"])
+            if arguments is None or self.domain.excludes(arguments, path):
                 break
-            expected = oracle(path)(**arguments)
+            with np.errstate(all="ignore"):
+                expected = oracle(path)(**arguments)
+            args, named = memory.as_called(
+                path, {key: judged.native(each) for key, each in arguments.items()}
+            )
             for word, child in (("new", judged.child), ("old", judged.child), ("idle", idling)):
                 before = child.remote.busy()
-                got = child.call(name, **arguments)
+                got = child.call(name, *args, **named)
                 seconds[word].append(child.remote.busy() - before)
                 if word != "idle":
-                    memory.agree_within_rounding(
-                        judged, path, arguments, expected, got, "is wrong while its time is taken"
-                    )
+                    with contextlib.suppress(OutsideDomain):
+                        agree(judged, path, arguments, expected, got, "is wrong while its time is taken")
         return seconds
+
+    def timed(self, path: str) -> Case:
+        """The text that the time of a function is taken of: 2,048 tokens for scores and selections, fewer
+        where the mathematics takes long.
+        """
+        slow = path.split(".")[1] not in memory.SEAMS and not affordable(path, replace(TIMED, length=512))
+        return replace(TIMED, length=FEW_TOKENS) if slow else TIMED
 
     def explain_failure(self, step: Step) -> None:
         """What is wrong with the first law that fails, with the smallest input, in a process of its own."""
-        if self.failed is None or not self.counts(self.failed):
+        if self.failed is None or not self.counts(self.failed) or "what is wrong" in self.said:
             return
         with contextlib.suppress(Exception, TimedOut), self.child() as child:
             judged = self.implementation(child, step)
+            judged.dtype = self.failed_in
+            self.set_dtype(judged)
             error = self.failure(self.failed, judged, step)
             if error is None:
                 self.said["what is wrong"] = TWO_ANSWERS
@@ -219,31 +363,137 @@ class Untrusted(ByLaws):
                 self.said |= {name: plain(text) for name, text in report.said(self.failed, judged, error)}
 
 
+def agree(impl: Any, path: str, given: dict[str, Any], expected: Any, got: Any, otherwise: str) -> None:
+    """Raise Violation unless an answer is that of the mathematics: numbers within rounding, and anything
+    else exactly. A selection that a rounding may decide says nothing.
+    """
+    expected, got = _arrays(expected), _arrays(got)
+    if memory.same_bits(expected, got):
+        return
+    exact, own = ([each for each in memory.leaves(one) if each.dtype.kind != "f"] for one in (expected, got))
+    if exact and not memory.same_bits(exact, own):
+        if is_near_a_tie(impl, path, given, exact):
+            return
+        raise Violation(f"{path} {otherwise}", expected, got)
+    memory.agree_within_rounding(impl, path, given, expected, got, otherwise)
+
+
+def _arrays(answer: Any) -> Any:
+    """An answer with its numbers as arrays."""
+    if isinstance(answer, tuple | list):
+        return tuple(map(_arrays, answer))
+    return np.asarray(answer) if isinstance(answer, int | float | np.generic) else answer
+
+
+def is_near_a_tie(impl: Any, path: str, given: dict[str, Any], exact: list[Any]) -> bool:
+    """Whether what is counted or selected is another where the numbers move by some roundings."""
+    generator = np.random.default_rng(0)
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return type(value)(*map(moved, value))
+        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
+            return value
+        return value * (1 + NEAR * EPSILON[impl.dtype] * generator.uniform(-1, 1, size=value.shape))
+
+    for _ in range(6):
+        other = {name: moved(value) for name, value in given.items()}
+        if not fits(path, other):
+            continue
+        with np.errstate(all="ignore"):
+            answer = memory.leaves(_arrays(oracle(path)(**other)))
+        if not memory.same_bits([each for each in answer if each.dtype.kind != "f"], exact):
+            return True
+    return False
+
+
+def require_right(impl: Any, path: str, given: dict[str, Any], otherwise: str) -> None:
+    """Raise Violation unless the answer to these arguments is that of the mathematics; NaN says nothing."""
+    with np.errstate(all="ignore"):
+        expected = oracle(path)(**given)
+    if not memory.holds_nan(expected):
+        got = memory.ask(impl, path, memory.natives_of(impl, given))
+        agree(impl, path, given, expected, got, otherwise)
+
+
+def inside(impl: Any, case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each function with arguments of a case, where the domain has them. Raises OutsideDomain for none."""
+    asked = False
+    for path in impl.asked_of_memory():
+        given = arguments_of(impl, path, case)
+        if given is not None and not impl.domain.excludes(given, path):
+            asked = True
+            yield path, given
+    if not asked:
+        raise OutsideDomain("no arguments of this size lie inside the domain")
+
+
 def in_turn(impl: Any, case: Case, seed: int) -> None:
     """Inputs that differ little, one after the other: an answer that is remembered by a part or a sum of
     its input is wrong.
     """
     generator = np.random.default_rng(seed)
-    for path, arguments, _ in memory.callables(impl, case):
-        for name in ("keys", "values", "queries", "query", "scores"):
-            if name not in arguments:
+    for path, arguments in inside(impl, case):
+        require_right(impl, path, arguments, "is wrong")
+        for name in (each.name for each in line_of(path)):
+            array = arguments.get(name)
+            if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or not array.size:
                 continue
-            one_changed, two_exchanged = arguments[name].copy(), arguments[name].copy()
-            place, another = (tuple(generator.integers(one_changed.shape)) for _ in range(2))
-            one_changed[place] = impl.round(2.5 - one_changed[place])
-            two_exchanged[place], two_exchanged[another] = two_exchanged[another], two_exchanged[place]
+            one_changed, two_exchanged = array.copy(), array.copy()
+            place, another = (tuple(generator.integers(array.shape)) for _ in range(2))
+            others = (2.5 - array[place], 1 - array[place], array[place] / 2)
+            two_exchanged[place], two_exchanged[another] = array[another], array[place]
+            for number in others:
+                one_changed[place] = impl.round(number)
+                if fits(path, {**arguments, name: one_changed}):
+                    break
             for other in (one_changed, two_exchanged):
                 asked = {**arguments, name: other}
-                got = impl.function(path)(**asked)
-                expected = oracle(path)(**asked)
-                memory.agree_within_rounding(
-                    impl, path, asked, expected, got, f"does not see that {name} has changed"
-                )
+                if fits(path, asked):
+                    require_right(impl, path, asked, f"does not see that {name} has changed")
 
 
 SENTENCE = "An input in which one number is another, or two have changed places, has an answer of its own."
 DRAWN = {"case": memory.PLAIN, "seed": seeds()}
 IN_TURN = checks.own_law(checks.Check((ANY,), SENTENCE, in_turn, DRAWN), "inputs in turn", "MEM-3")
+
+
+def affordable(path: str, case: Case) -> bool:
+    """Whether the mathematics answers a case at once, as far as one of few tokens tells."""
+    few = replace(case, length=FEW_TOKENS)
+    given = arguments_of(Implementation("reference", {}), path, few)
+    if given is None:
+        return False
+    started = time.perf_counter()
+    fits(path, given)
+    return time.perf_counter() - started < AFFORDABLE
+
+
+def of_a_model(batch: int, num_kv_heads: int, group: int, length: int, head_dim: int) -> Law:
+    """The law that the answers are right at the shape of a layer that people run."""
+
+    def check(impl: Any, case: Case) -> None:
+        for path in impl.asked_of_memory():
+            short = impl.slow or not affordable(path, case)
+            one = impl.domain.fitted({"case": replace(case, length=FEW_TOKENS) if short else case})["case"]
+            given = arguments_of(impl, path, one)
+            if given is not None and not impl.domain.excludes(given, path):
+                require_right(impl, path, given, f"is wrong with {told}")
+
+    told = (
+        f"batch {batch}, {num_kv_heads} KV heads, a group of {group}, {length} tokens and {head_dim} channels"
+    )
+    cases = seeds().map(
+        lambda seed: Case(
+            "normal", seed, batch, num_kv_heads, group, length, head_dim, head_dim, num_queries=4
+        )
+    )
+    sentence = f"The answers are right with {told}."
+    found = checks.Check((ANY,), sentence, check, {"case": cases}, examples=1)
+    return checks.own_law(found, f"{num_kv_heads} KV heads, group {group}", "MEM-3")
+
+
+SIZES_OF_MODELS = [of_a_model(*shape) for shape in MODELS]
 
 
 def verify(
@@ -262,6 +512,21 @@ def verify(
     `Untrusted`: examples, seconds for a call, domain, strict. plan and advance are told the progress.
     """
     library, interpret = library_of(source)
+    require(not (reason := refused(source)), reason)
+    device, allowed = settings.get("device", "cpu"), settings.get("allowed", ())
+    for name in allowed:
+        there = name.isidentifier() and name not in BANNED and importlib.util.find_spec(name)
+        require(there, f"--allow: got {name!r}, wanted the name of a package that is installed here")
+    wanted = settings.get("domain", Domain()).dtype
+    require(
+        library == "torch" or "bfloat16" not in wanted,
+        "--domain: got dtype=bfloat16, which NumPy has not; a file that imports torch can be asked for it",
+    )
+    if device == compiled.DEVICE:
+        require(interpret, "--device: got compiled, wanted a file that imports triton")
+        require(compiled.folder(), f"--device: {NO_EXECUTOR}")
+    for path in functions:
+        require(not (reason := does_not_travel(path)), reason)
     step = Step("verify", "MEM-3", "", 0)
     with put_down(source, stem) as path:
         one = Assignment("verify", "", path.name, stem, library, path.parent, (step,), interpret)
@@ -280,7 +545,7 @@ def verify(
 def told(run: Untrusted) -> dict[str, Any]:
     """The verdict: whether the code is correct, and if not, in what way."""
     known = load_laws()
-    counted = [name for name in run.outcomes if name not in known or run.counts(known[name])]
+    counted = [name for name in run.outcomes if run.counts(run.law_of[name])]
     hold = [name for name, each in run.outcomes.items() if {*each} == {HOLDS}]
     fail = [name for name, each in run.outcomes.items() if FAILS in each]
     left_out = {name: each[0] for name, each in run.outcomes.items() if name not in (*hold, *fail)}
@@ -299,7 +564,10 @@ def told(run: Untrusted) -> dict[str, Any]:
         "laws": f"{len(failing)} of {len(asked)} laws fail" if failing else "",
     }
     reasons = {name: text for name, text in said.items() if text}
-    held = {path for name in hold if name in known for path in known[name].functions}
+    held = {path for name in hold if run.law_of[name].name in known for path in run.law_of[name].functions}
+    # What no law asks by itself is compared with the mathematics in turn.
+    alone = {law.functions for law in known.values()}
+    held |= {path for path in run.functions if (path,) not in alone and IN_TURN.name in hold}
     if not reasons and not {*run.functions} <= held:
         reasons["laws"] = f"no law of one of {', '.join(run.functions)} was asked"
     correct, cheats = not reasons, {"tried", "remembered", "time"} & {*reasons}
@@ -317,6 +585,8 @@ def told(run: Untrusted) -> dict[str, Any]:
         "wrong": run.said.get("what is wrong", ""),
         "input": run.said.get("smallest input", run.said.get("an input", "")),
         "laws": {"hold": hold, "fail": fail, "not_asked": left_out},
+        "dtypes": {"asked": run.asked_in, "not_asked": run.dtypes},
+        "device": run.device,
         "seconds": run.seconds_of,
         "walls": run.walls,
     }

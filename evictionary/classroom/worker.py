@@ -13,6 +13,8 @@ import importlib.util
 import itertools
 import linecache
 import os
+import pickle
+import random
 import re
 import sys
 import traceback
@@ -153,11 +155,10 @@ def numbers(value: Any) -> Any:
     """The bytes of an array, of each array of a tuple in turn; anything else as it is."""
     if isinstance(value, tuple):
         return [numbers(entry) for entry in value]
-    return (
-        value.detach().cpu().numpy().tobytes()
-        if hasattr(value, "detach")
-        else getattr(value, "tobytes", lambda: value)()
-    )
+    if hasattr(value, "detach"):
+        value = value.detach().cpu()
+        value = (value.float() if str(value.dtype) == "torch.bfloat16" else value).numpy()
+    return getattr(value, "tobytes", lambda: value)()
 
 
 def in_memory_of(result: Any, given: Any) -> bool:
@@ -175,6 +176,26 @@ def in_memory_of(result: Any, given: Any) -> bool:
         and isinstance(given, np.ndarray)
         and np.may_share_memory(result, given)
     )
+
+
+def in_memory_of_any(result: Any, given: Any) -> bool:
+    """Whether a result lies in the memory of an array, or of one in a tuple or a list."""
+    if isinstance(given, tuple | list):
+        return any(in_memory_of_any(result, entry) for entry in given)
+    return in_memory_of(result, given)
+
+
+def global_generators(*, use: bool = False) -> bytes:
+    """The states of the random generators of this process: of Python, NumPy, and torch where it runs. With
+    `use`, after a number is drawn from each, so that a seed shows.
+    """
+    numpy, torch = sys.modules["numpy"], sys.modules.get("torch")
+    if use:
+        random.random()
+        numpy.random.random()
+        torch and torch.rand(1)
+    tensor = torch.get_rng_state().numpy() if torch else None
+    return pickle.dumps((random.getstate(), numpy.random.get_state(), tensor))
 
 
 def answer(
@@ -254,9 +275,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     there: dict[tuple[str, str], Any] = {}
     places: dict[Any, Any] = {}
     taken: list[Any] = []
+    asked = {"dtype": ""}
+    lent: dict[str, Any] = {}
     module = torch = None
     # By names of their own: a file can replace those of this module, and is seen then.
-    ask, changes = answer, replaced
+    ask, changes, generators, shares = answer, replaced, global_generators, in_memory_of_any
 
     def reply(message: dict[str, Any], *values: Any) -> None:
         told = [*tried, *changes(there)][: sandbox.MOST_TRIED]
@@ -280,7 +303,11 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
 
     def native(array: Any) -> Any:
         own = placed(array) if setup["strict"] else array
-        return own if torch is None else torch.from_numpy(own).to(setup["device"])
+        if torch is None:
+            return own
+        tensor = torch.from_numpy(own)
+        dtype = getattr(torch, asked["dtype"] or "") if asked["dtype"] and own.dtype.kind == "f" else None
+        return tensor.to(setup["device"], dtype)
 
     def request() -> tuple[dict[str, Any], list[Any]]:
         header = requests.read(16)
@@ -288,7 +315,9 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             os._exit(0)  # the parent has ended or closed the pipe
         text, body = wire.sizes(header, LARGEST_CALL)
         taken.clear()
-        message, values = wire.read(requests.read(text), requests.read(body), named, native)
+        told = requests.read(text)
+        asked["dtype"] = wire.parsed(told).get("dtype", "")
+        message, values = wire.read(told, requests.read(body), named, native)
         return message, values
 
     setup, _ = request()
@@ -301,11 +330,18 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     if setup["library"] == "torch":
         torch = importlib.import_module("torch")
         torch.set_num_threads(1)
+        for dtype in (torch.float16, torch.bfloat16) if setup["strict"] else ():
+            # it asks for the processor once, which the walls forbid
+            torch.ones(2, 2, dtype=dtype).mm(torch.ones(2, 2, dtype=dtype)).mean()
         if setup["interpret"]:
             os.environ["TRITON_INTERPRET"] = "1"
             import triton.language  # noqa: F401
+
+            load(setup["interpreter"], "interpreted").take_first_configurations()
         if setup["strict"]:
             torch.use_deterministic_algorithms(True, warn_only=True)  # what torch.empty gives holds NaN
+    for name in setup["allowed"] or ():
+        importlib.import_module(name)  # before the walls: some read files of theirs, or load a library in C
     watching = (
         watched_launches()
         if setup["interpret"]
@@ -324,6 +360,7 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
     reply({"functions": [name for name, value in vars(module).items() if callable(value)]})
     while True:
         message, values = request()
+        notes: list[str] = []
         try:
             function, count = getattr(module, message["call"]), len(values) - len(message["keywords"])
             arguments, keywords = values[:count], dict(zip(message["keywords"], values[count:], strict=True))
@@ -334,14 +371,20 @@ def serve(requests: BinaryIO, replies: BinaryIO) -> None:
             else:
                 launches["added"] = float(message["change launches"])
                 alone = setup["interpret"] and not setup["strict"]
-                asked = kernels_alone(arguments[0])(function) if alone else function
+                called = kernels_alone(arguments[0])(function) if alone else function
                 owes_memory = message["call"] in setup["strict"] if setup["strict"] else None
                 if compiled:
                     compiled.forget()
-                result = ask(asked, arguments, keywords, owes_memory)
+                before = generators(use=True) if setup["strict"] else None
+                result = ask(called, arguments, keywords, owes_memory)
+                if setup["strict"]:
+                    notes += ["random"] * (generators() != before)
+                    others = {"argument": [*arguments, *keywords.values()], "next": lent.get(message["call"])}
+                    notes += [name for name, other in others.items() if shares(result, other)]
+                    lent[message["call"]] = result
                 for stop in compiled.STOPPED + compiled.UNEXECUTED if compiled else ():
                     raise stop  # also one that the file has caught
-            reply({}, result)
+            reply({"memory": notes}, result)
         except wire.BadMessage as error:
             reply(
                 {

@@ -3,7 +3,7 @@
 import json
 import secrets
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -53,6 +53,16 @@ def verify(
     strict: Annotated[
         bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")
     ] = False,
+    device: Annotated[
+        str,
+        typer.Option(help="`compiled` executes Triton kernels as compiled code, and not in the interpreter."),
+    ] = "cpu",
+    allow: Annotated[
+        str,
+        typer.Option(
+            metavar="PACKAGES", help="Packages that the file may import too, such as einops,scipy,numba."
+        ),
+    ] = "",
     without_walls: Annotated[
         bool, typer.Option("--without-walls", help="Run the code even where the walls around it are missing.")
     ] = False,
@@ -85,10 +95,18 @@ def verify(
         require(timeout > 0, f"--timeout: got {timeout:g}, wanted more than 0 seconds")
         drawn = secrets.randbelow(2**31) if seed is None else seed
         require_seed(drawn)
+        require(device in ("cpu", "compiled"), f"--device: got {device!r}, wanted cpu or compiled")
         with usage("--domain", BadDomain):
             accepted = Domain.parse(domain or [])
         missing_walls(without_walls)
-        settings = {"examples": examples, "seconds": timeout, "domain": accepted, "strict": strict}
+        settings: dict[str, Any] = {
+            "examples": examples,
+            "seconds": timeout,
+            "domain": accepted,
+            "strict": strict,
+            "device": device,
+            "allowed": tuple(filter(None, allow.replace(" ", "").split(","))),
+        }
         with progress("the reference answers") as (plan, advance):
             functions = (name,) if name in known else ()
             found = verifier.verify(

@@ -4,15 +4,17 @@ whatever it computes with.
 
 import functools
 import importlib
+import importlib.util
 import inspect
 import itertools
+import os
 import pkgutil
 import re
 import sys
 import types
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
@@ -22,7 +24,7 @@ import numpy as np
 from evictionary import reference
 from evictionary.errors import did_you_mean, require
 from evictionary.source import import_file
-from evictionary.spec_tests.judge import compiled, project
+from evictionary.spec_tests.judge import compiled, interpreted, project
 from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
@@ -44,6 +46,20 @@ STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__)
 OWN = ("reference", "optimized")
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
 NOT_SEAMS = ("checks", "contract")
+STEPS = frozenset({
+    "attention.attention", "attention.attention_logits", "attention.grouped", "attention.log_sum_exp",
+    "attention.softmax", "attention_matching.active_set", "attention_matching.logits_of_group",
+    "attention_matching.require_equal_heads", "cache.heads", "compactor.z_scores", "dropkv.perturbation",
+    "expected_attention.appended", "expected_attention.norm", "expected_attention_theory.centre",
+    "keydiff.cosine", "keydiff.unit", "lagkv.reference_maximum", "lagkv.reference_minimum",
+    "lagkv.tokens_per_partition", "lagkv.variation_score", "momentkv_theory.algorithm_1",
+    "momentkv_theory.logits_of", "momentkv_theory.numbers_stored", "momentkv_theory.share_of_cache",
+    "rkv.combined", "selection.gather", "triattention.pair_lengths",
+})  # fmt: skip
+"""Steps of the reference that no law names. A file may have a helper of such a name, which does something
+else.
+"""
+
 NO_GPU = "needs a GPU, and this machine has none"
 # How torch, Triton, CuPy and JAX begin to say that there is no GPU.
 NO_DRIVER = (
@@ -229,7 +245,7 @@ class Implementation:
                 call.dtype = _dtype(answer)
                 answer = to_numpy(answer)
             except Exception as error:
-                _require_gpu(path, error)
+                require_gpu(path, error)
                 raise
         self._require_untouched(call, {**dict(zip(call.arguments, given, strict=False)), **named})
         call.result = self._in_our_form(call, answer)
@@ -374,7 +390,7 @@ def _same(native: Any, before: Any) -> bool:
     )
 
 
-def _require_gpu(path: str, error: Exception) -> None:
+def require_gpu(path: str, error: Exception) -> None:
     """Raise NotAsked where a function raised because it needs a GPU and this machine has none."""
     theirs = isinstance(error, AssertionError | AttributeError | RuntimeError)
     torch = sys.modules.get("torch")
@@ -395,6 +411,7 @@ def load(
     dtype: str | None = None,
     domain: Domain | None = None,
     seconds: float = SECONDS,
+    methods: tuple[str, ...] = (),
 ) -> Implementation:
     """Load an implementation: a package name, a folder with files named as in `reference/`, one such file,
     a file of another name `FILE as keydiff.score`, or `exec:COMMAND`.
@@ -404,13 +421,16 @@ def load(
     with (`LIBRARIES`) is read from its attribute `ARRAY_LIBRARY` or, without one, from what a provided module
     imports. It may say more, in package or file: `DOMAIN`, what it accepts (`domain` adds to it); `IMPLEMENTS
     = {"score": "keydiff.raw_mean_score"}`, as which variant it is to be judged, or None for a helper that is
-    not judged; `CONVENTIONS = ("indices",)`, in which form it answers. Raises UnusableImplementation, saying
-    what was looked for, where nothing can be judged.
+    not judged; `CONVENTIONS = ("indices",)`, in which form it answers. methods are those that are asked, all
+    where none are named. Raises UnusableImplementation, saying what was looked for, where nothing can be
+    judged, and where a function cannot be called as the contract calls it.
     """
     if device == compiled.DEVICE:
         if reason := compiled.missing():
             raise UnusableImplementation(f"{target}: --device {device}: {reason}")
         compiled.begin()
+    if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
+        interpreted.take_first_configurations()
     file, _, purpose = target.partition(AS)
     path = Path(file)
     program = None
@@ -462,6 +482,7 @@ def load(
         accepted,
         _conventions(target, said),
         variants,
+        methods,
     )
     require(
         implementation.functions(),
@@ -475,6 +496,11 @@ def load(
     )
     if program is not None:
         program.dtype = implementation.dtype
+    else:
+        for asked in sorted({*implementation.asked_of_memory()} - STEPS):
+            stem, function = asked.split(".")
+            if reason := called_otherwise(asked, getattr(modules[stem], function)):
+                raise UnusableImplementation(f"{target}: {reason}")
     if device != "cpu" and (reason := _no_device(library, device)):
         raise UnusableImplementation(f"{target}: --device {device}: {reason}")
     return implementation
@@ -488,6 +514,29 @@ def _wanted_of(modules: dict[str, types.ModuleType]) -> str:
     (stem,) = modules
     example = f'IMPLEMENTS = {{"my_score": "{stem}.{names[0]}"}}'
     return f"wanted one of {', '.join(names)}, or a line such as {example}"
+
+
+def called_otherwise(path: str, function: Callable[..., Any]) -> str:
+    """Why a function cannot be called as the laws call it, arrays by place, or an empty string."""
+    try:
+        own = inspect.signature(function)
+    except (TypeError, ValueError):  # compiled code does not say it
+        return ""
+    named = inspect.signature(oracle(path)).parameters.values()
+    shortest = [each for each in named if each.default is each.empty]
+    for parameters in (shortest, list(named)):
+        with suppress(TypeError):
+            own.bind(
+                *(0 for each in parameters if each.kind is not each.KEYWORD_ONLY),
+                **{each.name: 0 for each in parameters if each.kind is each.KEYWORD_ONLY},
+            )
+            return ""
+    words = [each.name if each.kind is not each.KEYWORD_ONLY else f"{each.name}=..." for each in shortest]
+    name = path.split(".")[1]
+    return (
+        f"{path}: got {name}{own}, wanted a function that can be called as {name}({', '.join(words)}); of a "
+        f'helper of that name IMPLEMENTS = {{"{name}": None}} says so'
+    )
 
 
 def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:

@@ -159,11 +159,17 @@ def frame(message: dict[str, Any], values: Sequence[Any] = ()) -> bytes:
         array = np.asarray(value)
         if array.dtype.name not in NATIVE:
             raise BadMessage(f"an array of {array.dtype}; wanted numbers or booleans")
+        # A batch that repeats one item arrives as one, and every second number of a buffer as that.
+        repeated = [axis for axis, step in enumerate(array.strides) if step == 0 and array.shape[axis] > 1]
+        gaps = array.size > 1 and not repeated and array.strides[-1] == 2 * array.itemsize
+        layout = {"repeated": {axis: array.shape[axis] for axis in repeated}, "gaps": bool(gaps)}
+        array = array[tuple(slice(1) if axis in repeated else slice(None) for axis in range(array.ndim))]
         # The axes travel in the order in which they lie in the memory, so that a transposed array arrives as
         # one.
         order = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
         parts.append(array.transpose(order).astype(NATIVE[array.dtype.name]).tobytes())
-        return {"shape": [array.shape[axis] for axis in order], "dtype": array.dtype.name, "order": order}
+        told = {"shape": [array.shape[axis] for axis in order], "dtype": array.dtype.name, "order": order}
+        return told | {key: each for key, each in layout.items() if each}
 
     text = json.dumps({**message, "values": [to_json(each, leaf) for each in values]}).encode()
     return struct.pack(">QQ", len(text), sum(map(len, parts))) + text + b"".join(parts)
@@ -203,7 +209,15 @@ def read(
         order = content.get("order", [*range(found.ndim)])
         if sorted(order) != [*range(found.ndim)]:
             raise BadMessage(f"the axes {shown(order)} of an array of shape {found.shape}")
-        own = native(found.transpose(np.argsort(order)))
+        found = found.transpose(np.argsort(order))
+        if content.get("gaps"):
+            buffer = np.full((*found.shape[:-1], 2 * found.shape[-1]), 77, found.dtype)
+            buffer[..., ::2] = found
+            found = buffer[..., ::2]
+        own = native(found)
+        if repeated := content.get("repeated"):
+            whole = [repeated.get(str(axis), size) for axis, size in enumerate(own.shape)]
+            own = own.expand(whole) if hasattr(own, "expand") else np.broadcast_to(own, whole)
         return own if own.ndim else own[()]
 
     values = [from_json(each, array, named) for each in message["values"]]

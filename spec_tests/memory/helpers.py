@@ -1,21 +1,18 @@
-"""The arguments of every seam by name, and what each seam gives for them; the grader makes them here too."""
+"""What each function of the contract gives for drawn arguments; the grader asks for it here too."""
 
-import inspect
+import zlib
 from collections.abc import Callable, Iterator
 
-from evictionary.reference import attention, cache, momentkv
-from evictionary.spec_tests.judge.compiled import STOPPED, UNEXECUTED
+from evictionary.spec_tests.judge import compiled
+from evictionary.spec_tests.judge.degenerate import degenerate
 from evictionary.spec_tests.judge.domain import OutsideDomain
+from evictionary.spec_tests.judge.implementation import STEPS, require_gpu
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.memory.arguments import arguments_of, signature_of
 
 PLAIN = st.builds(
     Case, seed=seeds(), batch=st.just(2), num_kv_heads=st.just(2), length=st.sampled_from([8, 17])
 )
-
-
-def mask(case: Case, shape: tuple[int, ...], share: float) -> np.ndarray:
-    return np.random.default_rng(case.seed).random(shape) < share
-
 
 SEAMS = (
     "score",
@@ -29,59 +26,10 @@ SEAMS = (
     "attend_pages",
 )
 
-
-def moments_of(case: Case) -> momentkv.Moments:
-    empty = momentkv.no_moments(case.keys, case.values)
-    return momentkv.update(empty, case.next_keys, case.next_values, mask(case, case.keys.shape[:3], 0.5))
-
-
-def in_pages(case: Case) -> cache.PagedCache:
-    """Each sequence in a page of its own, of which the last token is missing: `kept` is a mask over its
-    places.
-    """
-    keys, values = (states.swapaxes(1, 2) for states in (case.keys, case.values))
-    positions = np.broadcast_to(np.arange(case.length)[:, None], keys.shape[:3])
-    lengths = np.full((case.batch, case.num_kv_heads), max(1, case.length - 1))
-    return cache.PagedCache(
-        keys, values, positions, np.arange(case.batch)[::-1, None], lengths, lengths[:, 0]
-    )
-
-
-def covariance(case: Case) -> np.ndarray:
-    factor = np.concatenate([case.queries, case.queries[..., ::-1] / 2], axis=2)
-    return np.swapaxes(factor, -1, -2) @ factor
-
-
-# How to make the argument of a name, from a case. A seam with another required argument is left to its own
-# laws.
-ARGUMENTS: dict[str, Callable[[Case], Any]] = {
-    "keys": lambda case: case.keys,
-    "values": lambda case: case.values,
-    "next_keys": lambda case: case.next_keys,
-    "next_values": lambda case: case.next_values,
-    "queries": lambda case: case.queries,
-    "query": lambda case: case.queries[:, :, 0],
-    "sampled_queries": lambda case: (
-        np.repeat(case.queries, 3, axis=2) * np.arange(1, 3 * case.num_queries + 1)[:, None]
-    ),
-    "scores": lambda case: case.keys[..., 0],
-    "budget": lambda case: max(1, case.length // 2),
-    "kept": lambda case: mask(case, case.keys.shape[:3], 0.5),
-    "paged": in_pages,
-    "cache": lambda case: cache.compress(case.keys, case.values, mask(case, case.keys.shape[:3], 0.7)),
-    "attention": lambda case: attention.softmax(case.keys[..., 0]),
-    "query_mean": lambda case: case.queries.mean(axis=2),
-    "query_covariance": covariance,
-    "q_filters": lambda case: case.queries[:, :: case.group, 0],
-    "query_direction": lambda case: case.queries[:, :, 0],
-    "query_slack": lambda case: np.abs(case.queries[:, :, 0, ::2]),
-    "moments": moments_of,
-    "evicted": lambda case: mask(case, case.keys.shape[:3], 0.5),
-    "p": lambda case: 0.9,
-    "keep_ratio": lambda case: 0.5,
-    "sink_size": lambda case: 1,
-    "lag_size": lambda case: max(3, case.length // 8),
-}
+VIEWS = frozenset({"attention.by_group", "attention.grouped", "expected_attention.start_decoding"})
+"""Functions that give their arguments other axes, or put them into a state: their results may be memory of
+the arguments.
+"""
 
 
 def natives_of(impl: Implementation, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -89,46 +37,99 @@ def natives_of(impl: Implementation, arguments: dict[str, Any]) -> dict[str, Any
     return {name: impl.native(value) for name, value in arguments.items()}
 
 
-def answers(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """Each provided seam that ARGUMENTS can call, its arguments by name (NumPy, rounded to the dtype), and
-    what it gives; not where it fails, of which the laws of its equation say. Of none there is nothing to ask.
+def ask(impl: Implementation, path: str, natives: dict[str, Any]) -> Any:
+    """Call a function of the implementation as the laws of its equation do: by place, and by name what the
+    contract has behind a star.
+
+    Raises Violation where the function raises.
+    """
+    try:
+        with np.errstate(all="ignore"):
+            args, kwargs = as_called(path, natives)
+            answer = impl.function(path)(*args, **kwargs)
+            return tuple(answer) if isinstance(answer, Iterator) else answer
+    except Exception as error:
+        if error in compiled.STOPPED + compiled.UNEXECUTED or compiled.fault(error):
+            raise
+        require_gpu(path, error)
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        raise Violation(f"{path} raises {said}", "an answer", said) from error
+
+
+def as_called(path: str, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by place, and those by name, of a call in which a function is given so much."""
+    bound = signature_of(path).bind(**given)
+    return bound.args, bound.kwargs
+
+
+def answers(
+    impl: Implementation, case: Case, paths: list[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """Each provided function, or each of `paths`, its arguments by name (NumPy, rounded to the dtype), and
+    what it gives.
+
+    Raises Violation where a function fails on arguments that the mathematics takes, and OutsideDomain where
+    there is nothing to ask. A helper that has the name of a step which no law names, and does something
+    else, is left alone; so is a degenerate input that is refused, of which the laws of its equation say.
     """
     silent = {}
-    for path in (asked := impl.asked_of_memory()):
-        silent[path] = "no arguments are made for it"
+    for path in (asked := in_turn(impl.asked_of_memory(), case) if paths is None else paths):
         arguments = arguments_of(impl, path, case)
-        if arguments is not None:
-            try:
-                answer = to_numpy(impl.function(path)(**natives_of(impl, arguments)))
-            except Exception as error:
-                silent[path] = f"it raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        if arguments is None:
+            silent[path] = f"it takes no text of {case.length} tokens"
+            continue
+        if reason := impl.domain.excludes(arguments, path):
+            silent[path] = reason
+            continue
+        try:
+            answer = to_numpy(ask(impl, path, natives_of(impl, arguments)))
+        except Violation as error:
+            if reason := degenerate(path, arguments):
+                silent[path] = f"{reason} is degenerate"
+            elif path in STEPS:
+                silent[path] = "no law names it"
             else:
-                del silent[path]
-                yield path, arguments, answer
-    if len(silent) == len(asked) and not STOPPED + UNEXECUTED:
+                raise error
+        else:
+            if path in STEPS and not is_of_the_contract(impl, path, arguments, answer):
+                silent[path] = "no law names it"
+                continue
+            yield path, arguments, answer
+    if len(silent) == len(asked) and not compiled.STOPPED + compiled.UNEXECUTED:
         raise OutsideDomain("; ".join(f"{path}: {why}" for path, why in silent.items()))
 
 
-def callables(impl: Implementation, case: Case) -> Iterator[tuple[str, dict[str, Any], Any]]:
-    """The same without answers that hold a NaN, of which the laws of its equation say too."""
-    return (each for each in answers(impl, case) if not holds_nan(each[2]))
+MOST, TURNS = 25, 4
+"""Of a package of more functions each input asks the seams and a quarter of the other functions, by chance
+another quarter: Triton's interpreter takes a second for a call.
+"""
 
 
-def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] | None:
-    """The arguments of a seam, rounded to the dtype; None where ARGUMENTS cannot call it."""
-    if path.split(".")[1] not in SEAMS:
-        return None
-    arguments = {}
-    for parameter in inspect.signature(oracle(path)).parameters.values():
-        if parameter.name in ARGUMENTS:
-            arguments[parameter.name] = impl.rounded(ARGUMENTS[parameter.name](case))
-        elif parameter.default is parameter.empty:
-            return None
+def in_turn(paths: list[str], case: Case, turn: int | None = None) -> list[str]:
+    """The functions that an input asks: always the same ones, for it may be asked again."""
+    others = [path for path in paths if path.split(".")[1] not in SEAMS]
+    turn = zlib.crc32(repr(case).encode()) % TURNS if turn is None else turn
+    left_out = {*others} - {*others[turn::TURNS]} if len(paths) > MOST else set()
+    return [path for path in paths if path not in left_out]
+
+
+def is_of_the_contract(impl: Implementation, path: str, arguments: dict[str, Any], answer: Any) -> bool:
+    """Whether an answer is that of the mathematics, within rounding."""
+    with np.errstate(all="ignore"):
+        expected = oracle(path)(**arguments)
+    expected = tuple(expected) if isinstance(expected, Iterator) else expected
     try:
-        oracle(path)(**arguments)
-    except ValueError:  # this method wants something else of such a case, such as a query for each token
-        return None
-    return arguments
+        agree_within_rounding(impl, path, arguments, expected, answer)
+    except (Violation, OutsideDomain, ValueError):
+        return False
+    return True
+
+
+def callables(
+    impl: Implementation, case: Case, paths: list[str] | None = None
+) -> Iterator[tuple[str, dict[str, Any], Any]]:
+    """The same without answers that hold a NaN, of which the laws of its equation say too."""
+    return (each for each in answers(impl, case, paths) if not holds_nan(each[2]))
 
 
 def holds_nan(numbers: Any) -> bool:
@@ -143,10 +144,13 @@ def leaves(value: Any) -> list[Any]:
 
 
 def same_bits(first: Any, second: Any) -> bool:
-    return all(
-        np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
-        for one, other in zip(leaves(to_numpy(first)), leaves(to_numpy(second)), strict=True)
-    )
+    """Whether two answers or arguments are the same: arrays, numbers, and tuples and lists of them."""
+    if isinstance(first, tuple | list):
+        return len(first) == len(second) and all(map(same_bits, first, second))
+    one, other = to_numpy(first), to_numpy(second)
+    if not isinstance(one, np.ndarray):
+        return bool(one == other) or one != one
+    return np.array_equal(one, other, equal_nan=one.dtype.kind == "f")
 
 
 def agree_within_rounding(

@@ -4,8 +4,8 @@ import inspect
 from collections.abc import Callable
 
 from evictionary.spec_tests.judge.misfits import beside, fitting
-from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.judge.remote import Gone
 
 
 def draw_mask(shape: tuple[int, ...], seed: int) -> np.ndarray:

@@ -1,0 +1,212 @@
+"""The laws of memory: they reach every function of the contract, and no name of a parameter switches them
+off.
+"""
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import (
+    STEPS,
+    Implementation,
+    UnusableImplementation,
+    contract_functions,
+    load,
+    oracle,
+)
+from evictionary.spec_tests.judge.law import Law, load_laws
+from evictionary.spec_tests.judge.outcome import outcome
+from evictionary.spec_tests.memory import arguments, helpers
+
+FUNCTIONS = contract_functions()
+LAWS = {name: law for name, law in load_laws().items() if law.path.startswith("memory/")}
+OURS = {target: load(target) for target in ("reference", "optimized")}
+CASE = Case(batch=2, num_kv_heads=2, group=2, num_queries=2)
+# Of methods that came last, with a state, a tuple, a list, a mask or scores for an answer.
+NEWER = (
+    "quest.page_bounds",
+    "kvzap.score",
+    "cake.dispersion",
+    "chunk_kv.choose",
+    "compactor.score",
+    "attention_matching.fit_values",
+    "criticalkv.projected_norms",
+    "duo_attention.select",
+    "momentkv_bounded.attend",
+    "kvzip.score",
+)
+
+
+def of_one(path: str, function: Callable[..., Any], **fields: Any) -> Implementation:
+    """An implementation of one function."""
+    stem, name = path.split(".")
+    return Implementation("one", {stem: types.SimpleNamespace(**{name: function})}, "one", **fields)
+
+
+def asked(impl: Implementation, part: str = "") -> dict[str, tuple[str, str]]:
+    """What becomes of the laws of memory that apply, with two inputs each."""
+    laws = [law for name, law in LAWS.items() if part in name and not law.missing(impl)[0]]
+    return {law.name: outcome(law, impl, max_examples=2, seed=1, patience=9) for law in laws}
+
+
+def law(part: str) -> Law:
+    return next(each for name, each in LAWS.items() if part in name)
+
+
+@pytest.mark.parametrize("path", FUNCTIONS)
+def test_every_function_of_the_contract_is_reached(path: str) -> None:
+    """Its own right code, without a DOMAIN and with one of a model, and that of `optimized`."""
+    for target, ours in OURS.items():
+        if path not in ours.functions() or (target == "optimized" and path in STEPS):
+            continue
+        stem, name = path.split(".")
+        function = getattr(ours.modules[stem], name)
+        for domain in (Domain(), Domain(head_dim=(64,))):
+            one = of_one(path, function, array_library=ours.array_library, dtype=ours.dtype, domain=domain)
+            reached = [each for each, *_ in helpers.answers(one, domain.fitted({"case": CASE})["case"])]
+            assert reached == [path]
+        one.domain = Domain()
+        assert {*asked(one, "alone").values(), *asked(one, "own").values()} <= {("passed", "")}
+
+
+def test_the_steps_are_named_by_no_law() -> None:
+    named = {path for each in load_laws().values() for path in each.functions}
+    assert not STEPS & named and {*FUNCTIONS} >= STEPS
+
+
+def reusing(function: Callable[..., Any]) -> Callable[..., Any]:
+    buffers: dict[Any, Any] = {}
+
+    def lent(place: Any, answer: Any) -> Any:
+        if isinstance(answer, tuple):
+            entries = [lent((place, number), each) for number, each in enumerate(answer)]
+            return type(answer)(*entries) if hasattr(answer, "_fields") else tuple(entries)
+        buffer = buffers.setdefault((place, answer.shape), np.empty_like(answer))
+        buffer[...] = answer
+        return buffer
+
+    return lambda *arrays, **settings: lent("", function(*arrays, **settings))
+
+
+def seeding(function: Callable[..., Any]) -> Callable[..., Any]:
+    def seeded(*arrays, **settings):
+        np.random.seed(0)  # noqa: NPY002
+        return function(*arrays, **settings)
+
+    return seeded
+
+
+def overwriting(function: Callable[..., Any]) -> Callable[..., Any]:
+    def written(first, *others, **settings):
+        answer = function(first, *others, **settings)
+        first *= 2
+        return answer
+
+    return written
+
+
+def odd(path: str, wrong: Callable[..., Any]) -> Callable[..., Any]:
+    """The same with names of its own for what comes by place."""
+    names = [
+        each.name
+        for each in arguments.signature_of(path).parameters.values()
+        if each.kind is not each.KEYWORD_ONLY
+    ]
+    words = ", ".join(f"{name}_{place}" for place, name in enumerate(names))
+    return eval(f"lambda {words}, **settings: wrong({words}, **settings)", {"wrong": wrong})
+
+
+@pytest.mark.parametrize("path", NEWER)
+@pytest.mark.parametrize("called", ["by star", "by odd names"])
+def test_memory_is_judged_whatever_the_parameters_are_called(path: str, called: str) -> None:
+    for mistake, requirement, part in (
+        (reusing, "MEM-2", "of_their_own"),
+        (seeding, "MEM-1", "generators"),
+        (overwriting, "MEM-1", "left_alone"),
+    ):
+        wrong = mistake(oracle(path))
+        one = of_one(path, wrong if called == "by star" else odd(path, wrong))
+        found = {
+            LAWS[name].requirement.id: said
+            for name, (word, said) in asked(one, part).items()
+            if word == "killed"
+        }
+        assert path in found[requirement], (mistake, found)
+    right = oracle(path)
+    assert {*asked(of_one(path, odd(path, right))).values()} == {("passed", "")}
+
+
+@pytest.mark.parametrize("path", ["quest.bounds", "keydiff.score", "kvzap.dms"])
+def test_code_that_raises_fails(path: str) -> None:
+    def broken(*arrays: Any, **settings: Any) -> Any:
+        raise IndexError("list index out of range")
+
+    assert set(asked(of_one(path, broken)).values()) == {
+        ("killed", f"{path} raises IndexError: list index out of range")
+    }
+
+
+def test_a_helper_that_has_the_name_of_a_step_is_left_alone() -> None:
+    """Of this name there is a step that no law names: nobody has to have the same one."""
+    for helper in (lambda states, epsilon: states, lambda states: np.multiply(states, 2, out=states)):
+        assert {word for word, _ in asked(of_one("keydiff.unit", helper)).values()} == {"not asked"}
+
+
+def test_what_is_degenerate_may_be_refused() -> None:
+    def strict(keys: np.ndarray) -> np.ndarray:
+        if not np.abs(keys).max(axis=-1).all():
+            raise ValueError("keys: got a zero key")
+        return oracle("keydiff.score")(keys)
+
+    zeros = Case("zero_keys", 1, batch=1, num_kv_heads=1, length=17, head_dim=8)
+    assert [*helpers.answers(of_one("keydiff.score", strict), Case(length=17))]
+    with pytest.raises(Exception, match="degenerate"):
+        [*helpers.answers(of_one("keydiff.score", strict), zeros)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "told"),
+    [
+        (
+            "keydiff",
+            "score(*, keys)",
+            "got score(*, keys), wanted a function that can be called as score(keys)",
+        ),
+        ("lagkv", "score(keys, next_keys)", "called as score(keys, values, next_keys, next_values)"),
+        ("lagkv", "select(k, v, ratio)", "called as select(keys, values, keep_ratio=...)"),
+        ("keydiff", "score()", "got score(), wanted"),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_refused_at_the_start(
+    name: str, text: str, told: str, tmp_path: Path
+) -> None:
+    (tmp_path / f"{name}.py").write_text(f"def {text}: ...")
+    with pytest.raises(UnusableImplementation) as caught:
+        load(str(tmp_path / f"{name}.py"))
+    assert told in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("keydiff", "def score(k): return k[..., 0]"),
+        ("keydiff", "def score(*args): return args[0][..., 0]"),
+        ("keydiff", "def score(keys, epsilon=1e-6): return keys[..., 0]"),
+        (
+            "rkv",
+            "def score(q, k, *, window_size, kernel_size, importance_share, threshold): return k[..., 0]",
+        ),
+        ("lagkv", "def select(k, v, keep_ratio, **settings): return k[..., 0] > 0"),
+        ("keydiff", "def unit(x, eps): return x\ndef score(k): return k[..., 0]"),
+        ("keydiff", 'IMPLEMENTS = {"anchor": None}\ndef anchor(): ...\ndef score(k): return k[..., 0]'),
+    ],
+)
+def test_a_signature_that_fits_in_its_own_way_is_taken(name: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / f"{name}.py").write_text(text)
+    assert load(str(tmp_path / f"{name}.py")).functions()
