@@ -79,7 +79,7 @@ WRONG = {
 def test_a_mistake_that_a_pipe_or_a_small_input_hides_is_named(mistake: str) -> None:
     body, law = WRONG[mistake]
     domain = Domain() if law.startswith("grader") else SHORT
-    found = verified(wrapped(SOLUTION, body), domain=domain)
+    found = verified(wrapped(SOLUTION, body), domain=domain, examples=8 if mistake == "gaps" else 1)
     assert not found["correct"] and law in found["laws"]["fail"], found["verdict"]
     assert found["wrong"]
 
@@ -124,7 +124,8 @@ def test_every_key_of_a_domain_is_obeyed(key: str, values: str) -> None:
         "length_multiple_of": "k.shape[-2] % 4",
     }[key]
     body = f"def score(k):\n    return right(k) * (not ({outside}))"
-    assert verified(wrapped(SOLUTION, body), domain=Domain.parse([f"{key}={values}"]))["correct"]
+    short = [] if key == "max_length" else ["max_length=128"]
+    assert verified(wrapped(SOLUTION, body), domain=Domain.parse([f"{key}={values}", *short]))["correct"]
     assert not verified(wrapped(SOLUTION, body))["correct"]
 
 
