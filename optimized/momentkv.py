@@ -327,11 +327,12 @@ def _lowest_of_layer(
     def scored(places: torch.Tensor) -> torch.Tensor:
         """The scores at some places; the last place is that of the new token."""
         is_new, inside = (places == length)[..., None], places.clamp(max=length - 1)
-        chosen = (
+        own_keys, own_values = (
             torch.where(is_new, new, stored[row[:, None, None], head[:, None], inside])
             for stored, new in (keys, values)
         )
-        return alpha.gather(2, places) * vector_norm(_residuals(*chosen, mean_value, prediction), dim=-1)
+        residuals = _residuals(own_keys, own_values, mean_value, prediction)
+        return alpha.gather(2, places) * vector_norm(residuals, dim=-1)
 
     return logits, *lowest(alpha * norms_across(probed.mT - predicted), scored, 1)
 

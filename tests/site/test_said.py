@@ -209,8 +209,8 @@ def in_a_model() -> list[str]:
 def of_momentkv() -> list[str]:
     shared = "momentkv+ada_kv"
     return [
-        f"a token takes {token('momentkv')} as long as with the full cache, and {token(shared)} with "
-        f"`{shared}`"
+        f"A decoded token then takes {token('momentkv')} as long as with the full cache.",
+        f"With `{shared}` it takes {token(shared)} ",
     ]
 
 
