@@ -162,6 +162,7 @@ typed: .venv/installed
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Evictionary needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
 	@echo "installing what constraints.txt names: minutes at the first time"
+	rm -rf evictionary.egg-info  # which a built wheel leaves: the ranges of an earlier pyproject.toml would be read there
 	@$(PIP) torch && $(PIP) --editable '.[dev]' || { echo 'the installation failed: it needs a package index that pip reaches, now or from its cache; $(subst --quiet ,,$(PIP)) --editable ".[dev]" says more'; exit 1; }
 	touch $@
 

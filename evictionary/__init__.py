@@ -28,6 +28,9 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: torch takes seconds to import, and users who only judge NumPy functions need no
     # torch.
     if name == "EvictingCache":
+        from evictionary import ranges
+
+        ranges.warn_of_untried()  # before anything that a newer release may break
         from evictionary.cache.evicting_cache import EvictingCache
 
         return EvictingCache

@@ -9,7 +9,11 @@ modified and never aliased. Nothing here imports transformers; only the exact in
 partition counts) and the axes of the arguments (`contract`) come from `reference`.
 """
 
+from evictionary import ranges
+
 ARRAY_LIBRARY = "torch"
 
 if __name__ != "evictionary.optimized":
     raise ImportError("import evictionary.optimized, so that no module of it exists twice")
+
+ranges.warn_of_untried()

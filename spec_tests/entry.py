@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from evictionary import ranges
+
 SUITE = Path(__file__).resolve().parent
 PLUGIN = "evictionary.spec_tests.plugin"
 
@@ -30,6 +32,7 @@ def pytest_load_initial_conftests(early_config: pytest.Config, args: list[str]) 
         not early_config.known_args_namespace.file_or_dir and _asks_its_laws(early_config, args)
     )
     if asked or any(SUITE in (place, *place.parents) or place in SUITE.parents for place in places):
+        ranges.warn_of_untried()
         early_config.pluginmanager.import_plugin(PLUGIN)
 
 

@@ -70,7 +70,7 @@ def folders(parent: Path) -> list[Path]:
 
 
 def try_the_base(programs: Path, folder: Path) -> None:
-    """What needs NumPy and pytest alone."""
+    """What needs NumPy and pytest alone, also where more is installed."""
     evictionary, python = programs / "evictionary", programs / "python"
     version = printed(python, "-m", "evictionary", "--version", cwd=folder)
     judged = printed(evictionary, *shlex.split("judge mine/keydiff.py --profile quick --json"), cwd=folder)
@@ -85,7 +85,6 @@ def try_the_base(programs: Path, folder: Path) -> None:
         ("vectors --check vectors", 0, ""),
         ("start keydiff", 0, ""),
         ("check keydiff", 1, ""),
-        ("demo", 1, "pip install 'path/to/the/clone[model]'"),
     ):
         assert said in printed(evictionary, *shlex.split(command), cwd=folder, code=code)
     right = (ROOT / "docs" / "classroom" / "transcript" / "3_right.py").read_text()
@@ -93,6 +92,12 @@ def try_the_base(programs: Path, folder: Path) -> None:
     assert "100 of 100" in printed(evictionary, "check", "keydiff", cwd=folder)
     for command in ("submit keydiff", "grade work --assignment keydiff --seed-file secret --jobs 1"):
         run(evictionary, *command.split(), cwd=folder)
+
+
+def try_what_the_base_lacks(programs: Path, folder: Path) -> None:
+    """A command that needs a model names the extra that brings it."""
+    told = printed(programs / "evictionary", "demo", cwd=folder, code=1)
+    assert "pip install 'path/to/the/clone[model]'" in told, told
 
 
 def try_the_model(programs: Path, folder: Path, model: Path) -> None:
@@ -118,6 +123,7 @@ def main() -> None:
         both = folders(parent)
         for folder in both:
             try_the_base(base, folder)
+            try_what_the_base_lacks(base, folder)
             print(f"base install, {folder.name}: judge, start, check, submit and grade work")
         full = environment(parent / "full", wheel, "[model]")
         for folder in both:

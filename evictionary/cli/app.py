@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from evictionary import __version__, progress
+from evictionary import __version__, progress, ranges
 from evictionary.classroom import sandbox
 from evictionary.cli import (
     calibrate,
@@ -50,6 +50,7 @@ def main(
     # Hypothesis would keep a folder of its own where the command is typed; a folder below a device cannot be
     # made.
     os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", os.path.join(os.devnull, "hypothesis"))
+    ranges.warn_of_untried()
 
 
 Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing of the progress on standard error.")]

@@ -1,16 +1,13 @@
-"""What differs between versions of transformers, and which versions the tests ran with.
+"""What differs between versions of transformers.
 
 transformers 5.24 calls the argument `cache` that was `past_key_values` before; 5.40 and 6.0 take the old name
 away. Nothing else in this project knows either name.
 """
 
 import inspect
-import warnings
-from collections.abc import Callable, Iterable, Mapping
-from importlib import metadata
+from collections.abc import Mapping
 from typing import Any
 
-from packaging.requirements import Requirement
 from transformers import GenerationMixin
 from transformers.utils import ModelOutput
 
@@ -40,33 +37,3 @@ def without_cache(named: Mapping[str, Any]) -> dict[str, Any]:
 def cache_in(output: ModelOutput) -> Any:
     """The cache in the output of a forward or of `generate`."""
     return getattr(output, NAME)
-
-
-def untried(requirements: Iterable[str], installed: Callable[[str], str]) -> list[str]:
-    """A sentence for each installed package whose version lies outside of its range.
-
-    Args: requirements, as in a package's metadata; installed, the version of a package, or
-    PackageNotFoundError.
-    """
-    found = []
-    for requirement in map(Requirement, requirements):
-        try:
-            version = installed(requirement.name)
-        except metadata.PackageNotFoundError:
-            continue
-        if requirement.specifier and not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement.name} {version} is installed, wanted {requirement.specifier}")
-    return sorted(set(found))
-
-
-def warn_of_untried() -> None:
-    """Warn, in one sentence, of packages outside of the ranges that the tests ran with, and go on."""
-    try:
-        found = untried(metadata.requires("evictionary") or (), metadata.version)
-    except metadata.PackageNotFoundError:  # a tree that was never installed says no ranges
-        return
-    if found:
-        warnings.warn(f"evictionary was not tested with this: {'; '.join(found)}", stacklevel=2)
-
-
-warn_of_untried()

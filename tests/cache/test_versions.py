@@ -1,6 +1,7 @@
-"""What one module knows of the versions of transformers, and the sentence about versions that are untried."""
+"""What one module knows of the versions of transformers, and the sentence for versions beyond the ranges."""
 
 import ast
+import re
 import subprocess
 import sys
 import warnings
@@ -9,14 +10,37 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
 from tools import ROOT
 from tools.reading import IDS, generate
 from transformers import DynamicCache, LlamaForCausalLM
 
-from evictionary import EvictingCache
+from evictionary import EvictingCache, ranges
 from evictionary.models import versions
 
-INSTALLED = {"torch": "2.13.0+cpu", "transformers": "5.25.0", "numpy": "2.4.6"}
+INSTALLED = {"torch": "2.13.0+cpu", "transformers": "5.25.0", "numpy": "2.4.6", "mkdocs": "2.0"}
+# Run before a door is opened: packages have a version that no test ran with.
+BEYOND = """from importlib import metadata
+real = metadata.version
+metadata.version = lambda name: "99.0" if name in {names!r} else real(name)
+"""
+# What a user opens, each in a process of its own: its program, what it prints then, and the packages beside
+# NumPy that it needs.
+LAWS = ["--pyargs", "evictionary.spec_tests.keydiff", "--impl", "reference", "--collect-only", "-q"]
+DOORS = {
+    "cache": (
+        "from evictionary import EvictingCache as found; print(found)",
+        "EvictingCache",
+        "transformers",
+    ),
+    "kernels": (
+        "from evictionary.optimized import keydiff as found; print(found)",
+        "keydiff",
+        "torch triton",
+    ),
+    "command": ("from evictionary.cli.app import app; app(['methods'])", "keydiff", "typer rich"),
+    "pytest": (f"import pytest; pytest.main({LAWS})", "test_keydiff.py", "hypothesis pytest"),
+}
 
 
 def version(name: str) -> str:
@@ -27,29 +51,39 @@ def version(name: str) -> str:
 
 def test_a_version_beyond_the_ranges_is_named_with_the_range() -> None:
     asked = ["transformers<5.25,>=5.17; extra == 'model'", "torch<2.16,>=2.11", "numpy>=2", "gguf>=0.17"]
-    assert versions.untried(asked, version) == ["transformers 5.25.0 is installed, wanted <5.25,>=5.17"]
-    assert versions.untried(["torch>=2.14"], version) == ["torch 2.13.0+cpu is installed, wanted >=2.14"]
+    asked += ["mkdocs<2; extra == 'docs'"]  # which no user of the package runs
+    assert ranges.untried(asked, version) == ["transformers 5.25.0 is installed, wanted <5.25,>=5.17"]
+    assert ranges.untried(["torch>=2.14"], version) == ["torch 2.13.0+cpu is installed, wanted >=2.14"]
 
 
-def test_an_import_beyond_the_ranges_warns_in_one_sentence_and_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = (
-        "from importlib import metadata\n"
-        "real = metadata.version\n"
-        "metadata.version = lambda name: '5.99.0' if name == 'transformers' else real(name)\n"
-        "from evictionary import EvictingCache\n"
-        "print(EvictingCache.__name__)\n"
+@pytest.mark.parametrize("door", DOORS)
+def test_a_door_beyond_the_ranges_warns_in_one_sentence_and_opens(door: str, tmp_path: Path) -> None:
+    program, said, names = DOORS[door]
+    beyond = sorted(["numpy", *names.split()])
+    done = subprocess.run(
+        [sys.executable, "-c", BEYOND.format(names=beyond) + program],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout == "EvictingCache\n", done.stderr
-    assert done.stderr.count("evictionary was not tested with this: transformers 5.99.0 is installed") == 1
+    told = done.stdout + done.stderr
+    assert said in done.stdout and done.returncode == 0, told
+    assert told.count("evictionary was not tested with this: ") == 1, told
+    (sentence,) = [line for line in told.splitlines() if "not tested with this" in line]
+    assert re.findall(r"(\w+) 99\.0 is installed, wanted <", sentence) == beyond
+
+
+def test_each_range_of_what_a_user_runs_has_two_ends() -> None:
+    asked = [Requirement(each) for each in metadata.requires("evictionary") or []]
+    run = [each for each in asked if each.name != "evictionary" and ranges.is_run(each)]
+    assert len(run) > 15
+    assert [str(each) for each in run if {"<", ">="} != {part.operator for part in each.specifier}] == []
 
 
 def test_what_is_installed_here_lies_in_the_ranges() -> None:
     asked = metadata.requires("evictionary") or []
     assert any(each.startswith("transformers") and "<" in each for each in asked)
-    assert versions.untried(asked, metadata.version) == []
+    assert ranges.untried(asked, metadata.version) == []
 
 
 @pytest.mark.parametrize("name", versions.NAMES)

@@ -223,3 +223,21 @@ def test_a_run_of_other_tests_alone_is_no_judgement() -> None:
         "spec_tests/memory/test_memory.py", "tests/cli/test_cli.py", *asked, code=0
     )
     judge("spec_tests/memory/test_memory.py", *asked, code=5)
+
+
+def test_a_brief_verdict_leaves_the_summary_of_plugins_on(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """pytest 8 asks no plugin for its summary after --no-summary, so that judge wrote no verdict."""
+    (folder / "older.py").write_text(
+        "def pytest_configure(config):\n    assert not config.option.no_summary\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    (folder / "knorm.py").write_text(
+        "import numpy as np\ndef score(keys): return -np.linalg.norm(keys, axis=-1)\n"
+    )
+    report = folder / "report"
+    asked = ["spec_tests/knorm/test_knorm.py", "--impl", folder / "knorm.py", "-k", "minus_the_norm"]
+    told = judge(*asked, "--brief", "--report", report, "-p", "older", "-rA", code=0)
+    assert (report / "conformance.json").is_file()
+    assert told.splitlines()[-1].startswith("PASS") and "short test summary" not in told, told
