@@ -96,7 +96,8 @@ def answers(
                 continue
             yield path, arguments, answer
     if len(silent) == len(asked) and not compiled.STOPPED + compiled.UNEXECUTED:
-        raise OutsideDomain("; ".join(f"{path}: {why}" for path, why in silent.items()))
+        why = "; ".join(f"{path}: {reason}" for path, reason in silent.items())
+        raise OutsideDomain(why or "no function of it takes such arguments")
 
 
 MOST, TURNS = 25, 4
