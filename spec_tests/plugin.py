@@ -155,7 +155,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if not config.getoption("--impl"):
         config.option.strict, config.option.impl = True, ["reference", "optimized"]
     if config.getoption("--brief"):
-        # What pytest itself says at the end. With --no-summary, pytest 8 would not ask for the verdict either.
+        # What pytest says at the end. With --no-summary, pytest 8 would not ask for the verdict either.
         config.option.tbstyle, config.option.reportchars, config.option.disable_warnings = "no", "", True
     report.ASKED[:] = _asked(config)
     dtypes = _dtypes(config.getoption("--dtype"))
