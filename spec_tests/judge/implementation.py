@@ -534,8 +534,8 @@ def called_otherwise(path: str, function: Callable[..., Any]) -> str:
     words = [each.name if each.kind is not each.KEYWORD_ONLY else f"{each.name}=..." for each in shortest]
     name = path.split(".")[1]
     return (
-        f"{path}: got {name}{own}, wanted a function that can be called as {name}({', '.join(words)}); of a "
-        f'helper of that name IMPLEMENTS = {{"{name}": None}} says so'
+        f"{path}: got {name}{own}, wanted a function that can be called as {name}({', '.join(words)}); if it "
+        f'is a helper of that name, say so in the file: IMPLEMENTS = {{"{name}": None}}'
     )
 
 
@@ -684,7 +684,7 @@ def _load_file_of_another_name(path: Path, purpose: str) -> dict[str, types.Modu
     if not declared and purpose:
         declared = {_meant(path, module, purpose): purpose}
     if not declared:
-        own = [name for name, value in vars(module).items() if _is_own(module, name, value)]
+        own = _own_functions(module)
         example = f'IMPLEMENTS = {{"{own[0] if own else "my_score"}": "keydiff.score"}}'
         raise UnusableImplementation(
             f"{path.name}: the file's name is that of no method; say what it implements: --method "
@@ -722,16 +722,21 @@ def _home_of(target: str, name: str, function: str) -> tuple[str, str]:
     )
 
 
-def _is_own(module: types.ModuleType, name: str, value: Any) -> bool:
-    return (
-        callable(value) and not name.startswith("_") and getattr(value, "__module__", "") == module.__name__
-    )
+def _own_functions(module: types.ModuleType) -> list[str]:
+    """The names of the functions that a file writes itself, and shows."""
+    return [
+        name
+        for name, value in vars(module).items()
+        if callable(value)
+        and not name.startswith("_")
+        and getattr(value, "__module__", "") == module.__name__
+    ]
 
 
 def _meant(path: Path, module: types.ModuleType, purpose: str) -> str:
     """The function of a file that stands for one of the reference: that of the same name, or the only one."""
     wanted = purpose.split(".")[1]
-    own = [name for name, value in vars(module).items() if _is_own(module, name, value)]
+    own = _own_functions(module)
     if wanted in own:
         return wanted
     if len(own) == 1:

@@ -48,8 +48,9 @@ def said(
     """The parts of a report, each with its name, in the order in which they are read."""
     matches = misconceptions(law, implementation) if matches is None else matches
     requirement, calls = law.requirement, implementation.calls
+    related = isinstance(error, Unlike)
     if isinstance(error, Violation):
-        names = ("its own answer", "the other") if isinstance(error, Unlike) else ("expected", "got")
+        names = ("its own answer", "the other") if related else ("expected", "got")
         given = zip(names, (error.expected, error.got), strict=True)
         wrong = [
             ("what is wrong", error.message),
@@ -65,7 +66,6 @@ def said(
     known, judged_in = "your numbers match a known bug", implementation.dtype
     own = calls[-1].dtype if calls else judged_in
     wider = f"it answers in {own} and is judged in {judged_in}; `--dtype {own}` judges it in its own"
-    related = isinstance(error, Unlike)
     make_program = repro_of_a_relation if related else repro
     program = make_program(law, implementation) if calls else ""
     drawn = {name: each for name, each in implementation.drawn.items() if not isinstance(each, np.ndarray)}
@@ -229,9 +229,8 @@ def _asking(law: Law, implementation: Implementation) -> str:
     if stated is None:
         return ""
     path = implementation.calls[-1].function
-    odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
     return f"""\
-{odd}from contextlib import suppress
+{_odd_numbers(stated)}from contextlib import suppress
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import load, oracle
 from evictionary.spec_tests.judge.law import load_laws
@@ -251,9 +250,8 @@ def repro_of_a_relation(law: Law, implementation: Implementation) -> str:
     stated = _stated(law, implementation)
     if stated is None:
         return ""
-    odd = "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
     return f"""\
-{odd}from evictionary.spec_tests.judge.cases import Case
+{_odd_numbers(stated)}from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import load
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.tolerance import Unlike
@@ -263,6 +261,11 @@ try:
 except Unlike as error:
     print("its own answer", error.expected)
     print("the other     ", error.got)"""
+
+
+def _odd_numbers(stated: str) -> str:
+    """The line that a program needs for the numbers that Python has no literal of."""
+    return "from numpy import inf, nan\n" if "inf" in stated or "nan" in stated else ""
 
 
 def _stated(law: Law, implementation: Implementation) -> str | None:

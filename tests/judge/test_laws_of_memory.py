@@ -210,3 +210,12 @@ def test_a_signature_that_does_not_fit_is_refused_at_the_start(
 def test_a_signature_that_fits_in_its_own_way_is_taken(name: str, text: str, tmp_path: Path) -> None:
     (tmp_path / f"{name}.py").write_text(text)
     assert load(str(tmp_path / f"{name}.py")).functions()
+
+
+@pytest.mark.parametrize(
+    "name", sorted(name for name in LAWS if "two_to_the_31" in name or "strides" in name)
+)
+def test_a_law_of_memory_asks_inside_the_domain(name: str) -> None:
+    """A kernel for 64 channels is asked at 64, and no law is left out because its own case has four."""
+    kernel = load("optimized", domain=Domain.read({"head_dim": (64,), "group": (4,)}), methods=("keydiff",))
+    assert outcome(LAWS[name], kernel, max_examples=3) == ("passed", "")
