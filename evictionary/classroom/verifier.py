@@ -107,17 +107,19 @@ def refused(source: bytes) -> str:
         tree = ast.parse(source)
     except (SyntaxError, ValueError):
         return ""  # the process says so
-    for node in ast.walk(tree):
-        whole = (
-            isinstance(node, ast.Attribute) and node.attr == "compile" and ast.unparse(node.value) == "torch"
+    if any(map(is_torch_compile, ast.walk(tree))):
+        return (
+            "torch.compile starts a compiler and writes files, which no code behind the walls may do: "
+            "verify the function without it, or judge it with `evictionary judge`"
         )
-        named = isinstance(node, ast.ImportFrom) and node.module == "torch"
-        if whole or (named and any(each.name == "compile" for each in node.names)):
-            return (
-                "torch.compile starts a compiler and writes files, which no code behind the walls may do: "
-                "verify the function without it, or judge it with `evictionary judge`"
-            )
     return ""
+
+
+def is_torch_compile(node: ast.AST) -> bool:
+    """Whether a piece of a program says `torch.compile`, or imports it by its name."""
+    if isinstance(node, ast.ImportFrom):
+        return node.module == "torch" and any(each.name == "compile" for each in node.names)
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.compile"
 
 
 def does_not_travel(path: str) -> str:
@@ -170,7 +172,7 @@ class Untrusted(ByLaws):
         return super().child(patience, limits=limits, strict=memory.SEAMS, allowed=self.allowed, **changes)
 
     def implementation(self, child: Child, step: Step) -> Implementation:
-        judged = super().implementation(child, step)
+        judged: Any = super().implementation(child, step)
         stem = self.assignment.stem
         known = {each for each in contract_functions((stem,)) if each.split(".")[1] in child.functions}
         asked = (law.functions for law in load_laws().values() if known.issuperset(law.functions))
@@ -440,7 +442,7 @@ def in_turn(impl: Any, case: Case, seed: int) -> None:
             if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or not array.size:
                 continue
             one_changed, two_exchanged = array.copy(), array.copy()
-            place, another = (tuple(generator.integers(array.shape)) for _ in range(2))
+            place, another = (tuple(generator.integers(np.array(array.shape)).tolist()) for _ in range(2))
             others = (2.5 - array[place], 1 - array[place], array[place] / 2)
             two_exchanged[place], two_exchanged[another] = array[another], array[place]
             for number in others:
@@ -525,8 +527,8 @@ def verify(
     if device == compiled.DEVICE:
         require(interpret, "--device: got compiled, wanted a file that imports triton")
         require(compiled.folder(), f"--device: {NO_EXECUTOR}")
-    for path in functions:
-        require(not (reason := does_not_travel(path)), reason)
+    for function in functions:
+        require(not (reason := does_not_travel(function)), reason)
     step = Step("verify", "MEM-3", "", 0)
     with put_down(source, stem) as path:
         one = Assignment("verify", "", path.name, stem, library, path.parent, (step,), interpret)

@@ -148,8 +148,8 @@ def test_the_changes_of_the_window_of_the_public_code_add_up(impl, seed):
 @law("DK-2", of=SCORE, case=seeded_cases(min_length=2, kinds=("normal", "ties")), seed=seeds())
 def test_a_vector_added_to_all_values_changes_nothing(impl, case, seed):
     """Only differences of values count; values twice as long give four times the score."""
-    settings, states = {"window_size": 1, "kernel_size": 1}, (prompt_queries(case, seed), case.keys)
-    values = np.round(4 * case.values) / 4
+    settings: dict[str, Any] = {"window_size": 1, "kernel_size": 1}
+    states, values = (prompt_queries(case, seed), case.keys), np.round(4 * case.values) / 4
     got = scored(impl, *states, 2 * values + 1, **settings)
     more = impl.allowance(SCORE, *states, 2 * values + 1, **settings)
 

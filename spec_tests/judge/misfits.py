@@ -4,7 +4,7 @@ import importlib
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,7 +111,7 @@ def beside(path: str, argument: str, value: Any) -> tuple[str, ...]:
     return _beside(own[0], line) if own and numbers else ()
 
 
-def _beside(argument: Argument, line: list[Argument]) -> tuple[str, ...]:
+def _beside(argument: Argument, line: Iterable[Argument]) -> tuple[str, ...]:
     """The other arguments that share an axis with this one."""
     own = _all_letters(argument)
     return tuple(each.name for each in line if each is not argument and own & _all_letters(each))

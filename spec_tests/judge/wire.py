@@ -204,8 +204,8 @@ def read(
     def array(content: dict[str, Any]) -> Any:
         nonlocal left
         size = size_of(content, NATIVE)
-        own, left = left[:size], left[size:]
-        found = numbers(content, own, NATIVE)
+        numbers_of_it, left = left[:size], left[size:]
+        found = numbers(content, numbers_of_it, NATIVE)
         order = content.get("order", [*range(found.ndim)])
         if sorted(order) != [*range(found.ndim)]:
             raise BadMessage(f"the axes {shown(order)} of an array of shape {found.shape}")

@@ -136,7 +136,7 @@ def scale_values(impl, values, moments, factor):
     return values, moments, values * factor, held(impl, scaled)
 
 
-def attends(impl, query, keys, values, kept, moments, by=agrees, **another_way):
+def attends(impl, query, keys, values, kept, moments, *, by=agrees, **another_way):
     """`agrees` of the output, or `same`: 1 - what_R, as equation 12 prints it, rounds at 1, however small the
     weight is.
     """

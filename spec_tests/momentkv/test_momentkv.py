@@ -75,8 +75,8 @@ def test_what_stays_does_not_count(impl, case, seed):
     own = impl.momentkv.update(empty, case.keys, case.values, evicted)
     equal(got[0], own[0], "the count is another where what stays is")
     for pick, name in enumerate(Moments._fields[1:], 1):
-        how = {"pick": pick, "what": f"{name} where what stays is another"}
-        same(impl, UPDATE, empty, case.keys, case.values, evicted, got=got[pick], **how)
+        what = f"{name} where what stays is another"
+        same(impl, UPDATE, empty, case.keys, case.values, evicted, got=got[pick], pick=pick, what=what)
 
 
 @law("MK-25", of="momentkv.merge", case=short_cases, seed=seeds())

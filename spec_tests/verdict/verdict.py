@@ -378,12 +378,12 @@ class Verdict:
             terminal.section("the first failure" + UNCOUNTED * uncounted)
             terminal.write_line(entry["message"])
             others = [each for each in self.laws[name, column] if each is not entry]
-            for words, outcome in (("it keeps", "pass"), ("it breaks too", "fail")):
+            for title, outcome in (("it keeps", "pass"), ("it breaks too", "fail")):
                 # the relations between answers, which tell what the mistake is not
-                found = [laws[each["law"]] for each in others if each["outcome"] == outcome]
-                related = sorted((law for law in found if law.relates), key=lambda law: law.place)
+                of_outcome = [laws[each["law"]] for each in others if each["outcome"] == outcome]
+                related = sorted((law for law in of_outcome if law.relates), key=lambda law: law.place)
                 if related:
-                    terminal.write_line(f"  {words:16}{'; '.join(law.in_words for law in related)}")
+                    terminal.write_line(f"  {title:16}{'; '.join(law.in_words for law in related)}")
 
     def _executed(self, implementation: Implementation) -> str:
         """How much compiled code was executed; an empty string for a device that runs it itself."""
