@@ -24,7 +24,7 @@ test-all: test whole typed mutants oracle wheel-check new-method kernels slow
 
 # Whole commands, each in a process of its own: judges, classes, attacks on the grader.
 whole: .venv/installed
-	$(PYTEST) -m "whole and not slow and not browser"
+	$(PYTEST) -m "whole and not slow and not browser and not compiled"
 
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser and not compiled and not arrays" -k "not every_mutant"
@@ -69,7 +69,7 @@ TO_READ := --impl evictionary.optimized.teaching --dtype float32
 # The kernels that only long rows and long prompts reach.
 LONG := -k "a_long_row_keeps_its_best or scores_all_of_a_long_prompt"
 compiled: build/compiled
-	$(COMPILED) -m "compiled and not slow" tests/compiled
+	$(COMPILED) -m "compiled and not slow" tests/compiled tests/classroom/test_verify_reach.py
 	$(EXECUTED) spec_tests/memory -k compiled_code $(TUNED)
 	$(EXECUTED) spec_tests/memory -k compiled_code $(TO_READ)
 	$(EXECUTED) spec_tests/shared/test_selection.py spec_tests/tova $(LONG) --impl optimized --dtype float32

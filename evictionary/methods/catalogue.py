@@ -216,7 +216,7 @@ def file_of(base: str) -> tuple[Path | None, str | None]:
     if base in (*names(), *BASELINES) or not Path(base).is_dir():
         return None, None
     files = [file for file in sorted(Path(base).glob("*.py")) if file.stem in names()]
-    one = " or ".join(map(str, files)) or f"{Path(base) / 'keydiff.py'} in it"
+    one = " or ".join(map(str, files)) or f"{Path(base) / f'{names()[0]}.py'} in it"
     require(len(files) == 1, f"method: got the folder {base} with {len(files)} methods, wanted {one}")
     return files[0], None
 

@@ -171,6 +171,19 @@ def test_the_first_8_tokens_and_the_last_4_stay_unless_told(impl, length):
     equal(got, np.where(is_middle, 0, np.inf)[None, None], "the first 8 and the last 4 score something else")
 
 
+@law("CO-4", of=SCORE)
+def test_two_heads_are_standardised_together(impl):
+    """Of three tokens with even attention, head 0 has the values 0, 0 and 3, and head 1 none: pooled 0, 1, 1
+    and 0, 0, 0. The variance is 2/3 over 2 where head 0 is alone, and 4/3 over 5 for both.
+    """
+    pooled = np.array([[[0.0, 1, 1], [0, 0, 0]]])
+    for heads, mean, variance in ((1, 2 / 3, 1 / 3), (2, 1 / 3, 4 / 15)):
+        states, sketch = np.zeros((4, 1, heads, 3, width(impl))), np.ones((1, heads, width(impl), 3))
+        states[2, 0, 0, 2, 0] = 3
+        got = impl.compactor.score(*states, sketch, compression_ratio=0.5, sink_size=0, recent_size=0)
+        near(got, (pooled[:, :heads] - mean) / math.sqrt(variance), within(impl), "the score")
+
+
 @law("CO-4", of=SCORE, case=seeded_cases(min_length=15, max_length=33, kinds=MODEST), seed=seeds())
 def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case, seed):
     """Values four times as long give the same scores, and each item scores alone as among others."""

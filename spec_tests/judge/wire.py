@@ -161,8 +161,10 @@ def frame(message: dict[str, Any], values: Sequence[Any] = ()) -> bytes:
             raise BadMessage(f"an array of {array.dtype}; wanted numbers or booleans")
         # A batch that repeats one item arrives as one, and every second number of a buffer as that.
         repeated = [axis for axis, step in enumerate(array.strides) if step == 0 and array.shape[axis] > 1]
-        gaps = array.size > 1 and not repeated and array.strides[-1] == 2 * array.itemsize
-        layout = {"repeated": {axis: array.shape[axis] for axis in repeated}, "gaps": bool(gaps)}
+        # In a Fortran array the last axis may step as far, with numbers between.
+        steps = [step for step, size in zip(array.strides, array.shape, strict=True) if size > 1]
+        gaps = bool(steps) and not repeated and min(steps) == array.strides[-1] == 2 * array.itemsize
+        layout = {"repeated": {axis: array.shape[axis] for axis in repeated}, "gaps": gaps}
         array = array[tuple(slice(1) if axis in repeated else slice(None) for axis in range(array.ndim))]
         # The axes travel in the order in which they lie in the memory, so that a transposed array arrives as
         # one.

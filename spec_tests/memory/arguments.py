@@ -286,10 +286,11 @@ def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] 
     dtype; None where a method takes no such case, such as one token.
     """
     try:
-        ragged = drawn(impl, path, case, ragged=True)
-        if fits(path, ragged):
-            return ragged
-        alike = drawn(impl, path, case, ragged=False)
+        with np.errstate(all="ignore"):  # a state that is made of large logits overflows
+            ragged = drawn(impl, path, case, ragged=True)
+            if fits(path, ragged):
+                return ragged
+            alike = drawn(impl, path, case, ragged=False)
     except (KeyError, ValueError):  # nothing says an argument, or there is no state of such a case
         return None
     return alike if fits(path, alike) else None

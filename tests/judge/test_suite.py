@@ -105,7 +105,9 @@ def test_the_printed_repro_runs(folder: Path) -> None:
 
 def test_a_repro_of_large_arguments_asks_the_law_again(folder: Path) -> None:
     """A covariance of 128 x 128 numbers, under names of the author's own."""
-    program, expected, got = repro(judged(folder, "expected_attention", UNHALVED, "-k", "halving_the_keys"))
+    program, expected, got = repro(
+        judged(folder, "expected_attention", UNHALVED, "-k", "times_the_norm_of_the_value")
+    )
     assert expected.split() != got.split()
     assert max(map(len, program.splitlines())) < 300
     imported = re.findall(r"^from \S+ import (.*)$", program, flags=re.MULTILINE)
@@ -172,16 +174,34 @@ def test_what_is_required_must_be_provided(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "wanted"),
+    ("stem", "text", "wanted"),
     [
-        ("def score(keys):\n    return keys.nonsense()\n", ("AttributeError", "knorm.py:2, score")),
-        ("\ndef score(keys, values):\n    return keys\n", ("TypeError", "knorm.py:2, score: def score(")),
+        (
+            "knorm",
+            "def score(keys):\n    return keys.nonsense()\n",
+            ("KN-1 does not hold", "AttributeError", "knorm.py:2, score"),
+        ),
+        (  # a setting that the contract has and this function has not
+            "snapkv",
+            "\ndef score(queries, keys):\n    return keys\n",
+            ("SN-1 does not hold", "TypeError", "snapkv.py:2, score: def score("),
+        ),
     ],
 )
 def test_an_exception_of_the_implementation_is_located(
-    folder: Path, text: str, wanted: tuple[str, ...]
+    folder: Path, stem: str, text: str, wanted: tuple[str, ...]
 ) -> None:
-    says(judged(folder, "knorm", text), "KN-1 does not hold", *wanted)
+    says(judged(folder, stem, text), *wanted)
+
+
+def test_a_repro_of_a_relation_prints_both_answers(folder: Path) -> None:
+    joint = "def score(keys):\n    return keys.sum(axis=-1) - keys.mean(axis=(1, 2, 3))[0]\n"
+    output = judged(folder, "keydiff", joint, "-k", "heads_do_not_see_each_other")
+    says(output, "the score of each head alone differs by", "its own answer", "the other")
+    program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]
+    told = python("-c", "\n".join(line.removeprefix("    ") for line in program.splitlines())).stdout
+    own, other = told.removeprefix("its own answer ").split("the other      ")
+    assert own.split() != other.split()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ from evictionary.optimized.kernels import launching
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import load
-from evictionary.spec_tests.memory.gradients import drawn
+from evictionary.spec_tests.memory.arguments import arguments_of
 
 # Of B, H_kv, T, D: two query heads read a KV head.
 SIZES = {"keys": (2, 2, 9, 4), "values": (2, 2, 9, 4), "queries": (2, 4, 3, 4), "anchor": (2, 2, 4)}
@@ -171,7 +171,7 @@ def test_every_function_is_asked() -> None:
     implementation = load("evictionary.optimized")
     case = Case(batch=2, num_kv_heads=2, group=2, num_queries=2)
     by_law = {
-        path for path in implementation.functions() if drawn(implementation, path, case) is not None
+        path for path in implementation.functions() if arguments_of(implementation, path, case) is not None
     } - {"lagkv.variation_score"}
     assert set(functions()) - by_law == {*CALLS, *NO_ANSWER.split(), *PARTS.split()}
 
@@ -338,7 +338,7 @@ def test_a_kernel_to_read_refuses_by_its_name_or_gives_a_mask(stem: str) -> None
     taught = load("evictionary.optimized.teaching")
     case = Case(batch=2, num_kv_heads=2, group=2, num_queries=2)
     for path in (each for each in taught.functions() if each.split(".")[0] == stem):
-        given = drawn(taught, path, case)
+        given = arguments_of(taught, path, case)
         function = getattr(taught.modules[stem], path.split(".")[1])
         if given is None or "torch.no_grad" in inspect.getsource(function):
             continue
