@@ -102,6 +102,12 @@ def test_a_token_inside_the_range_adds_nothing(impl, case, seed):
     same(impl, SCORE, *partitions(case), got=impl.lagkv.score(case.keys, case.values, *longer))
 
 
+@law("LK-8", of=SCORE, case=cases())
+def test_the_range_ends_at_the_largest_number(impl, case):
+    """Where all numbers are negative, the largest is the one nearest to zero."""
+    agrees(impl, SCORE, *(-np.abs(states) for states in partitions(case)))
+
+
 @law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
 def test_an_affine_map_of_the_channels_changes_nothing(impl, case, seed):
     """Each channel may be scaled by a positive number and shifted, in both partitions alike."""

@@ -94,6 +94,14 @@ def test_new_tokens_come_after_the_cached_ones(impl, case):
         equal(got, wanted, "the new tokens do not follow the cached ones unchanged")
 
 
+@law("LK-6", of=WEIGHTS, case=seeded_cases(max_length=17), seed=seeds())
+def test_the_newest_queries_attend_to_themselves_too(impl, case, seed):
+    """The weights of the newest queries over the cache, themselves included, query by query."""
+    new = int(np.random.default_rng(seed).integers(1, case.length + 1))
+    queries, size = case.next_keys[:, :, -new:], 1 + np.abs(case.keys).max()
+    agrees(impl, WEIGHTS, queries, case.keys, by_hand=causal_weights, size=size)
+
+
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
 def test_cached_decoding_is_uncached_attention(impl, case, seed):
     """The newest queries over the cache, themselves included, have the weights that they have in the whole

@@ -189,18 +189,19 @@ def answer(function: Callable[..., Any], *args: Any, **arguments: Any) -> Any:
 def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any) -> Implementation:
     """The reference as an implementation to judge, with some functions (`stem.function`) replaced.
 
-    The reference takes no tensors: a replacement that computes with torch is judged alone.
+    The reference takes no tensors: a replacement that computes with torch is judged alone. Laws of memory,
+    which hold of every function, ask the files of the replaced ones: the others are the reference as it is.
     """
     alone = fields.get("array_library") == "torch"
-    modules = {}
-    for stem in sorted({path.split(".")[0] for path in functions}) if alone else STEMS:
+    modules, files = {}, sorted({path.split(".")[0] for path in functions})
+    for stem in files if alone else STEMS:
         modules[stem] = types.ModuleType(stem)
         if not alone:
             vars(modules[stem]).update(vars(importlib.import_module(f"evictionary.reference.{stem}")))
     for path, function in functions.items():
         stem, attribute = path.split(".")
         setattr(modules[stem], attribute, function)
-    return Implementation(name, modules, **fields)
+    return Implementation(name, modules, **{"methods": tuple(files)} | fields)
 
 
 @dataclass(frozen=True)
