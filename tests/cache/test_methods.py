@@ -390,5 +390,5 @@ def test_a_folder_with_one_method_is_that_method(tmp_path: Path, model: LlamaFor
     (empty := tmp_path / "empty").mkdir()
     refused(
         lambda: EvictingCache(model, str(empty)),
-        f"with 0 methods, wanted {re.escape(str(empty / 'ada_kv.py'))} in it",
+        f"with 0 methods, wanted {re.escape(str(empty / 'attention_matching.py'))} in it",
     )

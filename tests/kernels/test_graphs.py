@@ -19,12 +19,15 @@ from tools import refused
 from evictionary import optimized
 from evictionary.optimized import (
     attention,
+    attention_matching,
     cake,
+    cam,
     compactor,
     cpu,
     dropkv,
     expected_attention as ea,
     gradients,
+    gvote,
     h2o,
     kernels,
     keydiff,
@@ -33,6 +36,7 @@ from evictionary.optimized import (
     lagkv,
     momentkv as mk,
     paging,
+    rkv,
     rope,
     selection,
     softmax,
@@ -54,7 +58,7 @@ NOTHING = ("checks", "gradients")
 # What has no floating numbers of its own, or writes into its arguments.
 NO_ANSWER = """ada_kv.ranks cam.receivers cpu.are_safe cpu.blockwise cpu.headwise gvote.highest
 gvote.nucleus_sizes gvote.rising h2o.select_scored momentkv.step momentkv.step_trusted
-paging.compact_in_place rope.frequencies softmax.current softmax.of_model states.zero_moments"""
+paging.compact_in_place softmax.current softmax.of_model states.zero_moments"""
 
 # Steps of the functions above and of a cache, which ask no question of their own.
 PARTS = """ada_kv.leaving ada_kv.own_budget attention.add_sums attention.products attention.row_products
@@ -97,7 +101,7 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
     "attention.grouped_logits": ("keys queries", lambda k, q: attention.grouped_logits(q, k)),
     "cam.stretches": (
         "keys",
-        lambda k: optimized.cam.stretches(KEPT, k[..., 0].sigmoid(), 3)[0],
+        lambda k: cam.stretches(KEPT, k[..., 0].sigmoid(), 3)[0],
     ),
     "compactor.group_attention": (
         "keys queries",
@@ -107,7 +111,6 @@ CALLS: dict[str, tuple[str, Callable[..., Any]]] = {
         "keys",
         lambda k: cpu.rescaled("keys", k, k.dtype)[0] * cpu.rescaled("", k, k.dtype)[1][..., None],
     ),
-    "dropkv.perturbation": ("keys values", lambda k, v: dropkv.perturbation(k @ k.mT, v)),
     "dropkv.squares": ("keys values queries", lambda k, v, q: dropkv.squares(q, k, v)),
     "expected_attention.expected_logits": (
         "keys queries",
@@ -277,13 +280,13 @@ def test_zero_vectors_have_finite_gradients(zeros: str) -> None:
     with torch.no_grad():
         {"keys": keys, "values": values}[zeros][:, :, 2:4] = 0
     answers = [
-        knorm.score(keys), keydiff.score(keys), keydiff.anchor(keys), optimized.rkv.redundancy(keys),
+        knorm.score(keys), keydiff.score(keys), keydiff.anchor(keys), rkv.redundancy(keys),
         triattention.score(keys, queries[:, :, 0].detach(), queries[:, :, 0, ::2].abs().detach()),
         lagkv.score(keys, values, keys, values),
         mk.score(queries[:, :, 0], keys, values, moments(keys, values)),
         mk.score_prompt(queries, keys, values),
         dropkv.score(queries, keys, values, window_size=2),
-        optimized.compactor.leverage(keys), optimized.cam.probabilities(keys[..., 0].abs(), KEPT),
+        compactor.leverage(keys), cam.probabilities(keys[..., 0].abs(), KEPT),
     ]  # fmt: skip
     sum(each.nan_to_num(posinf=0).sum() for each in answers).backward()
     assert keys.grad.isfinite().all() and values.grad.isfinite().all()
@@ -318,8 +321,8 @@ def test_a_choice_is_made_without_a_graph() -> None:
         lambda: selection.top_k(keys[..., 0], 3),
         lambda: h2o.select(queries, keys, budget=4),
         lambda: lagkv.select(keys, values, keep_ratio=0.5, sink_size=1, lag_size=2),
-        lambda: optimized.gvote.select(queries[:, :, 0], keys, queries),
-        lambda: optimized.attention_matching.select(keys, queries, budget=4),
+        lambda: gvote.select(queries[:, :, 0], keys, queries),
+        lambda: attention_matching.select(keys, queries, budget=4),
         lambda: mk.select_prompt(queries, keys, values, 5),
     ]
     for choose in choices:
@@ -343,15 +346,17 @@ def test_a_kernel_to_read_refuses_by_its_name_or_gives_a_mask(stem: str) -> None
         if given is None or "torch.no_grad" in inspect.getsource(function):
             continue
         natives = {name: taught.native(value) for name, value in given.items()}
-        first = next(
+        floats = [
             leaf
             for value in natives.values()
             for leaf in (value if isinstance(value, tuple) else (value,))
             if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
-        )
-        first.requires_grad_()
+        ]
         if stem == "streaming_llm":  # its scores are numbers of places, whatever the keys are
             continue
+        if not floats:  # lengths and ratios alone
+            continue
+        floats[0].requires_grad_()
         refused(lambda: function(**natives), f"requires a gradient, .* {path} launches kernels", ValueError)  # noqa: B023
 
 
