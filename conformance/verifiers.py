@@ -7,6 +7,8 @@ their own settings, on a CPU. KernelBench draws five inputs and allows 1e-4, abs
 its static checker reads the file of an exploit first. FlashInfer-Bench draws three inputs and allows an error
 of 1e-2, absolute or relative. What they say of time is not asked. What `evictionary verify` says is in the
 tests.
+
+`python -m conformance.verifiers --read` has FlashInfer-Bench read every task and run its workload instead.
 """
 
 import json
@@ -24,7 +26,7 @@ from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 from unittest.mock import patch
 
 import numpy as np
@@ -34,9 +36,8 @@ import typer
 from conformance.borrowed import FETCHED, folder_of, take
 from conformance.wild import ROOT, Source, bring
 from evictionary.classroom import bundle
-from evictionary.classroom.tasks import SIZES, kernelbench, tasks
+from evictionary.classroom.tasks import Task, tasks, write
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS
-from evictionary.spec_tests.judge.implementation import contract_functions
 from evictionary.spec_tests.judge.outcome import TimedOut, outcome, time_limit
 from evictionary.spec_tests.proof.matrix import laws_for
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
@@ -72,13 +73,18 @@ INSTALLED = FETCHED / "flashinfer_bench"
 Answer = Callable[..., torch.Tensor]
 
 
-def fetch() -> None:
-    """Bring both benchmarks, once, below build/wild."""
+def fetch_kernelbench() -> None:
+    """Bring its files, once, below build/wild."""
     given = os.environ.get("WILD_KERNELBENCH")
     bring(KERNELBENCH, Path(given) if given else None)
+
+
+def fetch_flashinfer() -> None:
+    """Bring the package, once, below build/wild, where it can be imported."""
     if not INSTALLED.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(INSTALLED)]
         subprocess.run([*pip, *PACKAGES], check=True)
+    sys.path.append(str(INSTALLED))
 
 
 @cache
@@ -94,7 +100,7 @@ def _kernelbench() -> SimpleNamespace:
     return take("kernelbench", "src/kernelbench/eval.py", *names, **given)
 
 
-def by_kernelbench(task: dict[str, Any], problem: dict[str, Any], answer: Answer) -> bool:
+def by_kernelbench(task: Task, problem: dict[str, Any], answer: Answer) -> bool:
     """What KernelBench's `run_and_check_correctness` says, in float32."""
     new = type("ModelNew", (torch.nn.Module,), {"forward": lambda self, *given: answer(*given)})()
     check = _kernelbench().run_and_check_correctness
@@ -102,7 +108,7 @@ def by_kernelbench(task: dict[str, Any], problem: dict[str, Any], answer: Answer
     return bool(check(problem["Model"](), new, problem["get_inputs"], {}, 5, device=cpu).correctness)
 
 
-def by_flashinfer(task: dict[str, Any], problem: dict[str, Any], answer: Answer) -> bool:
+def by_flashinfer(task: Task, problem: dict[str, Any], answer: Answer) -> bool:
     """What FlashInfer-Bench's `DefaultEvaluator` says; numbers such as a budget are those of KernelBench's
     file.
     """
@@ -111,13 +117,14 @@ def by_flashinfer(task: dict[str, Any], problem: dict[str, Any], answer: Answer)
     from flashinfer_bench.compile.runnable import Runnable, RunnableMetadata
     from flashinfer_bench.data import Definition, Workload
 
+    of = task.definition()
     inputs = {
         name: {"type": "random"} if isinstance(value, torch.Tensor) else {"type": "scalar", "value": value}
-        for name, value in zip(task["inputs"], problem["get_inputs"](), strict=True)
+        for name, value in zip(of["inputs"], problem["get_inputs"](), strict=True)
     }
-    axes = {name: SIZES[name] for name, axis in task["axes"].items() if axis["type"] == "var"}
+    axes = {name: task.sizes[name] for name, axis in of["axes"].items() if axis["type"] == "var"}
     workload = Workload.model_validate({"uuid": "one", "axes": axes, "inputs": inputs})
-    definition, settings = Definition.model_validate(task), BenchmarkConfig(profile_baseline=False)
+    definition, settings = Definition.model_validate(of), BenchmarkConfig(profile_baseline=False)
     right = DefaultEvaluator.build_baseline(definition, workload, settings, "cpu")
     about = RunnableMetadata(
         build_type="python", definition_name="d", solution_name="s", destination_passing_style=False
@@ -131,10 +138,10 @@ def by_flashinfer(task: dict[str, Any], problem: dict[str, Any], answer: Answer)
 BENCHMARKS = {"KernelBench": by_kernelbench, "FlashInfer-Bench": by_flashinfer}
 
 
-def accepted(task: dict[str, Any], answer: Answer) -> list[str]:
+def accepted(task: Task, answer: Answer) -> list[str]:
     """The benchmarks that take an answer for correct."""
     problem: dict[str, Any] = {}
-    exec(kernelbench(task), problem)
+    exec(task.kernelbench(), problem)
     with (
         patch("torch.cuda.synchronize"),
         open(os.devnull, "w") as silent,
@@ -144,13 +151,13 @@ def accepted(task: dict[str, Any], answer: Answer) -> list[str]:
         return [name for name, says in BENCHMARKS.items() if says(task, problem, answer)]
 
 
-def answer_of(function: Callable[..., Any], library: str, task: dict[str, Any]) -> Answer:
+def answer_of(function: Callable[..., Any], library: str, task: Task) -> Answer:
     """A function of NumPy arrays or torch tensors as one of tensors; numbers are given by name."""
 
     def answer(*given: Any) -> torch.Tensor:
         arrays = [each for each in given if isinstance(each, torch.Tensor)]
-        pairs = zip(task["inputs"], given, strict=True)
-        named = {name: each for name, each in pairs if not isinstance(each, torch.Tensor)}
+        pairs = zip(task.inputs, given, strict=True)
+        named = {one.name: each for one, each in pairs if not isinstance(each, torch.Tensor)}
         if library == "torch":
             found = function(*arrays, **named)
         else:
@@ -171,7 +178,7 @@ def source_of(exploit: dict[str, Any], calls: int = 5) -> str:
     return f"{exploit.get('before', '')}\n{base}{below}".replace("AT_FIRST", str(calls))
 
 
-def _judge_exploit(exploit: dict[str, Any], task: dict[str, Any], file: Path) -> None:
+def _judge_exploit(exploit: dict[str, Any], task: Task, file: Path) -> None:
     """Write down who accepts an exploit; nothing is written where it ends the process."""
     resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
     sys.path.append(str(INSTALLED))
@@ -185,7 +192,7 @@ def _judge_exploit(exploit: dict[str, Any], task: dict[str, Any], file: Path) ->
     put(file, json.dumps(found))
 
 
-def of_exploits(task: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+def of_exploits(task: Task) -> Iterator[tuple[str, list[str]]]:
     """Who accepts each exploit of keydiff.score, each in a process of its own."""
     start = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +206,7 @@ def of_exploits(task: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
                 yield name, json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
-def of_functions(answers: dict[str, Any], of: dict[str, dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+def of_functions(answers: dict[str, Any], of: dict[str, Task]) -> Iterator[tuple[str, list[str]]]:
     """Who accepts planted mistakes or right variants."""
     for name, each in answers.items():
         task = of[each.of]
@@ -213,13 +220,51 @@ def is_shown_by_mathematics(mutant: Mutant) -> bool:
     return any(outcome(law, mutant.implementation())[0] == "killed" for law in own)
 
 
-def main() -> None:
+def read() -> None:
+    """Have FlashInfer-Bench read every task, and run its reference on its workload."""
+    from flashinfer_bench.bench.utils import gen_inputs, load_safetensors
+    from flashinfer_bench.data import TraceSet
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        written = write("flashinfer-bench", folder)
+        found = TraceSet.from_path(name)
+        for name, definition in found.definitions.items():
+            (trace,) = found.workloads[name]
+            tensors = load_safetensors(definition, trace.workload, folder)
+            inputs = gen_inputs(definition, trace.workload, "cpu", tensors)
+            scope: dict[str, Any] = {}
+            exec(definition.reference, scope)
+            answers = scope["run"](*inputs)
+            answers = answers if isinstance(answers, tuple) else (answers,)
+            got = [(tuple(each.shape), str(each.dtype).partition(".")[2]) for each in answers]
+            shapes = definition.get_output_shapes(trace.workload.axes)
+            dtypes = [each.dtype.value for each in definition.outputs.values()]
+            wanted = [*zip(map(tuple, shapes), dtypes, strict=True)]
+            if got != wanted:
+                raise SystemExit(f"{name}: got {got}, wanted {wanted}")
+            print(f"{name}: {len(definition.reference)} characters", file=sys.stderr, flush=True)
+    print(f"flashinfer-bench read and ran {len(found.definitions)} of {len(written)} tasks")
+
+
+ASKED = (
+    "ada_kv.select", "gvote.select", "h2o.score", "h2o.select", "keydiff.score", "knorm.score", "lagkv.score",
+    "lagkv.select", "selection.top_k", "streaming_llm.score", "tova.score",
+)  # fmt: skip
+"""The functions of which both benchmarks are asked: wrong answers to them take half an hour."""
+
+
+def main(
+    only_read: Annotated[
+        bool, typer.Option("--read", help="Have FlashInfer-Bench read and run every task instead.")
+    ] = False,
+) -> None:
     """Ask both benchmarks of every answer."""
-    fetch()
-    sys.path.append(str(INSTALLED))
-    named = {task["name"]: task for task in tasks()}
-    names = {path: f"evictionary_{path.replace('.', '_')}" for path in contract_functions()}
-    of = {path: named[name] for path, name in names.items() if name in named}
+    fetch_flashinfer()
+    if only_read:
+        return read()
+    fetch_kernelbench()
+    of = {task.path: task for task in tasks(("float32",)) if task.path in ASKED}
     variants = {
         name: each
         for name, each in load_controls().items()

@@ -103,19 +103,32 @@ def vectors(
 FORMS = ("flashinfer-bench", "kernelbench")
 
 
-@app.command(epilog="Example: [bold]evictionary tasks my_tasks --format kernelbench[/]")
+@app.command(
+    epilog="Examples: [bold]evictionary tasks my_tasks --format kernelbench[/]   "
+    "[bold]evictionary tasks my_tasks --format flashinfer-bench --dtype bfloat16[/]"
+)
 def tasks(
     folder: Annotated[Path, typer.Argument(help="Where the files go.")],
     form: Annotated[str, one_of(FORMS, "The benchmark that reads them.", "--format")],
+    dtypes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--dtype", help="That of the keys, values and queries: float32, float16 or bfloat16; repeated."
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write functions of the contract as tasks of a benchmark of generated kernels; `verify` judges what
-    comes back.
+    """Write functions of the contract as tasks of a benchmark of generated kernels, by default at three
+    dtypes; `verify` judges what comes back.
+
+    The reference in a task is the function in NumPy and float64, with what it calls, in a file to read.
     """
     with exit_codes():
+        from evictionary.classroom import tasks as made
+
+        for dtype in dtypes or []:
+            require_known("--dtype", dtype, made.DTYPES)
         require_folder(folder)
         with doing("writing the tasks"):
-            from evictionary.classroom import tasks as made
-
-            written = made.write(form, folder)
+            written = made.write(form, folder, tuple(dtypes or made.DTYPES))
     show(as_json, written, [f"wrote {len(written)} tasks to {folder}"], soft_wrap=True)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from tools import as_json, failed, invoke, sampled, says
+from tools import failed, invoke, sampled, says
 from tools.grader import SOLUTION, bundled, text_of, written
 
 from conformance.verifiers import BASES, BENCHMARKS, EXPLOITS, RESULTS, source_of
@@ -21,7 +21,6 @@ from evictionary.classroom import grading, verifier
 from evictionary.classroom.child import Child
 from evictionary.reference import momentkv as moments
 from evictionary.spec_tests.judge.domain import Domain
-from evictionary.spec_tests.judge.implementation import oracle
 from evictionary.spec_tests.proof.planted import load_mutants
 
 ROOT = Path(__file__).parents[2]
@@ -149,25 +148,3 @@ def test_the_page_lists_every_exploit_and_what_two_benchmarks_say() -> None:
         assert f" | {len(found)} | {counts[0]} | {counts[1]} | " in page
     sized = sum(bool(load_mutants()[name].above) for name in said["mistakes"])
     says(page, f"{len(rows)} exploits", f"{sized} of them begin at a size")
-
-
-@pytest.mark.parametrize("form", ["flashinfer-bench", "kernelbench"])
-def test_a_task_gives_the_numbers_of_the_reference(form: str, tmp_path: Path) -> None:
-    """The definitions were read by flashinfer-bench 0.1.2 too, which is no dependency."""
-    torch = pytest.importorskip("torch")
-    files = as_json("tasks", tmp_path, "--format", form)
-    (file,) = (each for each in files if "keydiff_score" in each)
-    text, scope = text_of(tmp_path / file), dict[str, Any]()
-    if form == "kernelbench":
-        exec(text, scope)
-        (keys,) = scope["get_inputs"]()
-        got = scope["Model"](*scope["get_init_inputs"]())(keys)
-    else:
-        task, keys = json.loads(text), torch.randn(2, 8, 17, 128)
-        sizes = [task["axes"][axis].get("value") for axis in task["inputs"]["keys"]["shape"]]
-        assert sizes == [None, 8, None, 128]
-        assert task["outputs"] == {"result": {"shape": ["B", "H_kv", "T"], "dtype": "float32"}}
-        exec(task["reference"], scope)
-        got = scope["run"](keys)
-    assert len(files) >= 11
-    assert (got - torch.from_numpy(oracle("keydiff.score")(keys.double().numpy()))).abs().max() < 1e-6
