@@ -13,9 +13,9 @@ import importlib.util
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from evictionary.spec_tests.judge.implementation import (
     ANY,
     STEPS,
     Implementation,
+    called_otherwise,
     contract_functions,
     oracle,
 )
@@ -534,14 +535,70 @@ def verify(
         one = Assignment("verify", "", path.name, stem, library, path.parent, (step,), interpret)
         require(not lacking(one), lacking(one))
         run = Untrusted(one, path, path.name, check_seed=seed, functions=functions, **settings)
-        try:
-            run.ask(step, plan, advance)
-        except (Gone, StudentError) as error:
-            run.reasons["no answer"] = str(error)
+        reason = called_otherwise_in(source, functions or contract_functions((stem,)))
+        if reason:
+            run.reasons["no answer"] = reason
+        else:
+            try:
+                run.ask(step, plan, advance)
+            except (Gone, StudentError) as error:
+                run.reasons["no answer"] = str(error)
         if not run.reasons:
             advance("what is wrong")
             run.explain_failure(step)
     return told(run) | {"seed": seed}
+
+
+def called_otherwise_in(source: bytes, functions: Iterable[str]) -> str:
+    """What `evictionary judge` says of a function that cannot be called as the contract calls it; an empty
+    string where all can be. The text is read and not run, so what is decorated or bound otherwise is left
+    to the laws.
+    """
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return ""  # the process says so
+    last: dict[str, ast.stmt] = {}
+    for node in body:
+        last |= dict.fromkeys(_bound(node), node)
+    for path in sorted({*functions} - STEPS):
+        found = last.get(path.split(".")[1])
+        is_plain = isinstance(found, ast.FunctionDef) and not found.decorator_list
+        if is_plain and (reason := called_otherwise(path, _of_signature(found))):
+            return reason
+    return ""
+
+
+def _bound(node: ast.stmt) -> Iterator[str]:
+    """The names that a statement of a file binds."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+        return
+    for each in ast.walk(node):
+        if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store):
+            yield each.id
+        elif isinstance(each, ast.alias):
+            yield each.asname or each.name
+        elif isinstance(each, ast.FunctionDef):
+            yield each.name
+
+
+def _of_signature(node: ast.FunctionDef) -> Callable[..., Any]:
+    """An empty function with the arguments of another, of which only constants are kept as defaults."""
+    arguments = copy.deepcopy(node.args)
+    for each in ast.walk(arguments):
+        if isinstance(each, ast.arg):
+            each.annotation = None
+    unsaid = ast.Constant(...)
+    arguments.defaults = [each if isinstance(each, ast.Constant) else unsaid for each in arguments.defaults]
+    arguments.kw_defaults = [
+        each if each is None or isinstance(each, ast.Constant) else unsaid for each in arguments.kw_defaults
+    ]
+    empty = ast.Lambda(arguments, ast.Constant(None))
+    return cast(
+        Callable[..., Any],
+        eval(compile(ast.fix_missing_locations(ast.Expression(empty)), node.name, "eval")),
+    )
 
 
 def told(run: Untrusted) -> dict[str, Any]:

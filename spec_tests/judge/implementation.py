@@ -500,7 +500,10 @@ def load(
         for asked in sorted({*implementation.asked_of_memory()} - STEPS):
             stem, function = asked.split(".")
             if reason := called_otherwise(asked, getattr(modules[stem], function)):
-                raise UnusableImplementation(f"{target}: {reason}")
+                raise UnusableImplementation(
+                    f"{target}: {reason}; if it is a helper of that name, say so in the file: "
+                    f'IMPLEMENTS = {{"{function}": None}}'
+                )
     if device != "cpu" and (reason := _no_device(library, device)):
         raise UnusableImplementation(f"{target}: --device {device}: {reason}")
     return implementation
@@ -533,10 +536,7 @@ def called_otherwise(path: str, function: Callable[..., Any]) -> str:
             return ""
     words = [each.name if each.kind is not each.KEYWORD_ONLY else f"{each.name}=..." for each in shortest]
     name = path.split(".")[1]
-    return (
-        f"{path}: got {name}{own}, wanted a function that can be called as {name}({', '.join(words)}); if it "
-        f'is a helper of that name, say so in the file: IMPLEMENTS = {{"{name}": None}}'
-    )
+    return f"{path}: got {name}{own}, wanted a function that can be called as {name}({', '.join(words)})"
 
 
 def load_each(target: str, dtypes: list[str | None], domain: Domain, **options: Any) -> list[Implementation]:

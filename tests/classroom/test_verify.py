@@ -148,3 +148,41 @@ def test_the_page_lists_every_exploit_and_what_two_benchmarks_say() -> None:
         assert f" | {len(found)} | {counts[0]} | {counts[1]} | " in page
     sized = sum(bool(load_mutants()[name].above) for name in said["mistakes"])
     says(page, f"{len(rows)} exploits", f"{sized} of them begin at a size")
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def score(queries): ...",
+            "got score(queries), wanted a function that can be called as score(queries",
+        ),
+        (
+            "def score(queries, keys, *, bias): ...",
+            "got score(queries, keys, *, bias), wanted a function that",
+        ),
+        (
+            "def score(queries, keys): ...\ndef score(): ...",
+            "got score(), wanted a function that can be called",
+        ),
+        ("def score(queries, keys, window_size=2 ** 5, eps=1e-6): ...", ""),
+        ("def score(*arrays, **settings): ...", ""),
+        ("def made(): ...\nscore = made", ""),
+        ("import functools\n@functools.cache\ndef score(): ...", ""),
+        ("def score(): ...\nif True:\n    def score(queries, keys): ...", ""),
+        ("def score(:", ""),
+    ],
+)
+def test_a_signature_that_does_not_fit_is_said_in_the_words_of_judge(source: str, said: str) -> None:
+    """Before any law, and from the text alone."""
+    found = verifier.called_otherwise_in(source.encode(), ["snapkv.score"])
+    assert said in found and bool(said) == bool(found)
+
+
+def test_verify_says_what_judge_says_of_a_signature(tmp_path: Path) -> None:
+    (tmp_path / "snapkv.py").write_text("def score(queries):\n    return queries.sum(-1)\n")
+    told = invoke("verify", tmp_path / "snapkv.py")
+    assert told.exit_code == 1
+    reason = json.loads(told.stdout)["reasons"]["no answer"]
+    assert reason in failed("judge", tmp_path / "snapkv.py", code=2)
+    assert json.loads(told.stdout)["laws"]["hold"] == []
