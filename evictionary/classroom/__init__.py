@@ -6,7 +6,8 @@ process.
 submission; `grading.py` puts the laws to it, and `contest.py` its scorer into the embedded model; `inputs.py`
 draws the inputs from a seed; `submissions.py` opens archives; `formats.py` writes grade.json and the files
 for platforms; `classes.py` grades a folder of submissions; `bundle.py` writes the reference as a right
-answer.
+answer. `verifier.py` puts the laws to code that nobody trusts, and `tasks.py` writes what such code is asked:
+functions of the contract as files of `standalone.py`, short enough to read.
 """
 
 from importlib.resources import files
