@@ -563,8 +563,9 @@ def called_otherwise_in(source: bytes, functions: Iterable[str]) -> str:
         last |= dict.fromkeys(_bound(node), node)
     for path in sorted({*functions} - STEPS):
         found = last.get(path.split(".")[1])
-        is_plain = isinstance(found, ast.FunctionDef) and not found.decorator_list
-        if is_plain and (reason := called_otherwise(path, _of_signature(found))):
+        if not isinstance(found, ast.FunctionDef) or found.decorator_list:
+            continue
+        if reason := called_otherwise(path, _of_signature(found)):
             return reason
     return ""
 
