@@ -225,10 +225,10 @@ def read() -> None:
     from flashinfer_bench.bench.utils import gen_inputs, load_safetensors
     from flashinfer_bench.data import TraceSet
 
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as there:
+        folder = Path(there)
         written = write("flashinfer-bench", folder)
-        found = TraceSet.from_path(name)
+        found = TraceSet.from_path(there)
         for name, definition in found.definitions.items():
             (trace,) = found.workloads[name]
             tensors = load_safetensors(definition, trace.workload, folder)

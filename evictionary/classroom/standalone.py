@@ -7,10 +7,11 @@ files. A name that two files use for two things gets its file in front.
 """
 
 import ast
+import itertools
 import re
 import textwrap
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,21 @@ class Module:
     files: dict[str, str] = field(default_factory=dict)
     libraries: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines of the text, each with its end."""
+        return self.text.splitlines(keepends=True)
+
+    @cached_property
+    def starts(self) -> list[int]:
+        """Where each line begins in the text, and where the text ends."""
+        return [0, *itertools.accumulate(map(len, self.lines))]
+
+    def at(self, node: Any) -> tuple[int, int]:
+        """Where a node begins and ends in the text. The text is ASCII, so a byte is a character."""
+        start = self.starts[node.lineno - 1] + node.col_offset
+        return start, self.starts[node.end_lineno - 1] + node.end_col_offset
+
     def key(self, node: ast.AST) -> Key | None:
         """What of the reference a name means here, or `file.name`."""
         match node:
@@ -58,7 +74,7 @@ class Module:
 @cache
 def module(stem: str) -> Module:
     """A file of the reference, read."""
-    text = (FOLDER / f"{stem}.py").read_text(encoding="utf-8")
+    text = (FOLDER / f"{stem}.py").read_text(encoding="ascii")
     found = Module(stem, text)
     for node in ast.parse(text).body:
         match node:
@@ -138,10 +154,6 @@ class Part:
         self.module, self.node = of, node
         self.edits: list[Edit] = []
         self.names: list[tuple[ast.AST, Key]] = []
-        starts = [0]
-        for line in of.text.splitlines(keepends=True):
-            starts.append(starts[-1] + len(line))
-        self.starts = starts
         self.own = self._bound()
         self._visit(node)
 
@@ -221,31 +233,25 @@ class Part:
         stem, name = self.module.key(func) or ("", "")
         return name if stem == "checks" else ""
 
-    def _at(self, node: Any) -> tuple[int, int]:
-        """Where a node begins and ends in the text. The text is ASCII, so a byte is a character."""
-        start = self.starts[node.lineno - 1] + node.col_offset
-        return start, self.starts[node.end_lineno - 1] + node.end_col_offset
-
     def _leave(self, node: ast.AST, given: list[ast.expr], before: str = "", behind: str = "") -> None:
         """Put these arguments of a call in its place."""
-        self.edits.append((self._at(node)[0], self._at(given[0])[0], before))
-        self.edits.append((self._at(given[-1])[1], self._at(node)[1], behind))
+        self.edits.append((self.module.at(node)[0], self.module.at(given[0])[0], before))
+        self.edits.append((self.module.at(given[-1])[1], self.module.at(node)[1], behind))
         for each in given:
             self._visit(each)
 
     def _drop(self, node: Any) -> None:
         """Leave out a statement, with the comment in front of it."""
-        first = node.lineno - 1
-        lines = self.module.text.splitlines()
-        while lines[first - 1].strip().startswith("#"):
+        first, starts = node.lineno - 1, self.module.starts
+        while self.module.lines[first - 1].strip().startswith("#"):
             first -= 1
-        self.edits.append((self.starts[first], self.starts[node.end_lineno], ""))
+        self.edits.append((starts[first], starts[node.end_lineno], ""))
 
     def _shorten(self, node: ast.FunctionDef | ast.ClassDef) -> None:
         """Leave the sentences about refusals out of a docstring."""
         first = node.body[0]
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-            start, end = self._at(first)
+            start, end = self.module.at(first)
             paragraphs = self.module.text[start:end].removesuffix('"""').split("\n\n")
             said = "\n\n".join(map(_without_refusals, paragraphs)).rstrip()
             # Quotes behind a text of several lines stand alone.
@@ -253,8 +259,8 @@ class Part:
 
     def written(self, names: dict[Key, str]) -> str:
         """The text of the definition, with these names."""
-        start, end = self._at(self.node)
-        edits = [*self.edits, *((*self._at(node), names.get(key, key[1])) for node, key in self.names)]
+        start, end = self.module.at(self.node)
+        edits = [*self.edits, *((*self.module.at(node), names.get(key, key[1])) for node, key in self.names)]
         if hasattr(self.node, "name"):
             name = names.get((self.module.stem, self.node.name), self.node.name)
             at = self.module.text.index(self.node.name, start)

@@ -21,6 +21,7 @@ from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import load, oracle
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.memory.arguments import OF_CASE, SETTINGS, arguments_of, signature_of
+from evictionary.store import put
 
 DTYPES = ("float32", "float16", "bfloat16")
 OP_TYPE = "kv_cache_eviction"
@@ -35,6 +36,8 @@ MEANINGS = {
 }  # fmt: skip
 FIXED = {"H_kv": 8, "H_q": 32, "D": 128, "D_v": 128}
 CONSTANT = (*FIXED, "half_D")
+COMPUTED = {"D/2": "half_D", "n*S": "slots"}
+"""Names for axes of the contract that are computed, for a definition takes names alone."""
 SIZES = {
     **FIXED, "B": 1, "T": 4096, "M": 64, "S": 16, "L": 32, "N": 2048, "P": 256, "n": 256, "C": 256,
     "hidden": 256, "k": 64, "R": 512, "kept": 512,
@@ -362,8 +365,9 @@ def _inputs(path: str, given: dict[str, Any], dtype: str) -> Iterator[Input]:
 
 def _array(argument: Argument, name: str, value: np.ndarray, dtype: str) -> Input:
     lead = value.ndim - len(argument.own)
-    known = ("B", "H_kv") if argument.lead else ()
-    axes = (*known[:lead], *map(_name_of, argument.own))
+    leading = ("B", "H_kv") if argument.lead else ()
+    named = (known or COMPUTED[axis] for known, axis in zip(argument.known, argument.own, strict=True))
+    axes = (*leading[:lead], *named)
     stored = name in STORED or name.split("_")[-1] in STORED
     kinds = {"f": dtype if stored else "float32", "b": "bool", "i": "int64"}
     return Input(name, axes, kinds[value.dtype.kind], _kind(argument, name), value)
@@ -374,13 +378,7 @@ def _kind(argument: Argument, name: str) -> str:
     for end in ("covariance", "low", "high"):
         if name.endswith("_" + end):
             return end
-    return argument.kind if argument.kind in ("weight", "share", "bool", "whole") else "real"
-
-
-def _name_of(axis: str) -> str:
-    """The name of an axis of the contract, where a name is all that a definition takes."""
-    named = {"D/2": "half_D", "n*S": "slots"}
-    return named.get(axis) or axis.split("<")[0].split(">")[0].split("%")[0]
+    return argument.kind if argument.kind in DRAWS_OF_KIND else "real"
 
 
 def _size(axis: str, sizes: dict[str, int]) -> int:
@@ -412,19 +410,17 @@ def _axis(name: str) -> dict[str, Any]:
 
 def write(form: str, folder: Path, dtypes: tuple[str, ...] = DTYPES) -> list[str]:
     """Write every task in a form, and return the names of its files, one for each task."""
-    texts: dict[str, str] = {}
-    for number, task in enumerate(tasks(dtypes), 1):
-        if form == "kernelbench":
-            texts[f"{number}_{task.name}.py"] = task.kernelbench()
-        else:
-            texts[f"definitions/{OP_TYPE}/{task.name}.json"] = json.dumps(task.definition(), indent=1) + "\n"
-            workload = json.dumps(task.workload(folder)) + "\n"
-            _put(folder / f"workloads/{OP_TYPE}/{task.name}.jsonl", workload)
-    for name, text in texts.items():
-        _put(folder / name, text)
-    return [*texts]
-
-
-def _put(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    made = tasks(dtypes)
+    folder.mkdir(parents=True, exist_ok=True)
+    if form == "kernelbench":
+        names = [f"{number}_{task.name}.py" for number, task in enumerate(made, 1)]
+        for name, task in zip(names, made, strict=True):
+            put(folder / name, task.kernelbench())
+        return names
+    for kind in ("definitions", "workloads"):
+        (folder / kind / OP_TYPE).mkdir(parents=True, exist_ok=True)
+    for task in made:
+        put(folder / "workloads" / OP_TYPE / f"{task.name}.jsonl", json.dumps(task.workload(folder)) + "\n")
+        definition = json.dumps(task.definition(), indent=1) + "\n"
+        put(folder / "definitions" / OP_TYPE / f"{task.name}.json", definition)
+    return [f"definitions/{OP_TYPE}/{task.name}.json" for task in made]

@@ -123,12 +123,11 @@ def tasks(
 
     The reference in a task is the function in NumPy and float64, with what it calls, in a file to read.
     """
-    with exit_codes():
+    with exit_codes(), doing("writing the tasks"):
         from evictionary.classroom import tasks as made
 
         for dtype in dtypes or []:
             require_known("--dtype", dtype, made.DTYPES)
         require_folder(folder)
-        with doing("writing the tasks"):
-            written = made.write(form, folder, tuple(dtypes or made.DTYPES))
+        written = made.write(form, folder, tuple(dtypes or made.DTYPES))
     show(as_json, written, [f"wrote {len(written)} tasks to {folder}"], soft_wrap=True)

@@ -6,6 +6,7 @@ import ast
 import importlib
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -67,7 +68,6 @@ def test_a_task_gives_the_numbers_of_the_reference(task: tasks.Task) -> None:
 
 
 def test_every_method_has_a_task_at_every_dtype() -> None:
-    """pyramid_kv divides a budget by whole numbers alone: there is no array to give back."""
     methods = {path.split(".")[0] for path in CONTRACT if path.split(".")[1] in ("score", "select", "attend")}
     methods -= {"ada_kv", "keydiff_theory", "gvote_theory"}  # scores in float32 alone, and theory
     for dtype in tasks.DTYPES:
@@ -92,10 +92,12 @@ def test_a_file_of_its_own_is_short_and_holds_no_check(path: str) -> None:
 def test_the_page_says_how_many_and_how_long() -> None:
     made = tasks.tasks()
     page = " ".join((ROOT / "docs" / "verify.md").read_text(encoding="utf-8").split())
+    paths = Counter(task.path for task in made)
     average = round(sum(len(task.reference()) for task in made) / len(made), -2)
     says(
         page,
-        f"Each of the {len({task.path for task in made})} functions",
+        f"There are {len(paths)} functions. Of these {sum(each == 3 for each in paths.values())} read keys",
+        f"The other {sum(each == 1 for each in paths.values())} read scores",
         f"That makes {len(made)} tasks",
         f"It has {average:,.0f} characters on average",
         f"flashinfer-bench read all {len(made)} tasks",
