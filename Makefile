@@ -29,7 +29,6 @@ whole: .venv/installed
 slow: .venv/installed
 	$(PYTEST) -m "slow and not browser and not compiled and not arrays" -k "not every_mutant"
 	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
-	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/memory --impl optimized --dtype float32,float16
 
 mutants: .venv/installed
 	$(PYTEST) -m slow tests/judge/test_mutants.py -k every_mutant
@@ -53,14 +52,13 @@ oldest: .venv/installed
 new-method: .venv/installed
 	$(BIN)/python tests/new_method.py
 
-# The laws of memory call every function many times, which takes long in the interpreter: `make slow` asks them of the kernels. The
-# kernels to read copy what is not contiguous, so these laws say little of them.
-EQUATION_LAWS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
+# The kernels to read copy what is not contiguous: the laws of memory, which call everything many times, say little of them.
+TEACHING_LAWS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
 
 kernels: .venv/installed
-	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(EQUATION_LAWS) --impl optimized --dtype float32,float16
+	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests --impl optimized --dtype float32,float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_graphs.py
-	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(EQUATION_LAWS) --impl evictionary.optimized.teaching --strict
+	TRITON_INTERPRET=1 $(PYTEST) --profile quick $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
 # `make compiled-all` asks every law of them, which takes some 80 minutes on two cores.
