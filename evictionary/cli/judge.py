@@ -197,10 +197,7 @@ def judge(
             ]
             jobs = jobs or (min(2, os.cpu_count() or 1) if device in ("cpu", "compiled") and not law else 1)
             options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
-            if jobs > 1:
-                # the processes share the cores: none takes all for a product
-                os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-            code = _run_pytest(laws, [str(law) for law in chosen], options, quiet=as_json)
+            code = _run_pytest(laws, [str(law) for law in chosen], options, shared=jobs > 1, quiet=as_json)
             verdict = folder / "conformance.json"
             if as_json and verdict.is_file():
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
@@ -266,11 +263,10 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
     return judging_files(laws, [*methods, MEMORY] if methods else ())
 
 
-def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: bool) -> int:
+def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, shared: bool, quiet: bool) -> int:
     """Run pytest in this process with nothing of the project around it: not its configuration, its plugins
     or its cache.
     """
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     import pytest
 
     class Asking:
@@ -306,8 +302,12 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, quiet: boo
     # twice quiet: the verdict says how many laws fail, and nothing else counts them otherwise
     told = ["-qq", "--no-header", "--override-ini=console_output_style=classic"]
     asking = Asking()
-    with asking.shown:
+    with asking.shown, pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+        if shared and "OPENBLAS_NUM_THREADS" not in os.environ:
+            # the processes share the cores: none takes all for a product
+            changed.setenv("OPENBLAS_NUM_THREADS", "1")
         if not quiet:
             # the verdict is the result, and exit_codes sends what a command prints to standard error
-            sys.stdout = sys.__stdout__
+            changed.setattr(sys, "stdout", sys.__stdout__)
         return int(pytest.main([*chosen, *options, *alone, *told], plugins=[asking]))

@@ -214,6 +214,26 @@ def test_judge_asks_for_one_of_two(arguments: list[str], wanted: str) -> None:
     assert done.exit_code == 2 and wanted in " ".join(done.output.split())
 
 
+LEAVES = """
+import os, sys
+from typer.testing import CliRunner
+from evictionary.cli.app import app
+
+CliRunner().invoke(app, ["contract"])  # which sets what every command sets
+before = dict(os.environ), sys.stdout
+done = CliRunner().invoke(app, ["judge", sys.argv[1], "--jobs", "2", "--profile", "quick"])
+assert done.exit_code == 0, done.output
+assert (dict(os.environ), sys.stdout) == before, set(os.environ.items()) ^ set(before[0].items())
+"""
+
+
+def test_a_judge_leaves_its_process_as_it_was(tmp_path: Path) -> None:
+    """A notebook and a server judge more than once, and start other programs afterwards."""
+    python(
+        "-c", LEAVES, saved(tmp_path / "knorm.py", "def score(keys):\n    return -(keys**2).sum(-1) ** 0.5\n")
+    )
+
+
 @pytest.mark.parametrize(
     ("start", "wanted"),
     [
