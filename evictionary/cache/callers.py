@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from transformers import GenerationMixin
 
 from evictionary.cache.text import UNKNOWN, Text
@@ -50,14 +51,21 @@ def require_columns(generating: Mapping[str, Any] | None, seen: int) -> None:
     told = generating or {}
     ids, columns = told.get("input_ids"), told.get("mask_length", -1)
     # of a prompt in blocks, the first one has told
-    if (
-        columns >= 0
-        and isinstance(ids, torch.Tensor)
-        and not told.get("chunk_idx")
-        and whole_text(told) is None
-    ):
+    is_first = told.get("input_chunk") is next(iter(told.get("input_chunks", ())), None)
+    if columns >= 0 and isinstance(ids, torch.Tensor) and is_first and whole_text(told) is None:
         wanted = seen + ids.shape[1]
         require(columns == wanted, _wanted_columns(f"{columns} columns", str(wanted), seen, ids.shape[1]))
+
+
+def require_blocks(generating: Mapping[str, Any] | None, seen: int) -> None:
+    """Raise UsageError for new tokens in blocks where this version of transformers begins at token 0."""
+    told = generating or {}
+    require(
+        "input_chunks" not in told or told.get("past_length", seen) == seen,
+        f"prefill_chunk_size: got it after the {seen} tokens that the cache has read, wanted it with a first "
+        f"prompt alone: transformers {transformers.__version__} would begin at token 0 again; leave it out, "
+        "or take transformers 5.21 or newer",
+    )
 
 
 def require_new_tokens(length: int, seen: int, whole: torch.Tensor | None) -> None:

@@ -321,6 +321,11 @@ def _replace_attention(model: PreTrainedModel, users: _Users, user: object) -> N
         "alone; "
         "wanted attn_implementation='sdpa'",
     )
+    require(
+        underlying != "sdpa" or all(softmax_of(each, model) == PLAIN for each in model.modules()),
+        f"model: got {type(model).__name__} with the attention sdpa, which leaves out the cap or the sinks "
+        "of its softmax; wanted attn_implementation='eager'",
+    )
     # before anything else: another cache that is deleted meanwhile leaves our attention in its place
     users.attention.add(user)
     users.underlying = underlying

@@ -185,6 +185,7 @@ class WatchedCache(Cache):
         (rows, length), seen = tokens.shape[:2], checks.require_one_length(self.layers)
         generating = callers.given_to_generate()
         whole = callers.whole_text(generating)
+        callers.require_blocks(generating, seen)
         callers.require_new_tokens(length, seen, whole)
         checks.require_not_checkpointed(self.model)
         checks.require_read_twice(self.evicting.values(), bool(self._names & REPLAYED) and seen > 0)

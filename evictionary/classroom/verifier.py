@@ -537,7 +537,7 @@ def verify(
         run = Untrusted(one, path, path.name, check_seed=seed, functions=functions, **settings)
         reason = called_otherwise_in(source, functions or contract_functions((stem,)))
         if reason:
-            run.reasons["no answer"] = reason
+            run.functions, run.reasons["no answer"] = (reason.partition(":")[0],), reason
         else:
             try:
                 run.ask(step, plan, advance)

@@ -138,6 +138,17 @@ def test_a_method_that_does_not_fit_a_model_is_refused(family: str, method: str,
     refused(lambda: EvictingCache(build(family), method), message)
 
 
+@pytest.mark.parametrize("family", ["Gemma 2", "gpt-oss"])
+def test_an_attention_that_leaves_out_a_part_of_the_softmax_is_refused(family: str) -> None:
+    """transformers 5.17 to 5.20 took sdpa for a model with a cap, and its logits were without it."""
+    model = build(family)
+    model.config._attn_implementation_internal = "sdpa"
+    refused(
+        lambda: EvictingCache(model, "snapkv+ada_kv"),
+        "with the attention sdpa, which leaves out the cap or the sinks of its softmax; wanted .*eager",
+    )
+
+
 # queries before RoPE
 
 

@@ -183,6 +183,7 @@ def test_verify_says_what_judge_says_of_a_signature(tmp_path: Path) -> None:
     (tmp_path / "snapkv.py").write_text("def score(queries):\n    return queries.sum(-1)\n")
     told = invoke("verify", tmp_path / "snapkv.py")
     assert told.exit_code == 1
+    assert json.loads(told.stdout)["functions"] == ["snapkv.score"]
     reason = json.loads(told.stdout)["reasons"]["no answer"]
     assert reason in " ".join(judge(tmp_path / "snapkv.py", code=2).stderr.split())
     assert json.loads(told.stdout)["laws"]["hold"] == []

@@ -208,4 +208,7 @@ def random_model(
 
 
 def build(family: str, **named: Any) -> PreTrainedModel:
-    return random_model((FAMILIES | OF_2026)[family], **named)
+    config = (FAMILIES | OF_2026)[family]
+    if getattr(config, "attn_logit_softcapping", None):
+        named.setdefault("attn_implementation", "eager")  # before 5.21 it is sdpa, which leaves out the cap
+    return random_model(config, **named)
