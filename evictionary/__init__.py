@@ -10,6 +10,7 @@ model.generate(**inputs, **cache.argument)
 the laws.
 """
 
+import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = ["EvictingCache", "__version__"]
+FOLDERS = ("optimized", "reference", "spec_tests")
 
 # Where Git makes no links, as on Windows, the linked folders are found where they are, beside this one.
 if os.path.isfile(os.path.join(__path__[0], "reference")):
@@ -34,4 +36,10 @@ def __getattr__(name: str) -> Any:
         from evictionary.cache.evicting_cache import EvictingCache
 
         return EvictingCache
+    if name in FOLDERS:
+        return importlib.import_module(f"evictionary.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *FOLDERS])

@@ -58,3 +58,10 @@ def test_the_pinned_versions_install_on_the_oldest_python() -> None:
     pinned = re.findall(r"^([\w.-]+)==", (ROOT / "constraints.txt").read_text(), re.M)
     wanted = {name: metadata(name).get("Requires-Python", "") for name in pinned}
     assert pinned and not {name: range for name, range in wanted.items() if oldest not in SpecifierSet(range)}
+
+
+def test_tab_completion_shows_what_to_use() -> None:
+    program = "import evictionary; print([getattr(evictionary, name) and name for name in dir(evictionary)])"
+    assert python("-c", program).stdout == (
+        "['EvictingCache', '__version__', 'optimized', 'reference', 'spec_tests']\n"
+    )
