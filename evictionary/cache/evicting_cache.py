@@ -204,6 +204,7 @@ class EvictingCache(WatchedCache):
             "copy.deepcopy(cache) from before",
             RuntimeError,
         )
+        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands a tensor
         evicting = self.evicting.values()
         for layer in evicting:
             layer.require_croppable(tokens_to_remove)

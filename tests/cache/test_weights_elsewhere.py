@@ -180,7 +180,10 @@ def test_a_model_whose_hooks_bring_nothing_is_refused_at_its_first_forward() -> 
 def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     """The tiny model as a GGUF file, with a tokenizer of single letters."""
     config, writer = model.config, gguf.GGUFWriter(path, "llama")
-    words = [chr(300 + index) for index in range(config.vocab_size - 1)] + [chr(300) + chr(301)]
+    letters = [chr(300 + index) for index in range(config.vocab_size - 2)]
+    # transformers 5.17 reads a list of one merge as its letters
+    merges = [letters[:2], letters[1:3]]
+    words = letters + ["".join(each) for each in merges]
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
@@ -196,7 +199,7 @@ def write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.add_tokenizer_model("gpt2")
     writer.add_token_list(words)
     writer.add_token_scores([0.0] * len(words))
-    writer.add_token_merges([f"{words[0]} {words[1]}"])
+    writer.add_token_merges([" ".join(each) for each in merges])
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
         if "q_proj" in name or "k_proj" in name:  # llama.cpp keeps the two channels of a rotation together
