@@ -214,7 +214,7 @@ CALLS = {
     "export {tmp}/folder": ["loading the libraries"],
     "contract keydiff.score": ["loading the laws"],
     "new keydiff.score --folder {tmp}/new": ["loading the laws"],
-    "vectors --output {tmp}/vectors --method keydiff": ["loading the laws", "(0 of "],
+    "vectors --output {tmp}/vectors --method knorm": ["loading the laws", "(0 of "],
     "vectors --check {tmp}/absent": ["comparing the files"],
     "tasks {tmp}/tasks --format kernelbench": ["writing the tasks"],
     "start keydiff --work {tmp}/work": ["loading the assignment"],
