@@ -33,6 +33,7 @@ slow: .venv/installed  ## what takes long: every slow test, the kernels in float
 	$(PYTEST) -m "slow and not browser and not compiled and not arrays" -k "not every_mutant"
 	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
 	$(INTERPRETED) spec_tests --impl optimized --dtype float32
+	$(INTERPRETED) spec_tests/memory --impl optimized --dtype float16
 
 mutants: .venv/installed  ## every planted mistake against its laws
 	$(PYTEST) -m slow tests/judge/test_mutants.py -k every_mutant
@@ -56,18 +57,17 @@ oldest: .venv/installed  ## the oldest releases that pyproject.toml allows
 new-method: .venv/installed  ## the recipe for a new method, in a copy of the tree
 	$(BIN)/python tests/new_method.py
 
-# The kernels to read copy what is not contiguous: the laws of memory, which call everything many times, say little of them.
-TEACHING_LAWS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
-
-# float32 waits for the night: tests/kernels and the kernels to read are in float32.
+# Mathematics at each push; the laws of memory, which call everything many times, and float32 at night, in `make slow`.
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) --profile quick
+MATHEMATICS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
+
 kernels: .venv/installed  ## the laws of the kernels in Triton's interpreter
-	$(INTERPRETED) spec_tests --impl optimized --dtype float16
+	$(INTERPRETED) $(MATHEMATICS) --impl optimized --dtype float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_graphs.py
-	$(INTERPRETED) $(TEACHING_LAWS) --impl evictionary.optimized.teaching --strict
+	$(INTERPRETED) $(MATHEMATICS) --impl evictionary.optimized.teaching --strict
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
-# bfloat16, because the interpreter has none. `make compiled-all` asks every law in three dtypes, some 80 minutes on two cores.
+# bfloat16, because the interpreter has none. `make compiled-all` asks every law in three dtypes, and of the kernels to read: 80 minutes.
 COMPILED := PYTHONPATH=$(CURDIR)/build/compiled $(PYTEST)
 EXECUTED := $(COMPILED) --profile quick --device compiled
 TUNED := --impl optimized --dtype float32,float16,bfloat16
@@ -77,7 +77,6 @@ LONG := -k "a_long_row_keeps_its_best or scores_all_of_a_long_prompt"
 compiled: build/compiled  ## compiled kernels, executed on a CPU
 	$(COMPILED) -m "compiled and not slow" tests/compiled tests/classroom/test_verify_reach.py
 	$(EXECUTED) spec_tests/memory -k compiled_code --impl optimized --dtype bfloat16
-	$(EXECUTED) spec_tests/memory -k compiled_code $(TO_READ)
 	$(EXECUTED) spec_tests/shared/test_selection.py spec_tests/tova $(LONG) --impl optimized --dtype float32
 
 compiled-all: build/compiled  ## every law of the compiled kernels
