@@ -143,6 +143,19 @@ def _other_text(row: int, place: int, read: int, given: int, length: int) -> Usa
     )
 
 
+def require_ids(input_ids: Any, mask: Any) -> None:
+    """Raise UsageError for other ids, or another mask of theirs, than tensors [B, T]."""
+    for name, given in (("input_ids", input_ids), ("attention_mask", mask)):
+        if given is None and name == "attention_mask":
+            continue
+        is_tensor = isinstance(given, torch.Tensor)
+        require(
+            is_tensor and given.ndim == 2,
+            f"{name}: got {list(given.shape) if is_tensor else f'a {type(given).__name__}'}, wanted a tensor "
+            "[rows, tokens]",
+        )
+
+
 def require_mask(mask: torch.Tensor, rows: int, length: int, seen: int) -> None:
     """Raise UsageError for a mask that has not a column for each token of the whole text."""
     got, wanted = list(mask.shape), [rows, seen + length]
@@ -191,11 +204,12 @@ def require_told(is_needed: bool, seen: int, length: int) -> None:
 
 def require_position_shape(position_ids: Any, rows: int, length: int, *, has_planes: bool) -> None:
     """Raise UsageError for other position_ids than [B or 1, M], or [planes, B or 1, M] of an M-RoPE."""
-    shape = tuple(position_ids.shape)
+    shape = list(getattr(position_ids, "shape", []))
+    got = shape if isinstance(position_ids, torch.Tensor) else f"a {type(position_ids).__name__}"
     require(
         len(shape) in (2, 2 + has_planes) and shape[-1] == length and shape[-2] in (1, rows),
-        f"position_ids: got {list(shape)}, wanted {[rows, length]}, a position for each new token: generate()"
-        " makes them of an attention_mask of the whole text",
+        f"position_ids: got {got}, wanted {[rows, length]}, a position for each new token: generate() makes "
+        "them of an attention_mask of the whole text",
     )
 
 
@@ -239,7 +253,7 @@ def shifts_after(
             return (torch.where(known, expected, learned)[:, -1] + 1 - seen - real.shape[1]).tolist()
     row, place = ((places != without_padding) & real & known).nonzero()[0].tolist()
     raise UsageError(
-        f"position_ids: got {int(places[row, place])} for new token {place} of row {row}, wanted "
+        f"position_ids: got {places[row, place]:.10g} for new token {place} of row {row}, wanted "
         f"{int(without_padding[row, place])}: the cache has read {seen} tokens, and those that it evicted "
         "count; leave position_ids out, and give generate() an attention_mask of the whole text or none"
     )

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import math
+import operator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -152,6 +153,7 @@ class EvictingCache(WatchedCache):
         padded. Raises UsageError for a text that begins in another way, and says where they part, and for
         one with nothing new.
         """
+        callers.require_ids(input_ids, attention_mask)
         seen = self.get_seq_length()
         if not seen:
             real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
@@ -204,7 +206,11 @@ class EvictingCache(WatchedCache):
             "copy.deepcopy(cache) from before",
             RuntimeError,
         )
-        tokens_to_remove = int(tokens_to_remove)  # transformers 5.17 hands a tensor
+        try:
+            tokens_to_remove = operator.index(tokens_to_remove)  # transformers 5.17 hands a tensor
+        except TypeError:
+            wanted = "wanted a whole number, minus the tokens to remove"
+            raise ValueError(f"crop: got {tokens_to_remove!r}, {wanted}") from None
         evicting = self.evicting.values()
         for layer in evicting:
             layer.require_croppable(tokens_to_remove)

@@ -215,7 +215,7 @@ class WatchedCache(Cache):
             finds_own = self._finds_positions(is_padded, named)
             shifts = callers.shifts_without(shifts, seen, finds_own=finds_own)
         else:
-            has_planes = position_ids.ndim == 3 and self._has_planes
+            has_planes = getattr(position_ids, "ndim", 0) == 3 and self._has_planes
             callers.require_position_shape(position_ids, rows, length, has_planes=has_planes)
             if is_looked_at(position_ids):
                 shifts = callers.shifts_after(position_ids, real, rows, seen, shifts)

@@ -254,6 +254,34 @@ def test_positions_count_padding_or_not_from_the_first_token_to_the_last(
         torch.testing.assert_close(each, logits[0], rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ([[PROMPT]], r"position_ids: got a list, wanted \[1, 1\]"),
+        (torch.tensor([[PROMPT + 0.5]]), "position_ids: got 40.5 for new token 0 of row 0, wanted 40"),
+    ],
+)
+def test_positions_are_shown_as_they_are_given(model: LlamaForCausalLM, told: Any, message: str) -> None:
+    cache = prompted(model, "keydiff")
+    refused(lambda: read(model, IDS[:, PROMPT : PROMPT + 1], cache, position_ids=told), message)
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (([1, 2],), r"input_ids: got a list, wanted a tensor \[rows, tokens\]"),
+        ((IDS[0],), r"input_ids: got \[60\], wanted a tensor \[rows, tokens\]"),
+        ((IDS, [[1] * 60]), "attention_mask: got a list, wanted a tensor"),
+    ],
+)
+@pytest.mark.parametrize("method", ["keydiff", None])
+def test_the_text_of_rest_of_is_a_tensor_of_rows(
+    model: LlamaForCausalLM, method: str | None, told: Any, message: str
+) -> None:
+    refused(lambda: EvictingCache(model, method).rest_of(*told), message)
+    refused(lambda: prompted(model, method).rest_of(*told), message)
+
+
 def test_a_method_that_needs_positions_says_which(model: LlamaForCausalLM) -> None:
     ids, given = padded(30, 20)
     named = {"attention_mask": given["attention_mask"], "position_ids": counted(30)}
@@ -640,16 +668,17 @@ def test_a_prompt_whose_second_reading_was_interrupted_says_so(model: LlamaForCa
     [
         (3, "crop: got 3, wanted a number from -2 to 0, minus the tokens to remove"),
         (-3, "crop: got -3, wanted a number from -2 to 0: the tokens before that are of the prompt or were"),
+        (-0.5, "crop: got -0.5, wanted a whole number, minus the tokens to remove"),
     ],
 )
 @pytest.mark.parametrize("method", ["keydiff", None])
 def test_a_crop_says_what_it_wants(
-    model: LlamaForCausalLM, method: str | None, count: int, message: str
+    model: LlamaForCausalLM, method: str | None, count: Any, message: str
 ) -> None:
     cache = prompted(model, method)
     read(model, IDS[:, PROMPT : PROMPT + 2], cache)
     refused(lambda: cache.crop(count), message, ValueError)
-    cache.crop(-2)
+    cache.crop(torch.tensor(-2))  # as transformers 5.17 does
     assert torch.equal(cache.rest_of(IDS)["input_ids"], IDS[:, PROMPT:])
 
 
