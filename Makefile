@@ -8,28 +8,29 @@ export OMP_WAIT_POLICY ?= PASSIVE
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
+INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) --profile quick
 
 .PHONY: help demo test test-all whole slow mutants oracle wheel-check latest oldest new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
 
-demo: .venv/installed  ## a needle in a text and six methods side by side; writes report.html
+demo: .venv/installed  ## what each method keeps of a text that hides a number; writes report.html
 	$(BIN)/evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75 --output report.html
 
 # It needs no browser, no model and no GPU; docs/testing.md says what runs where.
 test: lint .venv/installed  ## the laws and the tests of the machinery, in minutes
 	$(PYTEST) spec_tests tests --profile student
-	TRITON_INTERPRET=1 $(PYTEST) --profile quick spec_tests/keydiff/test_keydiff.py spec_tests/shared/test_selection.py --impl optimized --dtype float16
+	$(INTERPRETED) spec_tests/keydiff/test_keydiff.py spec_tests/shared/test_selection.py --impl optimized --dtype float16
 
 # And what is slow, each part by itself too; docs/testing.md says what the parts are and how long they take.
-test-all: test whole typed mutants oracle wheel-check new-method kernels slow  ## everything that needs no browser: an hour and more
+test-all: test whole typed mutants oracle wheel-check new-method kernels slow  ## test, whole, typed, mutants, oracle, wheel-check, new-method, kernels and slow
 
 # Whole commands, each in a process of its own: judges, classes, attacks on the grader.
 whole: .venv/installed  ## whole commands: judges, classes, attacks on the grader
 	$(PYTEST) -m "whole and not slow and not browser and not compiled"
 
-slow: .venv/installed  ## what takes long: every slow test, the kernels in float32
+slow: .venv/installed  ## what takes long: every slow test, the memory of the kernels, float32
 	$(PYTEST) -m "slow and not browser and not compiled and not arrays" -k "not every_mutant"
 	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
 	$(INTERPRETED) spec_tests --impl optimized --dtype float32
@@ -48,20 +49,19 @@ wheel-check: .venv/installed  ## the wheel in environments of its own
 
 # The newest release of every dependency, without constraints.txt, and the oldest that pyproject.toml allows, each in an environment of
 # its own (build/newest, build/oldest). ENDS="--pin transformers==5.19.0 --only cache"
-latest: .venv/installed  ## the newest release of every dependency
+latest: .venv/installed  ## the newest release of every dependency, tried
 	$(BIN)/python tests/ends.py newest $(ENDS)
 
-oldest: .venv/installed  ## the oldest releases that pyproject.toml allows
+oldest: .venv/installed  ## the oldest releases that pyproject.toml allows, tried
 	$(BIN)/python tests/ends.py oldest $(ENDS)
 
 new-method: .venv/installed  ## the recipe for a new method, in a copy of the tree
 	$(BIN)/python tests/new_method.py
 
 # Mathematics at each push; the laws of memory, which call everything many times, and float32 at night, in `make slow`.
-INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) --profile quick
 MATHEMATICS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
 
-kernels: .venv/installed  ## the laws of the kernels in Triton's interpreter
+kernels: .venv/installed  ## the mathematics of the kernels in Triton's interpreter
 	$(INTERPRETED) $(MATHEMATICS) --impl optimized --dtype float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_graphs.py
 	$(INTERPRETED) $(MATHEMATICS) --impl evictionary.optimized.teaching --strict
@@ -74,7 +74,7 @@ TUNED := --impl optimized --dtype float32,float16,bfloat16
 TO_READ := --impl evictionary.optimized.teaching --dtype float32
 # The kernels that only long rows and long prompts reach.
 LONG := -k "a_long_row_keeps_its_best or scores_all_of_a_long_prompt"
-compiled: build/compiled  ## compiled kernels, executed on a CPU
+compiled: build/compiled  ## compiled kernels, executed on a CPU: wrong ones, and their memory
 	$(COMPILED) -m "compiled and not slow" tests/compiled tests/classroom/test_verify_reach.py
 	$(EXECUTED) spec_tests/memory -k compiled_code --impl optimized --dtype bfloat16
 	$(EXECUTED) spec_tests/shared/test_selection.py spec_tests/tova $(LONG) --impl optimized --dtype float32

@@ -148,12 +148,15 @@ def require_ids(input_ids: Any, mask: Any) -> None:
     for name, given in (("input_ids", input_ids), ("attention_mask", mask)):
         if given is None and name == "attention_mask":
             continue
-        is_tensor = isinstance(given, torch.Tensor)
         require(
-            is_tensor and given.ndim == 2,
-            f"{name}: got {list(given.shape) if is_tensor else f'a {type(given).__name__}'}, wanted a tensor "
-            "[rows, tokens]",
+            isinstance(given, torch.Tensor) and given.ndim == 2,
+            f"{name}: got {_form(given)}, wanted a tensor [rows, tokens]",
         )
+
+
+def _form(given: Any) -> str:
+    """The shape of a tensor, or what it is otherwise."""
+    return str(list(given.shape)) if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"
 
 
 def require_mask(mask: torch.Tensor, rows: int, length: int, seen: int) -> None:
@@ -204,12 +207,11 @@ def require_told(is_needed: bool, seen: int, length: int) -> None:
 
 def require_position_shape(position_ids: Any, rows: int, length: int, *, has_planes: bool) -> None:
     """Raise UsageError for other position_ids than [B or 1, M], or [planes, B or 1, M] of an M-RoPE."""
-    shape = list(getattr(position_ids, "shape", []))
-    got = shape if isinstance(position_ids, torch.Tensor) else f"a {type(position_ids).__name__}"
+    shape = tuple(getattr(position_ids, "shape", ()))
     require(
         len(shape) in (2, 2 + has_planes) and shape[-1] == length and shape[-2] in (1, rows),
-        f"position_ids: got {got}, wanted {[rows, length]}, a position for each new token: generate() makes "
-        "them of an attention_mask of the whole text",
+        f"position_ids: got {_form(position_ids)}, wanted {[rows, length]}, a position for each new token: "
+        "generate() makes them of an attention_mask of the whole text",
     )
 
 

@@ -535,9 +535,10 @@ def verify(
         one = Assignment("verify", "", path.name, stem, library, path.parent, (step,), interpret)
         require(not lacking(one), lacking(one))
         run = Untrusted(one, path, path.name, check_seed=seed, functions=functions, **settings)
-        reason = called_otherwise_in(source, functions or contract_functions((stem,)))
-        if reason:
-            run.functions, run.reasons["no answer"] = (reason.partition(":")[0],), reason
+        misfit, reason = called_otherwise_in(source, functions or contract_functions((stem,)))
+        if misfit:
+            run.functions = (misfit,)
+            run.reasons["no answer"] = reason
         else:
             try:
                 run.ask(step, plan, advance)
@@ -549,15 +550,15 @@ def verify(
     return told(run) | {"seed": seed}
 
 
-def called_otherwise_in(source: bytes, functions: Iterable[str]) -> str:
-    """What `evictionary judge` says of a function that cannot be called as the contract calls it; an empty
-    string where all can be. The text is read and not run, so what is decorated or bound otherwise is left
-    to the laws.
+def called_otherwise_in(source: bytes, functions: Iterable[str]) -> tuple[str, str]:
+    """The first function that cannot be called as the contract calls it, and what `evictionary judge` says of
+    it; two empty strings where all can be. The text is read and not run, so what is decorated or bound
+    otherwise is left to the laws.
     """
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
-        return ""  # the process says so
+        return "", ""  # the process says so
     last: dict[str, ast.stmt] = {}
     for node in body:
         last |= dict.fromkeys(_bound(node), node)
@@ -566,8 +567,8 @@ def called_otherwise_in(source: bytes, functions: Iterable[str]) -> str:
         if not isinstance(found, ast.FunctionDef) or found.decorator_list:
             continue
         if reason := called_otherwise(path, _of_signature(found)):
-            return reason
-    return ""
+            return path, reason
+    return "", ""
 
 
 def _bound(node: ast.stmt) -> Iterator[str]:

@@ -570,7 +570,6 @@ def test_the_chat_of_the_page_survives_such_a_template(monkeypatch: pytest.Monke
 
 FIRST = """
 import torch
-import transformers
 
 def select(keys, length, budget):
     return (torch.arange(length) < FEW).expand(keys.shape[:3])

@@ -175,8 +175,9 @@ def test_the_page_lists_every_exploit_and_what_two_benchmarks_say() -> None:
 )
 def test_a_signature_that_does_not_fit_is_said_in_the_words_of_judge(source: str, said: str) -> None:
     """Before any law, and from the text alone."""
-    found = verifier.called_otherwise_in(source.encode(), ["snapkv.score"])
+    misfit, found = verifier.called_otherwise_in(source.encode(), ["snapkv.score"])
     assert said in found and bool(said) == bool(found)
+    assert misfit == ("snapkv.score" if said else "")
 
 
 def test_verify_says_what_judge_says_of_a_signature(tmp_path: Path) -> None:
