@@ -235,11 +235,11 @@ def signature(page: str, path: str) -> str:
 
 
 def summary(path: str) -> tuple[str, str]:
-    """The first paragraph of what a function of reference/ says of itself, and its lines up to that."""
+    """The first paragraph of what a function of reference/ says of itself, and its signature."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
     told = inspect.cleandoc(found.docstring).partition("\n\n")[0].replace("\n", " ").replace("`", "")
-    return told, re.split(r'\n\s+r?"""', found.source)[0]
+    return told, re.split(r'\n\s+r?"""', found.source.removeprefix("@contract\n"))[0]
 
 
 def code(page: str, target: str) -> str:

@@ -7,12 +7,11 @@ from fractions import Fraction
 
 import torch
 
-from evictionary.reference.checks import as_count, as_fraction
-
-from .checks import require_fit
+from .checks import fits
 from .selection import top_k
 
 
+@fits()
 @torch.no_grad()
 def select(
     scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None
@@ -29,10 +28,9 @@ def select(
     protected tokens than the budget. Source: algorithm 1, the safeguard of section 4 and, for what is
     protected, algorithm 2.
     """
-    require_fit("ada_kv.select", scores, protected)
     batch, num_kv_heads, length = scores.shape
-    budget = min(as_count("budget", budget, low=0), length)
-    alpha = as_fraction("floor_ratio", floor_ratio)
+    budget = min(budget, length)
+    alpha = Fraction(floor_ratio)
     if protected is None:
         own = top_k(scores, own_budget(budget, alpha))
     else:

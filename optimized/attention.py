@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .checks import require_finite, require_fit, require_same_kind, working_dtype
+from .checks import fits, require_finite, require_same_kind, working_dtype
 from .kernels.launching import kernels_for
 from .softmax import capped, weights
 from .states import CompressedCache
@@ -15,6 +15,7 @@ from .states import CompressedCache
 BLOCK = 2**20
 
 
+@fits(finite=False)
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-1..3: `softmax(q K^T / sqrt(D)) V` of every query over the kept tokens of its KV head, and `log
     sum exp` of its logits.
@@ -29,7 +30,6 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     log-sum-exp -inf. Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU
     for NaN or infinite queries.
     """
-    require_fit("attention.attend", queries, cache, finite=False)
     require_finite("queries", queries)
     require_same_kind("cache.keys", cache.keys, "queries", queries)
     return attend_trusted(queries, cache)

@@ -16,7 +16,7 @@ from evictionary.reference.checks import as_count
 
 from . import gradients
 from .attention import grouped_logits
-from .checks import require_fit, working_dtype
+from .checks import fits, require_fit, working_dtype
 from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import weights as softmax
@@ -39,6 +39,7 @@ def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> 
     return top_k(score(keys, replay_queries), as_count("budget", budget, low=1))
 
 
+@fits()
 def score(keys: torch.Tensor, replay_queries: torch.Tensor) -> torch.Tensor:
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference queries,
     those of all query heads of the group.
@@ -47,7 +48,6 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor) -> torch.Tensor:
     causal mask. Returns [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("attention_matching.score", keys, replay_queries)
     squares = keys.new_zeros(keys.shape[:3], dtype=working_dtype(keys))
     for logits in _blocks(replay_queries, keys):
         squares += softmax(logits).square().sum(dim=(2, 3))
@@ -61,13 +61,13 @@ def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]
         yield grouped_logits(block, keys)
 
 
+@fits()
 def bounded_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     r"""AM-2: the w in [e^-3, e^3]^n with the least `|A w - y|`.
 
     Args: matrix A [..., R, n]; target y [..., R]. Returns w [..., n], float32 (float64 for float64). Raises
     ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("attention_matching.bounded_least_squares", matrix, target)
     wide = matrix.double()
     missing = target.double() - wide.sum(dim=-1)
     change = _solve_between(wide.mT @ wide, (wide.mT @ missing[..., None])[..., 0])
@@ -162,6 +162,7 @@ def _to_the_first_bound(
     return torch.where(room <= reach, bound, change + reach * step)
 
 
+@fits()
 def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at every
     reference query m, each line divided by its largest exponential.
@@ -171,7 +172,6 @@ def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> t
     (float64 for float64). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
     infinite numbers.
     """
-    require_fit("attention_matching.fit_bias", queries, keys, kept)
     count = _require_equal_heads(kept)
     gram = keys.new_zeros(*keys.shape[:2], count, count, dtype=torch.float64)
     wish = torch.zeros_like(gram[..., 0])
@@ -230,6 +230,7 @@ def _require_equal_heads(kept: torch.Tensor) -> int:
     return most
 
 
+@fits(free=("bias",))
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
@@ -240,7 +241,6 @@ def attend(
     [B, H_kv, n], in any floating dtype. Returns [B, H_q, M, D_v] in the dtype of queries. Raises ValueError
     naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("attention_matching.attend", queries, keys, values, bias, free=("bias",))
     if kernels := kernels_for("attention", queries, keys, values, beside=bias):
         # no causal mask: each query as a head of its own
         output, _ = kernels.attend(queries.flatten(1, 2)[:, :, None], None, (keys, values), bias=bias)

@@ -4,13 +4,14 @@ CACHE-3).
 
 import torch
 
-from .checks import require_fit
+from .checks import fits
 from .kernels.launching import kernels_for
 from .states import CompressedCache
 
 __all__ = ["CompressedCache", "compress"]
 
 
+@fits()
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
@@ -19,7 +20,6 @@ def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> Co
     Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean,
     and on a CPU for NaN or infinite numbers.
     """
-    require_fit("cache.compress", keys, values, kept)
     if kernels := kernels_for("cache", keys, values):
         return kernels.compress(keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage.

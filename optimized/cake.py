@@ -5,15 +5,16 @@ spreads over the text and the more it moves.
 import torch
 
 from evictionary.reference import cake
-from evictionary.reference.checks import as_window, require_between
+from evictionary.reference.checks import as_window
 
 from .attention import grouped_attention
-from .checks import require_fit
+from .checks import fits
 from .kernels.launching import kernels_for
 
 LONGEST_WINDOW = 64  # queries whose weights a program of the kernel has at once
 
 
+@fits()
 def preference(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -31,9 +32,6 @@ def preference(
     0.1: the higher, the less H or V counts. Returns [B], at least 0, float64; 0 where no token comes before
     the window. Raises ValueError naming the argument.
     """
-    require_between("tau1", tau1, 0.1)
-    require_between("tau2", tau2, 0.1)
-    require_fit("cake.preference", queries, keys)
     length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
     window = as_window(window_size, queries.shape[2], length)
     spread, moved = (keys.new_zeros(len(keys), dtype=torch.float64) for _ in range(2))
@@ -50,6 +48,7 @@ def preference(
     return spread ** (1 / tau1) * moved ** (1 / tau2)
 
 
+@fits()
 def budgets(
     budget: int,
     preferences: torch.Tensor,
@@ -64,6 +63,5 @@ def budgets(
     The budgets are exact whole numbers, and the reference's function computes them. Args: preferences [m +
     1]; the others as there.
     """
-    require_fit("cake.budgets", preferences)
     given = preferences.detach().double().cpu().numpy()
     return cake.budgets(budget, given, num_layers=num_layers, length=length, window_size=window_size)

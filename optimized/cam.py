@@ -7,10 +7,11 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 
 
+@fits(free=("attention", "draws"))
 def merge_values(
     values: torch.Tensor,
     attention: torch.Tensor,
@@ -29,11 +30,11 @@ def merge_values(
     argument, and on a CPU for NaN or infinite numbers. Source: the merge mask of the paper, a Bernoulli
     variable.
     """
-    require_fit("cam.merge_values", values, attention, kept, draws, free=("attention", "draws"))
     merged = (draws < probabilities(attention, kept, merge_size=merge_size)).to(values.dtype)
     return spread(values, kept, merged, merge_size=merge_size)
 
 
+@fits()
 def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: int = 32) -> torch.Tensor:
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean of the
     tokens that would share its value.
@@ -42,7 +43,6 @@ def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: in
     in float32, or float64 for float64; 0 for a kept token and where no kept token comes later. Raises
     ValueError naming the argument. Source: the paper's clamp to [0, 1].
     """
-    require_fit("cam.probabilities", attention, kept)
     attention, size = attention.to(working_dtype(attention)), min(merge_size, kept.shape[-1])
     before, count, order = receivers(kept, merge_size)
     # The attention of the kept tokens in their order, zeros behind it, and its sum from each of them on.
@@ -54,6 +54,7 @@ def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: in
     return probability.masked_fill(count == 0, 0)
 
 
+@fits(free=("weights",))
 def spread(
     values: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor, *, merge_size: int = 32
 ) -> torch.Tensor:
@@ -65,7 +66,6 @@ def spread(
     do not count; merge_size. Returns [..., T, D_v] in the dtype of the values. Raises ValueError naming the
     argument.
     """
-    require_fit("cam.spread", values, kept, weights, free=("weights",))
     if kernels := kernels_for("cam", values, beside=weights):
         return kernels.spread(values, kept, *stretches(kept, weights.float(), merge_size))
     parts, first, _ = stretches(kept, weights.double(), merge_size)

@@ -1,18 +1,54 @@
 """Shared preconditions of tensors: a ValueError names the argument, its value and the wanted form."""
 
+import functools
+import inspect
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import torch
 
-from evictionary.reference.contract import STATES, Argument, Axes, arguments
+from evictionary.reference.contract import Argument, Axes, arguments, contract_of
 
 from . import gradients
 
+# The numbers of a kind, where it has not all of them.
+BETWEEN = {"weight": (0, math.inf), "share": (0, 1), "cosine": (-1, 1)}
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def fits(*, free: tuple[str, ...] = (), finite: bool = True) -> Callable[[Function], Function]:
+    """Check the arguments of a function as the signature of the same function in `reference` says:
+    `require_fit` for its tensors, with its settings, and the range of each setting.
+    """
+
+    def decorate(function: Function) -> Function:
+        path = f"{function.__module__.split('.')[-1]}.{function.__name__}"
+        parameters = inspect.signature(function).parameters
+        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            named = dict(zip(parameters, args, strict=False)) | kwargs
+            given = defaults | named
+            if len(named) < len(args) + len(kwargs) or given.keys() != parameters.keys():
+                return function(*args, **kwargs)  # an argument too many or too few: Python says it
+            said = contract_of(path)
+            if said.arguments:
+                tensors = (given[each.name] for each in said.arguments)
+                require_fit(path, *tensors, free=free, finite=finite)
+            for name, allowed in said.settings.items():
+                if name in given:
+                    given[name] = allowed.read(name, given[name])
+            return function(**given)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
+
 
 def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool = True) -> None:
-    """Raise ValueError unless the tensors fit their line in `reference/contract.py`, or the line itself,
+    """Raise ValueError unless the tensors fit the signature of a function of the reference, or a line,
     and one another.
 
     All live on one device. Tensors of floating numbers have the dtype of the first of them, those named in
@@ -43,7 +79,7 @@ def _tensors(line: tuple[Argument, ...], given: tuple[Any, ...]) -> Iterator[tup
     for argument, value in zip(line, given, strict=True):
         if value is None and argument.optional:
             continue
-        if argument.kind in STATES:
+        if argument.state:
             fields = argument.fields
             if not all(hasattr(value, name) for name in fields):
                 raise ValueError(
@@ -90,7 +126,8 @@ def _require_numbers(argument: Argument, value: torch.Tensor) -> None:
                 )
         case kind:
             require_finite(argument.name, value)
-            if (kind in ("weight", "share") and (value < 0).any()) or (kind == "share" and (value > 1).any()):
+            low, high = BETWEEN.get(kind, (-math.inf, math.inf))
+            if (value < low).any() or (value > high).any():
                 raise ValueError(f"{argument.name}: got numbers outside their range, wanted a {kind}")
 
 

@@ -5,9 +5,10 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_fit
+from .checks import fits
 
 
+@fits()
 @torch.no_grad()
 def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-1, CH-3: keep whole chunks, the best first; of the last one that fits in part, its best tokens.
@@ -16,8 +17,7 @@ def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.
     least 1. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row. Raises ValueError
     naming the argument out of range, and on a CPU for NaN scores.
     """
-    require_fit("chunk_kv.choose", scores)
-    budget, length = as_count("budget", budget, low=0), scores.shape[-1]
+    length = scores.shape[-1]
     # The chunks, best first, and how many tokens come before each.
     order = chunk_means(scores, chunk_size=chunk_size).argsort(dim=-1, descending=True, stable=True)
     sizes = _sizes(scores, chunk_size).expand(order.shape).gather(-1, order)
@@ -28,6 +28,7 @@ def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.
     return (before[..., None] + place < budget).flatten(-2)[..., :length]
 
 
+@fits()
 def chunk_means(scores: torch.Tensor, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.
 
@@ -35,7 +36,6 @@ def chunk_means(scores: torch.Tensor, *, chunk_size: int = 10) -> torch.Tensor:
     arXiv 2502.00299, the score of a chunk. Decision: a chunk with a token of score infinity has that mean,
     whatever else is in it.
     """
-    require_fit("chunk_kv.chunk_means", scores)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     means = _chunks(wide, chunk_size, 0).sum(dim=-1) / _sizes(scores, chunk_size)
     return means.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

@@ -9,15 +9,16 @@ import math
 import torch
 from torch.linalg import vector_norm
 
-from evictionary.reference.checks import as_count, require_between
+from evictionary.reference.checks import as_count
 from evictionary.reference.compactor import CUTOFF
 
 from . import gradients
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 from .snapkv import average_pool
 
 
+@fits(free=("unrotated_keys", "sketch"))
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -40,12 +41,7 @@ def score(
     at least 0. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError
     naming the argument, and on a CPU for NaN or infinite numbers. Source: compactor_press.py.
     """
-    require_fit(
-        "compactor.score", queries, keys, values, unrotated_keys, sketch, free=("unrotated_keys", "sketch")
-    )
-    require_between("compression_ratio", compression_ratio, 0, 1)
-    first = as_count("sink_size", sink_size, low=0)
-    last = keys.shape[2] - as_count("recent_size", recent_size, low=0)
+    first, last = sink_size, keys.shape[2] - recent_size
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if first < last:
         states = (each[:, :, first:last] for each in (queries, keys, values, unrotated_keys))
@@ -63,6 +59,7 @@ def score(
     return scores
 
 
+@fits()
 def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys can
     replace key t.
@@ -71,8 +68,6 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     without a ridge they sum to the rank of K. Raises ValueError naming the argument, and on a CPU for NaN or
     infinite numbers. Source: compute_leverage_scores.
     """
-    require_fit("compactor.leverage", keys)
-    require_between("ridge", ridge, 0)
     wide = keys.double()  # where the singular values of float32 keys keep all their digits
     if ridge:
         # With K above sqrt(r) I = QR, `K^T K + r I = R^T R`, and the leverage is the square of `k_t R^-1`.
@@ -89,6 +84,7 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     return rows.square().sum(dim=-1).to(working_dtype(keys))
 
 
+@fits(free=("sketch",))
 def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
@@ -96,11 +92,11 @@ def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float 
     [..., T], from 0 to 1, of sum at most k, float32 (float64 for float64). Raises ValueError naming the
     argument, and on a CPU for NaN or infinite numbers. Source: compute_leverage_scores.
     """
-    require_fit("compactor.sketched_leverage", keys, sketch, free=("sketch",))
     wide = keys.to(working_dtype(keys))
     return leverage((wide - wide.mean(dim=-2, keepdim=True)) @ sketch.to(wide.dtype), ridge=ridge)
 
 
+@fits()
 def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: int = 256) -> torch.Tensor:
     r"""CO-3: `a_t = sum_m softmax_t(q_m . k_t)` over the m and t of one chunk: the attention that a token
     receives from its chunk, before and after it.
@@ -111,8 +107,7 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     Returns [..., T], float32 (float64 for float64); each chunk sums to its length. Raises ValueError naming
     the argument, and on a CPU for NaN or infinite numbers. Source: non_causal_chunked_attn.
     """
-    require_fit("compactor.chunk_attention", queries, keys)
-    size, dtype = as_count("chunk_size", chunk_size, low=1), working_dtype(keys)
+    size, dtype = chunk_size, working_dtype(keys)
     chunks = zip(queries.split(size, dim=-2), keys.split(size, dim=-2), strict=True)
     received = [(rows.to(dtype) @ own.to(dtype).mT).softmax(dim=-1).sum(dim=-2) for rows, own in chunks]
     return torch.cat(received, dim=-1)

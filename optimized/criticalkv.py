@@ -10,16 +10,17 @@ import math
 
 import torch
 
-from evictionary.reference.checks import as_count, as_fraction, require_between, require_window
+from evictionary.reference.checks import require_window
 
 from .attention import grouped_attention
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .cpu import BLOCK
 from .kernels.launching import kernels_for
 from .selection import top_k
 from .snapkv import average_pool
 
 
+@fits()
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream,
     for a weight of 1.
@@ -28,7 +29,6 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     that belong to each query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for
     float64). Raises ValueError naming the argument that does not fit.
     """
-    require_fit("criticalkv.projected_norms", values, w_o)
     if kernels := kernels_for("criticalkv", values, beside=w_o):
         return kernels.projected_norms(values, w_o)
     heads = values.shape[1]
@@ -49,6 +49,7 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     return norms
 
 
+@fits()
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5
 ) -> torch.Tensor:
@@ -59,8 +60,6 @@ def importance(
     window_size; kernel_size, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises
     ValueError naming the argument.
     """
-    window_size = as_count("window_size", window_size, low=1)
-    require_fit("criticalkv.importance", queries, keys)
     require_window(queries.shape[2], keys.shape[2], window_size)
     group, largest = queries.shape[1] // keys.shape[1], []
     for head, last in enumerate(queries[:, :, -window_size:].split(group, dim=1)):
@@ -75,6 +74,7 @@ def importance(
     return found.maximum(found.mean(dim=-1, keepdim=True))
 
 
+@fits()
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -96,16 +96,13 @@ def score(
     and on a CPU for NaN or infinite numbers. Source: the public codes; half and 1e-4 are CriticalKV's
     defaults, 32 and 5 DefensiveKV's.
     """
-    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
-    require_between("epsilon", epsilon, 0)
-    require_fit("criticalkv.score", queries, keys, values, w_o)
     norms = projected_norms(values, w_o)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
-    before = keys.shape[2] - as_count("window_size", window_size, low=1)
+    before = keys.shape[2] - window_size
     if before > 0:
         scores[..., :before] = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
         # Decision: the window is the first part of the first stage, as in the public code.
-        first = top_k(scores, math.floor(share * budget))
+        first = top_k(scores, math.floor(first_share * budget))
         scores[..., :before] = (scores[..., :before] + epsilon) * norms[..., :before]
         scores.masked_fill_(first, math.inf)
     return scores

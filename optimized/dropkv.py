@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_window
 
 from .attention import grouped_logits
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 from .snapkv import average_pool
 from .softmax import with_sink
@@ -63,6 +63,7 @@ def squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
     return changes
 
 
+@fits()
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -80,7 +81,6 @@ def score(
     where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     Source: the public code, whose defaults these are.
     """
-    require_fit("dropkv.score", queries, keys, values)
     length = keys.shape[2]
     window = as_window(window_size, queries.shape[2], length)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))

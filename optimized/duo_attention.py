@@ -9,9 +9,10 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_fit
+from .checks import fits
 
 
+@fits(free=("gates",))
 @torch.no_grad()
 def select(
     keys: torch.Tensor,
@@ -28,8 +29,7 @@ def select(
     sink_size and recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean. Raises
     ValueError naming the argument.
     """
-    require_fit("duo_attention.select", keys, gates, free=("gates",))
-    sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
+    length = keys.shape[2]
     # Decision: a streaming head keeps a token at least.
     recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)
     places = torch.arange(length, device=keys.device)

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 
 import torch
 
-from evictionary.reference.checks import as_count, require_between
+from evictionary.reference.checks import require_between
 
 from . import gradients
 from .checks import (
     converted,
+    fits,
     require_finite,
     require_finite_by,
     require_fit,
@@ -33,6 +34,7 @@ BLOCK_TOKENS = 512
 BLOCK_QUERIES, BLOCK_KEYS = 1024, 256
 
 
+@fits(finite=False)
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
 
@@ -40,7 +42,6 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     in float32 (float64 for float64). Raises ValueError for a wrongly shaped or integer `queries`, and on a
     CPU for NaN or infinite numbers. Source: section 2.2; `compute_statistics` in listing 1.
     """
-    require_fit("expected_attention.query_statistics", queries, finite=False)
     if kernels := kernels_for("expected_attention", queries):
         require_finite("queries", queries)
         return kernels.query_statistics(queries)
@@ -131,6 +132,7 @@ def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: flo
         raise ValueError(f"theta: got {theta}, wanted a positive number")
 
 
+@fits()
 def average_rope(
     query_mean: torch.Tensor,
     query_covariance: torch.Tensor,
@@ -150,9 +152,7 @@ def average_rope(
     theta, the base of RoPE. Returns both in the same shapes, in float32 (float64 for float64). Raises
     ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 2.2, equation 6.
     """
-    require_fit("expected_attention.average_rope", query_mean, query_covariance)
     head_dim, dtype = query_mean.shape[-1], working_dtype(query_mean)
-    position, horizon = as_count("position", position, low=0), as_count("horizon", horizon, low=1)
     if not 0 < theta < math.inf:
         raise ValueError(f"theta: got {theta}, wanted a positive number")
     positions = torch.arange(position, position + horizon, dtype=torch.float64, device=query_mean.device)

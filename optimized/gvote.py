@@ -5,13 +5,12 @@ current query needs.
 import numpy
 import torch
 
-from evictionary.reference.checks import as_fraction
-
 from .attention import grouped_logits
-from .checks import require_finite, require_fit, working_dtype
+from .checks import fits, require_finite, working_dtype
 from .kernels.launching import kernels_for
 
 
+@fits()
 @torch.no_grad()
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
@@ -20,8 +19,7 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     for a p outside [0, 1], and on a CPU for a negative weight and for NaN or infinite numbers. Source:
     section 3.2, step 1; Algorithm 1, line 2.
     """
-    require_fit("gvote.nucleus", attention)
-    beyond = float(1 - as_fraction("p", p))
+    beyond = float(1 - p)
     if kernels := kernels_for("gvote", attention, longest=None):
         return kernels.nucleus(attention, beyond)
     return highest(attention, nucleus_sizes(attention, beyond))
@@ -40,6 +38,7 @@ def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
     return (tail > beyond * tail[..., -1:]).sum(dim=-1).clamp(min=1)
 
 
+@fits()
 @torch.no_grad()
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     r"""GV-5, GV-A10: every row keeps its own number of tokens, of equal scores the lower positions.
@@ -48,7 +47,6 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     kept [..., T]. Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget
     and for NaN or infinite scores.
     """
-    require_fit("gvote.top_each", scores, budgets)
     if kernels := kernels_for("gvote", scores, longest=None):
         return kernels.top_each(scores, budgets)
     return highest(scores, budgets)
@@ -75,6 +73,7 @@ def rising(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(numpy.sort(values.detach().to(working_dtype(values)).numpy(), axis=-1))
 
 
+@fits()
 @torch.no_grad()
 def select(
     query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95
@@ -90,8 +89,7 @@ def select(
     sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the argument that does not
     fit, and on a CPU for NaN or infinite numbers. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
-    require_fit("gvote.select", query, keys, sampled_queries)
-    beyond = float(1 - as_fraction("p", p))
+    beyond = float(1 - p)
     if kernels := kernels_for("gvote", keys):
         return kernels.select(query, keys, sampled_queries, beyond)
     keys = keys.to(working_dtype(keys))  # once, not for every sample

@@ -11,7 +11,7 @@ from evictionary.reference.checks import as_count
 
 from . import gradients
 from .attention import grouped_attention
-from .checks import converted, require_fit, working_dtype, working_room
+from .checks import converted, fits, require_fit, working_dtype, working_room
 from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import capped, current
@@ -22,6 +22,7 @@ from .softmax import capped, current
 TILE, CHANNELS, LEAST_ROWS = 2**19, 2**19, 256
 
 
+@fits()
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries,
     mean over the group.
@@ -33,7 +34,6 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     it costs O(M T). Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
     Source: section 4.1 of the paper, the accumulated attention score.
     """
-    require_fit("h2o.score", queries, keys)
     return received_attention(queries, keys)
 
 

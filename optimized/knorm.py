@@ -4,11 +4,12 @@ import torch
 from torch.linalg import vector_norm
 
 from . import gradients
-from .checks import require_finite, require_fit, working_dtype, working_room
+from .checks import fits, require_finite, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, rescaled
 from .kernels.launching import kernels_for
 
 
+@fits(finite=False)
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys.
 
@@ -16,7 +17,6 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
     `keys`, and on a CPU for NaN or infinite numbers. Source: the paper's abstract and section 3.
     """
-    require_fit("knorm.score", keys, finite=False)
     if kernels := kernels_for("knorm", keys):
         require_finite("keys", keys)
         return kernels.score(keys)

@@ -8,11 +8,10 @@ kvpress/presses/dms_press.py, which takes it from DMS (arXiv 2506.05345).
 
 import torch
 
-from evictionary.reference.checks import as_count, as_open, require_between
 from evictionary.reference.kvzap import FLOOR
 
 from . import gradients
-from .checks import require_finite_by, require_fit, working_dtype, working_room
+from .checks import fits, require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
 from .kernels.launching import kernels_for
 from .kvzip import replay_attention_in_blocks
@@ -43,6 +42,7 @@ def select(
     return kept
 
 
+@fits()
 @torch.no_grad()
 def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Tensor:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
@@ -50,11 +50,10 @@ def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Te
     Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at least 1.
     Returns kept [..., T], boolean. Raises ValueError naming the argument, and on a CPU for NaN.
     """
-    require_fit("kvzap.dms", scores)
-    window, length = as_count("window_size", window_size, low=1), scores.shape[-1]
+    window, length = window_size, scores.shape[-1]
     places = torch.arange(length, device=scores.device)
     # In float64, for a score may lie nearer to the threshold than its dtype can say of the threshold.
-    return (scores.double() >= float(as_open("threshold", threshold))) | (places >= length - window)
+    return (scores.double() >= float(threshold)) | (places >= length - window)
 
 
 def score(
@@ -125,6 +124,7 @@ def target(
     return torch.stack(found, dim=1).log()
 
 
+@fits(free=("target_scores",))
 def fit(
     hidden_states: torch.Tensor, target_scores: torch.Tensor, *, ridge: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -135,8 +135,6 @@ def fit(
     which leaves b alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv], float32 (float64 for float64).
     Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("kvzap.fit", hidden_states, target_scores, free=("target_scores",))
-    require_between("ridge", ridge, torch.finfo(torch.float64).tiny)
     states, targets = hidden_states.double(), target_scores.double()
     middle, mean = states.mean(dim=1, keepdim=True), targets.mean(dim=2, keepdim=True)
     centred = states - middle

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 import torch
 
 from .attention import grouped_attention
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 
 # Entries of the attention matrix at a time.
 TILE = 2**22
 
 
+@fits()
 def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
     r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to a
     token.
@@ -29,7 +30,6 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     float32 (float64 for float64); it costs O(M T). Raises ValueError naming the argument that does not fit,
     and on a CPU for NaN or infinite numbers.
     """
-    require_fit("kvzip.score", keys, replay_queries, replay_keys)
     if kernels := kernels_for("received_attention", keys, replay_queries, replay_keys):
         return kernels.score_replay(keys, replay_queries, replay_keys)
     scores = [keys.new_zeros(keys.shape[::2], dtype=working_dtype(keys))] * keys.shape[1]

@@ -17,7 +17,7 @@ from evictionary.reference.lagkv import (
 )
 
 from .cache import compress as gather
-from .checks import require_fit, working_dtype
+from .checks import fits, require_fit, working_dtype
 from .kernels.launching import kernels_for
 from .selection import top_k
 from .states import CompressedCache
@@ -71,6 +71,7 @@ def variation_score(
     return torch.softmax(vector_norm(centred, dim=-1) / math.sqrt(states.shape[-1] - 1), dim=-1)
 
 
+@fits()
 def score(
     keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
 ) -> torch.Tensor:
@@ -82,12 +83,12 @@ def score(
     shapes, dtypes or devices disagree, and on a CPU for NaN or infinite numbers. Source: section 2.2,
     equations 7 to 11.
     """
-    require_fit("lagkv.score", keys, values, next_keys, next_values)
     if kernels := _kernels(keys, values, keys.shape[-2], beside=(next_keys, next_values)):
         return kernels.score(keys, values, next_keys, next_values)
     return variation_score(keys, next_keys) + variation_score(values, next_values)
 
 
+@fits()
 @torch.no_grad()
 def select(
     keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
@@ -102,7 +103,6 @@ def select(
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming
     the argument, and on a CPU for NaN or infinite numbers. Source: section 2.2 and figure 1.
     """
-    require_fit("lagkv.select", keys, values)
     length = keys.shape[2]
     left = retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     kept = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)

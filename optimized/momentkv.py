@@ -12,12 +12,11 @@ from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count
-from evictionary.reference.contract import CONTRACT
 
 from . import ada_kv, gradients
 from .attention import grouped_logits, row_products
 from .cache import compress
-from .checks import require_fit, require_same_device, require_shape, working_dtype
+from .checks import fits, require_fit, require_same_device, require_shape, working_dtype
 from .h2o import score as received_attention
 from .kernels.launching import kernels_for
 from .selection import top_k
@@ -42,12 +41,13 @@ class Recovered(NamedTuple):
     covariance: torch.Tensor
 
 
+@fits()
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
-    require_fit("momentkv.no_moments", keys, values)
     return zero_moments(keys, values)
 
 
+@fits()
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any order.
 
@@ -56,7 +56,6 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     is wider. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
     numbers and for a negative count. Source: equation 25.
     """
-    require_fit("momentkv.update", moments, keys, values, evicted)
     moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments):
         return kernels.update(moments, keys, values, evicted)
@@ -83,7 +82,9 @@ def compress_prompt(
     once for both, and wait for the GPU once, to learn how many tokens are kept. Raises ValueError naming the
     argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit(f"{CONTRACT['cache.compress']}, moments?: Moments B H_kv", keys, values, kept, moments)
+    require_fit("cache.compress", keys, values, kept)
+    if moments is not None:
+        require_fit("momentkv.update", moments, keys, values, ~kept)
     before = zero_moments(keys, values) if moments is None else _wide(moments, keys)
     if kernels := _kernels(keys, values, before):
         return kernels.compress_prompt(keys, values, kept, before)
@@ -118,6 +119,7 @@ def recover(moments: Moments) -> Recovered:
     return Recovered(mean_key, value_sum / divisor, covariance)
 
 
+@fits()
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
     r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, alpha the attention over the
     retained keys.
@@ -128,7 +130,6 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     group give. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
     numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
-    require_fit("momentkv.score", query, keys, values, moments)
     moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.score(query, keys, values, moments)
@@ -161,6 +162,7 @@ def _residuals(
     return values.to(dtype) - mean_value - keys.to(dtype) @ prediction.mT
 
 
+@fits()
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
 ) -> torch.Tensor:
@@ -175,7 +177,6 @@ def attend(
     nothing and has no moments gives 0. Raises ValueError naming the argument that does not fit, and on a CPU
     for NaN or infinite numbers. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
-    require_fit("momentkv.attend", query, keys, values, kept, moments)
     moments = _wide(moments, keys)
     if kernels := _kernels(keys, values, moments, query):
         return kernels.attend(query, keys, values, kept, moments)
@@ -371,6 +372,7 @@ def lowest(
     return scores, places
 
 
+@fits()
 def decode_step(
     query: torch.Tensor,
     new_key: torch.Tensor,
@@ -391,8 +393,6 @@ def decode_step(
     once. Returns a Step that shares no storage with its arguments. Raises ValueError naming the argument, and
     on a CPU for NaN or infinite numbers.
     """
-    require_fit("momentkv.decode_step", query, new_key, new_value, keys, values, moments)
-    budget = as_count("budget", budget, low=1)
     moments = Moments(*(field.clone(memory_format=torch.contiguous_format) for field in _wide(moments, keys)))
     batch, num_kv_heads, length, _ = keys.shape
     if length < budget or gradients.are_wanted(query, new_key, new_value, keys, values, moments):

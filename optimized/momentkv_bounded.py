@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .attention import grouped_logits
-from .checks import require_fit, working_dtype
+from .checks import fits, require_fit, working_dtype
 from .momentkv import _wide, evicted_part, recover
 from .states import Moments
 
@@ -30,15 +30,16 @@ class Bounds(NamedTuple):
     value_high: torch.Tensor
 
 
+@fits()
 def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
     r"""MB-1: the bounds of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v], in
     their dtype.
     """
-    require_fit("momentkv_bounded.no_bounds", keys, values)
     key_high, value_high = (torch.full_like(states[..., 0, :], -torch.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
 
+@fits()
 def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Bounds:
     r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values alike.
 
@@ -47,7 +48,6 @@ def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: to
     they are never rounded. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
     infinite keys and values.
     """
-    require_fit("momentkv_bounded.update", bounds, keys, values, evicted)
     kept = ~evicted[..., None]
     return Bounds(
         torch.minimum(bounds[0], keys.masked_fill(kept, torch.inf).amin(dim=-2)),

@@ -4,24 +4,22 @@ r"""A cache in pages, and its compaction in place: what an engine does once it h
 
 import torch
 
-from evictionary.reference.checks import as_count
-
 from . import gradients
 from .attention import attend
-from .checks import require_finite, require_fit, require_same_kind
+from .checks import fits, require_finite, require_fit, require_same_kind
 from .kernels.launching import kernels_for
 from .states import CompressedCache, PagedCache
 
 __all__ = ["PagedCache", "attend_pages", "compact_in_place", "compact_pages", "gather_pages", "slot_mapping"]
 
 
+@fits()
 def compact_pages(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.Tensor]:
     r"""PAGE-4..10: move the kept tokens of each head to its first places, and name the pages that are free
     now, in other memory.
 
     Args, result and errors are those of `compact_in_place`; the given pools stay as they are.
     """
-    require_fit("paging.compact_pages", paged, kept)
     return _compact(PagedCache(*(part.clone() for part in paged)), kept)
 
 
@@ -63,34 +61,33 @@ def _compact(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.T
     return paged._replace(lengths=lengths), freed[:pages]
 
 
+@fits()
 def slot_mapping(paged: PagedCache, count: int) -> torch.Tensor:
     r"""PAGE-1: the slots `page * S + offset` of the next `count` tokens of each head, behind its physical
     length, [B, H_kv, count].
 
     Raises ValueError as `compact_in_place`, and on a CPU where the block table has too few pages.
     """
-    require_fit("paging.slot_mapping", paged)
-    places = paged.lengths[..., None] + torch.arange(
-        as_count("count", count, low=1), device=paged.lengths.device
-    )
+    places = paged.lengths[..., None] + torch.arange(count, device=paged.lengths.device)
     _require_room(paged, count)
     page, offset = _where(paged, torch.arange(len(places), device=places.device)[:, None, None], places)
     return page * paged.keys.shape[1] + offset
 
 
+@fits()
 def gather_pages(paged: PagedCache) -> CompressedCache:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
 
     Raises ValueError as `compact_in_place`, and on a CPU where the block table has fewer places than a
     length.
     """
-    require_fit("paging.gather_pages", paged)
     item, head, place = _filled(paged).nonzero(as_tuple=True)
     page, offset = _where(paged, item, place)
     keys, values, positions = (pool[page, offset, head] for pool in paged[:3])
     return CompressedCache(keys, values, positions, paged.lengths.clone())
 
 
+@fits(finite=False)
 def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
     r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU
     they are gathered first.
@@ -98,7 +95,6 @@ def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor
     Args: queries [B, H_q, M, D], all later than the cache; paged, see PagedCache. Returns and raises as
     `attention.attend`.
     """
-    require_fit("paging.attend_pages", queries, paged, finite=False)
     require_finite("queries", queries)
     require_same_kind("paged.keys", paged.keys, "queries", queries)
     if kernels := kernels_for("attention", queries, paged.values, beside=paged):

@@ -9,11 +9,12 @@ import torch
 from evictionary.reference.checks import group_size
 
 from . import gradients
-from .checks import require_finite_by, require_fit, room_for, working_dtype
+from .checks import fits, require_finite_by, room_for, working_dtype
 from .cpu import BLOCK, blockwise
 from .kernels.launching import kernels_for
 
 
+@fits()
 def main_direction(queries: torch.Tensor) -> torch.Tensor:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have
     `q . v > 0`.
@@ -24,7 +25,6 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
     Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64).
     Raises ValueError for unusable queries.
     """
-    require_fit("q_filters.main_direction", queries)
     wide = queries.double()
     direction = torch.linalg.eigh(wide.mT @ wide).eigenvectors[..., -1]
     ahead = (wide @ direction[..., None] > 0).double().mean(dim=(-2, -1))
@@ -33,6 +33,7 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
     return signed.to(working_dtype(queries))
 
 
+@fits()
 def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of its
     query heads.
@@ -40,11 +41,11 @@ def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length
     at most 1, float32 (float64 for float64). Raises ValueError naming the argument.
     """
-    require_fit("q_filters.calibrate", queries)
     group_size(queries.shape[1], num_kv_heads)
     return main_direction(queries).unflatten(1, (num_kv_heads, -1)).mean(dim=2)
 
 
+@fits(free=("q_filters",), finite=False)
 def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are spread
     around f.
@@ -54,7 +55,6 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the
     public code, where stored filter and score have the other sign.
     """
-    require_fit("q_filters.score", keys, q_filters, free=("q_filters",), finite=False)
     along = q_filters.to(working_dtype(keys))
     if kernels := kernels_for("projections", keys, beside=along):
         scores = kernels.project(keys, along)

@@ -8,12 +8,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from evictionary.reference.checks import as_count
 
 from .attention import grouped_logits
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import PLAIN, current, weights
 
 
+@fits()
 @torch.no_grad()
 def select(
     query: torch.Tensor,
@@ -32,18 +33,18 @@ def select(
     1; page_size, tokens of a page, at least 1. Returns [B, H_q, T], boolean. Raises ValueError naming the
     argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("quest.select", query, keys)
     length = keys.shape[2]
     low, high = page_bounds(keys, page_size=page_size)
     # Decision: at least the last page, whatever the budget; a budget of all tokens is no choice.
-    pages = max(1, as_count("budget", budget, low=1) // page_size)
-    if budget >= length or as_count("layer_index", layer_index, low=0) < skipped_layers:
+    pages = max(1, budget // page_size)
+    if budget >= length or layer_index < skipped_layers:
         pages = low.shape[2]
     scores = bounds(query, low, high)
     last = torch.arange(low.shape[2], device=keys.device) == low.shape[2] - 1
     return top_k(scores, pages, last.expand(scores.shape)).repeat_interleave(page_size, dim=-1)[..., :length]
 
 
+@fits()
 def page_bounds(keys: torch.Tensor, *, page_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
 
@@ -51,8 +52,7 @@ def page_bounds(keys: torch.Tensor, *, page_size: int = 16) -> tuple[torch.Tenso
     Returns m and M, [B, H_kv, P, D] with P = ceil(T / page_size), in the dtype of keys. Raises ValueError
     naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("quest.page_bounds", keys)
-    return page_bounds_trusted(keys, as_count("page_size", page_size, low=1))
+    return page_bounds_trusted(keys, page_size)
 
 
 def page_bounds_trusted(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,6 +63,7 @@ def page_bounds_trusted(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, to
     return torch.cat([each.min for each in found], dim=2), torch.cat([each.max for each in found], dim=2)
 
 
+@fits()
 def append(
     low: torch.Tensor, high: torch.Tensor, key: torch.Tensor, count: int, *, page_size: int = 16
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -72,7 +73,6 @@ def append(
     to page_size: a page of page_size tokens is full. Returns both, in new tensors. Raises ValueError naming
     the argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("quest.append", low, high, key)
     new, pages = key[:, :, None], torch.arange(low.shape[2], device=low.device)[:, None]
     if as_count("count", count, low=1, high=page_size) == page_size:
         return torch.cat([low, new], dim=2), torch.cat([high, new], dim=2)
@@ -80,6 +80,7 @@ def append(
     return torch.where(is_last, low.minimum(new), low), torch.where(is_last, high.maximum(new), high)
 
 
+@fits()
 def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
 
@@ -90,7 +91,6 @@ def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
     factor 1 / sqrt(D), in float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU
     for NaN or infinite numbers.
     """
-    require_fit("quest.bounds", query, low, high)
     return bounds_trusted(query, low, high)
 
 
@@ -103,6 +103,7 @@ def bounds_trusted(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -
     return (rows.clamp(min=0) @ high.to(rows).mT + rows.clamp(max=0) @ low.to(rows).mT).flatten(1, 2)
 
 
+@fits()
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor
 ) -> torch.Tensor:
@@ -114,7 +115,6 @@ def attend(
     [B, H_q, T], from `select`, a token or more of each head. Returns [B, H_q, D_v] in the dtype of query.
     Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("quest.attend", query, keys, values, attended)
     return attend_trusted(query, keys, values, attended)
 
 

@@ -10,16 +10,17 @@ import math
 import torch
 from torch.nn.functional import max_pool1d
 
-from evictionary.reference.checks import as_count, as_fraction, as_odd, require_window
+from evictionary.reference.checks import require_window
 
 from .attention import grouped_logits
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 
 # Rows and columns of the similarity matrix of one head at a time.
 BLOCK = 512
 
 
+@fits()
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     r"""RK-1..3: `R_j = softmax_j((1/T) sum_i S_ij)`, the cosines of the keys without the latest similar
     key of each row.
@@ -31,7 +32,6 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and
     less where many keys are similar. Raises ValueError for unusable keys.
     """
-    require_fit("rkv.redundancy", keys)
     if kernels := kernels_for("rkv", keys):
         return (kernels.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
@@ -95,6 +95,7 @@ def _latest_similar(directions: torch.Tensor, threshold: float) -> tuple[torch.T
     return latest, similarity
 
 
+@fits()
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7
 ) -> torch.Tensor:
@@ -105,15 +106,13 @@ def importance(
     window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises
     ValueError naming the argument.
     """
-    window_size = as_count("window_size", window_size, low=1)
-    as_odd("kernel_size", kernel_size)
-    require_fit("rkv.importance", queries, keys)
     require_window(queries.shape[2], keys.shape[2], window_size)
     logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size])
     received = logits.amax(dim=2).softmax(dim=-1).mean(dim=-2)
     return max_pool1d(received, kernel_size, stride=1, padding=kernel_size // 2)
 
 
+@fits()
 def score(
     queries: torch.Tensor,
     keys: torch.Tensor,
@@ -130,10 +129,9 @@ def score(
     all infinite where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or
     infinite numbers. Source: the public code, whose defaults these are.
     """
-    share = float(as_fraction("importance_share", importance_share))
-    require_fit("rkv.score", queries, keys)
+    share = float(importance_share)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
-    if keys.shape[2] > as_count("window_size", window_size, low=1):
+    if keys.shape[2] > window_size:
         attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
         repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
         scores[..., :-window_size] = share * attended - (1 - share) * repeated

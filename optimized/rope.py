@@ -4,15 +4,14 @@ together.
 
 import torch
 
-from .checks import require_fit, require_same_device, working_dtype
+from .checks import fits, require_same_device, working_dtype
 
 
+@fits()
 def frequencies(head_dim: int, theta: float = 10000.0, *, device: torch.device | None = None) -> torch.Tensor:
     r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
     radians. [D/2], float64.
     """
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim: got {head_dim}, wanted an even number of at least 2")
     return theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim)
 
 
@@ -26,6 +25,7 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int = 
     )
 
 
+@fits()
 def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
     r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
 
@@ -33,7 +33,6 @@ def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0
     device of states. Negated positions undo the rotation. Returns [..., T, D] in the dtype of states. Raises
     ValueError for an odd D and for positions elsewhere, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("states: ... T D%2", states)
     if not isinstance(positions, torch.Tensor):
         raise ValueError(f"positions: got {type(positions).__name__}, wanted a torch tensor")
     require_same_device("positions", positions, "states", states)

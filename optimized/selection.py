@@ -2,16 +2,16 @@ r"""Budgets and top-k selection, which every scoring method shares (requirements
 
 import torch
 
-from evictionary.reference.checks import as_count
 from evictionary.reference.selection import budget
 
-from .checks import require_fit
+from .checks import fits
 from .kernels.launching import kernels_for
 
 # the budget is exact integer arithmetic: the reference's function serves here too
 __all__ = ["budget", "top_k"]
 
 
+@fits(finite=False)
 @torch.no_grad()
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all others.
@@ -22,8 +22,6 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
     on a CPU for NaN scores. On a GPU, NaN ranks below every number and the protected tokens are not counted:
     counting them would wait for the GPU.
     """
-    require_fit("selection.top_k", scores, protected, finite=False)
-    budget = as_count("budget", budget, low=0)
     count = min(budget, scores.shape[-1])
     kernels = kernels_for("selection", scores, longest=None)
     if not (kernels and scores.is_cuda):  # there the check would wait for the GPU

@@ -9,7 +9,7 @@ from torch.nn.functional import avg_pool1d
 
 from evictionary.reference.checks import as_odd, as_window
 
-from .checks import require_fit, working_dtype
+from .checks import fits, require_fit, working_dtype
 from .h2o import received_attention
 
 
@@ -28,6 +28,7 @@ def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
     return pooled.view(weights.shape)
 
 
+@fits()
 def score(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7
 ) -> torch.Tensor:
@@ -40,8 +41,6 @@ def score(
     the whole window under `selection.top_k`. Raises ValueError naming the argument, and on a CPU for NaN or
     infinite numbers. Source: section 4 of the paper.
     """
-    as_odd("kernel_size", kernel_size)
-    require_fit("snapkv.score", queries, keys)
     length = keys.shape[2]
     window = as_window(window_size, queries.shape[2], length)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))

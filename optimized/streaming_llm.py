@@ -8,11 +8,12 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from .checks import require_fit, working_dtype
+from .checks import fits, require_fit, working_dtype
 from .kernels.launching import kernels_for
 from .states import CompressedCache
 
 
+@fits()
 def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
     r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks plus the
     most recent.
@@ -22,8 +23,6 @@ def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
     Raises ValueError for a wrongly shaped or integer `keys` or a negative sink_size. Source: section 3.2 of
     the paper.
     """
-    require_fit("streaming_llm.score", keys)
-    sink_size = as_count("sink_size", sink_size, low=0)
     positions = torch.arange(keys.shape[-2], dtype=working_dtype(keys), device=keys.device)
     positions[:sink_size] = math.inf
     return positions.expand(keys.shape[:-1]).clone()

@@ -4,10 +4,11 @@ whole layer.
 
 import torch
 
-from .checks import require_fit
+from .checks import fits
 from .h2o import received_attention
 
 
+@fits()
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same for every
     KV head.
@@ -17,7 +18,6 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source:
     section 3.2 of the paper.
     """
-    require_fit("tova.score", queries, keys)
     # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the
     # authors' code.
     received = received_attention(queries[:, :, -1:], keys).mean(dim=1, keepdim=True)

@@ -8,7 +8,7 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 import torch
 
 from . import gradients
-from .checks import require_fit, working_dtype
+from .checks import fits, working_dtype
 from .kernels.launching import kernels_for
 
 
@@ -23,6 +23,7 @@ def pair_lengths(states: torch.Tensor) -> torch.Tensor:
     return torch.hypot(first.masked_fill(is_zero, 1), second).masked_fill(is_zero, 0)
 
 
+@fits()
 def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of each
     pair's length.
@@ -30,12 +31,12 @@ def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack
     [..., D/2], float32 (float64 for float64). Raises ValueError for unusable queries or an odd D.
     """
-    require_fit("triattention.statistics", queries)
     wide = queries.to(working_dtype(queries))
     mean = wide.mean(dim=-2)
     return mean, pair_lengths(wide).mean(dim=-2) - pair_lengths(mean)
 
 
+@fits(free=("query_direction", "query_slack"))
 def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.Tensor) -> torch.Tensor:
     r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`, `S = qbar . k + sum_f (E|q_f| - |E q_f|)
     |k_f|`.
@@ -45,9 +46,6 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     float64 keys). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
     numbers. Source: the public code.
     """
-    require_fit(
-        "triattention.score", keys, query_direction, query_slack, free=("query_direction", "query_slack")
-    )
     heads, dtype = keys.shape[1], working_dtype(keys)
     direction, slack = query_direction.to(dtype), query_slack.to(dtype)
     if kernels := kernels_for("projections", keys, beside=(direction, slack)):

@@ -3,19 +3,21 @@ top-k over all heads.
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
-from .checks import arrays, as_count, as_fraction
+from .contract import Mask, Open, Setting, contract
 from .selection import top_k
 
 
+@contract
 def select(
-    scores: np.ndarray,
-    budget: int,
+    scores: Open[np.ndarray, "B H_kv T"],
+    budget: Setting[int, ">= 0"],
     *,
-    floor_ratio: float = 0.2,
-    protected: np.ndarray | None = None,
+    floor_ratio: Setting[float | Fraction, "[0, 1]"] = 0.2,
+    protected: Mask[np.ndarray | None, "B H_kv T"] = None,
 ) -> np.ndarray:
     r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget`
     goes to the layer's best.
@@ -29,10 +31,9 @@ def select(
     for a head with more protected tokens than the budget. Source: algorithm 1, the safeguard of
     section 4 and, for what is protected, algorithm 2.
     """
-    scores, protected = arrays("ada_kv.select", scores, protected)
     batch, num_kv_heads, length = scores.shape
-    budget = min(as_count("budget", budget, low=0), length)
-    alpha = as_fraction("floor_ratio", floor_ratio)
+    budget = min(budget, length)
+    alpha = floor_ratio
     if protected is None:
         protected = np.zeros(scores.shape, dtype=bool)
     own = np.zeros(scores.shape, dtype=bool)

@@ -3,10 +3,10 @@ r"""Scaled dot-product attention, which all the papers use (requirements ATT-1 t
 import numpy as np
 
 from .cache import CompressedCache, heads
-from .checks import arrays
+from .contract import Real, State, contract
 
 
-def softmax(logits: np.ndarray, axis: int = -1) -> np.ndarray:
+def softmax(logits: Real[np.ndarray, "... T"], axis: int = -1) -> np.ndarray:
     r"""`exp(x_i) / sum_j exp(x_j)` along `axis`; the maximum is subtracted first, so logits of 1e4
     do not overflow.
     """
@@ -14,25 +14,32 @@ def softmax(logits: np.ndarray, axis: int = -1) -> np.ndarray:
     return weights / weights.sum(axis=axis, keepdims=True)
 
 
-def log_sum_exp(logits: np.ndarray, axis: int = -1) -> np.ndarray:
+def log_sum_exp(logits: Real[np.ndarray, "... T"], axis: int = -1) -> np.ndarray:
     r"""`log sum_j exp(x_j)` along `axis`, in the log domain."""
     top = logits.max(axis=axis, keepdims=True)
     return np.squeeze(top, axis=axis) + np.log(np.exp(logits - top).sum(axis=axis))
 
 
-def attention_logits(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def attention_logits(queries: Real[np.ndarray, "... M D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""`q_m . k_t / sqrt(D)`: queries [..., M, D] and keys [..., T, D] give [..., M, T]."""
     return queries @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
 
 
-def attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def attention(
+    queries: Real[np.ndarray, "... M D"],
+    keys: Real[np.ndarray, "... T D"],
+    values: Real[np.ndarray, "... T D_v"],
+) -> np.ndarray:
     r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head: [..., M, D], [..., T, D], [..., T, D_v]
     give [..., M, D_v].
     """
     return softmax(attention_logits(queries, keys)) @ values
 
 
-def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def attend(
+    queries: Real[np.ndarray, "B H_q M D"], cache: State[CompressedCache, ""]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp
     of the logits.
 
@@ -42,7 +49,6 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
     exactly. A head that keeps no token gives output 0 and log-sum-exp -inf. Raises ValueError if
     the queries do not fit the cache.
     """
-    queries, cache = arrays("attention.attend", queries, cache)
     batch, num_query_heads, num_queries, _ = queries.shape
     group = num_query_heads // cache.lengths.shape[1]
     output = np.zeros((batch, num_query_heads, num_queries, cache.values.shape[-1]))
@@ -59,23 +65,27 @@ def attend(queries: np.ndarray, cache: CompressedCache) -> tuple[np.ndarray, np.
     return output, normaliser
 
 
-def by_group(queries: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def by_group(
+    queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G
     + g reads KV head h // G.
 
     Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises
     ValueError naming what does not fit.
     """
-    queries, keys = arrays("attention.by_group", queries, keys)
     return grouped(queries, keys.shape[1]), keys[:, :, None]
 
 
-def grouped(states: np.ndarray, num_kv_heads: int) -> np.ndarray:
+def grouped(states: Real[np.ndarray, "B H_q M D"], num_kv_heads: int) -> np.ndarray:
     r"""ATT-5: [B, H_q, ...] to [B, H_kv, G, ...]."""
     return states.reshape(states.shape[0], num_kv_heads, -1, *states.shape[2:])
 
 
-def causal_attention(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def causal_attention(
+    queries: Real[np.ndarray, "... M<=T D"], keys: Real[np.ndarray, "... T D"]
+) -> np.ndarray:
     r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees
     the tokens up to T - M + m.
 

@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from .attention import attention_logits, grouped, softmax
-from .checks import arrays, as_count
+from .contract import Mask, Real, Setting, contract
 from .selection import gather, top_k
 
 METHOD = (
@@ -24,16 +24,23 @@ CUTOFF = 1e-10
 """Singular values below this part of the largest count as zero, and so do gradients."""
 
 
-def select(keys: np.ndarray, replay_queries: np.ndarray, *, budget: int) -> np.ndarray:
+@contract
+def select(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    replay_queries: Real[np.ndarray, "B H_q M D"],
+    *,
+    budget: Setting[int, ">= 1"],
+) -> np.ndarray:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
     Args: those of `score`; budget >= 1. Returns kept [B, H_kv, T], boolean. Raises ValueError naming
     the argument.
     """
-    return top_k(score(keys, replay_queries), as_count("budget", budget, low=1))
+    return top_k(score(keys, replay_queries), budget)
 
 
-def score(keys: np.ndarray, replay_queries: np.ndarray) -> np.ndarray:
+@contract
+def score(keys: Real[np.ndarray, "B H_kv T D"], replay_queries: Real[np.ndarray, "B H_q M D"]) -> np.ndarray:
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference
     queries, those of all query heads of the group.
 
@@ -41,17 +48,21 @@ def score(keys: np.ndarray, replay_queries: np.ndarray) -> np.ndarray:
     causal mask. Returns [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does
     not fit. Source: `_select_keys_highest_attention` with score_method rms.
     """
-    keys, queries = arrays("attention_matching.score", keys, replay_queries)
-    return np.sqrt((softmax(logits_of_group(queries, keys)) ** 2).mean(axis=-2))
+    return np.sqrt((softmax(logits_of_group(replay_queries, keys)) ** 2).mean(axis=-2))
 
 
-def logits_of_group(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def logits_of_group(
+    queries: Real[np.ndarray, "B H_q M D"], keys: Real[np.ndarray, "B H_kv T D"]
+) -> np.ndarray:
     r"""ATT-5: the logits [B, H_kv, G M, T] of each query of each head of a group, one below the other."""
     rows = grouped(queries, keys.shape[1])
     return attention_logits(rows.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys)
 
 
-def bounded_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+@contract
+def bounded_least_squares(
+    matrix: Real[np.ndarray, "... R n"], target: Real[np.ndarray, "... R"]
+) -> np.ndarray:
     r"""AM-2: the w in [e^-3, e^3]^n with the least `|A w - y|`, by an active set (Lawson and Hanson's
     method for two bounds).
 
@@ -64,7 +75,6 @@ def bounded_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     argument that does not fit. Source: `_nnls_pg` has this goal and these bounds; it clamps the
     solution without bounds, and takes two steps down the gradient.
     """
-    matrix, target = arrays("attention_matching.bounded_least_squares", matrix, target)
     # Decision: all weights begin at 1, so of many optima this is one near the cache as it was.
     weights = np.ones((*matrix.shape[:-2], matrix.shape[-1]))
     for place in np.ndindex(weights.shape[:-1]):
@@ -72,7 +82,9 @@ def bounded_least_squares(matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
     return weights
 
 
-def active_set(weights: np.ndarray, matrix: np.ndarray, target: np.ndarray) -> np.ndarray:
+def active_set(
+    weights: Real[np.ndarray, "n"], matrix: Real[np.ndarray, "R n"], target: Real[np.ndarray, "R"]
+) -> np.ndarray:
     r"""AM-2 for one matrix [R, n]: `weights` [n], moved to the optimum."""
     free = np.ones(weights.shape, dtype=bool)
     sizes = np.sqrt((matrix**2).sum(axis=0))
@@ -96,7 +108,12 @@ def active_set(weights: np.ndarray, matrix: np.ndarray, target: np.ndarray) -> n
     return weights
 
 
-def fit_bias(queries: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
+@contract
+def fit_bias(
+    queries: Real[np.ndarray, "B H_q M D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+) -> np.ndarray:
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at
     every reference query m, each line divided by its largest exponential.
 
@@ -104,7 +121,6 @@ def fit_bias(queries: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> np.ndar
     boolean, n tokens of each head. Returns the bias [B, H_kv, n] of the kept keys in their order.
     Raises ValueError naming the argument that does not fit. Source: `_select_keys_highest_attention`.
     """
-    queries, keys, kept = arrays("attention_matching.fit_bias", queries, keys, kept)
     require_equal_heads(kept)
     logits = logits_of_group(queries, keys)
     powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
@@ -112,8 +128,13 @@ def fit_bias(queries: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> np.ndar
     return np.log(bounded_least_squares(of_kept, powers.sum(axis=-1)))
 
 
+@contract
 def fit_values(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, bias: np.ndarray
+    queries: Real[np.ndarray, "B H_q M D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+    bias: Real[np.ndarray, "B H_kv kept"],
 ) -> np.ndarray:
     r"""AM-4: the C with the least `|X C - Y|`: X = `softmax(s_mj + beta_j)` over the kept keys, Y the
     outputs of the whole cache at the reference queries.
@@ -122,8 +143,6 @@ def fit_values(
     D_v]. Raises ValueError naming the argument that does not fit. Source: `_compute_C2` without a
     ridge.
     """
-    line = "attention_matching.fit_values"
-    queries, keys, values, kept, bias = arrays(line, queries, keys, values, kept, bias)
     count = require_equal_heads(kept)
     if bias.shape[-1] != count:
         raise ValueError(
@@ -135,7 +154,7 @@ def fit_values(
     return gather(values, kept) + np.linalg.pinv(weights, CUTOFF) @ missing
 
 
-def require_equal_heads(kept: np.ndarray) -> int:
+def require_equal_heads(kept: Mask[np.ndarray, "B H_kv T"]) -> int:
     """Return how many tokens each head keeps. Raises ValueError for none, or where heads differ."""
     least, most = kept.sum(axis=-1).min(), kept.sum(axis=-1).max()
     if not 0 < least == most:
@@ -143,7 +162,13 @@ def require_equal_heads(kept: np.ndarray) -> int:
     return int(most)
 
 
-def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.ndarray) -> np.ndarray:
+@contract
+def attend(
+    queries: Real[np.ndarray, "B H_q M D"],
+    keys: Real[np.ndarray, "B H_kv kept D"],
+    values: Real[np.ndarray, "B H_kv kept D_v"],
+    bias: Real[np.ndarray, "B H_kv kept"],
+) -> np.ndarray:
     r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted
     values.
 
@@ -151,6 +176,5 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, bias: np.n
     bias [B, H_kv, n]. Returns [B, H_q, M, D_v]. Raises ValueError naming the argument that does not
     fit.
     """
-    queries, keys, values, bias = arrays("attention_matching.attend", queries, keys, values, bias)
     weights = softmax(logits_of_group(queries, keys) + bias[..., None, :])
     return (weights @ values).reshape(*queries.shape[:-1], -1)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks import arrays
+from .contract import Mask, Memory, Real, State, Whole, contract
 
 
 class CompressedCache(NamedTuple):
@@ -19,10 +19,10 @@ class CompressedCache(NamedTuple):
     length (ragged).
     """
 
-    keys: np.ndarray
-    values: np.ndarray
-    positions: np.ndarray
-    lengths: np.ndarray
+    keys: Real[np.ndarray, "N>=0 D"]
+    values: Real[np.ndarray, "N>=0 D_v"]
+    positions: Whole[np.ndarray, "N>=0"]
+    lengths: Whole[np.ndarray, "B H_kv"]
 
 
 class PagedCache(NamedTuple):
@@ -35,29 +35,33 @@ class PagedCache(NamedTuple):
     which is the position of the next one.
     """
 
-    keys: np.ndarray
-    values: np.ndarray
-    positions: np.ndarray
-    block_table: np.ndarray
-    lengths: np.ndarray
-    seen: np.ndarray
+    keys: Memory[np.ndarray, "P S H_kv D"]
+    values: Memory[np.ndarray, "P S H_kv D_v"]
+    positions: Whole[np.ndarray, "P S H_kv"]
+    block_table: Whole[np.ndarray, "B n"]
+    lengths: Whole[np.ndarray, "B H_kv"]
+    seen: Whole[np.ndarray, "B"]
 
 
-def compress(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedCache:
+@contract
+def compress(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
     Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean, any number
     True in each head. Raises ValueError naming the argument where shapes disagree or `kept` is not
     boolean.
     """
-    keys, values, kept = arrays("cache.compress", keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage is the order
     # of the loop.
     positions = np.nonzero(kept)[-1]
     return CompressedCache(keys[kept], values[kept], positions, kept.sum(axis=-1))
 
 
-def heads(cache: CompressedCache) -> Iterator[tuple[int, int, slice]]:
+def heads(cache: State[CompressedCache, ""]) -> Iterator[tuple[int, int, slice]]:
     """CACHE-3: walk the flat storage: yield (batch item, KV head, slice of their rows)."""
     ends = np.cumsum(cache.lengths).reshape(cache.lengths.shape)
     for index in np.ndindex(cache.lengths.shape):

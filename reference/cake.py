@@ -11,39 +11,41 @@ from fractions import Fraction
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import array, as_count, as_window, require_between
+from .checks import as_count, as_window
+from .contract import Real, Setting, Weight, contract
 
 
-def dispersion(attention: np.ndarray) -> np.ndarray:
+@contract
+def dispersion(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
     r"""CAKE-1: `H = -sum_m sum_t A_mt ln A_mt`, how far the attention of M queries spreads over N
     tokens; 0 ln 0 = 0.
 
     Args: attention [..., M, N], shares of each query's attention; a row may sum to less than 1.
     Returns [...], in nats.
     """
-    attention = array("cake.dispersion", attention)
     return -(attention * np.log(np.where(attention > 0, attention, 1))).sum(axis=(-2, -1))
 
 
-def shift(attention: np.ndarray) -> np.ndarray:
+@contract
+def shift(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
     r"""CAKE-2: `V = sum_t Var_m A_mt`, how much the attention on each of N tokens moves from query to
     query.
 
     Args: attention [..., M, N]. Returns [...]. Decision: the variance is the sample variance, with
     M - 1, as in the public code; one query alone moves nothing, V = 0, where the code has NaN.
     """
-    attention = array("cake.shift", attention)
     deviations = attention - attention.mean(axis=-2, keepdims=True)
     return (deviations**2).sum(axis=(-2, -1)) / max(1, attention.shape[-2] - 1)
 
 
+@contract
 def preference(
-    queries: np.ndarray,
-    keys: np.ndarray,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
     *,
-    window_size: int = 32,
-    tau1: float = 1.0,
-    tau2: float = 1.0,
+    window_size: Setting[int, ">= 1"] = 32,
+    tau1: Setting[float, ">= 0.1"] = 1.0,
+    tau2: Setting[float, ">= 0.1"] = 1.0,
 ) -> np.ndarray:
     r"""CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
 
@@ -55,8 +57,6 @@ def preference(
     """
     # Decision: each batch item has its own preference. The public code adds them up.
     queries, keys = by_group(queries, keys)
-    require_between("tau1", tau1, 0.1)
-    require_between("tau2", tau2, 0.1)
     window = as_window(window_size, queries.shape[-2], keys.shape[-2])
     if window == keys.shape[-2]:
         return np.zeros(len(keys))
@@ -65,13 +65,14 @@ def preference(
     return spread ** (1 / tau1) * moved ** (1 / tau2)
 
 
+@contract
 def budgets(
-    budget: int,
-    preferences: np.ndarray,
+    budget: Setting[int, ">= 1"],
+    preferences: Weight[np.ndarray, "L"],
     *,
-    num_layers: int | None = None,
-    length: int | None = None,
-    window_size: int = 0,
+    num_layers: Setting[int | None, ">= 1"] = None,
+    length: Setting[int | None, ">= 1"] = None,
+    window_size: Setting[int, ">= 0"] = 0,
 ) -> list[int]:
     r"""CAKE-4: `b_l = w + P_l / (P_0 + .. + P_m) * L (b - w)`: the layers that have read the prompt
     share the total.
@@ -84,13 +85,12 @@ def budgets(
     they are `(m + 1) w + L (b - w)`, or all tokens where that is more. Raises ValueError naming the
     argument.
     """
-    given = [Fraction(float(each)) for each in array("cake.budgets", preferences)]
-    budget = as_count("budget", budget, low=1)
+    given = [Fraction(float(each)) for each in preferences]
     layers = as_count("num_layers", len(given) if num_layers is None else num_layers, low=len(given))
-    budget = min(budget, budget if length is None else as_count("length", length, low=1))
+    budget = min(budget, budget if length is None else length)
     # Decision: without a window a layer keeps one token beside its share; a budget below the window
     # is the same in every layer.
-    least = min(budget, max(1, as_count("window_size", window_size, low=0)))
+    least = min(budget, max(1, window_size))
     total = layers * (budget - least)
     room = total if length is None else length - least
     total = min(total, len(given) * room)

@@ -3,12 +3,17 @@ r"""CAKE (arXiv 2503.12491): the cascade, in which earlier layers shrink while l
 import numpy as np
 
 from . import cake
-from .checks import arrays
+from .contract import Open, Setting, Weight, contract
 from .selection import top_k
 
 
+@contract
 def cascade(
-    scores: np.ndarray, preferences: np.ndarray, budget: int, *, window_size: int = 0
+    scores: Open[np.ndarray, "L T"],
+    preferences: Weight[np.ndarray, "L"],
+    budget: Setting[int, ">= 1"],
+    *,
+    window_size: Setting[int, ">= 0"] = 0,
 ) -> tuple[np.ndarray, int]:
     r"""CAKE-6: after each layer has read the prompt, the layers so far shrink to their new budgets.
 
@@ -16,7 +21,6 @@ def cascade(
     kept [L, T], boolean, and the most tokens that were stored at once. Raises ValueError naming the
     argument.
     """
-    scores, preferences = arrays("cake_theory.cascade", scores, preferences)
     (num_layers, length), stored, most = scores.shape, [], 0
     settings = {"num_layers": num_layers, "length": length, "window_size": window_size}
     for layer in range(num_layers):

@@ -8,7 +8,7 @@ zyxxmu/cam, commit fc80e64.
 
 import numpy as np
 
-from .checks import arrays, as_count
+from .contract import Mask, Real, Setting, Share, Weight, contract
 
 INPUTS = {
     "attention": ("queries", "[B, H_kv, T], received from the queries since the last compression (CAM-2)"),
@@ -17,8 +17,14 @@ INPUTS = {
 }
 
 
+@contract
 def merge_values(
-    values: np.ndarray, attention: np.ndarray, kept: np.ndarray, draws: np.ndarray, *, merge_size: int = 32
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    attention: Weight[np.ndarray, "B H_kv T"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+    draws: Share[np.ndarray, "B H_kv T"],
+    *,
+    merge_size: Setting[int, ">= 1"] = 32,
 ) -> np.ndarray:
     r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
     probability p_i, or lost.
@@ -29,29 +35,34 @@ def merge_values(
     D_v], of evicted tokens as they were; the keys stay. Raises ValueError naming the argument.
     Source: the merge mask of the paper, a Bernoulli variable.
     """
-    values, attention, kept, draws = arrays("cam.merge_values", values, attention, kept, draws)
     merged = draws < probabilities(attention, kept, merge_size=merge_size)
     return spread(values, kept, merged.astype(np.float64), merge_size=merge_size)
 
 
-def shares(kept: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
+@contract
+def shares(kept: Mask[np.ndarray, "... T"], *, merge_size: Setting[int, ">= 1"] = 32) -> np.ndarray:
     r"""CAM-1: `S_ij = 1 / m_i` if j is one of the next m kept tokens after the evicted token i, of
     which there are m_i, and 0 otherwise.
 
     Args: kept [..., T], boolean; merge_size m. Returns [..., T, T]; a row sums to 1, or to 0 for a
     kept token and where no kept token comes later.
     """
-    (kept,) = arrays("cam.shares", kept)
     before = np.cumsum(kept, axis=-1)
     place = before[..., None, :] - before[..., :, None]  # of a later kept token j: 1 for the next one
-    is_near = (place > 0) & (place <= as_count("merge_size", merge_size, low=1))
+    is_near = (place > 0) & (place <= merge_size)
     receives = is_near & kept[..., None, :] & ~kept[..., :, None]
     # Decision: near the end of a text fewer than m tokens share a value; the authors' code divides
     # by m there too.
     return receives / np.maximum(receives.sum(axis=-1, keepdims=True), 1)
 
 
-def probabilities(attention: np.ndarray, kept: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
+@contract
+def probabilities(
+    attention: Weight[np.ndarray, "... T"],
+    kept: Mask[np.ndarray, "... T"],
+    *,
+    merge_size: Setting[int, ">= 1"] = 32,
+) -> np.ndarray:
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean
     of the tokens that would share its value.
 
@@ -59,7 +70,6 @@ def probabilities(attention: np.ndarray, kept: np.ndarray, *, merge_size: int = 
     from 0 to 1; 0 for a kept token and where no kept token comes later. Raises ValueError naming
     the argument. Source: the paper's clamp to [0, 1].
     """
-    attention, kept = arrays("cam.probabilities", attention, kept)
     share = shares(kept, merge_size=merge_size)
     mean = (share @ attention[..., None])[..., 0]
     # Decision: beside a mean of 0 any attention is enough, and none is not.
@@ -67,7 +77,14 @@ def probabilities(attention: np.ndarray, kept: np.ndarray, *, merge_size: int = 
     return np.where(share.any(axis=-1), np.minimum(ratio, 1), 0)
 
 
-def spread(values: np.ndarray, kept: np.ndarray, weights: np.ndarray, *, merge_size: int = 32) -> np.ndarray:
+@contract
+def spread(
+    values: Real[np.ndarray, "... T D_v"],
+    kept: Mask[np.ndarray, "... T"],
+    weights: Share[np.ndarray, "... T"],
+    *,
+    merge_size: Setting[int, ">= 1"] = 32,
+) -> np.ndarray:
     r"""CAM-3: `v_j + sum_i w_i S_ij v_i`: the tokens after an evicted one share the part w_i of its
     value.
 
@@ -77,7 +94,6 @@ def spread(values: np.ndarray, kept: np.ndarray, weights: np.ndarray, *, merge_s
     kept tokens do not count; merge_size. Returns [..., T, D_v]. Raises ValueError naming the
     argument.
     """
-    values, kept, weights = arrays("cam.spread", values, kept, weights)
     # Decision: all tokens that go merge their own values at once; the paper evicts one at a time, so
     # a receiver that goes later passes on what it got.
     received = weights[..., None] * shares(kept, merge_size=merge_size)

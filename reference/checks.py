@@ -1,47 +1,11 @@
-"""Shared preconditions: the arguments become float64 arrays whose axes agree, or a ValueError says
-what is wrong.
+"""What an argument becomes: an array of float64, a mask, a number in its range; or a ValueError says what
+is wrong.
 """
 
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
-
-from .contract import STATES, Argument, Axes, arguments
-
-
-def arrays(line: str, *given: Any) -> tuple[Any, ...]:
-    """Return the arguments of a function, as its line in `contract.py` wants them.
-
-    Args: line, a key of CONTRACT such as `"keydiff.score"`, or a line itself; given, the arrays and
-    states in the order of the line. Finite numbers become float64; masks and whole numbers keep
-    their dtype. Raises ValueError naming the argument, the shape or dtype, and what was wanted.
-    """
-    axes = Axes()
-    wanted = arguments(line)
-    found = tuple(_read(each, value, axes) for each, value in zip(wanted, given, strict=True))
-    axes.relate()
-    return found
-
-
-def array(line: str, given: Any) -> Any:
-    """Return the only argument of a function, as `arrays` does."""
-    return arrays(line, given)[0]
-
-
-def _read(argument: Argument, value: Any, axes: Axes) -> Any:
-    if value is None and argument.optional:
-        return None
-    if argument.kind in STATES:
-        fields = argument.fields
-        if not all(hasattr(value, name) for name in fields):
-            wanted = f"{argument.kind}({', '.join(fields)})"
-            raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted {wanted}")
-        read = {name: _read(field, getattr(value, name), axes) for name, field in fields.items()}
-        return value._replace(**read)
-    converted = READ[argument.kind](argument.name, value)
-    axes.fit(argument, converted.shape)
-    return converted
 
 
 def as_memory(name: str, value: Any) -> np.ndarray:
@@ -86,6 +50,13 @@ def as_share(name: str, value: Any) -> np.ndarray:
     return array
 
 
+def as_cosine(name: str, value: Any) -> np.ndarray:
+    """Return `value` as `as_float64` does. Raises ValueError for numbers outside [-1, 1] too."""
+    array = as_float64(name, value)
+    require_between(name, array, -1, 1)
+    return array
+
+
 def as_whole(name: str, value: Any) -> np.ndarray:
     """Return whole numbers in their own dtype. Raises ValueError for negative or broken ones."""
     array = np.asanyarray(value)
@@ -106,6 +77,7 @@ READ = {
     "real": as_float64,
     "weight": as_weight,
     "share": as_share,
+    "cosine": as_cosine,
     "open": as_open,
     "memory": as_memory,
     "bool": as_mask,
@@ -155,18 +127,35 @@ def as_odd(name: str, value: Any) -> int:
     return int(value)
 
 
-def as_fraction(name: str, value: Any, *, low: int = 0, high: int = 1, closed_high: bool = True) -> Fraction:
+def as_even(name: str, value: Any) -> int:
+    """Return `value`. Raises ValueError unless it is an even number of at least 2."""
+    if as_count(name, value, low=2) % 2:
+        raise ValueError(f"{name}: got {value}, wanted an even number")
+    return int(value)
+
+
+def as_fraction(
+    name: str,
+    value: Any,
+    *,
+    low: float = 0,
+    high: float = 1,
+    closed_low: bool = True,
+    closed_high: bool = True,
+) -> Fraction:
     """Return a ratio exactly as it was written: 0.9 is nine tenths, not the nearest binary number.
 
-    Raises ValueError outside [low, high], or outside [low, high) when `closed_high` is False.
+    Raises ValueError outside [low, high]; an end that is not closed does not belong to it.
     """
-    bracket = "]" if closed_high else ")"
+    wanted = f"a number in {'(['[closed_low]}{low:g}, {high:g}{')]'[closed_high]}"
     try:
         exact = value if isinstance(value, Fraction) else Fraction(repr(float(value)))
     except (TypeError, ValueError, OverflowError):
-        raise ValueError(f"{name}: got {value!r}, wanted a number in [{low}, {high}{bracket}") from None
-    if not low <= exact <= high or (exact == high and not closed_high):
-        raise ValueError(f"{name}: got {value}, wanted a number in [{low}, {high}{bracket}")
+        raise ValueError(f"{name}: got {value!r}, wanted {wanted}") from None
+    above = low <= exact if closed_low else low < exact
+    below = exact <= high if closed_high else exact < high
+    if not (above and below):
+        raise ValueError(f"{name}: got {value}, wanted {wanted}")
     return exact
 
 

@@ -6,10 +6,13 @@ The paper's text could not be read. The definition follows `chunkkv_press.py` of
 
 import numpy as np
 
-from .checks import arrays, as_count
+from .contract import Open, Setting, contract
 
 
-def choose(scores: np.ndarray, budget: int, *, chunk_size: int = 10) -> np.ndarray:
+@contract
+def choose(
+    scores: Open[np.ndarray, "... T"], budget: Setting[int, ">= 0"], *, chunk_size: Setting[int, ">= 1"] = 10
+) -> np.ndarray:
     r"""CH-1, CH-3: keep whole chunks, the best first; of the last one that fits in part, its best
     tokens.
 
@@ -17,9 +20,8 @@ def choose(scores: np.ndarray, budget: int, *, chunk_size: int = 10) -> np.ndarr
     chunk_size, at least 1. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in
     each row. Raises ValueError naming the argument out of range, and for NaN scores.
     """
-    (scores,) = arrays("chunk_kv.choose", scores)
-    count = min(as_count("budget", budget, low=0), scores.shape[-1])
-    chunk = np.arange(scores.shape[-1]) // as_count("chunk_size", chunk_size, low=1)
+    count = min(budget, scores.shape[-1])
+    chunk = np.arange(scores.shape[-1]) // chunk_size
     means = chunk_means(scores, chunk_size=chunk_size)[..., chunk]
     # lexsort is stable and sorts by its last key first: the higher mean, then the earlier chunk,
     # then the higher score, then the lower position. Decision: kvpress keeps whole chunks alone, so
@@ -30,16 +32,16 @@ def choose(scores: np.ndarray, budget: int, *, chunk_size: int = 10) -> np.ndarr
     return kept
 
 
-def chunk_means(scores: np.ndarray, *, chunk_size: int = 10) -> np.ndarray:
+@contract
+def chunk_means(scores: Open[np.ndarray, "... T"], *, chunk_size: Setting[int, ">= 1"] = 10) -> np.ndarray:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.
 
     Args: scores [..., T]. Returns [..., ceil(T / chunk_size)]. Source: arXiv 2502.00299, the score
     of a chunk. Decision: a chunk with a token of score infinity has that mean, whatever else is in
     it.
     """
-    (scores,) = arrays("chunk_kv.chunk_means", scores)
     length = scores.shape[-1]
-    starts = np.arange(0, length, as_count("chunk_size", chunk_size, low=1))
+    starts = np.arange(0, length, chunk_size)
     with np.errstate(invalid="ignore"):
         means = np.add.reduceat(scores, starts, axis=-1) / np.diff(np.append(starts, length))
     return np.where(np.isnan(means), np.inf, means)

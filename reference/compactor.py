@@ -9,7 +9,7 @@ NVIDIA/kvpress: compactor_press.py and leverage_press.py at 8bb29b9, non_causal_
 import numpy as np
 
 from .attention import grouped, softmax
-from .checks import array, arrays, as_count, require_between
+from .contract import Real, Setting, contract
 from .expected_attention import norm
 from .snapkv import average_pool
 
@@ -22,17 +22,18 @@ INPUTS = {
 CUTOFF = 1e-6  # without a ridge, a singular value below this part of the largest counts as zero
 
 
+@contract
 def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    unrotated_keys: np.ndarray,
-    sketch: np.ndarray,
+    queries: Real[np.ndarray, "B H_q T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    unrotated_keys: Real[np.ndarray, "B H_kv T D"],
+    sketch: Real[np.ndarray, "B H_kv D k"],
     *,
-    compression_ratio: float,
-    sink_size: int = 8,
-    recent_size: int = 4,
-    chunk_size: int = 256,
+    compression_ratio: Setting[float, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 8,
+    recent_size: Setting[int, ">= 0"] = 4,
+    chunk_size: Setting[int, ">= 1"] = 256,
 ) -> np.ndarray:
     r"""CO-5: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity:
     l the leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the
@@ -44,22 +45,21 @@ def score(
     Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming the argument. Source:
     compactor_press.py. Decision: a text without other tokens scores infinity everywhere.
     """
-    given = arrays("compactor.score", queries, keys, values, unrotated_keys, sketch)
-    require_between("compression_ratio", compression_ratio, 0, 1)
-    first = as_count("sink_size", sink_size, low=0)
-    last = given[1].shape[2] - as_count("recent_size", recent_size, low=0)
-    scores = np.full(given[1].shape[:3], np.inf)
+    first, last = sink_size, keys.shape[2] - recent_size
+    scores = np.full(keys.shape[:3], np.inf)
     if first < last:
-        queries, keys, values, unrotated_keys = (each[:, :, first:last] for each in given[:4])
+        tokens = (queries, keys, values, unrotated_keys)
+        queries, keys, values, unrotated_keys = (each[:, :, first:last] for each in tokens)
         readers = grouped(queries, keys.shape[1])
         received = chunk_attention(readers, keys[:, :, None], chunk_size=chunk_size).mean(axis=2)
         attended = average_pool(received * norm(values), 3)
-        outliers = sketched_leverage(unrotated_keys, given[4])
+        outliers = sketched_leverage(unrotated_keys, sketch)
         scores[:, :, first:last] = compression_ratio * z_scores(outliers) + z_scores(attended)
     return scores
 
 
-def leverage(keys: np.ndarray, *, ridge: float = 0.0) -> np.ndarray:
+@contract
+def leverage(keys: Real[np.ndarray, "... T D"], *, ridge: Setting[float, ">= 0"] = 0.0) -> np.ndarray:
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys
     can replace key t.
 
@@ -69,14 +69,18 @@ def leverage(keys: np.ndarray, *, ridge: float = 0.0) -> np.ndarray:
     Args: keys [..., T, D]; ridge r, at least 0. Returns [..., T], from 0 to 1; without a ridge they
     sum to the rank of K. Raises ValueError naming the argument. Source: compute_leverage_scores.
     """
-    keys = array("compactor.leverage", keys)
-    require_between("ridge", ridge, 0)
     _, sizes, right = np.linalg.svd(keys, full_matrices=False)
     total = np.where((sizes > CUTOFF * sizes[..., :1]) | (ridge > 0), sizes**2 + ridge, np.inf)
     return ((keys @ np.swapaxes(right, -1, -2)) ** 2 / total[..., None, :]).sum(axis=-1)
 
 
-def sketched_leverage(keys: np.ndarray, sketch: np.ndarray, *, ridge: float = 0.01) -> np.ndarray:
+@contract
+def sketched_leverage(
+    keys: Real[np.ndarray, "* T D"],
+    sketch: Real[np.ndarray, "* D k"],
+    *,
+    ridge: Setting[float, ">= 0"] = 0.01,
+) -> np.ndarray:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
     Args: keys [..., T, D], before RoPE; sketch Phi [..., D, k], each head its own; ridge, at least 0.
@@ -84,11 +88,16 @@ def sketched_leverage(keys: np.ndarray, sketch: np.ndarray, *, ridge: float = 0.
     compute_leverage_scores, where the ridge makes a Cholesky factorisation possible. Decision: it
     stays 0.01, while the public code takes more where the factorisation fails.
     """
-    keys, sketch = arrays("compactor.sketched_leverage", keys, sketch)
     return leverage((keys - keys.mean(axis=-2, keepdims=True)) @ sketch, ridge=ridge)
 
 
-def chunk_attention(queries: np.ndarray, keys: np.ndarray, *, chunk_size: int = 256) -> np.ndarray:
+@contract
+def chunk_attention(
+    queries: Real[np.ndarray, "* T D"],
+    keys: Real[np.ndarray, "* T D"],
+    *,
+    chunk_size: Setting[int, ">= 1"] = 256,
+) -> np.ndarray:
     r"""CO-3: `a_t = sum_m softmax_t(q_m . k_t)` over the m and t of one chunk: the attention that a token
     receives from its chunk, before and after it.
 
@@ -98,14 +107,13 @@ def chunk_attention(queries: np.ndarray, keys: np.ndarray, *, chunk_size: int = 
     shorter. Returns [..., T]; each chunk sums to its length. Raises ValueError naming the argument.
     Source: non_causal_chunked_attn.
     """
-    queries, keys = arrays("compactor.chunk_attention", queries, keys)
-    size = as_count("chunk_size", chunk_size, low=1)
+    size = chunk_size
     chunks = [slice(start, start + size) for start in range(0, keys.shape[-2], size)]
     logits = (queries[..., one, :] @ np.swapaxes(keys[..., one, :], -1, -2) for one in chunks)
     return np.concatenate([softmax(each).sum(axis=-2) for each in logits], axis=-1)
 
 
-def z_scores(scores: np.ndarray) -> np.ndarray:
+def z_scores(scores: Real[np.ndarray, "B H_kv T"]) -> np.ndarray:
     r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item.
 
     Args: scores [..., H_kv, T]. Returns [..., H_kv, T].

@@ -1,217 +1,252 @@
-"""The axes of the arguments of every function that checks them, one line a function.
+"""What a function takes, said once: in its signature. From it come the checks of both layers, the laws of
+refusal, the inputs of the other laws, tasks, benchmarks and pages.
 
-`checks.arrays` refuses by it, `optimized` too, and the laws of refusal are generated from it. A line
-names the arrays in the order of the signature, `argument: kind axes`, and leaves the settings out.
+    @contract
+    def score(
+        queries: Real[np.ndarray, "B H_q M<=T D"],
+        keys: Real[np.ndarray, "B H_kv T D"],
+        *,
+        window_size: Setting[int, ">= 1"] = 32,
+    ) -> np.ndarray:
 
-An axis has one size wherever its name stands in a line, and is never empty. `...` are any leading
-axes, the same wherever they stand; `*` are leading axes that broadcast. H_q is a multiple of H_kv.
-`M<=T` is M, and at most T; `N>=0` is N, and may be empty; `D%2` is D, and even; `D/2` and `h*d_h` are
-such a size.
+An array says its kind and the names of its axes, as jaxtyping writes them. An axis has one size wherever
+its name stands in a signature, and is never empty. `...` are any leading axes, the same wherever they
+stand; `*` are leading axes that broadcast. H_q is a multiple of H_kv. `M<=T` is M, and at most T; `N>=0`
+is N, and may be empty; `D%2` is D, and even; `D/2` and `h*d_h` are such a size.
 
-The kinds: without a word finite real numbers; `weight`, of at least 0; `share`, from 0 to 1; `open`,
-infinite ones too; `memory`, NaN too; `bool`, a mask; `whole`, whole numbers of at least 0; or the
-name of a state, whose fields stand in STATES, each behind the axes that the line gives to the state.
-An argument with a question mark may be None.
+The kinds: `Real`, finite numbers; `Weight`, of at least 0; `Share`, from 0 to 1; `Cosine`, from -1 to 1;
+`Open`, infinite ones too; `Memory`, NaN too; `Mask`, booleans; `Whole`, whole numbers of at least 0. A
+`State` is a named tuple whose fields say their axes, each behind the axes that the signature gives to it.
+
+A `Setting` says its range: `>= 1`, `> 0`, `odd`, `even`, `[0, 1)`, or `[-inf, inf]`, where infinity counts
+as a number. Its type says what the function gets: an int, a float, or the decimal number as it was written,
+where the type is `float | Fraction`.
+
+What may be None has None in its type. `@contract` checks; without it a signature says, and nothing checks.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
+import math
+import pkgutil
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
 
 import numpy as np
 
-TOKENS = "keys: B H_kv T D, values: B H_kv T D_v"
-LAST_QUERIES = "queries: B H_q M<=T D, keys: B H_kv T D"
-DECODING = f"query: B H_q D, {TOKENS}"
-ATTENDED = f"{DECODING}, kept: bool B H_kv T, moments: Moments B H_kv"
-NEW_TOKEN = "query: B H_q D, new_key: B H_kv D, new_value: B H_kv D_v"
+from . import checks
 
-CONTRACT = {
-    "ada_kv.select": "scores: open B H_kv T, protected?: bool B H_kv T",
-    "attention.attend": "queries: B H_q M D, cache: CompressedCache",
-    "attention.by_group": LAST_QUERIES,
-    "attention_matching.attend": (
-        "queries: B H_q M D, keys: B H_kv kept D, values: B H_kv kept D_v, bias: B H_kv kept"
-    ),
-    "attention_matching.bounded_least_squares": "matrix: ... R n, target: ... R",
-    "attention_matching.fit_bias": "queries: B H_q M D, keys: B H_kv T D, kept: bool B H_kv T",
-    "attention_matching.fit_values": (
-        "queries: B H_q M D, keys: B H_kv T D, values: B H_kv T D_v, kept: bool B H_kv T, bias: B H_kv kept"
-    ),
-    "attention_matching.score": "keys: B H_kv T D, replay_queries: B H_q M D",
-    "attention_matching.select": "keys: B H_kv T D, replay_queries: B H_q M D",
-    "cache.compress": f"{TOKENS}, kept: bool B H_kv T",
-    "cake.budgets": "preferences: weight L",
-    "cake.dispersion": "attention: weight ... M N",
-    "cake.preference": LAST_QUERIES,
-    "cake.shift": "attention: weight ... M N",
-    "cake_theory.cascade": "scores: open L T, preferences: weight L",
-    "cam.merge_values": (
-        "values: B H_kv T D_v, attention: weight B H_kv T, kept: bool B H_kv T, draws: share B H_kv T"
-    ),
-    "cam.probabilities": "attention: weight ... T, kept: bool ... T",
-    "cam.shares": "kept: bool ... T",
-    "cam.spread": "values: ... T D_v, kept: bool ... T, weights: share ... T",
-    "chunk_kv.choose": "scores: open ... T",
-    "chunk_kv.chunk_means": "scores: open ... T",
-    "compactor.chunk_attention": "queries: * T D, keys: * T D",
-    "compactor.leverage": "keys: ... T D",
-    "compactor.score": (
-        "queries: B H_q T D, keys: B H_kv T D, values: B H_kv T D_v, unrotated_keys: B H_kv T D, "
-        "sketch: B H_kv D k"
-    ),
-    "compactor.sketched_leverage": "keys: * T D, sketch: * D k",
-    "criticalkv.importance": LAST_QUERIES,
-    "criticalkv.projected_norms": "values: B H_kv T D_v, w_o: H_q D_v hidden",
-    "criticalkv.score": f"{LAST_QUERIES}, values: B H_kv T D_v, w_o: H_q D_v hidden",
-    "dropkv.score": f"{LAST_QUERIES}, values: B H_kv T D_v",
-    "duo_attention.estimate_gates": "query_mean: B H_q D%2, key_mean: B H_kv D",
-    "duo_attention.gated_attention": f"{LAST_QUERIES}, values: B H_kv T D_v, gates: share B H_kv",
-    "duo_attention.select": "keys: B H_kv T D, gates: B H_kv",
-    "duo_attention.training_loss": "hidden_states: N d, full_hidden_states: N d, gates: layers H_kv",
-    "expected_attention.average_rope": "query_mean: ... D%2, query_covariance: ... D D",
-    "expected_attention.decode_step": "state: Decoding, query: B H_q D, key: B H_kv D, value: B H_kv D_v",
-    "expected_attention.query_statistics": "queries: ... N D",
-    "expected_attention.score": f"{TOKENS}, query_mean: B H_q D, query_covariance: B H_q D D",
-    "expected_attention.start_decoding": f"{TOKENS}, queries: B H_q M D",
-    "gvote.algorithm_1": f"{DECODING}, hidden_states: B T C, query_weight: H_q C D, noise: B S C",
-    "gvote.attention_weights": "query: * D, keys: * T D",
-    "gvote.hidden_statistics": "hidden_states: ... T C",
-    "gvote.nucleus": "attention: weight ... T",
-    "gvote.project": "hidden_states: * S C, query_weight: * C D, query_bias?: * D",
-    "gvote.prune": f"{TOKENS}, kept: bool B H_kv T",
-    "gvote.rotate_by_average": "queries: ... S D%2",
-    "gvote.sample_hidden_states": "mean: * C, variance: weight * C, noise: * S C",
-    "gvote.sampled_logits": "sampled_queries: * S D, keys: * T D",
-    "gvote.select": "query: B H_q D, keys: B H_kv T D, sampled_queries: B H_q S D",
-    "gvote.single_step_budget": "candidates: bool ... T",
-    "gvote.top_each": "scores: ... T, budgets: whole ...",
-    "gvote.union": "votes: bool ... S T",
-    "gvote_theory.attention_overlap": "attention: ... T, candidates: bool ... T",
-    "gvote_theory.importance": "queries: * M D, keys: * T D",
-    "gvote_theory.optimal_keep_set": "attention: ... M T",
-    "gvote_theory.output": "attention: * T, values: * T D_v",
-    "h2o.score": LAST_QUERIES,
-    "h2o.select": LAST_QUERIES,
-    "keydiff.anchor": "keys: ... T D",
-    "keydiff.append": "cache?: Cache ..., keys: ... M D, values: ... M D_v",
-    "keydiff.decode": "cache?: Cache ..., key: ... D, value: ... D_v",
-    "keydiff.evict": "cache: Cache ..., kept: bool ... n",
-    "keydiff.pairwise_score": "keys: ... T D",
-    "keydiff.process_block": "cache?: Cache ..., keys: ... M D, values: ... M D_v",
-    "keydiff.process_prompt": "keys: ... T D, values: ... T D_v",
-    "keydiff.score": "keys: ... T D",
-    "keydiff.similarity_matrix": "keys: ... T D",
-    "keydiff_theory.anchor_cosine_bound": "key_query: *, anchor_query: *",
-    "keydiff_theory.attention_policy": "weights: ... M T",
-    "keydiff_theory.cached_attention": "queries: ... M D, keys: ... M D, values: ... M D_v, cache: Cache ...",
-    "keydiff_theory.causal_attention": "queries: ... T D, keys: ... T D, values: ... T D_v",
-    "keydiff_theory.pairwise_objective": "keys: ... T D, kept: bool ... T",
-    "keydiff_theory.relaxed_objective": "keys: ... T D, kept: bool ... T",
-    "keydiff_theory.score_step_by_step": "keys: ... T D",
-    "keydiff_theory.squared_cosines": "vector: * D, basis: * D D",
-    "keydiff_theory.transformer_block": "states: ... T D",
-    "keydiff_variants.dot_product_score": "keys: ... T D",
-    "keydiff_variants.euclidean_score": "keys: ... T D",
-    "keydiff_variants.median_score": "keys: ... T D",
-    "keydiff_variants.raw_mean_score": "keys: ... T D",
-    "keydiff_variants.select_with_recent": "keys: ... T D",
-    "knorm.score": "keys: ... T D",
-    "kvzap.dms": "scores: open ... T",
-    "kvzap.fit": "hidden_states: B T C, target_scores: B H_kv T",
-    "kvzap.score": "hidden_states: B T C, surrogate_weights: B H_kv C, surrogate_bias: B H_kv",
-    "kvzap.select": (
-        "keys: B H_kv T D, hidden_states: B M<=T C, surrogate_weights: B H_kv C, surrogate_bias: B H_kv"
-    ),
-    "kvzap.target": (
-        f"{TOKENS}, w_o: H_q D_v hidden, replay_queries: B H_q M D, replay_keys: B H_kv M D, "
-        "replay_hidden_states: B M hidden"
-    ),
-    "kvzip.score": "keys: B H_kv T D, replay_queries: B H_q M D, replay_keys: B H_kv M D",
-    "kvzip.top_r": "scores: L B H_kv T",
-    "lagkv.append": "cached: ... N>=0 D, new: ... n D",
-    "lagkv.score": "keys: ... L D, values: ... L D_v, next_keys: ... M D, next_values: ... M D_v",
-    "lagkv.select": TOKENS,
-    "lagkv.step": "stream?: Stream B H_kv, keys: B H_kv n D, values: B H_kv n D_v",
-    "lagkv_theory.attention_output": "weights: ... h M T, values: ... h T d_h, output_weight: h*d_h d",
-    "lagkv_theory.attention_weights": "queries: ... M<=T d_h, keys: ... T d_h",
-    "lagkv_theory.project": "states: * n d, query_weight: * d D, key_weight: * d D, value_weight: * d D_v",
-    "lagkv_variants.local_score": "keys: ... L D, values: ... L D_v",
-    "lagkv_variants.local_select": TOKENS,
-    "lagkv_variants.norm_select": TOKENS,
-    "momentkv.attend": ATTENDED,
-    "momentkv.decode_step": f"{NEW_TOKEN}, {TOKENS}, moments: Moments B H_kv",
-    "momentkv.no_moments": "keys: ... T D, values: ... T D_v",
-    "momentkv.score": f"{DECODING}, moments: Moments B H_kv",
-    "momentkv.score_prompt": f"{LAST_QUERIES}, values: B H_kv T D_v",
-    "momentkv.select_prompt": f"{LAST_QUERIES}, values: B H_kv T D_v",
-    "momentkv.update": "moments: Moments ..., keys: ... T D, values: ... T D_v, evicted: bool ... T",
-    "momentkv_bounded.attend": f"{ATTENDED}, bounds: Bounds B H_kv",
-    "momentkv_bounded.attend_certified": f"{ATTENDED}, bounds: Bounds B H_kv",
-    "momentkv_bounded.no_bounds": "keys: ... T D, values: ... T D_v",
-    "momentkv_bounded.update": "bounds: Bounds ..., keys: ... T D, values: ... T D_v, evicted: bool ... T",
-    "momentkv_theory.attend_zeroth_order": ATTENDED,
-    "paging.attend_pages": "queries: B H_q M D, paged: PagedCache",
-    "paging.compact_pages": "paged: PagedCache, kept: bool B H_kv n*S",
-    "paging.gather_pages": "paged: PagedCache",
-    "paging.slot_mapping": "paged: PagedCache",
-    "q_filters.calibrate": "queries: B H_q N D",
-    "q_filters.main_direction": "queries: ... N D",
-    "q_filters.score": "keys: B H_kv T D, q_filters: B H_kv D",
-    "quest.append": "low: B H_kv P D, high: B H_kv P D, key: B H_kv D",
-    "quest.attend": f"{DECODING}, attended: bool B H_q T",
-    "quest.bounds": "query: B H_q D, low: B H_kv P D, high: B H_kv P D",
-    "quest.page_bounds": "keys: B H_kv T D",
-    "quest.select": "query: B H_q D, keys: B H_kv T D",
-    "rkv.importance": LAST_QUERIES,
-    "rkv.redundancy": "keys: ... T D",
-    "rkv.score": LAST_QUERIES,
-    "rkv.similarities": "keys: ... T D",
-    "rkv_variants.released_score": LAST_QUERIES,
-    "rope.rotate": "states: ... T D%2",
-    "selection.top_k": "scores: open ... T, protected?: bool ... T",
-    "snapkv.score": LAST_QUERIES,
-    "streaming_llm.score": "keys: ... T D",
-    "tova.score": LAST_QUERIES,
-    "triattention.average_over_offsets": "query_mean: ... D%2",
-    "triattention.score": "keys: B H_kv T D, query_direction: B H_q D, query_slack: B H_q D/2",
-    "triattention.statistics": "queries: ... N D%2",
-}
+if TYPE_CHECKING:
+    from typing import (
+        Annotated as Cosine,
+        Annotated as Mask,
+        Annotated as Memory,
+        Annotated as Open,
+        Annotated as Real,
+        Annotated as Setting,
+        Annotated as Share,
+        Annotated as State,
+        Annotated as Weight,
+        Annotated as Whole,
+    )
+else:
 
-SO_FAR = "keys: B H_kv n>=0 D, values: B H_kv n>=0 D_v"
+    class Kind:
+        """`Real[np.ndarray, "... T D"]`: a type, and what is said of it beside."""
 
-STATES = {
-    "Bounds": "key_low: open D, key_high: open D, value_low: open D_v, value_high: open D_v",
-    "Cache": "keys: n D, values: n D_v, positions: whole n",
-    "CompressedCache": "keys: N>=0 D, values: N>=0 D_v, positions: whole N>=0, lengths: whole B H_kv",
-    "Decoding": f"{SO_FAR}, positions: whole B H_kv n>=0, queries: B H_q m>=0 D",
-    "Moments": "count: whole, key_sum: D, value_sum: D_v, value_key_sum: D_v D",
-    "PagedCache": "keys: memory P S H_kv D, values: memory P S H_kv D_v, positions: whole P S H_kv, "
-    "block_table: whole B n, lengths: whole B H_kv, seen: whole B",
-    "Stream": "keys: N>=0 D, values: N>=0 D_v, positions: whole N>=0",
-}
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def __getitem__(self, said: tuple[Any, str]) -> Any:
+            return Annotated[said[0], Said(self.name, said[1])]
+
+    Real, Weight, Share, Cosine, Open, Memory, Mask, Whole, State, Setting = map(
+        Kind, ("real", "weight", "share", "cosine", "open", "memory", "bool", "whole", "state", "setting")
+    )
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-KINDS = ("weight", "share", "open", "memory", "bool", "whole")
+def contract(function: Function) -> Function:
+    """Check the arguments of a function as its signature says, and hand them on: real numbers as float64,
+    masks and whole numbers in their own dtype. Raises ValueError naming the argument, what was got and what
+    was wanted.
+    """
+    said = Contract(function)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        return function(**said.read(*args, **kwargs))
+
+    checked.contract = said  # type: ignore[attr-defined]
+    return checked  # type: ignore[return-value]
+
+
+class Contract:
+    """What the signature of a function says. It is read when first asked, for it may name a later class."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    @functools.cached_property
+    def signature(self) -> inspect.Signature:
+        """The signature with its annotations."""
+        return inspect.signature(self.function, eval_str=True)
+
+    @functools.cached_property
+    def arguments(self) -> tuple[Argument, ...]:
+        """The arrays and states, in the order of the signature."""
+        found = ((name, _said(each.annotation)) for name, each in self.signature.parameters.items())
+        return tuple(_argument(name, *said) for name, said in found if said and said[1].kind != "setting")
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Range]:
+        """The settings that have a range, by name."""
+        found = ((name, _said(each.annotation)) for name, each in self.signature.parameters.items())
+        return {
+            name: Range(said[0], said[1].text) for name, said in found if said and said[1].kind == "setting"
+        }
+
+    @functools.cached_property
+    def required(self) -> set[str]:
+        """The names of the arguments without a default."""
+        parameters = self.signature.parameters.items()
+        return {name for name, each in parameters if each.default is each.empty}
+
+    @property
+    def line(self) -> str:
+        """The arrays and states in one line, which `arguments` reads."""
+        return ", ".join(map(str, self.arguments))
+
+    def read(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The arguments of a call by name, as the function wants them; ValueError as `contract` says."""
+        names = self.signature.parameters.keys()
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if len(given) < len(args) + len(kwargs) or not self.required <= given.keys() <= names:
+            self.signature.bind(*args, **kwargs)  # an argument too many or too few: Python says it
+        axes = Axes()
+        for argument in self.arguments:
+            if argument.name in given:
+                given[argument.name] = _read(argument, given[argument.name], axes)
+        axes.relate()
+        for name, wanted in self.settings.items():
+            if name in given:
+                given[name] = wanted.read(name, given[name])
+        return given
+
+
+def arrays(line: str, *given: Any) -> tuple[Any, ...]:
+    """Arrays and states as a line wants them, in its order; ValueError as `contract` says."""
+    axes, wanted = Axes(), arguments(line)
+    found = tuple(_read(each, value, axes) for each, value in zip(wanted, given, strict=True))
+    axes.relate()
+    return found
+
+
+def _read(argument: Argument, value: Any, axes: Axes) -> Any:
+    if value is None and argument.optional:
+        return None
+    if argument.state:
+        if not all(hasattr(value, name) for name in argument.fields):
+            wanted = f"{argument.kind}({', '.join(argument.fields)})"
+            raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted {wanted}")
+        read = {name: _read(field, getattr(value, name), axes) for name, field in argument.fields.items()}
+        return value._replace(**read)
+    converted = checks.READ[argument.kind](argument.name, value)
+    axes.fit(argument, converted.shape)
+    return converted
+
+
+class Said(NamedTuple):
+    """What a signature says beside a type: a kind, and the axes of an array or the range of a setting."""
+
+    kind: str
+    text: str
+
+
+def _said(annotation: Any) -> tuple[Any, Said] | None:
+    type_, *beside = get_args(annotation) or [annotation]
+    found = [each for each in beside if isinstance(each, Said)]
+    return (type_, found[0]) if found else None
+
+
+@functools.cache
+def contracts() -> dict[str, Contract]:
+    """The contract of each function that checks its arguments, by its path: `keydiff.score`."""
+    return {
+        f"{module.__name__.split('.')[-1]}.{name}": value.contract
+        for module in _modules()
+        for name, value in sorted(vars(module).items())
+        if inspect.isfunction(value) and hasattr(value, "contract") and value.__module__ == module.__name__
+    }
+
+
+@functools.cache
+def states() -> dict[str, type]:
+    """The named tuples whose fields say their axes, by name."""
+    found = (value for module in _modules() for value in vars(module).values())
+    tuples = {each for each in found if isinstance(each, type) and hasattr(each, "_fields")}
+    return {each.__name__: each for each in sorted(tuples, key=lambda each: each.__name__) if fields(each)}
+
+
+def _modules() -> list[Any]:
+    stems = sorted(each.name for each in pkgutil.iter_modules(importlib.import_module(__package__).__path__))
+    return [importlib.import_module(f"{__package__}.{stem}") for stem in stems]
+
+
+@functools.cache
+def arguments(said: str) -> tuple[Argument, ...]:
+    """The arrays and states of a function by its path, or of a line: `keys: B H_kv T D, kept: bool ... T`."""
+    if ": " in said:
+        return tuple(_argument_of_line(*text.split(": ")) for text in said.split(", "))
+    return contract_of(said).arguments
+
+
+def contract_of(path: str) -> Contract:
+    """What the signature of a function of the reference says, whether it checks or not."""
+    stem, name = path.split(".")
+    function = getattr(importlib.import_module(f"{__package__}.{stem}"), name)
+    return getattr(function, "contract", None) or Contract(function)
+
+
+@functools.cache
+def fields(state: type) -> dict[str, Argument]:
+    """The fields of a state that are arrays, by name."""
+    found = {name: _said(each) for name, each in get_type_hints(state, include_extras=True).items()}
+    return {name: _argument(name, *said) for name, said in found.items() if said}
 
 
 @dataclass(frozen=True)
 class Argument:
-    """An argument of a line: its name, its kind and its axes; whether it may be None."""
+    """An array or a state that a function takes: its name, its kind and its axes; whether it may be None.
+    Of a state the kind is the name of its class.
+    """
 
     name: str
     kind: str
     axes: tuple[str, ...]
     optional: bool
+    state: Any = None  # the class of a state
+
+    def __str__(self) -> str:
+        """As a line says it: `kept: bool B H_kv T`."""
+        kind = [] if self.kind == "real" else [self.kind]
+        return f"{self.name}{'?' * self.optional}: {' '.join([*kind, *self.axes])}"
 
     @functools.cached_property
     def fields(self) -> dict[str, Argument]:
         """The fields of a state by their names, with the axes that are in front of all of them."""
-        prefix, own = f"{self.name}.", arguments(self.kind)
-        return {each.name: replace(each, name=prefix + each.name, axes=self.axes + each.axes) for each in own}
+        own = fields(self.state) if self.state else {}
+        return {
+            name: replace(each, name=f"{self.name}.{name}", axes=self.axes + each.axes)
+            for name, each in own.items()
+        }
 
     @functools.cached_property
     def lead(self) -> str:
@@ -235,18 +270,78 @@ class Argument:
         return {place: part for place, part in enumerate(parts) if len(part) > 1 or part == ["H_q"]}
 
 
-@functools.cache
-def arguments(line: str) -> tuple[Argument, ...]:
-    """Return the arguments of a function of CONTRACT, of a state of STATES, or of a line itself."""
-    line = CONTRACT.get(line) or STATES.get(line) or line
-    return tuple(_argument(*text.split(": ")) for text in line.split(", "))
+KINDS = ("real", "weight", "share", "cosine", "open", "memory", "bool", "whole")
 
 
-def _argument(name: str, axes: str) -> Argument:
-    kind, *own = axes.split()
-    if kind not in (*KINDS, *STATES):
-        kind, own = "real", [kind, *own]
-    return Argument(name.removesuffix("?"), kind, tuple(own), name.endswith("?"))
+def _argument(name: str, type_: Any, said: Said) -> Argument:
+    optional = type(None) in get_args(type_)
+    state = next((each for each in (type_, *get_args(type_)) if hasattr(each, "_fields")), None)
+    kind = state.__name__ if state else said.kind
+    return Argument(name, kind, tuple(said.text.split()), optional, state)
+
+
+def _argument_of_line(name: str, text: str) -> Argument:
+    kind, *axes = text.split()
+    state = None
+    if re.match("[A-Z][a-z]", kind):
+        state = states()[kind]
+    elif kind not in KINDS:
+        kind, axes = "real", [kind, *axes]
+    return Argument(name.removesuffix("?"), kind, tuple(axes), name.endswith("?"), state)
+
+
+PARITIES = ("odd", "even")
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a setting may be: the type that its function gets, and the range as the signature says it."""
+
+    type: Any
+    text: str
+
+    @functools.cached_property
+    def limits(self) -> tuple[float, float, bool, bool]:
+        """The least and the largest number, and whether each of them belongs to the range."""
+        if self.text in PARITIES:
+            return PARITIES.index(self.text) + 1.0, math.inf, True, False
+        if at_least := re.fullmatch(r"(>=?) (\S+)", self.text):
+            return float(at_least[2]), math.inf, at_least[1] == ">=", False
+        between = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", self.text)
+        if not between:
+            raise ValueError(f"range: got {self.text!r}, wanted one such as '>= 1', 'odd' or '[0, 1)'")
+        return float(between[2]), float(between[3]), between[1] == "[", between[4] == "]"
+
+    @functools.cached_property
+    def whole(self) -> bool:
+        """Whether the setting counts something."""
+        return int in (self.type, *get_args(self.type))
+
+    @functools.cached_property
+    def optional(self) -> bool:
+        """Whether the setting may be None."""
+        return type(None) in get_args(self.type)
+
+    @functools.cached_property
+    def exact(self) -> bool:
+        """Whether the function gets the decimal number as it was written."""
+        return Fraction in get_args(self.type)
+
+    def read(self, name: str, value: Any) -> Any:
+        """The value as its function wants it. Raises ValueError naming the setting."""
+        if value is None and self.optional:
+            return None
+        low, high, closed_low, closed_high = self.limits
+        if self.text in PARITIES:
+            return {"odd": checks.as_odd, "even": checks.as_even}[self.text](name, value)
+        if self.whole:
+            return checks.as_count(name, value, low=int(low), high=None if high == math.inf else int(high))
+        if closed_high and high == math.inf:
+            return float(checks.as_open(name, value))
+        number = checks.as_fraction(
+            name, value, low=low, high=high, closed_low=closed_low, closed_high=closed_high
+        )
+        return number if self.exact else float(number)
 
 
 class Axes:

@@ -7,11 +7,13 @@ FFY0/DefensiveKV, kvpress/presses/efficient_defensivekv_press.py at c278cd0.
 """
 
 import math
+from fractions import Fraction
 
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import arrays, as_count, as_fraction, require_between, require_window
+from .checks import require_window
+from .contract import Mask, Real, Setting, Weight, contract
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -21,17 +23,18 @@ METHOD = (
 )
 
 
+@contract
 def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    w_o: np.ndarray,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    w_o: Real[np.ndarray, "H_q D_v hidden"],
     *,
-    budget: int,
-    window_size: int = 32,
-    kernel_size: int = 5,
-    first_share: float = 0.5,
-    epsilon: float = 1e-4,
+    budget: Setting[int, ">= 1"],
+    window_size: Setting[int, ">= 1"] = 32,
+    kernel_size: Setting[int, "odd"] = 5,
+    first_share: Setting[float | Fraction, "[0, 1]"] = 0.5,
+    epsilon: Setting[float, ">= 0"] = 1e-4,
 ) -> np.ndarray:
     r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
     tokens of the highest a.
@@ -41,21 +44,21 @@ def score(
     = keep; all infinite where T <= window_size. Raises ValueError naming the argument. Source: the
     public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
     """
-    queries, keys, values, w_o = arrays("criticalkv.score", queries, keys, values, w_o)
-    budget, share = as_count("budget", budget, low=1), as_fraction("first_share", first_share)
-    require_between("epsilon", epsilon, 0)
-    if keys.shape[2] <= as_count("window_size", window_size, low=1):
+    if keys.shape[2] <= window_size:
         return np.full(keys.shape[:3], np.inf)
     norms = projected_norms(values, w_o)
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
     window = np.full((*attended.shape[:-1], window_size), np.inf)
     # Decision: the window is the first part of the first stage, as in the public code.
-    first = top_k(np.concatenate([attended, window], axis=-1), math.floor(share * budget))
+    first = top_k(np.concatenate([attended, window], axis=-1), math.floor(first_share * budget))
     second = np.concatenate([(attended + epsilon) * norms[..., :-window_size], window], axis=-1)
     return np.where(first, np.inf, second)
 
 
-def projected_norms(values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+@contract
+def projected_norms(
+    values: Real[np.ndarray, "B H_kv T D_v"], w_o: Real[np.ndarray, "H_q D_v hidden"]
+) -> np.ndarray:
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual
     stream, for a weight of 1.
 
@@ -63,12 +66,11 @@ def projected_norms(values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
     belong to each query head. Returns [B, H_kv, T]. Raises ValueError naming the argument that does
     not fit.
     """
-    values, w_o = arrays("criticalkv.projected_norms", values, w_o)
     projected = values[:, :, None] @ w_o.reshape(values.shape[1], -1, *w_o.shape[1:])
     return np.abs(projected).sum(axis=-1).mean(axis=2)
 
 
-def defend(weights: np.ndarray) -> np.ndarray:
+def defend(weights: Weight[np.ndarray, "... G M T"]) -> np.ndarray:
     r"""CK-2: `a_t = max(b_t, mean_u b_u)`, `b_t = max_gm w_gmt`: DefensiveKV's aggregation.
     [..., G, M, N] to [..., N].
 
@@ -79,8 +81,13 @@ def defend(weights: np.ndarray) -> np.ndarray:
     return np.maximum(largest, largest.mean(axis=-1, keepdims=True))
 
 
+@contract
 def importance(
-    queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 5
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    *,
+    window_size: Setting[int, ">= 1"] = 32,
+    kernel_size: Setting[int, "odd"] = 5,
 ) -> np.ndarray:
     r"""CK-3: `a = defend(w)`, w the attention of the last queries on the tokens before them, pooled
     at an unchanged sum.
@@ -89,7 +96,6 @@ def importance(
     [B, H_kv, T, D], T > window_size; kernel_size, odd. Returns [B, H_kv, T - window_size]. Raises
     ValueError naming the argument.
     """
-    window_size = as_count("window_size", window_size, low=1)
     queries, keys = by_group(queries, keys)
     require_window(queries.shape[-2], keys.shape[-2], window_size)
     weights = causal_attention(queries[..., -window_size:, :], keys)[..., :-window_size]
@@ -100,7 +106,9 @@ def importance(
     return defend(pooled * (weights.sum(axis=-1, keepdims=True) / np.where(total == 0, 1, total)))
 
 
-def error_bound(weights: np.ndarray, norms: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def error_bound(
+    weights: Weight[np.ndarray, "... T"], norms: Weight[np.ndarray, "... T"], kept: Mask[np.ndarray, "... T"]
+) -> np.ndarray:
     r"""CK-5: `C - (2 - 1/S) sum_kept p_t n_t`, `C = sum p_t n_t`, `S = sum_kept p_t`: it bounds the
     error of the output.
 

@@ -8,20 +8,22 @@ kvpress/presses/dropkv_press.py at 7fb8625.
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .checks import arrays, as_window
+from .checks import as_window
+from .contract import Real, Setting, contract
 from .expected_attention import norm
 from .snapkv import average_pool
 
 METHOD = "keeps the last tokens, and those whose removal alone would change the last outputs most"
 
 
+@contract
 def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
     *,
-    window_size: int = 32,
-    kernel_size: int = 7,
+    window_size: Setting[int, ">= 1"] = 32,
+    kernel_size: Setting[int, "odd"] = 7,
 ) -> np.ndarray:
     r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last
     queries.
@@ -32,7 +34,6 @@ def score(
     window_size. Raises ValueError naming the argument. Source: the public code, whose defaults
     these are.
     """
-    queries, keys, values = arrays("dropkv.score", queries, keys, values)
     length = keys.shape[2]
     window = as_window(window_size, queries.shape[2], length)
     if window == length:
@@ -49,7 +50,7 @@ def score(
     return np.where(np.arange(length) >= length - window, np.inf, pooled)
 
 
-def perturbation(logits: np.ndarray, values: np.ndarray) -> np.ndarray:
+def perturbation(logits: Real[np.ndarray, "... T"], values: Real[np.ndarray, "... T D_v"]) -> np.ndarray:
     r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only
     token j is evicted.
 

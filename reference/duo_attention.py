@@ -8,7 +8,8 @@ The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_at
 import numpy as np
 
 from .attention import attention_logits, by_group, grouped, softmax
-from .checks import arrays, as_count
+from .checks import as_count
+from .contract import Real, Setting, Share, contract
 from .rope import rotate
 
 METHOD = "keeps all tokens of retrieval heads, and the first and the last tokens of the others"
@@ -21,13 +22,14 @@ INPUTS = {
 }
 
 
+@contract
 def select(
-    keys: np.ndarray,
-    gates: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    gates: Real[np.ndarray, "B H_kv"],
     *,
-    threshold: float = 0.5,
-    sink_size: int = 128,
-    recent_size: int = 256,
+    threshold: Setting[float, "[-inf, inf]"] = 0.5,
+    sink_size: Setting[int, ">= 0"] = 128,
+    recent_size: Setting[int, ">= 0"] = 256,
 ) -> np.ndarray:
     r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and
     the last `recent_size`.
@@ -36,8 +38,7 @@ def select(
     estimated; sink_size and recent_size, at least 0 and together at least 1. Returns kept
     [B, H_kv, T], boolean. Raises ValueError naming the argument.
     """
-    keys, gates = arrays("duo_attention.select", keys, gates)
-    sink_size, length = as_count("sink_size", sink_size, low=0), keys.shape[2]
+    length = keys.shape[2]
     # Decision: a streaming head keeps a token at least.
     recent_size = as_count("recent_size", recent_size, low=0 if sink_size else 1)
     places = np.arange(length)
@@ -45,8 +46,13 @@ def select(
     return (gates >= threshold)[..., None] | streaming
 
 
+@contract
 def estimate_gates(
-    query_mean: np.ndarray, key_mean: np.ndarray, *, length: int = 500, theta: float = 10000.0
+    query_mean: Real[np.ndarray, "B H_q D%2"],
+    key_mean: Real[np.ndarray, "B H_kv D"],
+    *,
+    length: Setting[int, ">= 1"] = 500,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> np.ndarray:
     r"""DA-1: `g_h = mean_g (1/n) sum_t sum_{u <= t} a_u`, a the attention of the mean query on n
     mean keys.
@@ -58,23 +64,23 @@ def estimate_gates(
     Args: query_mean [B, H_q, D] and key_mean [B, H_kv, D], before RoPE; length n; theta, the base
     of RoPE. Returns [B, H_kv]. Raises ValueError naming the argument.
     """
-    query, key = arrays("duo_attention.estimate_gates", query_mean, key_mean)
-    places = np.arange(as_count("length", length, low=1))
-    keys = rotate(np.repeat(key[:, :, None], places.size, axis=2), places, theta)[:, :, None]
-    last = rotate(grouped(query, key.shape[1])[..., None, :], places[-1:], theta)
+    places = np.arange(length)
+    keys = rotate(np.repeat(key_mean[:, :, None], places.size, axis=2), places, theta)[:, :, None]
+    last = rotate(grouped(query_mean, key_mean.shape[1])[..., None, :], places[-1:], theta)
     weights = softmax(attention_logits(last, keys))[..., 0, :]
     # The token at place t is in the cumulated sums of the n - t places from t on.
     return (weights * (places.size - places) / places.size).sum(axis=-1).mean(axis=2)
 
 
+@contract
 def gated_attention(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    gates: np.ndarray,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    gates: Share[np.ndarray, "B H_kv"],
     *,
-    sink_size: int = 128,
-    recent_size: int = 256,
+    sink_size: Setting[int, ">= 0"] = 128,
+    recent_size: Setting[int, ">= 1"] = 256,
 ) -> np.ndarray:
     r"""DA-3: `o_h = g_h softmax_full(Q K^T) V + (1 - g_h) softmax_streaming(Q K^T) V`.
 
@@ -86,13 +92,12 @@ def gated_attention(
     [B, H_kv, T, D_v]; gates [B, H_kv] in [0, 1]. Returns [B, H_q, M, D_v]. Raises ValueError naming
     the argument.
     """
-    queries, keys, values, gates = arrays("duo_attention.gated_attention", queries, keys, values, gates)
     num_queries, length = queries.shape[2], keys.shape[2]
     places = np.arange(length)
     ago = places[length - num_queries :, None] - places
     full = ago >= 0
-    is_first = places < as_count("sink_size", sink_size, low=0)
-    streaming = full & (is_first | (ago < as_count("recent_size", recent_size, low=1)))
+    is_first = places < sink_size
+    streaming = full & (is_first | (ago < recent_size))
     logits = attention_logits(*by_group(queries, keys))
     of_full, of_streaming = (
         softmax(np.where(visible, logits, -np.inf)) @ values[:, :, None] for visible in (full, streaming)
@@ -102,13 +107,17 @@ def gated_attention(
     return mixed.reshape(*queries.shape[:3], -1)
 
 
+@contract
 def training_loss(
-    hidden_states: np.ndarray, full_hidden_states: np.ndarray, gates: np.ndarray, *, penalty: float
+    hidden_states: Real[np.ndarray, "N d"],
+    full_hidden_states: Real[np.ndarray, "N d"],
+    gates: Real[np.ndarray, "layers H_kv"],
+    *,
+    penalty: Setting[float, ">= 0"],
 ) -> float:
     r"""DA-4: `L = (1/(N d)) sum_n ||h_n - h_n^full||^2 + penalty sum_h |g_h|`.
 
     Args: the final hidden states [N, d] of the tokens that say the answer, with DA-3 in every head,
     and those of the full model; gates [layers, H_kv]. Raises ValueError naming the argument.
     """
-    states, wanted, gates = arrays("duo_attention.training_loss", hidden_states, full_hidden_states, gates)
-    return float(((states - wanted) ** 2).mean() + penalty * np.abs(gates).sum())
+    return float(((hidden_states - full_hidden_states) ** 2).mean() + penalty * np.abs(gates).sum())

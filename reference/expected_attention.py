@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import grouped, softmax
-from .checks import array, arrays, as_count, require_between
+from .contract import Real, Setting, State, Weight, Whole, contract
 from .rope import frequencies
 from .selection import budget, gather, top_k
 
@@ -24,13 +24,14 @@ INPUTS = {
 }
 
 
+@contract
 def score(
-    keys: np.ndarray,
-    values: np.ndarray,
-    query_mean: np.ndarray,
-    query_covariance: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    query_mean: Real[np.ndarray, "B H_q D"],
+    query_covariance: Real[np.ndarray, "B H_q D D"],
     *,
-    epsilon: float = 0.02,
+    epsilon: Setting[float, ">= 0"] = 0.02,
 ) -> np.ndarray:
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
     `ada_kv` on these scores.
@@ -42,10 +43,6 @@ def score(
     experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
     Source: section 2.2, equations 7 to 9.
     """
-    keys, values, query_mean, query_covariance = arrays(
-        "expected_attention.score", keys, values, query_mean, query_covariance
-    )
-    require_between("epsilon", epsilon, 0)
     grouped_mean, grouped_covariance = (
         grouped(each, keys.shape[1]) for each in (query_mean, query_covariance)
     )
@@ -55,7 +52,8 @@ def score(
     return contribution(weights, values, epsilon)
 
 
-def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def query_statistics(queries: Real[np.ndarray, "... N D"]) -> tuple[np.ndarray, np.ndarray]:
     r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before
     RoPE.
 
@@ -63,7 +61,6 @@ def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     Raises ValueError for empty or non-finite `queries`. Source: section 2.2; `compute_statistics`
     in listing 1.
     """
-    queries = array("expected_attention.query_statistics", queries)
     mean = queries.mean(axis=-2)
     centred = queries - mean[..., None, :]
     # Decision: divided by N, as in the authors' library; with N - 1 a buffer of one query would
@@ -72,7 +69,9 @@ def query_statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def project_statistics(
-    hidden_mean: np.ndarray, hidden_covariance: np.ndarray, w_q: np.ndarray
+    hidden_mean: Real[np.ndarray, "... h"],
+    hidden_covariance: Real[np.ndarray, "... h h"],
+    w_q: Real[np.ndarray, "D h"],
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`: queries before RoPE of Gaussian hidden
     states.
@@ -84,8 +83,13 @@ def project_statistics(
     return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(w_q, -1, -2)
 
 
+@contract
 def average_rotation(
-    head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0
+    head_dim: Setting[int, "even"],
+    *,
+    position: Setting[int, ">= 0"],
+    horizon: Setting[int, ">= 1"] = 512,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> np.ndarray:
     r"""EA-6: `Rbar = (1/T) sum_{j=1..T} R_{t+j}`, T = horizon, t + 1 = position.
 
@@ -93,20 +97,19 @@ def average_rotation(
     shrunk by `sin(T w_i / 2) / (T sin(w_i / 2))`. Arguments and errors of `average_rope`. Source:
     equation 6.
     """
-    position = as_count("position", position, low=0)
-    horizon = as_count("horizon", horizon, low=1)
     angles = (position + np.arange(horizon))[:, None] * frequencies(head_dim, theta)
     cos, sin = np.diag(np.cos(angles).mean(axis=0)), np.diag(np.sin(angles).mean(axis=0))
     return np.block([[cos, -sin], [sin, cos]])
 
 
+@contract
 def average_rope(
-    query_mean: np.ndarray,
-    query_covariance: np.ndarray,
+    query_mean: Real[np.ndarray, "... D%2"],
+    query_covariance: Real[np.ndarray, "... D D"],
     *,
-    position: int,
-    horizon: int = 512,
-    theta: float = 10000.0,
+    position: Setting[int, ">= 0"],
+    horizon: Setting[int, ">= 1"] = 512,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged
     over the next positions.
@@ -116,13 +119,16 @@ def average_rope(
     positions from there on; theta, the base of RoPE. Returns both in the same shapes. Raises
     ValueError naming the argument. Source: section 2.2, equation 6.
     """
-    query_mean, query_covariance = arrays("expected_attention.average_rope", query_mean, query_covariance)
     head_dim = query_mean.shape[-1]
     rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
     return query_mean @ rotation.T, rotation @ query_covariance @ rotation.T
 
 
-def log_expected_scores(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
+def log_expected_scores(
+    keys: Real[np.ndarray, "... T D"],
+    query_mean: Real[np.ndarray, "... D"],
+    query_covariance: Real[np.ndarray, "... D D"],
+) -> np.ndarray:
     r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i =
     E[exp(q . k_i / sqrt(d))] of a Gaussian q.
 
@@ -135,7 +141,11 @@ def log_expected_scores(keys: np.ndarray, query_mean: np.ndarray, query_covarian
     return linear / np.sqrt(head_dim) + quadratic / (2 * head_dim)
 
 
-def expected_weights(keys: np.ndarray, query_mean: np.ndarray, query_covariance: np.ndarray) -> np.ndarray:
+def expected_weights(
+    keys: Real[np.ndarray, "... T D"],
+    query_mean: Real[np.ndarray, "... D"],
+    query_covariance: Real[np.ndarray, "... D D"],
+) -> np.ndarray:
     r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio of expectations, not the expected
     attention E[a_i].
 
@@ -146,7 +156,10 @@ def expected_weights(keys: np.ndarray, query_mean: np.ndarray, query_covariance:
 
 
 def contribution(
-    weights: np.ndarray, values: np.ndarray, epsilon: float, w_o: np.ndarray | None = None
+    weights: Weight[np.ndarray, "... T"],
+    values: Real[np.ndarray, "... T D"],
+    epsilon: float,
+    w_o: np.ndarray | None = None,
 ) -> np.ndarray:
     r"""EA-9, EA-V: `(ahat_i + epsilon) |W_o v_i|` with w_o, equation 9 as printed;
     `(ahat_i + epsilon) |v_i|` without.
@@ -159,7 +172,10 @@ def contribution(
 
 
 def listing_1(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, compression_ratio: float
+    queries: Real[np.ndarray, "N D"],
+    keys: Real[np.ndarray, "T D"],
+    values: Real[np.ndarray, "T D_v"],
+    compression_ratio: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""EA-L1: listing 1 for one head, corrected so that it runs: einsum over every token, exact
     budget, tokens in position order.
@@ -185,16 +201,21 @@ class Decoding(NamedTuple):
     the next token; steps since the last compression.
     """
 
-    keys: np.ndarray
-    values: np.ndarray
-    positions: np.ndarray
-    queries: np.ndarray
+    keys: Real[np.ndarray, "B H_kv n>=0 D"]
+    values: Real[np.ndarray, "B H_kv n>=0 D_v"]
+    positions: Whole[np.ndarray, "B H_kv n>=0"]
+    queries: Real[np.ndarray, "B H_q m>=0 D"]
     position: int
     steps: int
 
 
+@contract
 def start_decoding(
-    keys: np.ndarray, values: np.ndarray, queries: np.ndarray, *, buffer_size: int = 128
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    queries: Real[np.ndarray, "B H_q M D"],
+    *,
+    buffer_size: Setting[int, ">= 1"] = 128,
 ) -> Decoding:
     r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries
     [B, H_q, T, D] before RoPE.
@@ -203,25 +224,24 @@ def start_decoding(
     seen, not the tokens kept. Raises ValueError naming the argument whose shape does not fit.
     Source: section 3.1, implementation details.
     """
-    keys, values, queries = arrays("expected_attention.start_decoding", keys, values, queries)
-    buffer_size = as_count("buffer_size", buffer_size, low=1)
     length = keys.shape[2]
     positions = np.broadcast_to(np.arange(length), keys.shape[:3]).copy()
     return Decoding(keys, values, positions, queries[:, :, -buffer_size:], length, 0)
 
 
+@contract
 def decode_step(
-    state: Decoding,
-    query: np.ndarray,
-    key: np.ndarray,
-    value: np.ndarray,
+    state: State[Decoding, ""],
+    query: Real[np.ndarray, "B H_q D"],
+    key: Real[np.ndarray, "B H_kv D"],
+    value: Real[np.ndarray, "B H_kv D_v"],
     *,
-    target: int,
-    interval: int = 512,
-    buffer_size: int = 128,
-    horizon: int = 512,
-    theta: float = 10000.0,
-    epsilon: float = 0.02,
+    target: Setting[int, ">= 1"],
+    interval: Setting[int, ">= 1"] = 512,
+    buffer_size: Setting[int, ">= 1"] = 128,
+    horizon: Setting[int, ">= 1"] = 512,
+    theta: Setting[float, "> 0"] = 10000.0,
+    epsilon: Setting[float, ">= 0"] = 0.02,
 ) -> Decoding:
     r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or
     all tokens if there are fewer.
@@ -231,10 +251,6 @@ def decode_step(
     statistics. Returns the next state. Raises ValueError for counts below 1 and shapes that do not
     fit. Source: section 3.1, implementation details, and section 4.2.
     """
-    state, query, key, value = arrays("expected_attention.decode_step", state, query, key, value)
-    target = as_count("target", target, low=1)
-    interval = as_count("interval", interval, low=1)
-    buffer_size = as_count("buffer_size", buffer_size, low=1)
     keys, values = appended(state.keys, key), appended(state.values, value)
     queries = appended(state.queries, query)[:, :, -buffer_size:]
     positions = np.concatenate([state.positions, np.full((*keys.shape[:2], 1), state.position)], axis=2)
@@ -253,11 +269,11 @@ def decode_step(
     return grown._replace(keys=keys, values=values, positions=positions, steps=0)
 
 
-def appended(rows: np.ndarray, row: np.ndarray) -> np.ndarray:
+def appended(rows: Real[np.ndarray, "B H_kv T D"], row: Real[np.ndarray, "B H_kv D"]) -> np.ndarray:
     """One more token, [B, H, D], after the rows, [B, H, n, D]."""
     return np.concatenate([rows, row[:, :, None]], axis=2)
 
 
-def norm(vectors: np.ndarray) -> np.ndarray:
+def norm(vectors: Real[np.ndarray, "... D"]) -> np.ndarray:
     r"""`|x|`, the Euclidean norm along the last axis."""
     return np.sqrt((vectors * vectors).sum(axis=-1))

@@ -5,15 +5,16 @@ removal, the measures.
 import numpy as np
 
 from .attention import attention_logits, softmax
+from .contract import Real, Weight
 from .expected_attention import norm
 from .rope import rotate
 
 
 def project(
-    hidden: np.ndarray,
-    w_q: np.ndarray,
-    w_k: np.ndarray,
-    w_v: np.ndarray,
+    hidden: Real[np.ndarray, "... T h"],
+    w_q: Real[np.ndarray, "D%2 h"],
+    w_k: Real[np.ndarray, "D%2 h"],
+    w_v: Real[np.ndarray, "D%2 h"],
     positions: np.ndarray,
     theta: float = 10000.0,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -27,14 +28,16 @@ def project(
     return rotate(queries, positions, theta), rotate(keys, positions, theta), values
 
 
-def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def attention_weights(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""EA-2: `a_i = z_i / sum_j z_j`, `z_i = exp(q . k_i / sqrt(d))`. [..., D] and [..., T, D] to
     [..., T]. Source: equation 2.
     """
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
 
 
-def residual_updates(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+def residual_updates(
+    weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
+) -> np.ndarray:
     r"""EA-3: `dh_i = a_i W_o v_i`, what token i adds to the residual stream:
     `h_out = h + sum_i dh_i`.
 
@@ -43,14 +46,18 @@ def residual_updates(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -
     return weights[..., None] * (values @ np.swapaxes(w_o, -1, -2))
 
 
-def update_norms(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+def update_norms(
+    weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
+) -> np.ndarray:
     r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of `residual_updates`; returns [..., T]. Source:
     equation 4.
     """
     return norm(residual_updates(weights, values, w_o))
 
 
-def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> np.ndarray:
+def removal_error(
+    weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
+) -> np.ndarray:
     r"""EA-4S: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when
     only token i is evicted.
 
@@ -62,14 +69,16 @@ def removal_error(weights: np.ndarray, values: np.ndarray, w_o: np.ndarray) -> n
     return weights / (1 - weights) * norm((values - output) @ np.swapaxes(w_o, -1, -2))
 
 
-def reconstruction_error(hidden: np.ndarray, compressed: np.ndarray) -> np.ndarray:
+def reconstruction_error(
+    hidden: Real[np.ndarray, "... T h"], compressed: Real[np.ndarray, "... T h"]
+) -> np.ndarray:
     r"""EA-A: mean over the tokens of `|h - h_compr|`. [..., T, h] twice to [...]. Source: appendix
     A, figure 6.
     """
     return norm(hidden - compressed).mean(axis=-1)
 
 
-def centre(states: np.ndarray) -> np.ndarray:
+def centre(states: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""`x - mean of x` over the tokens, [..., T, D]; exactly zero for a constant channel."""
     # The first row is subtracted first: the mean of equal numbers may differ from them in the last
     # bit, which z would enlarge.
@@ -77,7 +86,7 @@ def centre(states: np.ndarray) -> np.ndarray:
     return states - states.mean(axis=-2, keepdims=True)
 
 
-def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def correlation(observed: Real[np.ndarray, "... T"], expected: Real[np.ndarray, "... T"]) -> np.ndarray:
     r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 if one row is
     constant.
 
@@ -88,7 +97,7 @@ def correlation(observed: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return (observed * expected).sum(axis=-1) / np.where(size == 0, 1, size)
 
 
-def skewness_and_kurtosis(states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def skewness_and_kurtosis(states: Real[np.ndarray, "... T D"]) -> tuple[np.ndarray, np.ndarray]:
     r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0
     and 0.
 

@@ -2,11 +2,13 @@ r"""GVote (arXiv 2509.03136): sampled future queries vote on the tokens to keep,
 the current query needs.
 """
 
+from fractions import Fraction
+
 import numpy as np
 
 from .attention import attention_logits, grouped, softmax
 from .cache import CompressedCache, compress
-from .checks import array, arrays, as_count, as_fraction
+from .contract import Mask, Real, Setting, Weight, Whole, contract
 from .rope import frequencies
 
 METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
@@ -19,8 +21,13 @@ INPUTS = {
 }
 
 
+@contract
 def select(
-    query: np.ndarray, keys: np.ndarray, sampled_queries: np.ndarray, *, p: float = 0.95
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    sampled_queries: Real[np.ndarray, "B H_q S D"],
+    *,
+    p: Setting[float | Fraction, "[0, 1]"] = 0.95,
 ) -> np.ndarray:
     r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
     of the group.
@@ -30,7 +37,6 @@ def select(
     min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
     argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
-    query, keys, sampled_queries = arrays("gvote.select", query, keys, sampled_queries)
     (batch, num_kv_heads, length, _), samples = keys.shape, sampled_queries.shape[2]
     per_query_head = keys[:, :, None]
     current, sampled = (grouped(each, num_kv_heads) for each in (query, sampled_queries))
@@ -44,25 +50,25 @@ def select(
     return union(votes.reshape(batch, num_kv_heads, -1, length))
 
 
-def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+@contract
+def attention_weights(query: Real[np.ndarray, "* D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
     r"""GV-1, GV-A1: `A_0 = softmax(q K^T / sqrt(D))`, one query over all the tokens.
 
     Args: query [..., D]; keys [..., T, D]. Returns [..., T], summing to 1. Raises ValueError for an
     empty or non-finite argument. Source: equation 1; Algorithm 1, line 1.
     """
-    query, keys = arrays("gvote.attention_weights", query, keys)
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
 
 
-def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
+@contract
+def nucleus(attention: Weight[np.ndarray, "... T"], p: Setting[float | Fraction, "[0, 1]"]) -> np.ndarray:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
     Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises
     ValueError for a negative weight or a p outside [0, 1]. Source: section 3.2, step 1; Algorithm
     1, line 2.
     """
-    attention = array("gvote.nucleus", attention)
-    beyond = float(1 - as_fraction("p", p))
+    beyond = float(1 - p)
     order = np.argsort(-attention, axis=-1, kind="stable")
     falling = np.take_along_axis(attention, order, axis=-1)
     # A token is needed as long as those before it hold less than p, that is, as it and those after
@@ -77,15 +83,18 @@ def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
     return kept
 
 
-def single_step_budget(candidates: np.ndarray) -> np.ndarray:
+@contract
+def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> np.ndarray:
     r"""GV-A3: `B_0 = |K_0|`. Args: candidates [..., T], boolean. Returns [...]. Source: Algorithm
     1, line 3.
     """
-    candidates = array("gvote.single_step_budget", candidates)
     return candidates.sum(axis=-1)
 
 
-def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def hidden_statistics(
+    hidden_states: Real[np.ndarray, "... T C"], *, sink_size: Setting[int, ">= 0"] = 4
+) -> tuple[np.ndarray, np.ndarray]:
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
     normalised hidden states, sinks skipped.
 
@@ -94,28 +103,32 @@ def hidden_statistics(hidden_states: np.ndarray, *, sink_size: int = 4) -> tuple
     [..., C]. Raises ValueError for a negative sink_size. Source: section 3.2, step 2; Algorithm 1,
     line 4.
     """
-    hidden_states = array("gvote.hidden_statistics", hidden_states)
     # Decision: 4 sinks as in StreamingLLM, and the variance divides by the number of tokens.
-    skipped = min(as_count("sink_size", sink_size, low=0), hidden_states.shape[-2] - 1)
+    skipped = min(sink_size, hidden_states.shape[-2] - 1)
     observed = hidden_states[..., skipped:, :]
     mean = observed.mean(axis=-2)
     deviation = observed - mean[..., None, :]
     return mean, (deviation * deviation).mean(axis=-2)
 
 
-def sample_hidden_states(mean: np.ndarray, variance: np.ndarray, noise: np.ndarray) -> np.ndarray:
+@contract
+def sample_hidden_states(
+    mean: Real[np.ndarray, "* C"], variance: Weight[np.ndarray, "* C"], noise: Real[np.ndarray, "* S C"]
+) -> np.ndarray:
     r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a
     sample of N(0, I).
 
     Args: mean, variance [..., C]; noise [..., S, C]. Returns [..., S, C]. Raises ValueError for a
     negative variance. Source: section 3.2, step 3; Algorithm 1, line 5.
     """
-    mean, variance, noise = arrays("gvote.sample_hidden_states", mean, variance, noise)
     return mean[..., None, :] + np.sqrt(variance)[..., None, :] * noise
 
 
+@contract
 def project(
-    hidden_states: np.ndarray, query_weight: np.ndarray, query_bias: np.ndarray | None = None
+    hidden_states: Real[np.ndarray, "* S C"],
+    query_weight: Real[np.ndarray, "* C D"],
+    query_bias: Real[np.ndarray | None, "* D"] = None,
 ) -> np.ndarray:
     r"""GV-A6: `Q = X W_Q (+ b)`, the linear layer of the model, before RoPE.
 
@@ -123,13 +136,17 @@ def project(
     [..., D] or None. Returns [..., S, D]. Raises ValueError if the channels disagree. Source:
     section 3.2, step 3; Algorithm 1, line 6.
     """
-    hidden_states, query_weight, query_bias = arrays("gvote.project", hidden_states, query_weight, query_bias)
     queries = hidden_states @ query_weight
     return queries if query_bias is None else queries + query_bias[..., None, :]
 
 
+@contract
 def average_cos_sin(
-    head_dim: int, *, position: int, horizon: int = 512, theta: float = 10000.0
+    head_dim: Setting[int, "even"],
+    *,
+    position: Setting[int, ">= 0"],
+    horizon: Setting[int, ">= 1"] = 512,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""GV-A7: `mean over t of cos(t w_i), and of sin(t w_i)`, for t = position .. position +
     horizon - 1.
@@ -137,13 +154,17 @@ def average_cos_sin(
     Args: head_dim D, even; position, that of the next token; horizon >= 1. Returns cos and sin,
     [D/2]. Raises ValueError naming the argument. Source: section 3.2, step 3; Algorithm 1, line 7.
     """
-    position, horizon = as_count("position", position, low=0), as_count("horizon", horizon, low=1)
     angles = np.arange(position, position + horizon)[:, None] * frequencies(head_dim, theta)
     return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
 
 
+@contract
 def rotate_by_average(
-    queries: np.ndarray, *, position: int, horizon: int = 512, theta: float = 10000.0
+    queries: Real[np.ndarray, "... S D%2"],
+    *,
+    position: Setting[int, ">= 0"],
+    horizon: Setting[int, ">= 1"] = 512,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> np.ndarray:
     r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each
     of the positions.
@@ -151,13 +172,13 @@ def rotate_by_average(
     Args: queries [..., S, D], before RoPE; the settings of `average_cos_sin`. Returns [..., S, D].
     Source: Algorithm 1, line 8.
     """
-    queries = array("gvote.rotate_by_average", queries)
     cos, sin = average_cos_sin(queries.shape[-1], position=position, horizon=horizon, theta=theta)
     first, second = np.split(queries, 2, axis=-1)
     return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
 
-def sampled_logits(sampled_queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+@contract
+def sampled_logits(sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
     r"""GV-A9: `q_s . k_t / sqrt(D)` of each sampled query.
 
     Args: sampled_queries [..., S, D]; keys [..., T, D]. Returns [..., S, T]. Source: section 3.4;
@@ -165,50 +186,56 @@ def sampled_logits(sampled_queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """
     # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a
     # softmax of 0: ties.
-    return attention_logits(*arrays("gvote.sampled_logits", sampled_queries, keys))
+    return attention_logits(sampled_queries, keys)
 
 
-def top_each(scores: np.ndarray, budgets: np.ndarray) -> np.ndarray:
+@contract
+def top_each(scores: Real[np.ndarray, "... T"], budgets: Whole[np.ndarray, "..."]) -> np.ndarray:
     r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
 
     Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
     lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
     Algorithm 1, line 10.
     """
-    scores, budgets = arrays("gvote.top_each", scores, budgets)
     order = np.argsort(-scores, axis=-1, kind="stable")
     kept = np.zeros(scores.shape, dtype=bool)
     np.put_along_axis(kept, order, np.arange(scores.shape[-1]) < budgets[..., None], axis=-1)
     return kept
 
 
-def union(votes: np.ndarray) -> np.ndarray:
+@contract
+def union(votes: Mask[np.ndarray, "... S T"]) -> np.ndarray:
     r"""GV-A11: `K = union of the K_s`. Args: votes [..., S, T], boolean. Returns kept [..., T].
     Source: Algorithm 1, line 11.
     """
-    votes = array("gvote.union", votes)
     return np.logical_or.reduce(votes, axis=-2)
 
 
-def prune(keys: np.ndarray, values: np.ndarray, kept: np.ndarray) -> CompressedCache:
+@contract
+def prune(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+) -> CompressedCache:
     r"""GV-A12: `K, V restricted to the keep set of each head`, ragged; see `cache.compress`.
     Source: Algorithm 1, line 12.
     """
     return compress(keys, values, kept)
 
 
+@contract
 def algorithm_1(
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    hidden_states: np.ndarray,
-    query_weight: np.ndarray,
-    noise: np.ndarray,
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    hidden_states: Real[np.ndarray, "B T C"],
+    query_weight: Real[np.ndarray, "H_q C D"],
+    noise: Real[np.ndarray, "B S C"],
     *,
-    p: float = 0.95,
-    sink_size: int = 4,
-    horizon: int = 512,
-    theta: float = 10000.0,
+    p: Setting[float | Fraction, "[0, 1]"] = 0.95,
+    sink_size: Setting[int, ">= 0"] = 4,
+    horizon: Setting[int, ">= 1"] = 512,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> CompressedCache:
     r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: `select` with queries sampled
     from the hidden states.
@@ -218,7 +245,6 @@ def algorithm_1(
     [B, S, C], standard normal, shared by the heads of the layer. Returns the compressed cache.
     Raises ValueError as the steps do. Source: Algorithm 1.
     """
-    arrays("gvote.algorithm_1", query, keys, values, hidden_states, query_weight, noise)
     mean, variance = hidden_statistics(hidden_states, sink_size=sink_size)
     sampled = project(sample_hidden_states(mean, variance, noise)[:, None], query_weight)
     # Decision: the averaged positions start at that of the next token, the length of the prompt.

@@ -5,7 +5,7 @@ and as many recent tokens.
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import as_count
+from .contract import Real, Setting, contract
 from .selection import top_k
 
 METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
@@ -17,7 +17,8 @@ TRAITS = {"prompt_only"}
 BLOCK = 64
 
 
-def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+@contract
+def score(queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]) -> np.ndarray:
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all
     queries, mean over the group.
 
@@ -37,7 +38,13 @@ def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     return total.mean(axis=2)
 
 
-def select(queries: np.ndarray, keys: np.ndarray, *, budget: int) -> np.ndarray:
+@contract
+def select(
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    *,
+    budget: Setting[int, ">= 1"],
+) -> np.ndarray:
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores
     among the others.
 
@@ -46,7 +53,6 @@ def select(queries: np.ndarray, keys: np.ndarray, *, budget: int) -> np.ndarray:
     the paper; half and half as in its experiments.
     """
     scores = score(queries, keys)
-    budget = as_count("budget", budget, low=1)
     # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the
     # last token.
     recent = np.arange(scores.shape[-1]) >= scores.shape[-1] - (budget + 1) // 2

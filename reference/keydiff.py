@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .checks import array, arrays, as_count
+from .contract import Mask, Real, Setting, State, Whole, contract
 from .selection import gather, top_k
 
 METHOD = "keeps the keys least similar in direction to the mean of all keys"
@@ -16,14 +16,14 @@ METHOD = "keeps the keys least similar in direction to the mean of all keys"
 ArrayMap = Callable[[np.ndarray], np.ndarray]
 
 
-def score(keys: np.ndarray) -> np.ndarray:
+@contract
+def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
 
     Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
     keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
     equation 8.
     """
-    keys = array("keydiff.score", keys)
     return -cosine(keys, anchor(keys))
 
 
@@ -32,20 +32,24 @@ class Cache(NamedTuple):
     number of tokens seen.
     """
 
-    keys: np.ndarray
-    values: np.ndarray
-    positions: np.ndarray
+    keys: Real[np.ndarray, "n D"]
+    values: Real[np.ndarray, "n D_v"]
+    positions: Whole[np.ndarray, "n"]
     seen: int
 
 
-def append(cache: Cache | None, keys: np.ndarray, values: np.ndarray) -> Cache:
+@contract
+def append(
+    cache: State[Cache | None, "..."],
+    keys: Real[np.ndarray, "... M D"],
+    values: Real[np.ndarray, "... M D_v"],
+) -> Cache:
     r"""KD-3: `[K_c ; K], [V_c ; V]`: new tokens join a cache along the time axis; None is the empty
     cache.
 
     Args: keys [..., M, D], values [..., M, D_v]. Returns the Cache of n + M tokens. Raises
     ValueError where the shapes disagree.
     """
-    cache, keys, values = arrays("keydiff.append", cache, keys, values)
     seen = 0 if cache is None else cache.seen
     positions = np.broadcast_to(np.arange(seen, seen + keys.shape[-2]), keys.shape[:-1]).copy()
     new = Cache(keys, values, positions, seen + keys.shape[-2])
@@ -59,7 +63,8 @@ def append(cache: Cache | None, keys: np.ndarray, values: np.ndarray) -> Cache:
     )
 
 
-def evict(cache: Cache, kept: np.ndarray) -> Cache:
+@contract
+def evict(cache: State[Cache, "..."], kept: Mask[np.ndarray, "... n"]) -> Cache:
     r"""KD-4: `(K', V') = pi(K, V)`, a subset of the cache with K and V of a token together, in
     position order.
 
@@ -67,7 +72,6 @@ def evict(cache: Cache, kept: np.ndarray) -> Cache:
     Cache. Raises ValueError for a mask of another shape or with rows of different counts. Source:
     equation 4.
     """
-    cache, kept = arrays("keydiff.evict", cache, kept)
     counts = kept.sum(axis=-1)
     if (counts != counts.flat[0]).any():
         raise ValueError(f"kept: got rows of {counts.min()} to {counts.max()} tokens, wanted equally many")
@@ -75,12 +79,13 @@ def evict(cache: Cache, kept: np.ndarray) -> Cache:
     return Cache(gather(keys, kept), gather(values, kept), gather(positions, kept), seen)
 
 
+@contract
 def process_block(
-    cache: Cache | None,
-    keys: np.ndarray,
-    values: np.ndarray,
+    cache: State[Cache | None, "..."],
+    keys: Real[np.ndarray, "... M D"],
+    values: Real[np.ndarray, "... M D_v"],
     *,
-    budget: int,
+    budget: Setting[int, ">= 1"],
     scorer: ArrayMap = score,
 ) -> Cache:
     r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it;
@@ -93,11 +98,17 @@ def process_block(
     joined = append(cache, keys, values)
     # Decision: the anchor is the mean over cache and block, as equation 8 reads; evicted keys are
     # forgotten. Nothing is protected.
-    return evict(joined, top_k(scorer(joined.keys), as_count("budget", budget, low=1)))
+    return evict(joined, top_k(scorer(joined.keys), budget))
 
 
+@contract
 def process_prompt(
-    keys: np.ndarray, values: np.ndarray, *, budget: int, block_size: int, scorer: ArrayMap = score
+    keys: Real[np.ndarray, "... T D"],
+    values: Real[np.ndarray, "... T D_v"],
+    *,
+    budget: Setting[int, ">= 1"],
+    block_size: Setting[int, ">= 1"],
+    scorer: ArrayMap = score,
 ) -> Cache:
     r"""KD-6: block prompt processing of T tokens in blocks of B, the last one shorter: at most N +
     B tokens are held at a time.
@@ -106,8 +117,6 @@ def process_prompt(
     one shot). Returns the Cache. In a model the keys of later layers depend on the tokens that
     earlier blocks kept: call `process_block`. Source: section 2.4.
     """
-    keys, values = arrays("keydiff.process_prompt", keys, values)
-    block_size = as_count("block_size", block_size, low=1)
     length = min(block_size, keys.shape[-2])
     cache = process_block(None, keys[..., :length, :], values[..., :length, :], budget=budget, scorer=scorer)
     for start in range(block_size, keys.shape[-2], block_size):
@@ -116,26 +125,33 @@ def process_prompt(
     return cache
 
 
+@contract
 def decode(
-    cache: Cache, key: np.ndarray, value: np.ndarray, *, budget: int, scorer: ArrayMap = score
+    cache: State[Cache | None, "..."],
+    key: Real[np.ndarray, "... D"],
+    value: Real[np.ndarray, "... D_v"],
+    *,
+    budget: Setting[int, ">= 1"],
+    scorer: ArrayMap = score,
 ) -> Cache:
     r"""KD-6: token generation is block processing with B = 1: key [..., D] and value [..., D_v] of
     one new token.
     """
-    cache, key, value = arrays("keydiff.decode", cache, key, value)
     return process_block(cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer)
 
 
-def similarity_matrix(keys: np.ndarray) -> np.ndarray:
+@contract
+def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
 
     Args: keys [..., T, D]. Returns [..., T, T]. Source: section 3.2, equation 7.
     """
-    directions = unit(array("keydiff.similarity_matrix", keys))
+    directions = unit(keys)
     return directions @ np.swapaxes(directions, -1, -2)
 
 
-def pairwise_score(keys: np.ndarray) -> np.ndarray:
+@contract
+def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
 
     Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
@@ -144,22 +160,23 @@ def pairwise_score(keys: np.ndarray) -> np.ndarray:
     return -similarity_matrix(keys).sum(axis=-1)
 
 
-def anchor(keys: np.ndarray) -> np.ndarray:
+@contract
+def anchor(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
 
     Args: keys [..., T, D]. Returns [..., D]. Source: section 3.2, equation 8.
     """
-    return unit(array("keydiff.anchor", keys)).mean(axis=-2)
+    return unit(keys).mean(axis=-2)
 
 
-def cosine(keys: np.ndarray, direction: np.ndarray) -> np.ndarray:
+def cosine(keys: Real[np.ndarray, "... T D"], direction: Real[np.ndarray, "... D"]) -> np.ndarray:
     r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
     [..., T].
     """
     return (unit(keys) @ unit(direction)[..., None])[..., 0]
 
 
-def unit(vectors: np.ndarray) -> np.ndarray:
+def unit(vectors: Real[np.ndarray, "... D"]) -> np.ndarray:
     r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
     # The vector is divided by its largest component first: the square of 1e200 overflows in
     # float64.

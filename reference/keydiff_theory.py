@@ -8,12 +8,15 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .checks import array, arrays, as_count, require_between
+from .contract import Cosine, Mask, Real, Setting, State, contract
 from .keydiff import ArrayMap, Cache, anchor, append, cosine, unit
 from .selection import top_k
 
 
-def transformer_block(states: np.ndarray, attend: ArrayMap, feed_forward: ArrayMap) -> np.ndarray:
+@contract
+def transformer_block(
+    states: Real[np.ndarray, "... T D"], attend: ArrayMap, feed_forward: ArrayMap
+) -> np.ndarray:
     r"""KD-1: `Y = FFN(CSA(X))`, causal self-attention and then the feed-forward network, position
     by position.
 
@@ -21,10 +24,15 @@ def transformer_block(states: np.ndarray, attend: ArrayMap, feed_forward: ArrayM
     feed_forward returns. The equation leaves out residual connections and normalisation; they
     belong into the two functions. Source: equation 1.
     """
-    return feed_forward(attend(array("keydiff_theory.transformer_block", states)))
+    return feed_forward(attend(states))
 
 
-def causal_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+@contract
+def causal_attention(
+    queries: Real[np.ndarray, "... T D"],
+    keys: Real[np.ndarray, "... T D"],
+    values: Real[np.ndarray, "... T D_v"],
+) -> np.ndarray:
     r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M = -inf strictly above the diagonal and 0
     elsewhere.
 
@@ -32,18 +40,22 @@ def causal_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray) 
     applied). Returns [..., T, D_v]. Raises ValueError where the shapes disagree. Source: equation
     2.
     """
-    queries, keys, values = arrays("keydiff_theory.causal_attention", queries, keys, values)
     return _masked_attention(queries, keys, values)
 
 
-def cached_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, cache: Cache) -> np.ndarray:
+@contract
+def cached_attention(
+    queries: Real[np.ndarray, "... M D"],
+    keys: Real[np.ndarray, "... M D"],
+    values: Real[np.ndarray, "... M D_v"],
+    cache: State[Cache, "..."],
+) -> np.ndarray:
     r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache,
     and one another causally.
 
     Args: queries, keys [..., M, D], values [..., M, D_v] of the M new tokens; cache. Returns
     [..., M, D_v]. Raises ValueError where the shapes disagree. Source: equation 3.
     """
-    queries, keys, values, cache = arrays("keydiff_theory.cached_attention", queries, keys, values, cache)
     joined = append(cache, keys, values)
     return _masked_attention(queries, joined.keys, joined.values)
 
@@ -57,7 +69,10 @@ def _masked_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray)
     return softmax(np.where(hidden, -np.inf, attention_logits(queries, keys))) @ values
 
 
-def attention_policy(weights: np.ndarray, budget: int, *, aggregate: ArrayMap) -> np.ndarray:
+@contract
+def attention_policy(
+    weights: Real[np.ndarray, "... M T"], budget: Setting[int, ">= 0"], *, aggregate: ArrayMap
+) -> np.ndarray:
     r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is
     TOVA, its column sums H2O.
 
@@ -65,29 +80,29 @@ def attention_policy(weights: np.ndarray, budget: int, *, aggregate: ArrayMap) -
     scores [..., T]. Returns kept [..., T], boolean. Raises ValueError as `selection.top_k` does.
     Source: equation 5.
     """
-    return top_k(aggregate(array("keydiff_theory.attention_policy", weights)), budget)
+    return top_k(aggregate(weights), budget)
 
 
-def pairwise_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
+@contract
+def pairwise_objective(keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
     r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the
     objective that section 3.3 minimises.
 
     Args: keys [..., T, D]; kept [..., T], boolean (S). Returns [...]. Raises ValueError for a mask
     of another shape.
     """
-    keys, kept = arrays("keydiff_theory.pairwise_objective", keys, kept)
     chosen = unit(keys) * kept[..., None]
     total = chosen.sum(axis=-2)
     return (total * total).sum(axis=-1)
 
 
-def relaxed_objective(keys: np.ndarray, kept: np.ndarray) -> np.ndarray:
+@contract
+def relaxed_objective(keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
     r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys instead of the mean over S;
     KeyDiff minimises this.
 
     Args and Returns as `pairwise_objective`. Source: section 3.3.
     """
-    keys, kept = arrays("keydiff_theory.relaxed_objective", keys, kept)
     return ((unit(keys) @ anchor(keys)[..., None])[..., 0] * kept).sum(axis=-1)
 
 
@@ -100,7 +115,10 @@ class Operations(NamedTuple):
     square_roots: int
 
 
-def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray:
+@contract
+def score_step_by_step(
+    keys: Real[np.ndarray, "... T D"], *, epsilon: Setting[float, ">= 0"] = 1e-8
+) -> np.ndarray:
     r"""KD-A1: KD-8 in the operations that appendix A.2.1 counts: norms, unit keys, anchor, dot
     products, quotients.
 
@@ -108,7 +126,6 @@ def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray
     denominators from below. Returns scores [..., T]. Raises ValueError for a zero key. Source:
     appendix A.2.1.
     """
-    keys = array("keydiff_theory.score_step_by_step", keys)
     if (np.abs(keys).max(axis=-1) == 0).any():
         raise ValueError("keys: got a zero key, wanted none: each key is divided by its norm")
     norms = np.sqrt((keys * keys).sum(axis=-1, keepdims=True))
@@ -121,18 +138,19 @@ def score_step_by_step(keys: np.ndarray, *, epsilon: float = 1e-8) -> np.ndarray
     return -(dots / np.maximum(norms * length, epsilon))[..., 0]
 
 
-def operation_count(length: int, head_dim: int) -> Operations:
+@contract
+def operation_count(length: Setting[int, ">= 1"], head_dim: Setting[int, ">= 1"]) -> Operations:
     r"""KD-A1: the operations of `score_step_by_step` for one head of n keys of d channels.
 
     `n(3d + 1) + 2d` multiplications, `3nd - n - 1` additions, `2n + 1` divisions, `n + 1` square
     roots. The paper's list has d multiplications fewer: it counts the reciprocal of n, but not the
     products of the anchor's channels with it.
     """
-    n, d = as_count("length", length, low=1), as_count("head_dim", head_dim, low=1)
+    n, d = length, head_dim
     return Operations(n * (3 * d + 1) + 2 * d, 3 * n * d - n - 1, 2 * n + 1, n + 1)
 
 
-def flops(count: Operations, *, division: int = 5, square_root: int = 8) -> int:
+def flops(count: State[Operations, ""], *, division: int = 5, square_root: int = 8) -> int:
     r"""KD-A1: the weighted sum; with division = 5 and square root = 8 the paper's is
     `6nd + d + 18n + 12` (equation A.1).
     """
@@ -144,7 +162,10 @@ def flops(count: Operations, *, division: int = 5, square_root: int = 8) -> int:
     )
 
 
-def alignment_bound(count: int, weight: float, largest_norm: float) -> float:
+@contract
+def alignment_bound(
+    count: Setting[int, ">= 1"], weight: Setting[float, "(0, 1)"], largest_norm: Setting[float, "> 0"]
+) -> float:
     r"""KD-C1: `a / M - 1` with `a = log n + log(w / (1 - w))`: the least cosine of q with a key
     that gets the weight w.
 
@@ -153,25 +174,23 @@ def alignment_bound(count: int, weight: float, largest_norm: float) -> float:
     returned number where that is >= 0 or `k* . q >= 0`, and may be below it otherwise. Raises
     ValueError naming an argument out of range. Source: theorem C.1.
     """
-    count = as_count("count", count, low=1)
-    if not 0 < weight < 1:
-        raise ValueError(f"weight: got {weight}, wanted a number in (0, 1)")
-    if not largest_norm > 0:
-        raise ValueError(f"largest_norm: got {largest_norm}, wanted a positive number")
     return (math.log(count) + math.log(weight / (1 - weight))) / largest_norm - 1
 
 
-def squared_cosines(vector: np.ndarray, basis: np.ndarray) -> np.ndarray:
+@contract
+def squared_cosines(vector: Real[np.ndarray, "* D"], basis: Real[np.ndarray, "* D D"]) -> np.ndarray:
     r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an orthonormal basis; they sum to 1 (to 0 for the
     zero vector).
 
     Args: vector [..., D]; basis [..., D, D]. Returns [..., D]. Source: lemma C.2.
     """
-    vector, basis = arrays("keydiff_theory.squared_cosines", vector, basis)
     return cosine(basis, vector) ** 2
 
 
-def anchor_cosine_bound(key_query: np.ndarray, anchor_query: np.ndarray) -> np.ndarray:
+@contract
+def anchor_cosine_bound(
+    key_query: Cosine[np.ndarray, "*"], anchor_query: Cosine[np.ndarray, "*"]
+) -> np.ndarray:
     r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with bq = cos(k*, q) and bk = cos(kbar, q), of
     any signs.
 
@@ -179,7 +198,4 @@ def anchor_cosine_bound(key_query: np.ndarray, anchor_query: np.ndarray) -> np.n
     least upper bound is the cosine of the difference of the two angles,
     `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
     """
-    key_query, anchor_query = arrays("keydiff_theory.anchor_cosine_bound", key_query, anchor_query)
-    require_between("key_query", key_query, -1, 1)
-    require_between("anchor_query", anchor_query, -1, 1)
     return 1 - (key_query - anchor_query) ** 2 / 2

@@ -2,17 +2,17 @@ r"""KNorm (arXiv 2406.11430), a baseline: keep the keys of smallest norm."""
 
 import numpy as np
 
-from .checks import array
+from .contract import Real, contract
 
 METHOD = "keeps the keys of smallest Euclidean norm"
 
 
-def score(keys: np.ndarray) -> np.ndarray:
+@contract
+def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KN-1: `score_i = -|k_i|`.
 
     Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T], at most 0, higher =
     keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: the paper's
     abstract and section 3.
     """
-    keys = array("knorm.score", keys)
     return -np.sqrt((keys * keys).sum(axis=-1))

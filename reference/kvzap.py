@@ -9,7 +9,7 @@ kvpress/presses/dms_press.py, which takes it from DMS (arXiv 2506.05345).
 import numpy as np
 
 from .attention import by_group, grouped
-from .checks import arrays, as_count, as_open, require_between
+from .contract import Open, Real, Setting, contract
 from .expected_attention import norm
 from .kvzip import replay_attention
 
@@ -22,14 +22,15 @@ INPUTS = {
 FLOOR = 1e-30
 
 
+@contract
 def select(
-    keys: np.ndarray,
-    hidden_states: np.ndarray,
-    surrogate_weights: np.ndarray,
-    surrogate_bias: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    hidden_states: Real[np.ndarray, "B M<=T C"],
+    surrogate_weights: Real[np.ndarray, "B H_kv C"],
+    surrogate_bias: Real[np.ndarray, "B H_kv"],
     *,
-    threshold: float = -4.0,
-    window_size: int = 128,
+    threshold: Setting[float, "[-inf, inf]"] = -4.0,
+    window_size: Setting[int, ">= 1"] = 128,
 ) -> np.ndarray:
     r"""ZA-5: the last M tokens are judged by `dms` on their `score`; the tokens before them stay.
 
@@ -42,47 +43,53 @@ def select(
     boolean, ragged. Raises ValueError naming the argument. Source: the public code; -4 is the
     threshold of its example.
     """
-    keys, states, weights, bias = arrays(
-        "kvzap.select", keys, hidden_states, surrogate_weights, surrogate_bias
-    )
     kept = np.ones(keys.shape[:3], dtype=bool)
-    judged = dms(score(states, weights, bias), threshold=threshold, window_size=window_size)
-    kept[..., -states.shape[1] :] = judged
+    scores = score(hidden_states, surrogate_weights, surrogate_bias)
+    kept[..., -scores.shape[-1] :] = dms(scores, threshold=threshold, window_size=window_size)
     return kept
 
 
-def dms(scores: np.ndarray, *, threshold: float, window_size: int) -> np.ndarray:
+@contract
+def dms(
+    scores: Open[np.ndarray, "... T"],
+    *,
+    threshold: Setting[float, "[-inf, inf]"],
+    window_size: Setting[int, ">= 1"],
+) -> np.ndarray:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
     Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at
     least 1. Returns kept [..., T], boolean: each row keeps its own number. Raises ValueError naming
     the argument, and for NaN.
     """
-    (scores,) = arrays("kvzap.dms", scores)
     # Decision: the window is never empty, so a head keeps a token. The public code allows 0.
-    window = as_count("window_size", window_size, low=1)
     length = scores.shape[-1]
-    return (scores >= as_open("threshold", threshold)) | (np.arange(length) >= length - window)
+    return (scores >= threshold) | (np.arange(length) >= length - window_size)
 
 
-def score(hidden_states: np.ndarray, surrogate_weights: np.ndarray, surrogate_bias: np.ndarray) -> np.ndarray:
+@contract
+def score(
+    hidden_states: Real[np.ndarray, "B T C"],
+    surrogate_weights: Real[np.ndarray, "B H_kv C"],
+    surrogate_bias: Real[np.ndarray, "B H_kv"],
+) -> np.ndarray:
     r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
 
     Args: hidden_states [B, T, hidden]; surrogate_weights [B, H_kv, hidden]; surrogate_bias
     [B, H_kv]. Returns scores [B, H_kv, T], higher = keep, logarithms of KVzip's scores. Raises
     ValueError naming the argument.
     """
-    states, weights, bias = arrays("kvzap.score", hidden_states, surrogate_weights, surrogate_bias)
-    return weights @ np.swapaxes(states, 1, 2) + bias[..., None]
+    return surrogate_weights @ np.swapaxes(hidden_states, 1, 2) + surrogate_bias[..., None]
 
 
+@contract
 def target(
-    keys: np.ndarray,
-    values: np.ndarray,
-    w_o: np.ndarray,
-    replay_queries: np.ndarray,
-    replay_keys: np.ndarray,
-    replay_hidden_states: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    w_o: Real[np.ndarray, "H_q D_v hidden"],
+    replay_queries: Real[np.ndarray, "B H_q M D"],
+    replay_keys: Real[np.ndarray, "B H_kv M D"],
+    replay_hidden_states: Real[np.ndarray, "B M hidden"],
 ) -> np.ndarray:
     r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a
     token adds and of the state that it is added to (KVzip+).
@@ -91,21 +98,22 @@ def target(
     [B, H_q, M, D], keys [B, H_kv, M, D] and hidden states [B, M, hidden] of the replay. Returns
     [B, H_kv, T]. Raises ValueError naming the argument.
     """
-    keys, values, w_o, queries, replay, states = arrays(
-        "kvzap.target", keys, values, w_o, replay_queries, replay_keys, replay_hidden_states
-    )
-    queries, replay = by_group(queries, replay)
+    queries, replay = by_group(replay_queries, replay_keys)
     attention = replay_attention(keys[:, :, None], queries, replay)
     added = norm(values[:, :, None] @ grouped(w_o[None], keys.shape[1]))
-    reading = norm(states)[:, None, None, :, None]
+    reading = norm(replay_hidden_states)[:, None, None, :, None]
     # Decision: a zero state counts nothing, and scores below 1e-30 are 1e-30, for the fit needs
     # finite numbers. The public code divides by 0, and takes its logarithm.
     shares = np.where(reading == 0, 0, attention / np.where(reading == 0, 1, reading))
     return np.log(np.maximum((shares * added[..., None, :]).max(axis=(2, 3)), FLOOR))
 
 
+@contract
 def fit(
-    hidden_states: np.ndarray, target_scores: np.ndarray, *, ridge: float = 1.0
+    hidden_states: Real[np.ndarray, "B T C"],
+    target_scores: Real[np.ndarray, "B H_kv T"],
+    *,
+    ridge: Setting[float, "> 0"] = 1.0,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head.
 
@@ -113,10 +121,8 @@ def fit(
     alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv]. Raises ValueError naming the
     argument. Source: kvzap/train.py, whose ridge is 1, the default of scikit-learn.
     """
-    states, targets = arrays("kvzap.fit", hidden_states, target_scores)
-    require_between("ridge", ridge, np.finfo(float).tiny)
-    middle, mean = states.mean(axis=1, keepdims=True), targets.mean(axis=2, keepdims=True)
-    centred = states - middle
-    gram = np.swapaxes(centred, 1, 2) @ centred + ridge * np.eye(states.shape[2])
-    weights = np.swapaxes(np.linalg.solve(gram, np.swapaxes((targets - mean) @ centred, 1, 2)), 1, 2)
+    middle, mean = hidden_states.mean(axis=1, keepdims=True), target_scores.mean(axis=2, keepdims=True)
+    centred = hidden_states - middle
+    gram = np.swapaxes(centred, 1, 2) @ centred + ridge * np.eye(hidden_states.shape[2])
+    weights = np.swapaxes(np.linalg.solve(gram, np.swapaxes((target_scores - mean) @ centred, 1, 2)), 1, 2)
     return weights, (mean - weights @ np.swapaxes(middle, 1, 2))[..., 0]

@@ -8,14 +8,19 @@ The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kv
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import array, arrays, as_count
+from .contract import Real, Setting, contract
 from .selection import top_k
 
 METHOD = "keeps the tokens with the largest attention of any query when the text is read a second time"
 TRAITS = {"prompt_only"}
 
 
-def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
+@contract
+def score(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    replay_queries: Real[np.ndarray, "B H_q M D"],
+    replay_keys: Real[np.ndarray, "B H_kv M D"],
+) -> np.ndarray:
     r"""KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to
     a token.
 
@@ -25,12 +30,15 @@ def score(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray)
     scores [B, H_kv, T], from 0 to 1, higher = keep; it costs O(M T). Raises ValueError naming the
     argument that does not fit. Source: the public code.
     """
-    keys, queries, replay = arrays("kvzip.score", keys, replay_queries, replay_keys)
-    queries, replay = by_group(queries, replay)
+    queries, replay = by_group(replay_queries, replay_keys)
     return replay_attention(keys[:, :, None], queries, replay).max(axis=(2, 3))
 
 
-def replay_attention(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: np.ndarray) -> np.ndarray:
+def replay_attention(
+    keys: Real[np.ndarray, "... T D"],
+    replay_queries: Real[np.ndarray, "... M D"],
+    replay_keys: Real[np.ndarray, "... M D"],
+) -> np.ndarray:
     r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
     replay up to itself.
 
@@ -42,7 +50,8 @@ def replay_attention(keys: np.ndarray, replay_queries: np.ndarray, replay_keys: 
     return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
 
 
-def top_r(scores: np.ndarray, budget: int) -> np.ndarray:
+@contract
+def top_r(scores: Real[np.ndarray, "L B H_kv T"], budget: Setting[int, ">= 1"]) -> np.ndarray:
     r"""KZ-3: one selection over all layers and heads: the `budget * L * H` highest scores, no head
     guaranteed any.
 
@@ -50,8 +59,7 @@ def top_r(scores: np.ndarray, budget: int) -> np.ndarray:
     [L, B, H_kv, T], boolean, with min(budget, T) * L * H True for each row of the batch. Raises
     ValueError naming the argument.
     """
-    scores = array("kvzip.top_r", scores)
     layers, batch, heads, length = scores.shape
     rows = np.swapaxes(scores, 0, 1).reshape(batch, -1)
-    kept = top_k(rows, as_count("budget", budget, low=1) * layers * heads)
+    kept = top_k(rows, budget * layers * heads)
     return np.swapaxes(kept.reshape(batch, layers, heads, length), 0, 1)

@@ -10,14 +10,20 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import softmax
-from .checks import arrays, as_count, as_fraction
+from .contract import Real, Setting, State, Whole, contract
 from .selection import gather, top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
 TRAITS = {"recursive"}
 
 
-def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> np.ndarray:
+@contract
+def score(
+    keys: Real[np.ndarray, "... L D"],
+    values: Real[np.ndarray, "... L D_v"],
+    next_keys: Real[np.ndarray, "... M D"],
+    next_values: Real[np.ndarray, "... M D_v"],
+) -> np.ndarray:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
     of a partition sum to 2.
 
@@ -25,36 +31,35 @@ def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_valu
     [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
     the shapes disagree. Source: section 2.2, equations 7 to 11.
     """
-    keys, values, next_keys, next_values = arrays("lagkv.score", keys, values, next_keys, next_values)
     return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
 
 
-def append(cached: np.ndarray, new: np.ndarray) -> np.ndarray:
+@contract
+def append(cached: Real[np.ndarray, "... N>=0 D"], new: Real[np.ndarray, "... n D"]) -> np.ndarray:
     r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to
     [..., N + n, D].
 
     `cached` may be empty (N = 0). Raises ValueError if heads or channels differ. Source: section
     2.1, equation 5.
     """
-    cached, new = arrays("lagkv.append", cached, new)
     return np.concatenate([cached, new], axis=-2)
 
 
-def reference_minimum(next_states: np.ndarray) -> np.ndarray:
+def reference_minimum(next_states: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
     Source: equation 7.
     """
     return next_states.min(axis=-2, keepdims=True)
 
 
-def reference_maximum(next_states: np.ndarray) -> np.ndarray:
+def reference_maximum(next_states: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
     Source: equation 8.
     """
     return next_states.max(axis=-2, keepdims=True)
 
 
-def normalise(states: np.ndarray, next_states: np.ndarray) -> np.ndarray:
+def normalise(states: Real[np.ndarray, "... T D"], next_states: Real[np.ndarray, "... M D"]) -> np.ndarray:
     r"""LK-9: `Zbar = (Z - min) / (max - min)`, per channel, with the range of the NEXT partition;
     it may leave [0, 1].
 
@@ -69,7 +74,7 @@ def normalise(states: np.ndarray, next_states: np.ndarray) -> np.ndarray:
     return np.where(spread == 0, 0, (states - low) / np.where(spread == 0, 1, spread))
 
 
-def variation_score(normalised: np.ndarray) -> np.ndarray:
+def variation_score(normalised: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""LK-10: `softmax over the tokens of std over the channels`: positive, sums to 1 over the
     partition.
 
@@ -84,13 +89,14 @@ def variation_score(normalised: np.ndarray) -> np.ndarray:
     return softmax(deviation, axis=-1)
 
 
+@contract
 def select(
-    keys: np.ndarray,
-    values: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
     *,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
+    keep_ratio: Setting[float | Fraction, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
 ) -> np.ndarray:
     r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
     last partition onwards.
@@ -102,17 +108,25 @@ def select(
     return _kept_after(sink_size, score, keys, values, keep_ratio, lag_size)
 
 
-def tokens_per_partition(keep_ratio: float | Fraction, lag_size: int) -> int:
+@contract
+def tokens_per_partition(
+    keep_ratio: Setting[float | Fraction, "[0, 1]"], lag_size: Setting[int, ">= 1"]
+) -> int:
     r"""LK-12: `floor(r L)`, the tokens kept of each compressed partition; the paper writes rL as if
     it were whole.
     """
     # Decision: floor in exact decimal arithmetic, as the authors' code floors; float gives 28 for
     # floor(0.29 * 100).
-    return math.floor(as_fraction("keep_ratio", keep_ratio) * lag_size)
+    return math.floor(keep_ratio * lag_size)
 
 
+@contract
 def retained_length(
-    length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+    length: Setting[int, ">= 0"],
+    *,
+    keep_ratio: Setting[float | Fraction, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
 ) -> int:
     r"""LK-12: `L_R = S + floor(rL) (floor((L_s - S) / L) - 1) + L + (L_s - S) mod L` for
     `L_s >= S + 2L`, else `L_s`.
@@ -121,9 +135,6 @@ def retained_length(
     [0, 1]; sink_size (S), lag_size (L). Returns the tokens left. Raises ValueError naming an
     argument out of range. Source: equation 12.
     """
-    length = as_count("length", length, low=0)
-    sink_size = as_count("sink_size", sink_size, low=0)
-    lag_size = as_count("lag_size", lag_size, low=1)
     kept_each = tokens_per_partition(keep_ratio, lag_size)
     if length < sink_size + 2 * lag_size:
         return length
@@ -131,19 +142,30 @@ def retained_length(
     return sink_size + kept_each * (partitions - 1) + lag_size + remainder
 
 
+@contract
 def compression_ratio(
-    length: int, *, keep_ratio: float | Fraction, sink_size: int = 16, lag_size: int = 1024
+    length: Setting[int, ">= 1"],
+    *,
+    keep_ratio: Setting[float | Fraction, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
 ) -> float:
     r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed: below `1 - floor(rL) / L`, or 0 as that is
     at r = 1.
 
     Arguments of `retained_length`.
     """
-    length = as_count("length", length, low=1)
     return 1 - retained_length(length, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size) / length
 
 
-def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: int = 1024) -> Fraction:
+@contract
+def keep_ratio_for(
+    length: Setting[int, ">= 1"],
+    budget: Setting[int, ">= 1"],
+    *,
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
+) -> Fraction:
     r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0
     if there is none.
 
@@ -151,8 +173,6 @@ def keep_ratio_for(length: int, budget: int, *, sink_size: int = 16, lag_size: i
     exact fraction of lag_size; 1 where nothing needs to be removed. Raises ValueError naming an
     argument out of range.
     """
-    length = as_count("length", length, low=1)
-    budget = as_count("budget", budget, low=1)
     fixed = retained_length(length, keep_ratio=0, sink_size=sink_size, lag_size=lag_size)
     if budget >= length or fixed == length:
         return Fraction(1)
@@ -179,21 +199,22 @@ class Stream(NamedTuple):
     have come); seen, how many tokens have come.
     """
 
-    keys: np.ndarray
-    values: np.ndarray
-    positions: np.ndarray
+    keys: Real[np.ndarray, "N>=0 D"]
+    values: Real[np.ndarray, "N>=0 D_v"]
+    positions: Whole[np.ndarray, "N>=0"]
     static_length: int
     seen: int
 
 
+@contract
 def step(
-    stream: Stream | None,
-    keys: np.ndarray,
-    values: np.ndarray,
+    stream: State[Stream | None, "B H_kv"],
+    keys: Real[np.ndarray, "B H_kv n D"],
+    values: Real[np.ndarray, "B H_kv n D_v"],
     *,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
+    keep_ratio: Setting[float | Fraction, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
 ) -> Stream:
     r"""LK-R: append new tokens, then compress every partition after the static part that has a
     whole partition behind it.
@@ -207,8 +228,6 @@ def step(
     Raises ValueError naming the argument. Source: the list of section 2.2, figure 1 and (the
     prefill in chunks) section 4.3.
     """
-    stream, keys, values = arrays("lagkv.step", stream, keys, values)
-    sink_size = as_count("sink_size", sink_size, low=0)
     if stream is None:
         nothing = np.zeros((*keys.shape[:2], 0), dtype=int)
         stream = Stream(keys[:, :, :0], values[:, :, :0], nothing, sink_size, 0)
@@ -234,9 +253,6 @@ def _kept_after(
     """The kept mask: the first `static_length` tokens stay; every later partition but the last is
     compressed.
     """
-    keys, values = arrays("lagkv.select", keys, values)
-    static_length = as_count("sink_size", static_length, low=0)
-    lag_size = as_count("lag_size", lag_size, low=1)
     kept_each = tokens_per_partition(keep_ratio, lag_size)
     batch, num_kv_heads, length, _ = keys.shape
     kept = np.ones((batch, num_kv_heads, length), dtype=bool)

@@ -5,11 +5,15 @@ compresses.
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .checks import arrays
+from .contract import Real, contract
 
 
+@contract
 def project(
-    states: np.ndarray, query_weight: np.ndarray, key_weight: np.ndarray, value_weight: np.ndarray
+    states: Real[np.ndarray, "* n d"],
+    query_weight: Real[np.ndarray, "* d D"],
+    key_weight: Real[np.ndarray, "* d D"],
+    value_weight: Real[np.ndarray, "* d D_v"],
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and
     v of a decoding step.
@@ -18,24 +22,29 @@ def project(
     [..., n, d_h]. Raises ValueError if a weight does not fit the states. Source: section 2.1,
     equations 1 and 4.
     """
-    states, *weights = arrays("lagkv_theory.project", states, query_weight, key_weight, value_weight)
-    queries, keys, values = (states @ weight for weight in weights)
-    return queries, keys, values
+    return states @ query_weight, states @ key_weight, states @ value_weight
 
 
-def attention_output(weights: np.ndarray, values: np.ndarray, output_weight: np.ndarray) -> np.ndarray:
+@contract
+def attention_output(
+    weights: Real[np.ndarray, "... h M T"],
+    values: Real[np.ndarray, "... h T d_h"],
+    output_weight: Real[np.ndarray, "h*d_h d"],
+) -> np.ndarray:
     r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
 
     Args: weights [..., h, M, T]; values [..., h, T, d_h]; output_weight [h d_h, d]. Returns
     [..., M, d]. Raises ValueError where values or output_weight do not fit. Source: section 2.1,
     equation 2.
     """
-    weights, values, output_weight = arrays("lagkv_theory.attention_output", weights, values, output_weight)
     side_by_side = np.swapaxes(weights @ values, -2, -3)
     return side_by_side.reshape(*side_by_side.shape[:-2], len(output_weight)) @ output_weight
 
 
-def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
+@contract
+def attention_weights(
+    queries: Real[np.ndarray, "... M<=T d_h"], keys: Real[np.ndarray, "... T d_h"]
+) -> np.ndarray:
     r"""LK-3, LK-6: `A = softmax(Q K^T / sqrt(d_h))`, causal; the queries are those of the last M of
     the T tokens.
 
@@ -43,7 +52,6 @@ def attention_weights(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     prefill, M = 1 a decoding step. Raises ValueError where the queries do not fit the keys. Source:
     section 2.1, equations 3 and 6.
     """
-    queries, keys = arrays("lagkv_theory.attention_weights", queries, keys)
     num_queries, length = queries.shape[-2], keys.shape[-2]
     # Decision: causal. Equation 3 is printed without a mask; then a cached prefill would differ
     # from the uncached prefill.

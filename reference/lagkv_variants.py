@@ -7,28 +7,29 @@ from fractions import Fraction
 import numpy as np
 
 from . import knorm
-from .checks import arrays, as_count
+from .contract import Real, Setting, contract
 from .lagkv import _kept_after, score
 
 
-def local_score(keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+@contract
+def local_score(keys: Real[np.ndarray, "... L D"], values: Real[np.ndarray, "... L D_v"]) -> np.ndarray:
     r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself
     instead of Z[p+1]: Zbar is in [0, 1].
 
     Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError
     where the shapes disagree. Source: section 4.4, equations 14 and 15.
     """
-    keys, values = arrays("lagkv_variants.local_score", keys, values)
     return score(keys, values, keys, values)
 
 
+@contract
 def local_select(
-    keys: np.ndarray,
-    values: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
     *,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
+    keep_ratio: Setting[float | Fraction, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
 ) -> np.ndarray:
     r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were.
     Source: section 4.4.
@@ -38,15 +39,16 @@ def local_select(
     )
 
 
+@contract
 def norm_select(
-    keys: np.ndarray,
-    values: np.ndarray,
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
     *,
-    layer: int,
-    keep_ratio: float | Fraction,
-    sink_size: int = 16,
-    lag_size: int = 1024,
-    skipped_layers: int = 2,
+    layer: Setting[int, ">= 0"],
+    keep_ratio: Setting[float | Fraction, "[0, 1]"],
+    sink_size: Setting[int, ">= 0"] = 16,
+    lag_size: Setting[int, ">= 1"] = 1024,
+    skipped_layers: Setting[int, ">= 0"] = 2,
 ) -> np.ndarray:
     r"""LK-16: `select` with `score_i = -|k_i|`, and no eviction in the first `skipped_layers`
     layers.
@@ -54,6 +56,6 @@ def norm_select(
     Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument.
     Source: equation 16.
     """
-    skipped = as_count("layer", layer, low=0) < as_count("skipped_layers", skipped_layers, low=0)
+    skipped = layer < skipped_layers
     kept = _kept_after(sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size)
     return np.ones_like(kept) if skipped else kept

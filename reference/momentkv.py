@@ -14,7 +14,7 @@ import numpy as np
 
 from . import ada_kv
 from .attention import attention_logits, by_group, causal_attention, grouped, softmax
-from .checks import arrays, as_count
+from .contract import Mask, Real, Setting, State, Whole, contract
 from .selection import gather, top_k
 
 METHOD = (
@@ -25,7 +25,13 @@ PROTECTED = "last 32 of a prompt"
 TRAITS = {"every_token", "evicts_first"}
 
 
-def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
+@contract
+def score(
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    moments: State[Moments, "B H_kv"],
+) -> np.ndarray:
     r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
     keys.
 
@@ -35,7 +41,6 @@ def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Mome
     ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
     lines 7 to 12.
     """
-    query, keys, values, moments = arrays("momentkv.score", query, keys, values, moments)
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the
     # softmax.
     alpha = softmax(attention_logits(grouped(query, keys.shape[1]), keys)).mean(axis=-2)
@@ -52,10 +57,10 @@ class Moments(NamedTuple):
 
     # Decision: float32 or wider for any dtype of the cache: a half-precision sum stops growing
     # (MK-C2).
-    count: np.ndarray  # type: ignore[assignment]
-    key_sum: np.ndarray
-    value_sum: np.ndarray
-    value_key_sum: np.ndarray
+    count: Whole[np.ndarray, ""]  # type: ignore[assignment]
+    key_sum: Real[np.ndarray, "D"]
+    value_sum: Real[np.ndarray, "D_v"]
+    value_key_sum: Real[np.ndarray, "D_v D"]
 
 
 class Recovered(NamedTuple):
@@ -68,7 +73,7 @@ class Recovered(NamedTuple):
     covariance: np.ndarray
 
 
-def recover(moments: Moments) -> Recovered:
+def recover(moments: State[Moments, "B H_kv"]) -> Recovered:
     r"""MK-23, MK-24: `kbar = s_k / n_e`, `vbar = s_v / n_e`, `Stilde = S - s_v s_k^T / n_e`; all
     zero where nothing was evicted.
 
@@ -82,7 +87,13 @@ def recover(moments: Moments) -> Recovered:
     return Recovered(mean_key, mean_value, covariance)
 
 
-def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> Moments:
+@contract
+def update(
+    moments: State[Moments, "..."],
+    keys: Real[np.ndarray, "... T D"],
+    values: Real[np.ndarray, "... T D_v"],
+    evicted: Mask[np.ndarray, "... T"],
+) -> Moments:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any
     order.
 
@@ -90,7 +101,6 @@ def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.n
     boolean, True = evicted now. Returns the Moments after. Raises ValueError naming the argument
     whose shape or dtype does not fit. Source: equation 25.
     """
-    moments, keys, values, evicted = arrays("momentkv.update", moments, keys, values, evicted)
     gone_keys, gone_values = keys * evicted[..., None], values * evicted[..., None]
     return Moments(
         moments.count + evicted.sum(axis=-1),
@@ -100,11 +110,11 @@ def update(moments: Moments, keys: np.ndarray, values: np.ndarray, evicted: np.n
     )
 
 
-def no_moments(keys: np.ndarray, values: np.ndarray) -> Moments:
+@contract
+def no_moments(keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values
     [..., T, D_v].
     """
-    keys, values = arrays("momentkv.no_moments", keys, values)
     lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
     return Moments(
         np.zeros(lead, dtype=np.int64),
@@ -114,12 +124,12 @@ def no_moments(keys: np.ndarray, values: np.ndarray) -> Moments:
     )
 
 
-def merge(first: Moments, second: Moments) -> Moments:
+def merge(first: State[Moments, "B H_kv"], second: State[Moments, "B H_kv"]) -> Moments:
     r"""MK-25: the moments of the union of two disjoint evicted sets, which is their sum."""
     return Moments(*(mine + theirs for mine, theirs in zip(first, second, strict=True)))
 
 
-def approximate_evicted(query: np.ndarray, moments: Moments) -> np.ndarray:
+def approximate_evicted(query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"]) -> np.ndarray:
     r"""MK-9, MK-21: `fhat_E(q) = vbar + Stilde q / (n_e sqrt(d))`, the evicted output to first
     order; 0 where nothing was evicted.
 
@@ -132,7 +142,11 @@ def approximate_evicted(query: np.ndarray, moments: Moments) -> np.ndarray:
     return recovered.mean_value + (recovered.covariance @ query[..., None])[..., 0] / scale
 
 
-def residual(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
+def residual(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    moments: State[Moments, "B H_kv"],
+) -> np.ndarray:
     r"""MK-10: `r_j = v_j - vbar - Stilde k_j / (n_e sqrt(d))`; where nothing was evicted,
     `r_j = v_j`.
 
@@ -148,13 +162,19 @@ def residual(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarr
     )
 
 
-def residual_norm(keys: np.ndarray, values: np.ndarray, moments: Moments) -> np.ndarray:
+def residual_norm(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    moments: State[Moments, "B H_kv"],
+) -> np.ndarray:
     r"""MK-10: `|r_j|`, the Euclidean norm. Args as `residual`. Returns [..., T]."""
     unexplained = residual(keys, values, moments)
     return np.sqrt((unexplained * unexplained).sum(axis=-1))
 
 
-def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
+def log_evicted_partition(
+    query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"]
+) -> np.ndarray:
     r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where
     nothing was evicted.
 
@@ -164,8 +184,13 @@ def log_evicted_partition(query: np.ndarray, moments: Moments) -> np.ndarray:
     return np.where(moments.count > 0, np.log(np.maximum(moments.count, 1)) + mean_logit, -np.inf)
 
 
+@contract
 def attend(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+    moments: State[Moments, "B H_kv"],
 ) -> np.ndarray:
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
     domain.
@@ -176,7 +201,6 @@ def attend(
     and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
     section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
-    query, keys, values, kept, moments = arrays("momentkv.attend", query, keys, values, kept, moments)
     queries = grouped(query, keys.shape[1])
     from_retained, log_retained = retained_attention(
         attention_logits(queries, keys), values, kept[..., None, :]
@@ -190,7 +214,9 @@ def attend(
     return output.reshape(output.shape[0], -1, output.shape[-1])
 
 
-def log_mixing_weights(log_retained: np.ndarray, log_evicted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def log_mixing_weights(
+    log_retained: Real[np.ndarray, "..."], log_evicted: Real[np.ndarray, "..."]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
     `log what_E`, in the log domain.
 
@@ -203,7 +229,9 @@ def log_mixing_weights(log_retained: np.ndarray, log_evicted: np.ndarray) -> tup
 
 
 def retained_attention(
-    logits: np.ndarray, values: np.ndarray, kept: np.ndarray
+    logits: Real[np.ndarray, "... M T"],
+    values: Real[np.ndarray, "... T D_v"],
+    kept: Mask[np.ndarray, "... 1 T"],
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-2: `f_R` and `log Z_R`, attention renormalised over the kept tokens; 0 and -inf where
     none is kept.
@@ -232,14 +260,15 @@ class Step(NamedTuple):
     moments: Moments
 
 
+@contract
 def decode_step(
-    query: np.ndarray,
-    new_key: np.ndarray,
-    new_value: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    moments: Moments,
-    budget: int,
+    query: Real[np.ndarray, "B H_q D"],
+    new_key: Real[np.ndarray, "B H_kv D"],
+    new_value: Real[np.ndarray, "B H_kv D_v"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    moments: State[Moments, "B H_kv"],
+    budget: Setting[int, ">= 1"],
 ) -> Step:
     r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then
     attend with the moments as they are.
@@ -248,10 +277,6 @@ def decode_step(
     [B, H_kv, T, D] and values, and the moments, before; budget (L), at least 1. The new token may
     be evicted at once. Raises ValueError naming the argument.
     """
-    query, new_key, new_value, keys, values, moments = arrays(
-        "momentkv.decode_step", query, new_key, new_value, keys, values, moments
-    )
-    budget = as_count("budget", budget, low=1)
     keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     values = np.concatenate([values, new_value[:, :, None]], axis=2)
     while keys.shape[2] > budget:
@@ -264,8 +289,13 @@ def decode_step(
     return Step(output, keys, values, moments)
 
 
+@contract
 def score_prompt(
-    queries: np.ndarray, keys: np.ndarray, values: np.ndarray, *, chunk_size: int = 4
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    *,
+    chunk_size: Setting[int, ">= 1"] = 4,
 ) -> np.ndarray:
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and
     the group, then over each chunk.
@@ -275,8 +305,6 @@ def score_prompt(
     chunk_size, neighbours that share one score. Returns [B, H_kv, T]. Raises ValueError naming the
     argument. Source: section 5.1.
     """
-    queries, keys, values = arrays("momentkv.score_prompt", queries, keys, values)
-    chunk_size = as_count("chunk_size", chunk_size, low=1)
     alpha = causal_attention(*by_group(queries, keys)).mean(axis=(2, 3))
     each = alpha * residual_norm(keys, values, no_moments(keys, values))
     # Decision: a chunk gets the mean score of its tokens; the last chunk may be shorter.
@@ -286,15 +314,16 @@ def score_prompt(
     return np.repeat(np.add.reduceat(each, starts, axis=-1) / sizes, sizes, axis=-1)
 
 
+@contract
 def select_prompt(
-    queries: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    budget: int,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    budget: Setting[int, ">= 1"],
     *,
-    sink_size: int = 1,
-    chunk_size: int = 4,
-    floor_ratio: float | None = None,
+    sink_size: Setting[int, ">= 0"] = 1,
+    chunk_size: Setting[int, ">= 1"] = 4,
+    floor_ratio: Setting[float | None, "[0, 1]"] = None,
 ) -> np.ndarray:
     r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot;
     `update` takes the evicted ones.
@@ -308,7 +337,7 @@ def select_prompt(
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     length, window = scores.shape[-1], np.shape(queries)[2]
     position = np.arange(length)
-    protected = (position < as_count("sink_size", sink_size, low=0)) | (position >= length - window)
+    protected = (position < sink_size) | (position >= length - window)
     if floor_ratio is None:
         return top_k(scores, budget, np.broadcast_to(protected, scores.shape))
     # The attention alone says how much a head may keep, the score which of its tokens: values of

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, grouped
-from .checks import arrays
+from .contract import Mask, Open, Real, State, contract
 from .momentkv import (
     Moments,
     approximate_evicted,
@@ -34,31 +34,35 @@ class Bounds(NamedTuple):
     evicted, low is infinity and high minus infinity. They are exact in the dtype of the cache.
     """
 
-    key_low: np.ndarray
-    key_high: np.ndarray
-    value_low: np.ndarray
-    value_high: np.ndarray
+    key_low: Open[np.ndarray, "D"]
+    key_high: Open[np.ndarray, "D"]
+    value_low: Open[np.ndarray, "D_v"]
+    value_high: Open[np.ndarray, "D_v"]
 
 
-def no_bounds(keys: np.ndarray, values: np.ndarray) -> Bounds:
+@contract
+def no_bounds(keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]) -> Bounds:
     r"""MB-1: the bounds of the empty set, for keys [..., T, D], values [..., T, D_v]."""
-    keys, values = arrays("momentkv_bounded.no_bounds", keys, values)
     key_high, value_high = (np.full_like(states[..., 0, :], -np.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
 
-def update(bounds: Bounds, keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> Bounds:
+@contract
+def update(
+    bounds: State[Bounds, "..."],
+    keys: Real[np.ndarray, "... T D"],
+    values: Real[np.ndarray, "... T D_v"],
+    evicted: Mask[np.ndarray, "... T"],
+) -> Bounds:
     r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values
     alike.
 
     Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T],
     boolean, True = evicted now. Returns the Bounds after. Raises ValueError naming the argument.
     """
-    bounds, keys, values, gone = arrays("momentkv_bounded.update", bounds, keys, values, evicted)
-    key_low, value_low = (np.where(gone[..., None], states, np.inf).min(axis=-2) for states in (keys, values))
-    key_high, value_high = (
-        np.where(gone[..., None], states, -np.inf).max(axis=-2) for states in (keys, values)
-    )
+    gone = evicted[..., None]
+    key_low, value_low = (np.where(gone, states, np.inf).min(axis=-2) for states in (keys, values))
+    key_high, value_high = (np.where(gone, states, -np.inf).max(axis=-2) for states in (keys, values))
     return Bounds(
         np.minimum(bounds.key_low, key_low),
         np.maximum(bounds.key_high, key_high),
@@ -67,7 +71,9 @@ def update(bounds: Bounds, keys: np.ndarray, values: np.ndarray, evicted: np.nda
     )
 
 
-def logit_range(query: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
+def logit_range(
+    query: Real[np.ndarray, "B H_kv D"], bounds: State[Bounds, "B H_kv"]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""MB-2: `m <= s_i <= M` for every evicted i, with
     `m = sum_c min(q_c low_c, q_c high_c) / sqrt(d)`.
 
@@ -81,7 +87,7 @@ def logit_range(query: np.ndarray, bounds: Bounds) -> tuple[np.ndarray, np.ndarr
 
 
 def log_partition_bounds(
-    query: np.ndarray, moments: Moments, bounds: Bounds
+    query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`, with `p = (sbar - m) / (M - m)`; as
     logarithms.
@@ -101,7 +107,9 @@ def log_partition_bounds(
     return lower, np.where(moments.count > 0, np.maximum(chord, lower), -np.inf)
 
 
-def evicted_bounds(query: np.ndarray, moments: Moments, bounds: Bounds) -> tuple[np.ndarray, np.ndarray]:
+def evicted_bounds(
+    query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""MB-4: a box that holds f_E: in [low, high] and `|f_E - vbar| <= a sinh((M - m) / 2)`, by
     channel.
 
@@ -123,7 +131,9 @@ def evicted_bounds(query: np.ndarray, moments: Moments, bounds: Bounds) -> tuple
     return np.maximum(low, mean - radius), np.minimum(high, mean + radius)
 
 
-def bounded_evicted(query: np.ndarray, moments: Moments, bounds: Bounds) -> np.ndarray:
+def bounded_evicted(
+    query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
+) -> np.ndarray:
     r"""MB-5: MomentKV's fhat_E (MK-9) moved to the nearest point of the box of MB-4.
 
     Never farther from f_E than fhat_E is, for the box is convex and holds f_E. Proof: channel by
@@ -133,13 +143,14 @@ def bounded_evicted(query: np.ndarray, moments: Moments, bounds: Bounds) -> np.n
     return np.clip(approximate_evicted(query, moments), *evicted_bounds(query, moments, bounds))
 
 
+@contract
 def attend(
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    kept: np.ndarray,
-    moments: Moments,
-    bounds: Bounds,
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+    moments: State[Moments, "B H_kv"],
+    bounds: State[Bounds, "B H_kv"],
 ) -> np.ndarray:
     r"""MB-6: MomentKV's output (MK-12) moved to the nearest point of the box that holds f.
 
@@ -155,13 +166,14 @@ def attend(
     return _by_query_head(from_retained + np.clip(correction, low, high))
 
 
+@contract
 def attend_certified(
-    query: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    kept: np.ndarray,
-    moments: Moments,
-    bounds: Bounds,
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+    moments: State[Moments, "B H_kv"],
+    bounds: State[Bounds, "B H_kv"],
 ) -> np.ndarray:
     r"""MB-7: as much of the correction u of MB-6 as cannot hurt: never farther from f than f_R is.
 
@@ -189,9 +201,6 @@ def _parts(
     bounds: Bounds,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """f_R, MomentKV's correction of it, and the box of f - f_R, low and high; [B, H_kv, G, D_v]."""
-    query, keys, values, kept, moments, bounds = arrays(
-        "momentkv_bounded.attend", query, keys, values, kept, moments, bounds
-    )
     for name, field in bounds._asdict().items():
         if (~np.isfinite(field).all(axis=-1) & (moments.count > 0)).any():
             raise ValueError(f"bounds.{name}: got infinite bounds of evicted tokens, wanted `update`'s")

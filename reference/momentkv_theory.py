@@ -14,19 +14,21 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, log_sum_exp, softmax
-from .checks import arrays
+from .contract import Mask, Real, Share, State, Weight, contract
 from .expected_attention import norm
 from .momentkv import Moments, attend, recover
 
 
-def logits_of(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def logits_of(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D] and keys [..., T, D] give [..., T]. Source:
     section 2.
     """
     return attention_logits(query[..., None, :], keys)[..., 0, :]
 
 
-def full_output(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def full_output(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
+) -> np.ndarray:
     r"""MK-1: `f = sum_i exp(s_i) v_i / Z`, [..., D_v]. Source: equation 1."""
     return (softmax(logits_of(query, keys))[..., None, :] @ values)[..., 0, :]
 
@@ -40,7 +42,10 @@ def _masked(query: np.ndarray, keys: np.ndarray, mask: np.ndarray) -> np.ndarray
 
 
 def sub_outputs(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray
+    query: Real[np.ndarray, "... D"],
+    keys: Real[np.ndarray, "... T D"],
+    values: Real[np.ndarray, "... T D_v"],
+    kept: Mask[np.ndarray, "... T"],
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-2: `f_R` and `f_E`, each normalised by its own partition function Z_R, Z_E.
 
@@ -54,7 +59,9 @@ def sub_outputs(
     return (of_retained[..., None, :] @ values)[..., 0, :], (of_evicted[..., None, :] @ values)[..., 0, :]
 
 
-def mass(query: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def mass(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-3: `w_R = Z_R / Z` and `w_E = Z_E / Z`, which sum to 1; `f = w_R f_R + w_E f_E`. Returns
     two [...]. Equation 3.
     """
@@ -64,7 +71,9 @@ def mass(query: np.ndarray, keys: np.ndarray, kept: np.ndarray) -> tuple[np.ndar
 
 
 def eviction_error(
-    retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray
+    retained_output: Real[np.ndarray, "... D_v"],
+    evicted_output: Real[np.ndarray, "... D_v"],
+    evicted_mass: Share[np.ndarray, "..."],
 ) -> np.ndarray:
     r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R and f_E [..., D_v], w_E [...]. Source: equation
     4.
@@ -73,7 +82,7 @@ def eviction_error(
 
 
 def split_divergence(
-    retained_output: np.ndarray, evicted_output: np.ndarray
+    retained_output: Real[np.ndarray, "... D_v"], evicted_output: Real[np.ndarray, "... D_v"]
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-5: `f_E - f_R = (|f_E| cos(theta) / |f_R| - 1) f_R + |f_E| sin(theta) n`, theta the
     angle, n orthogonal to f_R.
@@ -91,7 +100,9 @@ def split_divergence(
 
 
 def squared_error(
-    retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray
+    retained_output: Real[np.ndarray, "... D_v"],
+    evicted_output: Real[np.ndarray, "... D_v"],
+    evicted_mass: Share[np.ndarray, "..."],
 ) -> np.ndarray:
     r"""MK-6: `|f - f_R|^2 = w_E^2 [(|f_E| cos(theta) - |f_R|)^2 + |f_E|^2 sin(theta)^2]`, [...].
     Source: equation 6.
@@ -103,7 +114,9 @@ def squared_error(
 
 
 def amplification(
-    retained_output: np.ndarray, evicted_output: np.ndarray, evicted_mass: np.ndarray
+    retained_output: Real[np.ndarray, "... D_v"],
+    evicted_output: Real[np.ndarray, "... D_v"],
+    evicted_mass: Share[np.ndarray, "..."],
 ) -> np.ndarray:
     r"""MK-7: `gamma = |f_E - f_R| / |f|`, so that `|f - f_R| / |f| = w_E gamma`; |f| makes it
     depend on w_E. Source: equation 7.
@@ -112,19 +125,21 @@ def amplification(
     return norm(evicted_output - retained_output) / norm(full)
 
 
-def shifted_softmax(logits: np.ndarray, shift: np.ndarray | float) -> np.ndarray:
+def shifted_softmax(logits: Real[np.ndarray, "... T"], shift: np.ndarray | float) -> np.ndarray:
     r"""MK-13: `exp(s_i + c) / sum_j exp(s_j + c)`, the same for every c. Source: equation 13."""
     return softmax(logits + shift)
 
 
-def centred_logits(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def centred_logits(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""MK-14, MK-15: `delta_i = q . (k_i - kbar) / sqrt(d)`, which sum to 0 for every query.
     Returns [..., T]. Equations 14, 15.
     """
     return logits_of(query, keys - keys.mean(axis=-2, keepdims=True))
 
 
-def centred_output(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def centred_output(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
+) -> np.ndarray:
     r"""MK-8, MK-16: `f_E = sum exp(delta_i) v_i / sum exp(delta_i)`, in centred logits. Returns
     [..., D_v]. Equations 8 and 16.
     """
@@ -151,7 +166,9 @@ class Expansion(NamedTuple):
     numerator_remainder: np.ndarray
 
 
-def expansion(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> Expansion:
+def expansion(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
+) -> Expansion:
     r"""MK-17..20, MK-26: expand `exp(delta) = 1 + delta + rest` in numerator and denominator.
     Equations 17 to 20 and 26.
     """
@@ -173,14 +190,14 @@ def expansion(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> Expans
     )
 
 
-def linear_part(query: np.ndarray, covariance: np.ndarray) -> np.ndarray:
+def linear_part(query: Real[np.ndarray, "... D"], covariance: Real[np.ndarray, "... D_v D"]) -> np.ndarray:
     r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`. Args: covariance (Stilde) [..., D_v, D].
     Equation 19.
     """
     return (covariance @ query[..., None])[..., 0] / np.sqrt(query.shape[-1])
 
 
-def remainder_bounds(terms: Expansion) -> tuple[np.ndarray, np.ndarray]:
+def remainder_bounds(terms: State[Expansion, ""]) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-17, MK-18: `|R_den| <= n sigma^2 e^sigma / 2` and
     `|R_num| <= n sigma^2 V_max e^sigma / 2`. Equations 17 and 18.
     """
@@ -188,7 +205,7 @@ def remainder_bounds(terms: Expansion) -> tuple[np.ndarray, np.ndarray]:
     return bound, bound * terms.largest_value
 
 
-def inverse_to_first_order(terms: Expansion) -> np.ndarray:
+def inverse_to_first_order(terms: State[Expansion, ""]) -> np.ndarray:
     r"""MK-27: `A / B = A / n - A R_den / n^2 + O(sigma^4)`: the right side without the last term.
     Equation 27.
     """
@@ -196,7 +213,7 @@ def inverse_to_first_order(terms: Expansion) -> np.ndarray:
     return terms.numerator / terms.count * (1 - share)
 
 
-def approximation_error(terms: Expansion) -> np.ndarray:
+def approximation_error(terms: State[Expansion, ""]) -> np.ndarray:
     r"""MK-28: `f_E - fhat_E = R_num / n - A R_den / n^2 + O(sigma^4)`: the right side without the
     last term. Equation 28.
     """
@@ -204,7 +221,7 @@ def approximation_error(terms: Expansion) -> np.ndarray:
     return terms.numerator_remainder / terms.count - terms.numerator / terms.count * share
 
 
-def approximation_error_exactly(terms: Expansion) -> np.ndarray:
+def approximation_error_exactly(terms: State[Expansion, ""]) -> np.ndarray:
     r"""MK-28: `f_E - fhat_E = (R_num - R_den fhat_E) / B`, with no further term; the proof is in
     the errata.
     """
@@ -225,7 +242,7 @@ class ErrorBound(NamedTuple):
     last: np.ndarray
 
 
-def error_bound(terms: Expansion) -> ErrorBound:
+def error_bound(terms: State[Expansion, ""]) -> ErrorBound:
     r"""MK-29: `|f_E - fhat_E| <= (sigma^2 e^sigma / 2) (V_max + |fhat_E|)`; the last line holds as
     it is. Equation 29.
     """
@@ -243,7 +260,9 @@ def error_bound(terms: Expansion) -> ErrorBound:
     )
 
 
-def geometric_bound(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> np.ndarray:
+def geometric_bound(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
+) -> np.ndarray:
     r"""MK-30: `|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|)`, r_max = max |k_i -
     kbar|. Equation 30.
     """
@@ -254,7 +273,9 @@ def geometric_bound(query: np.ndarray, keys: np.ndarray, values: np.ndarray) -> 
     return reach**2 * np.exp(reach) / 2 * (terms.largest_value + approximate)
 
 
-def log_partition(query: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def log_partition(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""MK-31: `log Z_E` and its lower bound `log Zhat_E = log n + sbar`, by Jensen. Returns two
     [...]. Equation 31.
     """
@@ -262,14 +283,14 @@ def log_partition(query: np.ndarray, keys: np.ndarray) -> tuple[np.ndarray, np.n
     return log_sum_exp(logits), np.log(keys.shape[-2]) + logits.mean(axis=-1)
 
 
-def partition_ratio(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def partition_ratio(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""MK-32, MK-33: `Z_E / Zhat_E = (1/n) sum exp(delta_i) = 1 + Var(delta) / 2 + O(sigma^3)`,
     exactly. Equations 32 and 33.
     """
     return np.exp(centred_logits(query, keys)).mean(axis=-1)
 
 
-def logit_variance(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
+def logit_variance(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""MK-34: `Var(delta) = q^T Sigma_k q / d`, Sigma_k the covariance (over n) of the evicted
     keys. Returns [...]. Equation 34.
     """
@@ -289,7 +310,11 @@ class WeightBias(NamedTuple):
     third_mended: np.ndarray
 
 
-def weight_bias(retained: np.ndarray, evicted: np.ndarray, estimate: np.ndarray) -> WeightBias:
+def weight_bias(
+    retained: Weight[np.ndarray, "..."],
+    evicted: Weight[np.ndarray, "..."],
+    estimate: Weight[np.ndarray, "..."],
+) -> WeightBias:
     r"""MK-35: the bias of the mixing weight. Args: Z_R, Z_E and Zhat_E, positive. Source: equation
     35.
 
@@ -310,7 +335,9 @@ def weight_bias(retained: np.ndarray, evicted: np.ndarray, estimate: np.ndarray)
     )
 
 
-def estimated_evicted_weight(evicted_mass: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+def estimated_evicted_weight(
+    evicted_mass: Share[np.ndarray, "..."], ratio: Share[np.ndarray, "..."]
+) -> np.ndarray:
     r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)` with `rho = Zhat_E / Z_E` in (0, 1]. Equation
     36.
     """
@@ -327,11 +354,11 @@ class Error(NamedTuple):
 
 
 def output_error(
-    retained_output: np.ndarray,
-    evicted_output: np.ndarray,
-    approximate: np.ndarray,
-    mass: np.ndarray,
-    estimated_mass: np.ndarray,
+    retained_output: Real[np.ndarray, "... D_v"],
+    evicted_output: Real[np.ndarray, "... D_v"],
+    approximate: Real[np.ndarray, "... D_v"],
+    mass: Share[np.ndarray, "..."],
+    estimated_mass: Share[np.ndarray, "..."],
 ) -> Error:
     r"""MK-36: `f - fhat = w_E (f_E - fhat_E) + (w_E - what_E) (fhat_E - f_R)`, which says when the
     correction helps.
@@ -343,7 +370,9 @@ def output_error(
     return Error(of_approximation, (mass - estimated_mass)[..., None] * (approximate - retained_output))
 
 
-def largest_harmless_error(retained_output: np.ndarray, evicted_output: np.ndarray) -> np.ndarray:
+def largest_harmless_error(
+    retained_output: Real[np.ndarray, "... D_v"], evicted_output: Real[np.ndarray, "... D_v"]
+) -> np.ndarray:
     r"""MK-36S: fhat is no worse than f_R while `|fhat_E - f_E| <= |f_E - f_R|`, whatever the
     weights are.
 
@@ -355,12 +384,12 @@ def largest_harmless_error(retained_output: np.ndarray, evicted_output: np.ndarr
 
 
 def algorithm_1(
-    query: np.ndarray,
-    new_key: np.ndarray,
-    new_value: np.ndarray,
-    keys: np.ndarray,
-    values: np.ndarray,
-    moments: Moments,
+    query: Real[np.ndarray, "D"],
+    new_key: Real[np.ndarray, "D"],
+    new_value: Real[np.ndarray, "D_v"],
+    keys: Real[np.ndarray, "T D"],
+    values: Real[np.ndarray, "T D_v"],
+    moments: State[Moments, ""],
     budget: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Moments]:
     r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for one head, to be compared with
@@ -424,24 +453,28 @@ def share_of_cache(head_dim: int, budget: int) -> float:
     return numbers_stored(head_dim) / (2 * budget * head_dim)
 
 
-def mixing_weight(retained_partition: np.ndarray, evicted_partition: np.ndarray) -> np.ndarray:
+def mixing_weight(
+    retained_partition: Weight[np.ndarray, "..."], evicted_partition: Weight[np.ndarray, "..."]
+) -> np.ndarray:
     r"""MK-12: `what_R = Z_R / (Z_R + Zhat_E)`, as printed; it overflows where the logits exceed
     709. Source: equation 12.
     """
     return retained_partition / (retained_partition + evicted_partition)
 
 
+@contract
 def attend_zeroth_order(
-    query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    kept: Mask[np.ndarray, "B H_kv T"],
+    moments: State[Moments, "B H_kv"],
 ) -> np.ndarray:
     r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant with 2d numbers per head:
     value_key_sum is not used.
 
     Args and returns as `attend`. Source: table 4 ("0th").
     """
-    query, keys, values, kept, moments = arrays(
-        "momentkv_theory.attend_zeroth_order", query, keys, values, kept, moments
-    )
     # With S = s_v s_k^T / n_e there is no variation around the mean: Stilde is 0.
     uncorrelated = moments.value_sum[..., :, None] * recover(moments).mean_key[..., None, :]
     return attend(query, keys, values, kept, moments._replace(value_key_sum=uncorrelated))

@@ -14,10 +14,14 @@ import numpy as np
 
 from .attention import attend
 from .cache import CompressedCache, PagedCache
-from .checks import arrays, as_count, require_between
+from .checks import require_between
+from .contract import Mask, Real, Setting, State, contract
 
 
-def compact_pages(paged: PagedCache, kept: np.ndarray) -> tuple[PagedCache, np.ndarray]:
+@contract
+def compact_pages(
+    paged: State[PagedCache, ""], kept: Mask[np.ndarray, "B H_kv n*S"]
+) -> tuple[PagedCache, np.ndarray]:
     r"""PAGE-4..10: move the kept tokens of each head, in their order, to the first places of its
     sequence, and name the pages that are free now.
 
@@ -29,7 +33,6 @@ def compact_pages(paged: PagedCache, kept: np.ndarray) -> tuple[PagedCache, np.n
     a length or a page is out of range, or a page is held twice: prefixes that are shared have to be
     copied first, since the tokens of one sequence would be written over those of the other.
     """
-    paged, kept = arrays("paging.compact_pages", paged, kept)
     _require_own_pages(paged)
     kept = kept & _filled(paged)
     item, head, place = np.nonzero(kept)
@@ -48,37 +51,39 @@ def compact_pages(paged: PagedCache, kept: np.ndarray) -> tuple[PagedCache, np.n
     ), freed
 
 
-def slot_mapping(paged: PagedCache, count: int) -> np.ndarray:
+@contract
+def slot_mapping(paged: State[PagedCache, ""], count: Setting[int, ">= 1"]) -> np.ndarray:
     r"""PAGE-1: the slots of the next `count` tokens: place i of a sequence is in slot
     `block_table[i // S] * S + i % S`, and a head's next token takes the place of its physical length.
 
     Returns [B, H_kv, count]. Raises ValueError where the block table has too few pages.
     """
-    (paged,) = arrays("paging.slot_mapping", paged)
     size = paged.keys.shape[1]
-    places = paged.lengths[..., None] + np.arange(as_count("count", count, low=1))
+    places = paged.lengths[..., None] + np.arange(count)
     require_between("paged.lengths", places + 1, 0, paged.block_table.shape[1] * size)
     page, offset = _where(paged, np.arange(len(places))[:, None, None], places)
     return page * size + offset
 
 
-def gather_pages(paged: PagedCache) -> CompressedCache:
+@contract
+def gather_pages(paged: State[PagedCache, ""]) -> CompressedCache:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
 
     Raises ValueError where shapes disagree, or the block table has fewer places than a length.
     """
-    (paged,) = arrays("paging.gather_pages", paged)
     item, head, place = np.nonzero(_filled(paged))
     page, offset = _where(paged, item, place)
     keys, values, positions = (pool[page, offset, head] for pool in paged[:3])
     return CompressedCache(keys, values, positions, paged.lengths.copy())
 
 
-def attend_pages(queries: np.ndarray, paged: PagedCache) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def attend_pages(
+    queries: Real[np.ndarray, "B H_q M D"], paged: State[PagedCache, ""]
+) -> tuple[np.ndarray, np.ndarray]:
     r"""PAGE-3: attention over the tokens of the pages: queries [B, H_q, M, D]; returns and raises as
     `attention.attend`.
     """
-    queries, paged = arrays("paging.attend_pages", queries, paged)
     return attend(queries, gather_pages(paged))
 
 

@@ -5,16 +5,17 @@ total.
 import math
 from fractions import Fraction
 
-from .checks import as_count, as_fraction
+from .contract import Setting, contract
 
 
+@contract
 def budgets(
-    budget: int,
-    num_layers: int,
+    budget: Setting[int, ">= 1"],
+    num_layers: Setting[int, ">= 1"],
     *,
-    beta: float = 20.0,
-    length: int | None = None,
-    window_size: int = 0,
+    beta: Setting[float | Fraction, "[1, 1e6]"] = 20.0,
+    length: Setting[int | None, ">= 1"] = None,
+    window_size: Setting[int, ">= 0"] = 0,
 ) -> list[int]:
     r"""PY-1..3: `b_last = budget / beta`, `b_first = 2 budget - b_last`, an arithmetic sequence
     between them, beside the window that every layer keeps.
@@ -26,15 +27,13 @@ def budgets(
     length, `num_layers * min(budget, length)` in total. Raises ValueError naming the argument out
     of range. Source: section 4.2.
     """
-    budget = as_count("budget", budget, low=1)
-    num_layers = as_count("num_layers", num_layers, low=1)
     # Decision: a budget below the window is the same in every layer.
-    window = min(budget, as_count("window_size", window_size, low=0))
-    last = max(Fraction(1), window + (budget - window) / as_fraction("beta", beta, low=1, high=10**6))
+    window = min(budget, window_size)
+    last = max(Fraction(1), window + (budget - window) / Fraction(beta))
     if length is not None:
         # Decision: no layer is given more tokens than there are. What the first layer cannot hold
         # goes to the last, as in the authors' code, and the total stays.
-        budget = min(budget, as_count("length", length, low=1))
+        budget = min(budget, length)
         last = max(min(last, Fraction(budget)), Fraction(2 * budget - length))
     step = 2 * (budget - last) / max(1, num_layers - 1)
     exact = [budget if num_layers == 1 else 2 * budget - last - layer * step for layer in range(num_layers)]

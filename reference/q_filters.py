@@ -7,13 +7,15 @@ src/hf_cache.py at cda5c38.
 
 import numpy as np
 
-from .checks import array, arrays, group_size
+from .checks import group_size
+from .contract import Real, Setting, contract
 
 METHOD = "keeps the keys with the largest projection on the main direction of calibrated queries"
 INPUTS = {"q_filters": ("calibration", "[B, H_kv, D], main directions of calibrated queries (QF-2)")}
 
 
-def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
+@contract
+def score(keys: Real[np.ndarray, "B H_kv T D"], q_filters: Real[np.ndarray, "B H_kv D"]) -> np.ndarray:
     r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
     spread around f.
 
@@ -21,31 +23,31 @@ def score(keys: np.ndarray, q_filters: np.ndarray) -> np.ndarray:
     [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
     the public code, where both the stored filter and the score have the other sign.
     """
-    keys, q_filters = arrays("q_filters.score", keys, q_filters)
     return (keys @ q_filters[..., None])[..., 0]
 
 
-def main_direction(queries: np.ndarray) -> np.ndarray:
+@contract
+def main_direction(queries: Real[np.ndarray, "... N D"]) -> np.ndarray:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them
     have `q . v > 0`.
 
     Args: queries [..., N, D]. Returns [..., D], of length 1. Raises ValueError for unusable
     queries.
     """
-    queries = array("q_filters.main_direction", queries)
     direction = np.linalg.svd(queries, full_matrices=False)[2][..., 0, :]
     ahead = ((queries @ direction[..., None])[..., 0] > 0).mean(axis=-1)
     # Decision: a majority is more than half, as in the public code.
     return np.where(ahead > 0.5, 1.0, -1.0)[..., None] * direction
 
 
-def calibrate(queries: np.ndarray, num_kv_heads: int) -> np.ndarray:
+@contract
+def calibrate(queries: Real[np.ndarray, "B H_q N D"], num_kv_heads: Setting[int, ">= 1"]) -> np.ndarray:
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of
     its query heads.
 
     Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D],
     of length at most 1. Raises ValueError naming the argument.
     """
-    directions = main_direction(array("q_filters.calibrate", queries))
+    directions = main_direction(queries)
     group = group_size(directions.shape[1], num_kv_heads)
     return directions.reshape(directions.shape[0], num_kv_heads, group, -1).mean(axis=2)

@@ -8,21 +8,23 @@ the paper leaves open follows `quest/models/` and `quest/utils/controller.py` th
 import numpy as np
 
 from .attention import attention_logits, grouped, softmax
-from .checks import arrays, as_count
+from .checks import as_count
+from .contract import Mask, Real, Setting, contract
 from .selection import top_k
 
 METHOD = "evicts nothing: each later query attends to the pages with the highest bounds of q . k"
 TRAITS = {"per_query"}
 
 
+@contract
 def select(
-    query: np.ndarray,
-    keys: np.ndarray,
-    layer_index: int,
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    layer_index: Setting[int, ">= 0"],
     *,
-    budget: int,
-    page_size: int = 16,
-    skipped_layers: int = 2,
+    budget: Setting[int, ">= 1"],
+    page_size: Setting[int, ">= 1"] = 16,
+    skipped_layers: Setting[int, ">= 0"] = 2,
 ) -> np.ndarray:
     r"""QU-3: the tokens that each query head attends to: those of the `budget // page_size` pages with
     the highest bounds, the last page among them.
@@ -32,33 +34,40 @@ def select(
     page_size, tokens of a page, at least 1. Returns [B, H_q, T], boolean. Raises ValueError naming
     the argument. Source: section 3.4; the last page, and that it counts, as in the public code.
     """
-    query, keys = arrays("quest.select", query, keys)
     length = keys.shape[2]
     low, high = page_bounds(keys, page_size=page_size)
     # Decision: at least the last page, whatever the budget. A budget of all tokens is no choice: the
     # public code leaves a page out where T tokens fill no whole number of pages.
-    pages = max(1, as_count("budget", budget, low=1) // page_size)
-    if budget >= length or as_count("layer_index", layer_index, low=0) < skipped_layers:
+    pages = max(1, budget // page_size)
+    if budget >= length or layer_index < skipped_layers:
         pages = low.shape[2]
     scores = bounds(query, low, high)
     last = np.broadcast_to(np.arange(low.shape[2]) == low.shape[2] - 1, scores.shape)
     return np.repeat(top_k(scores, pages, last), page_size, axis=-1)[..., :length]
 
 
-def page_bounds(keys: np.ndarray, *, page_size: int = 16) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def page_bounds(
+    keys: Real[np.ndarray, "B H_kv T D"], *, page_size: Setting[int, ">= 1"] = 16
+) -> tuple[np.ndarray, np.ndarray]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
 
     Args: keys [B, H_kv, T, D]; token t is in page `t // page_size`, so the last may be shorter.
     Returns m and M, [B, H_kv, P, D] with P = ceil(T / page_size). Raises ValueError naming the
     argument. Source: Algorithm 1, of the keys of a page at once.
     """
-    (keys,) = arrays("quest.page_bounds", keys)
-    starts = np.arange(0, keys.shape[2], as_count("page_size", page_size, low=1))
+    starts = np.arange(0, keys.shape[2], page_size)
     return np.minimum.reduceat(keys, starts, axis=2), np.maximum.reduceat(keys, starts, axis=2)
 
 
+@contract
 def append(
-    low: np.ndarray, high: np.ndarray, key: np.ndarray, count: int, *, page_size: int = 16
+    low: Real[np.ndarray, "B H_kv P D"],
+    high: Real[np.ndarray, "B H_kv P D"],
+    key: Real[np.ndarray, "B H_kv D"],
+    count: Setting[int, ">= 1"],
+    *,
+    page_size: Setting[int, ">= 1"] = 16,
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""QU-1: the bounds after one more token: the last page is widened, or a new page begins.
 
@@ -66,28 +75,37 @@ def append(
     page, 1 to page_size: a page of page_size tokens is full. Returns both, in new arrays. Raises
     ValueError naming the argument. Source: Algorithm 1, "when inserting new token".
     """
-    low, high, key = arrays("quest.append", low, high, key)
     new, last = key[:, :, None], np.arange(low.shape[2])[:, None] == low.shape[2] - 1
     if as_count("count", count, low=1, high=page_size) == page_size:
         return np.concatenate([low, new], axis=2), np.concatenate([high, new], axis=2)
     return np.where(last, np.minimum(low, new), low), np.where(last, np.maximum(high, new), high)
 
 
-def bounds(query: np.ndarray, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+@contract
+def bounds(
+    query: Real[np.ndarray, "B H_q D"],
+    low: Real[np.ndarray, "B H_kv P D"],
+    high: Real[np.ndarray, "B H_kv P D"],
+) -> np.ndarray:
     r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
 
     Args: query [B, H_q, D]; low and high [B, H_kv, P, D], from `page_bounds`. Returns [B, H_q, P],
     without the factor 1 / sqrt(D). Raises ValueError naming the argument. Source: Algorithm 1 and
     section 3.4.
     """
-    query, low, high = arrays("quest.bounds", query, low, high)
     # Decision: each query head for itself, also where a group reads one KV head, as in
     # `evaluation/quest_attention.py`.
     products = grouped(query, low.shape[1])[..., None, :] * np.stack([low, high])[:, :, :, None]
     return products.max(axis=0).sum(axis=-1).reshape(*query.shape[:2], -1)
 
 
-def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, attended: np.ndarray) -> np.ndarray:
+@contract
+def attend(
+    query: Real[np.ndarray, "B H_q D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    values: Real[np.ndarray, "B H_kv T D_v"],
+    attended: Mask[np.ndarray, "B H_q T"],
+) -> np.ndarray:
     r"""QU-4: `softmax(q . k_t / sqrt(D)) V` over the tokens t that the query head attends to, and no
     others.
 
@@ -95,7 +113,6 @@ def attend(query: np.ndarray, keys: np.ndarray, values: np.ndarray, attended: np
     from `select`, a token or more of each head. Returns [B, H_q, D_v]. Raises ValueError naming the
     argument. Source: section 3.4, "normal self-attention only on selected pages".
     """
-    query, keys, values, attended = arrays("quest.attend", query, keys, values, attended)
     logits = attention_logits(grouped(query, keys.shape[1]), keys)
     weights = softmax(np.where(grouped(attended, keys.shape[1]), logits, -np.inf))
     return (weights @ values).reshape(*query.shape[:2], -1)

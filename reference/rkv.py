@@ -8,20 +8,22 @@ rkv/utils.py at d15c976.
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .checks import arrays, as_count, as_fraction, as_odd, require_window
+from .checks import require_window
+from .contract import Real, Setting, Weight, contract
 from .keydiff import similarity_matrix
 
 METHOD = "keeps the last tokens, and those that get attention and whose keys no other key repeats"
 
 
+@contract
 def score(
-    queries: np.ndarray,
-    keys: np.ndarray,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
     *,
-    window_size: int = 8,
-    kernel_size: int = 7,
-    importance_share: float = 0.07,
-    threshold: float = 0.5,
+    window_size: Setting[int, ">= 1"] = 8,
+    kernel_size: Setting[int, "odd"] = 7,
+    importance_share: Setting[float, "[0, 1]"] = 0.07,
+    threshold: Setting[float, "[-inf, inf]"] = 0.5,
 ) -> np.ndarray:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
@@ -30,16 +32,15 @@ def score(
     where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
     defaults these are.
     """
-    share = float(as_fraction("importance_share", importance_share))
-    queries, keys = arrays("rkv.score", queries, keys)
-    if keys.shape[2] <= as_count("window_size", window_size, low=1):
+    if keys.shape[2] <= window_size:
         return np.full(keys.shape[:-1], np.inf)
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
     repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
-    return combined(attended, repeated, share, window_size)
+    return combined(attended, repeated, importance_share, window_size)
 
 
-def similarities(keys: np.ndarray) -> np.ndarray:
+@contract
+def similarities(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys [..., T, D] to [..., T, T]; a zero key
     resembles none.
     """
@@ -47,7 +48,7 @@ def similarities(keys: np.ndarray) -> np.ndarray:
     return similarity * (1 - np.eye(similarity.shape[-1]))
 
 
-def without_latest(similarity: np.ndarray, threshold: float = 0.5) -> np.ndarray:
+def without_latest(similarity: Real[np.ndarray, "... T T"], threshold: float = 0.5) -> np.ndarray:
     r"""RK-2: `S_ij = 0` for the latest j with `S_ij > threshold`, in each row i that has one.
     [..., T, T] to [..., T, T].
 
@@ -61,7 +62,10 @@ def without_latest(similarity: np.ndarray, threshold: float = 0.5) -> np.ndarray
     return np.where(places == latest, 0.0, similarity)
 
 
-def redundancy(keys: np.ndarray, *, threshold: float = 0.5) -> np.ndarray:
+@contract
+def redundancy(
+    keys: Real[np.ndarray, "... T D"], *, threshold: Setting[float, "[-inf, inf]"] = 0.5
+) -> np.ndarray:
     r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the
     means of the columns.
 
@@ -72,8 +76,13 @@ def redundancy(keys: np.ndarray, *, threshold: float = 0.5) -> np.ndarray:
     return softmax(without_latest(similarities(keys), threshold).mean(axis=-2))
 
 
+@contract
 def importance(
-    queries: np.ndarray, keys: np.ndarray, *, window_size: int = 8, kernel_size: int = 7
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    *,
+    window_size: Setting[int, ">= 1"] = 8,
+    kernel_size: Setting[int, "odd"] = 7,
 ) -> np.ndarray:
     r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u /
     sqrt(D))`, before the window.
@@ -85,8 +94,6 @@ def importance(
     [B, H_kv, T, D], T > window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size]. Raises
     ValueError naming the argument.
     """
-    window_size = as_count("window_size", window_size, low=1)
-    kernel_size = as_odd("kernel_size", kernel_size)
     queries, keys = by_group(queries, keys)
     require_window(queries.shape[-2], keys.shape[-2], window_size)
     logits = attention_logits(queries[..., -window_size:, :], keys[..., :-window_size, :])
@@ -96,7 +103,9 @@ def importance(
     return np.lib.stride_tricks.sliding_window_view(padded, kernel_size, axis=-1, subok=True).max(axis=-1)
 
 
-def combined(attended: np.ndarray, repeated: np.ndarray, share: float, window_size: int) -> np.ndarray:
+def combined(
+    attended: Weight[np.ndarray, "... T"], repeated: Real[np.ndarray, "... T"], share: float, window_size: int
+) -> np.ndarray:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window: [..., T] in all."""
     scores = share * attended - (1 - share) * repeated
     return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)

@@ -3,18 +3,19 @@ r"""R-KV (arXiv 2505.24133), the score of the released code, Zefan-Cai/R-KV at d
 import numpy as np
 
 from .attention import softmax
-from .checks import arrays
+from .contract import Real, Setting, contract
 from .rkv import combined, importance, similarities
 
 
+@contract
 def released_score(
-    queries: np.ndarray,
-    keys: np.ndarray,
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
     *,
-    window_size: int = 8,
-    kernel_size: int = 7,
-    importance_share: float = 0.07,
-    threshold: float = 0.5,
+    window_size: Setting[int, ">= 1"] = 8,
+    kernel_size: Setting[int, "odd"] = 7,
+    importance_share: Setting[float, "[0, 1]"] = 0.07,
+    threshold: Setting[float, "[-inf, inf]"] = 0.5,
 ) -> np.ndarray:
     r"""RK-6: `score`, but a row of S without a similar key leaves out token 0: its latest similar
     key is searched from 0.
@@ -22,7 +23,6 @@ def released_score(
     Args: those of `rkv.score`, T > window_size. Returns scores [B, H_kv, T], higher = keep;
     infinity for the window.
     """
-    queries, keys = arrays("rkv_variants.released_score", queries, keys)
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
     similarity = similarities(keys)
     places = np.arange(similarity.shape[-1])

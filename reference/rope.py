@@ -4,28 +4,27 @@ rotate together.
 
 import numpy as np
 
-from .checks import array
+from .contract import Real, Setting, contract
 
 
-def frequencies(head_dim: int, theta: float = 10000.0) -> np.ndarray:
+@contract
+def frequencies(head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 10000.0) -> np.ndarray:
     r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
     radians. Shape [D/2]. Raises ValueError for an odd head_dim or a theta that is not positive.
     """
-    if head_dim < 2 or head_dim % 2:
-        raise ValueError(f"head_dim: got {head_dim}, wanted an even number of at least 2")
-    if not 0 < theta < np.inf:
-        raise ValueError(f"theta: got {theta}, wanted a positive number")
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
 
 
-def rotate(states: np.ndarray, positions: np.ndarray, theta: float = 10000.0) -> np.ndarray:
+@contract
+def rotate(
+    states: Real[np.ndarray, "... T D%2"], positions: np.ndarray, theta: Setting[float, "> 0"] = 10000.0
+) -> np.ndarray:
     r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position *
     frequency_i.
 
     Args: states [..., T, D]; positions [T] or any shape that broadcasts to [..., T]. Negated
     positions undo the rotation. Returns [..., T, D]. Raises ValueError for an odd D.
     """
-    states = array("rope.rotate", states)
     angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(states.shape[-1], theta)
     first, second = np.split(states, 2, axis=-1)
     cos, sin = np.cos(angles), np.sin(angles)

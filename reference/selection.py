@@ -1,27 +1,32 @@
 r"""Budgets and top-k selection, which every scoring method shares (requirements SEL-1 to SEL-4)."""
 
 import math
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
 
-from .checks import arrays, as_count, as_fraction
+from .contract import Mask, Open, Real, Setting, contract
 
 
-def budget(length: int, compression_ratio: float) -> int:
+@contract
+def budget(length: Setting[int, ">= 1"], compression_ratio: Setting[float | Fraction, "[0, 1)"]) -> int:
     r"""SEL-1: the number of tokens to keep, `max(1, floor(length * (1 - compression_ratio)))`.
 
     Args: length, tokens in the cache, at least 1; compression_ratio, the fraction removed, in [0,
     1). Raises ValueError naming the argument outside those ranges.
     """
-    length = as_count("length", length, low=1)
-    removed = as_fraction("compression_ratio", compression_ratio, closed_high=False)
     # Decision: exact decimal arithmetic and never fewer than one token; int(10 * (1 - 0.9)) would
     # be 0.
-    return max(1, math.floor(length * (1 - removed)))
+    return max(1, math.floor(length * (1 - compression_ratio)))
 
 
-def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) -> np.ndarray:
+@contract
+def top_k(
+    scores: Open[np.ndarray, "... T"],
+    budget: Setting[int, ">= 0"],
+    protected: Mask[np.ndarray | None, "... T"] = None,
+) -> np.ndarray:
     r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all
     others.
 
@@ -30,9 +35,8 @@ def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) 
     `min(budget, T)` True in each row. Raises ValueError for NaN scores, a negative budget, or a row
     with more protected tokens than the budget.
     """
-    scores, protected = arrays("selection.top_k", scores, protected)
     length = scores.shape[-1]
-    count = min(as_count("budget", budget, low=0), length)
+    count = min(budget, length)
     if protected is None:
         protected = np.zeros(scores.shape, dtype=bool)
     elif (most := int(protected.sum(axis=-1).max())) > budget:
@@ -46,7 +50,7 @@ def top_k(scores: np.ndarray, budget: int, protected: np.ndarray | None = None) 
     return kept
 
 
-def regret(scores: Any, kept: np.ndarray) -> np.ndarray:
+def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
     r"""SEL-2: the loss of a selection, `sum of the |kept| highest scores - sum of the kept scores`,
     at least 0.
 
@@ -59,7 +63,7 @@ def regret(scores: Any, kept: np.ndarray) -> np.ndarray:
     return (best * rank).sum(axis=-1) - (scores * kept).sum(axis=-1)
 
 
-def gather(rows: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def gather(rows: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
     """The kept rows, equally many of each head, as a block: [..., T, D] or [..., T] to [..., n, D] or
     [..., n].
     """

@@ -5,7 +5,8 @@ smoothed over neighbours.
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .checks import as_odd, as_window
+from .checks import as_window
+from .contract import Real, Setting, contract
 
 METHOD = (
     "keeps the last tokens, and those before that the last queries attend to, smoothed over "
@@ -13,8 +14,13 @@ METHOD = (
 )
 
 
+@contract
 def score(
-    queries: np.ndarray, keys: np.ndarray, *, window_size: int = 32, kernel_size: int = 7
+    queries: Real[np.ndarray, "B H_q M<=T D"],
+    keys: Real[np.ndarray, "B H_kv T D"],
+    *,
+    window_size: Setting[int, ">= 1"] = 32,
+    kernel_size: Setting[int, "odd"] = 7,
 ) -> np.ndarray:
     r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group,
     pooled; infinity for the window.
@@ -38,11 +44,11 @@ def score(
     return np.concatenate([pooled, np.full((*pooled.shape[:-1], window), np.inf)], axis=-1)
 
 
-def average_pool(weights: np.ndarray, kernel_size: int) -> np.ndarray:
+@contract
+def average_pool(weights: Real[np.ndarray, "... T"], kernel_size: Setting[int, "odd"]) -> np.ndarray:
     r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
     [..., N] to [..., N].
     """
-    kernel_size = as_odd("kernel_size", kernel_size)
     # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
     # as if zeros lay beyond it.
     beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))

@@ -4,12 +4,13 @@ most recent ones.
 
 import numpy as np
 
-from .checks import array, as_count
+from .contract import Real, Setting, contract
 
 METHOD = "keeps the first tokens (attention sinks) and the most recent ones"
 
 
-def score(keys: np.ndarray, *, sink_size: int = 4) -> np.ndarray:
+@contract
+def score(keys: Real[np.ndarray, "... T D"], *, sink_size: Setting[int, ">= 0"] = 4) -> np.ndarray:
     r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks
     plus the most recent.
 
@@ -17,7 +18,6 @@ def score(keys: np.ndarray, *, sink_size: int = 4) -> np.ndarray:
     [B, H_kv, T]. Raises ValueError for a wrongly shaped `keys` or a negative sink_size. Source:
     section 3.2 of the paper.
     """
-    keys = array("streaming_llm.score", keys)
     positions = np.arange(keys.shape[-2], dtype=np.float64)
-    scores = np.where(positions < as_count("sink_size", sink_size, low=0), np.inf, positions)
+    scores = np.where(positions < sink_size, np.inf, positions)
     return np.broadcast_to(scores, keys.shape[:-1]).copy()

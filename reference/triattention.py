@@ -8,7 +8,7 @@ triattention/methods/pruning_utils.py at 092e4dc and triattention.py at 1129a5f.
 import numpy as np
 
 from .attention import grouped
-from .checks import array, arrays, as_count
+from .contract import Real, Setting, contract
 from .rope import rotate
 
 METHOD = (
@@ -26,7 +26,12 @@ INPUTS = {
 }
 
 
-def score(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
+@contract
+def score(
+    keys: Real[np.ndarray, "B H_kv T D"],
+    query_direction: Real[np.ndarray, "B H_q D"],
+    query_slack: Real[np.ndarray, "B H_q D/2"],
+) -> np.ndarray:
     r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
     tokens, the largest counts.
 
@@ -34,41 +39,50 @@ def score(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray
     [B, H_q, D/2], calibrated. Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming
     the argument that does not fit. Source: the public code.
     """
-    keys, direction, slack = arrays("triattention.score", keys, query_direction, query_slack)
-    rows = logits(keys[:, :, None], *(grouped(each, keys.shape[1]) for each in (direction, slack)))
+    rows = logits(
+        keys[:, :, None], *(grouped(each, keys.shape[1]) for each in (query_direction, query_slack))
+    )
     centred = rows - rows.mean(axis=-1, keepdims=True)
     deviation = np.sqrt((centred * centred).mean(axis=-1, keepdims=True))
     # Decision: 1e-6 is the least deviation, as in the public code.
     return (centred / np.maximum(deviation, 1e-6)).max(axis=2)
 
 
-def statistics(queries: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+@contract
+def statistics(queries: Real[np.ndarray, "... N D%2"]) -> tuple[np.ndarray, np.ndarray]:
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of
     each pair's length.
 
     Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the
     slack [..., D/2]. Raises ValueError for unusable queries or an odd D.
     """
-    queries = array("triattention.statistics", queries)
     mean = queries.mean(axis=-2)
     return mean, pair_lengths(queries).mean(axis=-2) - pair_lengths(mean)
 
 
+@contract
 def average_over_offsets(
-    query_mean: np.ndarray, *, position: int, max_offset: int = 65536, theta: float = 10000.0
+    query_mean: Real[np.ndarray, "... D%2"],
+    *,
+    position: Setting[int, ">= 0"],
+    max_offset: Setting[int, ">= 1"] = 65536,
+    theta: Setting[float, "> 0"] = 10000.0,
 ) -> np.ndarray:
     r"""TA-2: `(1/n) sum_d R_{p + d} E q` over the offsets d = 1, 2, 4, ..., at most max_offset.
 
     Args: query_mean [..., D]; position p, that of the next token; theta, the base of RoPE. Returns
     [..., D]. Raises ValueError naming the argument.
     """
-    query_mean = array("triattention.average_over_offsets", query_mean)
-    offsets = 2 ** np.arange(as_count("max_offset", max_offset, low=1).bit_length())
-    turned = rotate(query_mean[..., None, :], as_count("position", position, low=0) + offsets, theta)
+    offsets = 2 ** np.arange(max_offset.bit_length())
+    turned = rotate(query_mean[..., None, :], position + offsets, theta)
     return turned.mean(axis=-2)
 
 
-def logits(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarray) -> np.ndarray:
+def logits(
+    keys: Real[np.ndarray, "... T D%2"],
+    query_direction: Real[np.ndarray, "... D"],
+    query_slack: Real[np.ndarray, "... D/2"],
+) -> np.ndarray:
     r"""TA-3: `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`, the mean logit of the mean query and
     a bonus for long keys.
 
@@ -83,7 +97,7 @@ def logits(keys: np.ndarray, query_direction: np.ndarray, query_slack: np.ndarra
     return (keys @ query_direction[..., None])[..., 0] + bonus
 
 
-def pair_lengths(states: np.ndarray) -> np.ndarray:
+def pair_lengths(states: Real[np.ndarray, "... T D%2"]) -> np.ndarray:
     r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to
     [..., D/2]. RoPE keeps it.
     """

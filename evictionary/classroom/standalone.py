@@ -18,12 +18,6 @@ from typing import Any
 from evictionary import reference
 
 FOLDER = Path(next(iter(reference.__path__)))
-CONVERTED = ("array", "arrays")
-"""They return their arguments behind the first one, as arrays of float64."""
-CHECKED = ("as_count", "as_odd")
-"""They return their second argument."""
-EXACT = "as_fraction"
-"""It returns its second argument as it is written: 0.9 is nine tenths."""
 REFUSING = re.compile(r"require\w*")
 """They return nothing."""
 
@@ -188,22 +182,24 @@ class Part:
         if self._refuses(node):
             return self._drop(node)
         match node:
-            case ast.Assign(targets=[target], value=ast.Call() as call) if self._converted(call):
-                wanted = target.elts if isinstance(target, ast.Tuple) else [target]
-                if [*map(ast.unparse, wanted)] == [*map(ast.unparse, self._converted(call))]:
-                    return self._drop(node)
-            case ast.Starred(value=ast.Call() as call) if self._converted(call):
-                return self._leave(node, self._converted(call))
-            case ast.Call() if self._converted(node):
-                return self._leave(node, self._converted(node))
-            case ast.Call(func=func, args=[_, value]) if self._of_checks(func) == EXACT:
-                return self._leave(node, [value], "Fraction(str(", "))")
+            case ast.Call(func=func, args=[_, value]) if self._of_checks(func) == "as_count":
+                return self._leave(node, value)
+            case ast.Subscript(value=ast.Name(id=name), slice=ast.Tuple(elts=[said, *_])) if (
+                self._of_contract(name)
+            ):
+                return self._leave(node, said)
+            case ast.FunctionDef():
+                self._shorten(node)
+                self._exact(node)
+                for part in [node.args, *node.body, *filter(None, [node.returns])]:
+                    self._visit(part)
+                return None
             case ast.Name() | ast.Attribute():
                 key = self.module.key(node)
                 if key and getattr(node, "id", None) not in self.own and not self._hides(node):
                     self.names.append((node, key))
                     return None
-            case ast.FunctionDef() | ast.ClassDef():
+            case ast.ClassDef():
                 self._shorten(node)
         for child in ast.iter_child_nodes(node):
             self._visit(child)
@@ -218,11 +214,17 @@ class Part:
                 return all(map(self._refuses, body))
         return isinstance(node, ast.Raise)
 
-    def _converted(self, call: ast.Call) -> list[ast.expr]:
-        """The arguments that a check returns; none where it is no such check."""
-        if self._of_checks(call.func) in CONVERTED:
-            return call.args[1:]
-        return call.args[1:2] if self._of_checks(call.func) in CHECKED else []
+    def _of_contract(self, name: str) -> bool:
+        """Whether a name says what an argument is."""
+        return self.module.imported.get(name, ("", ""))[0] == "contract"
+
+    def _exact(self, node: ast.FunctionDef) -> None:
+        """Read a setting as it is written, where the contract does: 0.9 is nine tenths."""
+        for each in [*node.args.args, *node.args.kwonlyargs]:
+            said = ast.unparse(each.annotation) if each.annotation else ""
+            if said.startswith("Setting[") and "Fraction" in said:
+                place = self.module.starts[node.body[1].lineno - 1]
+                self.edits.append((place, place, f"{INDENT}{each.arg} = Fraction(str({each.arg}))\n"))
 
     def _hides(self, node: ast.AST) -> bool:
         """Whether an argument has the name of the file that an attribute seems to be of."""
@@ -233,12 +235,11 @@ class Part:
         stem, name = self.module.key(func) or ("", "")
         return name if stem == "checks" else ""
 
-    def _leave(self, node: ast.AST, given: list[ast.expr], before: str = "", behind: str = "") -> None:
-        """Put these arguments of a call in its place."""
-        self.edits.append((self.module.at(node)[0], self.module.at(given[0])[0], before))
-        self.edits.append((self.module.at(given[-1])[1], self.module.at(node)[1], behind))
-        for each in given:
-            self._visit(each)
+    def _leave(self, node: ast.AST, part: ast.expr) -> None:
+        """Put a part of an expression in its place."""
+        self.edits.append((self.module.at(node)[0], self.module.at(part)[0], ""))
+        self.edits.append((self.module.at(part)[1], self.module.at(node)[1], ""))
+        self._visit(part)
 
     def _drop(self, node: Any) -> None:
         """Leave out a statement, with the comment in front of it."""

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.classroom.standalone import standalone
-from evictionary.reference.contract import CONTRACT, STATES, Argument, arguments
+from evictionary.reference.contract import Argument, arguments, contracts
 from evictionary.source import first_paragraph
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import load, oracle
@@ -303,7 +303,7 @@ def tasks(dtypes: tuple[str, ...] = DTYPES) -> list[Task]:
     """
     impl = load("reference")
     found = []
-    for path in CONTRACT:
+    for path in contracts():
         given = arguments_of(impl, path, NAMED)
         aside = path in COUNTED or "_theory." in path or "_variants." in path
         if aside or given is None or any(map(callable, given.values())):
@@ -356,7 +356,7 @@ def _inputs(path: str, given: dict[str, Any], dtype: str) -> Iterator[Input]:
         elif argument is None:
             value = OF_CASE[name](Case(length=SIZES["T"])) if name in OF_CASE else SETTINGS.get(name, value)
             yield Input(name, None, "int32" if isinstance(value, int) else "float32", "", value)
-        elif argument.kind in STATES:
+        elif argument.state:
             for field, each in argument.fields.items():
                 yield _array(each, f"{name}_{field}", getattr(value, field), dtype)
         elif value is not None:
@@ -391,7 +391,7 @@ def _call(path: str, given: dict[str, Any]) -> str:
     line = _line(path)
     parts = []
     for name, value in given.items():
-        if name in line and line[name].kind in STATES:
+        if name in line and line[name].state:
             fields = ", ".join(f"in_numpy({name}_{field})" for field in line[name].fields)
             parts.append(f"{name}={line[name].kind}({fields})")
         elif isinstance(value, np.ndarray):

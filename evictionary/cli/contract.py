@@ -51,6 +51,7 @@ def contract(
     lines = [
         *(found["signature"], "", found["says"], ""),
         *(f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()),
+        *(f"{name}: {allowed}" for name, allowed in found["settings"].items()),
         *(["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []),
         *(f"{name}: {text}" for name, text in found["equations"].items()),
         f"dtypes: {', '.join(found['dtypes'])}",

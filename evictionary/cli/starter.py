@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from evictionary.errors import did_you_mean, require, require_known
+from evictionary.store import grouped
 
 # The functions that a cache calls: a starter file of a method has those of them that the method has.
 CALLED = ("score", "select", "compress", "attend", "budgets")
@@ -49,7 +50,7 @@ def functions_of(method: str | None) -> list[str]:
 
 def described(path: str) -> dict[str, Any]:
     """What the contract says of a function. Raises UsageError for a function that it does not have."""
-    from evictionary.reference.contract import CONTRACT, arguments
+    from evictionary.reference.contract import contract_of
     from evictionary.spec_tests.judge.arithmetic import EPSILON
     from evictionary.spec_tests.judge.implementation import contract_functions, oracle
     from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
@@ -64,12 +65,13 @@ def described(path: str) -> dict[str, Any]:
     function = oracle(path)
     laws = [law for law in load_laws().values() if path in law.functions]
     ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
-    listed = arguments(path) if path in CONTRACT else ()
+    said = contract_of(path)
     return {
         "function": path,
         "signature": _signature(function),
         "says": inspect.getdoc(function) or "",
-        "axes": {each.name: [*each.axes] for each in listed if each.axes},
+        "axes": {each.name: [*each.axes] for each in said.arguments if each.axes},
+        "settings": {name: allowed.text for name, allowed in said.settings.items()},
         "dtypes": list(EPSILON),
         "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
         "laws": len(laws),
@@ -86,9 +88,11 @@ def _signature(function: Any) -> str:
 def _file(found: list[dict[str, Any]], judged: Path) -> str:
     from evictionary.spec_tests.judge.implementation import oracle
 
-    imports = sorted(
-        {line for each in found for line in _imports(each["signature"], oracle(each["function"]))}
-    )
+    needed = {part for each in found for part in _imports(each["signature"], oracle(each["function"]))}
+    imports = [
+        f"from {module} import {', '.join(sorted(names))}" if module else f"import {', '.join(sorted(names))}"
+        for module, names in sorted(grouped(needed).items())
+    ]
     bodies = [
         f"{each['signature']}\n"
         + textwrap.indent(f'r"""{each["says"]}\n"""\nraise NotImplementedError\n', "    ")
@@ -98,15 +102,15 @@ def _file(found: list[dict[str, Any]], judged: Path) -> str:
     return head + "\n".join(imports) + "\n\n\n" + "\n\n".join(bodies)
 
 
-def _imports(signature: str, function: Any) -> list[str]:
-    """The imports that a signature needs: NumPy, typing, and classes and constants of the reference, but
-    no function of it.
+def _imports(signature: str, function: Any) -> list[tuple[str, str]]:
+    """The imports that a signature needs, a module and a name, or no module: NumPy, typing, and classes and
+    constants of the reference, but no function of it.
     """
     found = []
     for name in set(re.findall(r"\b[A-Za-z_]\w*", signature)):
-        value = function.__globals__.get(name)
+        value = inspect.unwrap(function).__globals__.get(name)
         if isinstance(value, types.ModuleType):
-            found.append(f"import {value.__name__}" + f" as {name}" * (value.__name__ != name))
+            found.append(("", value.__name__ + f" as {name}" * (value.__name__ != name)))
         elif value is not None and not isinstance(value, types.FunctionType):
-            found.append(f"from {function.__module__} import {name}")
+            found.append((getattr(value, "__module__", function.__module__), name))
     return found

@@ -24,6 +24,13 @@ import numpy as np
 
 # The distance from 1 to the next number, and the number of significant bits.
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+LARGEST = {
+    "float64": float(np.finfo(np.float64).max),
+    "float32": float(np.finfo(np.float32).max),
+    "float16": 65504.0,
+    "bfloat16": (2 - 2.0**-7) * 2.0**127,
+}
+"""The largest number of each dtype."""
 # Sums of half-precision numbers are accumulated in float32, by tensor cores and by every library.
 ACCUMULATOR = {"float64": "float64", "float32": "float32", "float16": "float32", "bfloat16": "float32"}
 

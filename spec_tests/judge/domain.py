@@ -241,7 +241,7 @@ def channels(path: str, arguments: Mapping[str, Any]) -> list[tuple[str, int]]:
     """The axes of a call that are channels of keys (D) and of values (D_v), each with its size: those that
     its contract names.
     """
-    if path not in contract.CONTRACT:
+    if path not in contract.contracts():
         return []
     given = [
         (each, arguments[each.name])
@@ -252,7 +252,7 @@ def channels(path: str, arguments: Mapping[str, Any]) -> list[tuple[str, int]]:
 
 
 def _channels(argument: contract.Argument, value: Any) -> list[tuple[str, int]]:
-    if argument.kind in contract.STATES:
+    if argument.state:
         return [
             pair for name, each in argument.fields.items() for pair in _channels(each, getattr(value, name))
         ]

@@ -25,7 +25,7 @@ from evictionary import reference
 from evictionary.errors import did_you_mean, require
 from evictionary.source import import_file
 from evictionary.spec_tests.judge import compiled, interpreted, project
-from evictionary.spec_tests.judge.arithmetic import EPSILON, round_to
+from evictionary.spec_tests.judge.arithmetic import EPSILON, LARGEST, round_to
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degenerate
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.judge.libraries import (
@@ -39,7 +39,7 @@ from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, Progr
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
-from evictionary.spec_tests.judge.widen import widened
+from evictionary.spec_tests.judge.widen import overflows, widened
 
 STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__))
 # The packages of this project, which go by these names on the command line.
@@ -222,6 +222,8 @@ class Implementation:
             wide = widened(path, oracle(path), call.arguments, self.domain)
             if wide is None or self.domain.excludes(wide[0], path):
                 raise OutsideDomain(reason)
+            if overflows(wide[0], LARGEST[self.dtype]):
+                raise OutsideDomain(f"the product of a query and a key is too large for {self.dtype}")
             values = list(wide[0].items())
             return wide[1](
                 self.call(path, *(value for _, value in values[: len(args)]), **dict(values[len(args) :]))

@@ -1,7 +1,7 @@
 """Wrong arguments made from the contract: an axis longer, empty or missing, and numbers of another kind."""
 
-import importlib
 import inspect
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from evictionary.reference.contract import STATES, Argument, arguments
-from evictionary.spec_tests.judge.implementation import STEMS, oracle
+from evictionary.reference.contract import PARITIES, Argument, Range, arguments, contract_of
+from evictionary.spec_tests.judge.implementation import oracle
 
 SIZES = {"B": 1, "H_kv": 2, "H_q": 4, "T": 4, "M": 2, "N": 2, "D": 4, "h": 2, "kept": 4}
 """Each axis has its own size where two can be confused; an axis that is not named here has 3."""
@@ -18,26 +18,13 @@ SIZES = {"B": 1, "H_kv": 2, "H_q": 4, "T": 4, "M": 2, "N": 2, "D": 4, "h": 2, "k
 SETTINGS: dict[str, Any] = {
     "aggregate": lambda weights: weights.sum(axis=-2),
     "attend": lambda states: states,
-    "block_size": 2,
     "budget": 4,
-    "compression_ratio": 0.5,
-    "count": 2,
     "feed_forward": lambda states: states,
-    "keep_ratio": 0.5,
-    "layer": 0,
-    "layer_index": 2,
     "num_kv_heads": 2,
-    "p": 0.5,
-    "penalty": 1.0,
-    "position": 1,
     "positions": np.arange(4),
-    "recent_ratio": 0.5,
-    "target": 2,
-    "threshold": 0.0,
-    "window_size": 1,
 }
-"""What a function takes beside its arrays, where it has no default or where its default is longer than the
-arrays here.
+"""What a function takes beside its arrays, where the least number of its range does not fit the arrays here,
+or where no signature says a range.
 """
 
 
@@ -67,16 +54,27 @@ def fitting(path: str, *, optional: bool = False) -> dict[str, Any]:
     arrays or without.
     """
     named = {each.name: each for each in arguments(path)}
-    given = {}
+    given: dict[str, Any] = {}
+    ranges = contract_of(path).settings
     for name, parameter in inspect.signature(oracle(path)).parameters.items():
         if name in named:
             if optional or not named[name].optional:
                 given[name] = _made(named[name])
             elif parameter.default is parameter.empty:
                 given[name] = None
-        elif name in SETTINGS and (parameter.default is parameter.empty or name == "window_size"):
-            given[name] = SETTINGS[name]
+        elif parameter.default is parameter.empty or name == "window_size":
+            given[name] = SETTINGS[name] if name in SETTINGS else within(ranges[name])
     return given
+
+
+def within(allowed: Range) -> Any:
+    """A setting of this range: the least number, or one near it or in the middle."""
+    low, high, closed_low, _ = allowed.limits
+    if allowed.whole:
+        return int(low)
+    if low == -math.inf:
+        return 0.0
+    return (low + high) / 2 if high < math.inf else low if closed_low else low + 1
 
 
 def misfits(path: str) -> Iterator[Misfit]:
@@ -89,16 +87,31 @@ def misfits(path: str) -> Iterator[Misfit]:
         present = [argument for argument in line if argument.name in given]
         tied = _tied(argument for argument in line if optional or not argument.optional)
         for argument in (each for each in line if each.optional == optional):
-            for name, field in argument.fields.items() if argument.kind in STATES else [("", argument)]:
+            for name, field in argument.fields.items() if argument.state else [("", argument)]:
                 for what, wrong, numbers in _wrong(field, tied, inside=bool(name)):
                     value = given[argument.name]._replace(**{name: wrong}) if name else wrong
                     shows = numbers and bool(np.isnan(wrong).any() | np.isinf(wrong).any())
                     others = () if numbers else _beside(argument, present)
                     told, wrong_given = f"{field.name}: {what}", given | {argument.name: value}
                     yield Misfit(argument.name, told, wrong_given, numbers, shows, others)
-    if "window_size" in given and any(each.name == "queries" and "M<=T" in each.axes for each in line):
-        longer = given | {"window_size": SIZES["M"] + 1}
+    ranges = contract_of(path).settings
+    for name, allowed in ranges.items():
+        for value in beyond(allowed):
+            yield Misfit(name, f"{name}: {value}", fitting(path) | {name: value})
+    if any(each.name == "queries" and "M<=T" in each.axes for each in line) and "window_size" in ranges:
+        longer = fitting(path) | {"window_size": SIZES["M"] + 1}
         yield Misfit("queries", "window_size: longer than the queries reach", longer)
+
+
+def beyond(allowed: Range) -> list[Any]:
+    """What a setting of this range cannot be."""
+    low, high, closed_low, closed_high = allowed.limits
+    found: list[Any] = [low - 1] if low > -math.inf else []
+    found += [low] if low > -math.inf and not closed_low else []
+    found += [high] if high < math.inf and not closed_high else [high + 1] if high < math.inf else []
+    found = [int(number) if number.is_integer() and allowed.whole else number for number in found]
+    found += [1.5] if allowed.whole else [math.nan]
+    return [*found, int(low) + 1] if allowed.text in PARITIES else found
 
 
 def beside(path: str, argument: str, value: Any) -> tuple[str, ...]:
@@ -118,7 +131,7 @@ def _beside(argument: Argument, line: Iterable[Argument]) -> tuple[str, ...]:
 
 
 def _all_letters(argument: Argument) -> set[str]:
-    fields = argument.fields.values() if argument.kind in STATES else [argument]
+    fields = argument.fields.values() if argument.state else [argument]
     axes = (letter for field in fields for axis in field.axes for letter in _letters(axis))
     # the heads of queries are a multiple of those of keys
     return {"H" if letter in ("H_q", "H_kv") else letter for letter in axes} - {"*"}
@@ -137,7 +150,7 @@ def _tied(line: Iterator[Argument]) -> set[str]:
     """The axes whose size something else in the call says too."""
     found: Counter[str] = Counter()
     for argument in line:
-        for each in argument.fields.values() if argument.kind in STATES else [argument]:
+        for each in argument.fields.values() if argument.state else [argument]:
             for axis in each.axes:
                 found.update([] if axis == "*" else _letters(axis))
                 found.update({"D": 1} if "%" in axis else {})
@@ -161,15 +174,10 @@ def _shape(argument: Argument) -> tuple[int, ...]:
 
 def _made(argument: Argument) -> Any:
     """Ones of the shape and kind of an argument, or a state of them; what else a state holds is 1."""
-    if argument.kind not in STATES:
+    if not argument.state:
         return _ones(argument.kind, _shape(argument))
-    state = next(
-        getattr(module, argument.kind)
-        for module in (importlib.import_module(f"evictionary.reference.{stem}") for stem in STEMS)
-        if hasattr(module, argument.kind)
-    )
     arrays = {name: _made(field) for name, field in argument.fields.items()}
-    return state(**arrays, **{name: 1 for name in state._fields if name not in arrays})
+    return argument.state(**{name: arrays.get(name, 1) for name in argument.state._fields})
 
 
 def _ones(kind: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -196,7 +204,9 @@ def _wrong(argument: Argument, tied: set[str], *, inside: bool) -> Iterator[tupl
     if argument.kind == "bool":
         yield "whole numbers", np.ones(shape, np.int64), False
         return
-    beyond = {"whole": [-1.0, 0.5], "weight": [-1.0], "share": [-0.5, 1.5]}.get(argument.kind, [])
+    beyond = {"whole": [-1.0, 0.5], "weight": [-1.0], "share": [-0.5, 1.5], "cosine": [-1.5, 1.5]}.get(
+        argument.kind, []
+    )
     unordered = (
         [] if argument.kind == "whole" else [np.nan] if argument.kind == "open" else [np.nan, np.inf, -np.inf]
     )

@@ -25,7 +25,7 @@ def widened(
 
     None where no such channels are left to add, or where they change the answer.
     """
-    if path not in contract.CONTRACT or not domain.head_dim:
+    if path not in contract.contracts() or not domain.head_dim:
         return None
     said = [
         (each, arguments[each.name])
@@ -57,6 +57,19 @@ def widened(
     return (found, shown) if _alike(shown(same), narrow) else None
 
 
+def overflows(arguments: Mapping[str, Any], largest: float) -> bool:
+    """Whether a query times a key may be above the largest number of a dtype, before it is divided by the
+    root of the channels: a right kernel may multiply first.
+    """
+
+    def longest(name: str) -> float:
+        found = [np.asarray(each) for key, each in arguments.items() if name in key]
+        arrays = [each for each in found if each.ndim and each.dtype.kind == "f" and each.size]
+        return max((float(np.sqrt((each**2).sum(axis=-1)).max()) for each in arrays), default=0.0)
+
+    return longest("quer") * longest("key") > largest
+
+
 def cut(answer: Any, like: Any, turned: bool) -> Any:
     """An answer at the places that `like` has along each axis: without the channels of zeros."""
     if isinstance(answer, tuple) and isinstance(like, tuple):
@@ -80,7 +93,7 @@ def _places(size: int, wide: int, turned: bool) -> np.ndarray:
 def _padded(
     argument: contract.Argument, value: Any, wide: Mapping[str, int], grown: float, turned: bool
 ) -> Any:
-    if argument.kind in contract.STATES:
+    if argument.state:
         fields = {
             name: _padded(each, getattr(value, name), wide, 1, turned)
             for name, each in argument.fields.items()

@@ -1,6 +1,5 @@
-"""Arguments of every function of the contract, drawn from the lines that say their axes.
+"""Arguments of every function of the contract, drawn from the signatures that say their axes.
 
-A function that checks its arguments has its line in `reference/contract.py`; any other has one in LINES here.
 What has a meaning in a case, such as keys, is that of the case, with its kind; everything else is drawn at
 generic numbers. Settings have one value each, with which a text of eight tokens is long enough.
 """
@@ -24,112 +23,9 @@ from evictionary.reference import (
     momentkv_bounded,
     momentkv_theory,
 )
-from evictionary.reference.contract import CONTRACT, Argument, arguments
+from evictionary.reference.contract import Argument, arguments
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
-
-_QUERY = "query: ... D, keys: ... T D"
-_ATTENTION = "queries: ... M D, keys: ... T D"
-_SPLIT = "retained_output: ... D_v, evicted_output: ... D_v"
-_WEIGHED = "weights: weight ... T, values: ... T D, w_o: h D"
-_MOMENTS = "moments: Moments B H_kv"
-_BOUNDS = f"query: B H_kv D, {_MOMENTS}, bounds: Bounds B H_kv"
-
-LINES = {
-    "attention.attention": f"{_ATTENTION}, values: ... T D_v",
-    "attention.attention_logits": _ATTENTION,
-    "attention.causal_attention": "queries: ... M<=T D, keys: ... T D",
-    "attention.grouped": "states: B H_q M D",
-    "attention.log_sum_exp": "logits: ... T",
-    "attention.softmax": "logits: ... T",
-    "attention_matching.active_set": "weights: n, matrix: R n, target: R",
-    "attention_matching.logits_of_group": "queries: B H_q M D, keys: B H_kv T D",
-    "attention_matching.require_equal_heads": "kept: bool B H_kv T",
-    "cache.heads": "cache: CompressedCache",
-    "compactor.z_scores": "scores: B H_kv T",
-    "criticalkv.defend": "weights: weight ... G M T",
-    "criticalkv.error_bound": "weights: weight ... T, norms: weight ... T, kept: bool ... T",
-    "dropkv.perturbation": "logits: ... T, values: ... T D_v",
-    "expected_attention.appended": "rows: B H_kv T D, row: B H_kv D",
-    "expected_attention.contribution": "weights: weight ... T, values: ... T D",
-    "expected_attention.expected_weights": ("keys: ... T D, query_mean: ... D, query_covariance: ... D D"),
-    "expected_attention.listing_1": "queries: N D, keys: T D, values: T D_v",
-    "expected_attention.log_expected_scores": ("keys: ... T D, query_mean: ... D, query_covariance: ... D D"),
-    "expected_attention.norm": "vectors: ... D",
-    "expected_attention.project_statistics": "hidden_mean: ... h, hidden_covariance: ... h h, w_q: D h",
-    "expected_attention_theory.attention_weights": _QUERY,
-    "expected_attention_theory.centre": "states: ... T D",
-    "expected_attention_theory.correlation": "observed: ... T, expected: ... T",
-    "expected_attention_theory.project": "hidden: ... T h, w_q: D%2 h, w_k: D%2 h, w_v: D%2 h",
-    "expected_attention_theory.reconstruction_error": "hidden: ... T h, compressed: ... T h",
-    "expected_attention_theory.removal_error": _WEIGHED,
-    "expected_attention_theory.residual_updates": _WEIGHED,
-    "expected_attention_theory.skewness_and_kurtosis": "states: ... T D",
-    "expected_attention_theory.update_norms": _WEIGHED,
-    "gvote_theory.allocate": "scores: ... T",
-    "keydiff.cosine": "keys: ... T D, direction: ... D",
-    "keydiff.unit": "vectors: ... D",
-    "keydiff_theory.flops": "count: Operations",
-    "kvzip.replay_attention": "keys: ... T D, replay_queries: ... M D, replay_keys: ... M D",
-    "lagkv.normalise": "states: ... T D, next_states: ... M D",
-    "lagkv.reference_maximum": "next_states: ... T D",
-    "lagkv.reference_minimum": "next_states: ... T D",
-    "lagkv.variation_score": "normalised: ... T D",
-    "momentkv.approximate_evicted": f"query: B H_kv D, {_MOMENTS}",
-    "momentkv.log_evicted_partition": f"query: B H_kv D, {_MOMENTS}",
-    "momentkv.log_mixing_weights": "log_retained: ..., log_evicted: ...",
-    "momentkv.merge": "first: Moments B H_kv, second: Moments B H_kv",
-    "momentkv.recover": _MOMENTS,
-    "momentkv.residual": f"keys: B H_kv T D, values: B H_kv T D_v, {_MOMENTS}",
-    "momentkv.residual_norm": f"keys: B H_kv T D, values: B H_kv T D_v, {_MOMENTS}",
-    "momentkv.retained_attention": "logits: ... M T, values: ... T D_v, kept: bool ... 1 T",
-    "momentkv_bounded.bounded_evicted": _BOUNDS,
-    "momentkv_bounded.evicted_bounds": _BOUNDS,
-    "momentkv_bounded.log_partition_bounds": _BOUNDS,
-    "momentkv_bounded.logit_range": "query: B H_kv D, bounds: Bounds B H_kv",
-    "momentkv_theory.algorithm_1": (
-        "query: D, new_key: D, new_value: D_v, keys: T D, values: T D_v, moments: Moments"
-    ),
-    "momentkv_theory.amplification": f"{_SPLIT}, evicted_mass: share ...",
-    "momentkv_theory.approximation_error": "terms: Expansion",
-    "momentkv_theory.approximation_error_exactly": "terms: Expansion",
-    "momentkv_theory.centred_logits": _QUERY,
-    "momentkv_theory.centred_output": f"{_QUERY}, values: ... T D_v",
-    "momentkv_theory.error_bound": "terms: Expansion",
-    "momentkv_theory.estimated_evicted_weight": "evicted_mass: share ..., ratio: share ...",
-    "momentkv_theory.eviction_error": f"{_SPLIT}, evicted_mass: share ...",
-    "momentkv_theory.expansion": f"{_QUERY}, values: ... T D_v",
-    "momentkv_theory.full_output": f"{_QUERY}, values: ... T D_v",
-    "momentkv_theory.geometric_bound": f"{_QUERY}, values: ... T D_v",
-    "momentkv_theory.inverse_to_first_order": "terms: Expansion",
-    "momentkv_theory.largest_harmless_error": _SPLIT,
-    "momentkv_theory.linear_part": "query: ... D, covariance: ... D_v D",
-    "momentkv_theory.log_partition": _QUERY,
-    "momentkv_theory.logit_variance": _QUERY,
-    "momentkv_theory.logits_of": _QUERY,
-    "momentkv_theory.mass": f"{_QUERY}, kept: bool ... T",
-    "momentkv_theory.mixing_weight": "retained_partition: weight ..., evicted_partition: weight ...",
-    "momentkv_theory.output_error": (
-        f"{_SPLIT}, approximate: ... D_v, mass: share ..., estimated_mass: share ..."
-    ),
-    "momentkv_theory.partition_ratio": _QUERY,
-    "momentkv_theory.remainder_bounds": "terms: Expansion",
-    "momentkv_theory.shifted_softmax": "logits: ... T",
-    "momentkv_theory.split_divergence": _SPLIT,
-    "momentkv_theory.squared_error": f"{_SPLIT}, evicted_mass: share ...",
-    "momentkv_theory.sub_outputs": f"{_QUERY}, values: ... T D_v, kept: bool ... T",
-    "momentkv_theory.weight_bias": "retained: weight ..., evicted: weight ..., estimate: weight ...",
-    "rkv.combined": "attended: weight ... T, repeated: ... T",
-    "rkv.without_latest": "similarity: ... T T",
-    "selection.gather": "rows: ... T D, kept: bool ... T",
-    "selection.regret": "scores: ... T, kept: bool ... T",
-    "snapkv.average_pool": "weights: ... T",
-    "triattention.logits": "keys: ... T D%2, query_direction: ... D, query_slack: ... D/2",
-    "triattention.pair_lengths": "states: ... T D%2",
-}
-"""The lines of the functions that check no argument, and have none in the contract. A function that takes
-settings alone has no line.
-"""
 
 SETTINGS: dict[str, Any] = {
     "aggregate": lambda weights: weights.sum(axis=-2),
@@ -263,8 +159,7 @@ NAMED: dict[str, Callable[[Case], np.ndarray]] = {
 
 def line_of(path: str) -> tuple[Argument, ...]:
     """The arrays and states of a function, in the order of its signature."""
-    text = CONTRACT.get(path) or LINES.get(path)
-    return arguments(text) if text else ()
+    return arguments(path)
 
 
 @functools.cache
@@ -329,10 +224,9 @@ def drawn(impl: Implementation, path: str, case: Case, *, ragged: bool) -> dict[
 
 
 def _made(argument: Argument, case: Case, generator: np.random.Generator, ragged: bool) -> Any:
-    kind = argument.axes[0] if argument.axes[:1] and argument.axes[0] in STATES_OF else argument.kind
-    if kind in STATES_OF:
-        state = STATES_OF[kind](case)
-        alone = kind == "Moments" and not argument.axes
+    if argument.state:
+        state = STATES_OF[argument.kind](case)
+        alone = argument.kind == "Moments" and not argument.axes
         return type(state)(*(each[0, 0] for each in state)) if alone else state
     lead = (case.batch, case.num_kv_heads) if argument.lead and not _is_shared(argument) else ()
     shape = (*lead, *(_size(axis, case) for axis in argument.own))
@@ -354,7 +248,9 @@ def _made(argument: Argument, case: Case, generator: np.random.Generator, ragged
             return generator.integers(1, 3, size=shape)
         case "weight" | "share":
             return generator.uniform(0.1, 0.9, size=shape)
-    return np.clip(numbers, -1, 1) if argument.axes == ("*",) else numbers
+        case "cosine":
+            return np.clip(numbers, -1, 1)
+    return numbers
 
 
 def _is_shared(argument: Argument) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.errors import require
+from evictionary.reference.contract import contract
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
@@ -99,12 +100,59 @@ def load_mutants() -> dict[str, Mutant]:
 def _plant_edits() -> None:
     for path in sorted(SUITE.glob("*/mutants*.toml")):
         for name, entry in tomllib.loads(path.read_text(encoding="utf-8")).items():
-            edits = edits_of(entry.pop("was"), entry.pop("is"))
+            edits = edits_of(entry.pop("was", []), entry.pop("is", []))
+            for key, how in (("before", made_to_fit), ("instead", never_refused)):
+                if text := entry.pop(key, ""):
+                    edits += ((CHECKED, f"@{how.__name__}({text!r})\n{CHECKED}"),)
             _plant(
                 Mutant(
                     f"{entry['of'].split('.')[0]}.{name}", edited=entry.pop("in", ""), edits=edits, **entry
                 )
             )
+
+
+CHECKED = "@contract\n"
+"""The line above a function that checks its arguments."""
+
+
+def made_to_fit(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The mistake `before`: what these lines do to the arguments, before they are checked."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def changed(*args: Any, **kwargs: Any) -> Any:
+            given, scope = given_to(function, args, kwargs)
+            exec(text, scope)
+            return function(**{name: scope[name] for name in given})
+
+        return changed
+
+    return decorate
+
+
+def never_refused(text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """The mistake `instead`: this expression of the arguments is the answer where they should be refused."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def answered(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except ValueError:
+                return eval(text, given_to(function, args, kwargs)[1])
+
+        return answered
+
+    return decorate
+
+
+def given_to(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a call by name, defaults too, and names for lines that compute with them."""
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.arguments, inspect.unwrap(function).__globals__ | bound.arguments
 
 
 def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str], ...]:
@@ -135,15 +183,18 @@ def edited_text(path: str, source: str, edits: Iterable[tuple[str, str]]) -> str
 
 def copied(
     function: Callable[..., Any], code: types.CodeType | None = None, scope: dict[str, Any] | None = None
-) -> types.FunctionType:
-    """A function of a module once more; with other code, or with other globals."""
-    assert isinstance(function, types.FunctionType)
-    scope = function.__globals__ if scope is None else scope
-    copy = types.FunctionType(
-        code or function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
+) -> Callable[..., Any]:
+    """A function of a module once more, with its checks; with other code, or with other globals."""
+    own = inspect.unwrap(function)
+    assert isinstance(own, types.FunctionType)
+    scope = own.__globals__ if scope is None else scope
+    copy = types.FunctionType(code or own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
+    copy.__kwdefaults__, copy.__annotations__, copy.__module__ = (
+        own.__kwdefaults__,
+        own.__annotations__,
+        own.__module__,
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
+    return copy if own is function else contract(copy)
 
 
 def again(module: types.ModuleType) -> dict[str, Any]:
@@ -152,7 +203,7 @@ def again(module: types.ModuleType) -> dict[str, Any]:
     scope |= {
         name: copied(member, scope=scope)
         for name, member in vars(module).items()
-        if isinstance(member, types.FunctionType) and member.__globals__ is vars(module)
+        if inspect.isfunction(member) and inspect.unwrap(member).__globals__ is vars(module)
     }
     return scope
 
@@ -166,10 +217,11 @@ def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[.
     )
     source = edited_source(path, edits)
     scope = again(module)  # what calls the edited function finds it
+    scope |= {"made_to_fit": made_to_fit, "never_refused": never_refused}
     if target is module:
         exec("from __future__ import annotations\n" + source, scope)
     else:
-        own = dict(vars(target))
+        own = vars(target) | {"made_to_fit": made_to_fit, "never_refused": never_refused}
         exec("from __future__ import annotations\n" + source, own)
         scope[path.split(".")[1]] = own[path.split(".")[1]]
     # a mistake dies by its numbers, not by a warning

@@ -82,9 +82,9 @@ class Mutation:
     def function(self) -> Callable[..., Any]:
         """The mutated function; it calls what the right one calls."""
         right = oracle(self.of)
-        scope = dict(right.__globals__)
+        scope = dict(inspect.unwrap(right).__globals__)
         exec(self.code, scope)
-        return copied(right, scope[right.__name__].__code__)
+        return copied(right, inspect.unwrap(scope[right.__name__]).__code__)
 
 
 def functions() -> list[str]:
@@ -131,7 +131,9 @@ def _places(
     statement.
     """
     for field, value in ast.iter_fields(holder):
-        if field in ("annotation", "returns", "args") and isinstance(holder, ast.FunctionDef | ast.AnnAssign):
+        if field in ("annotation", "returns", "args", "decorator_list") and isinstance(
+            holder, ast.FunctionDef | ast.AnnAssign
+        ):
             continue
         for index, node in enumerate(value if isinstance(value, list) else [value]):
             if not isinstance(node, ast.AST) or _only_refuses(node):

@@ -1,10 +1,11 @@
-"""What does not fit is refused: a law for each function of `reference/contract.py`, made from its line
-there.
+"""What does not fit is refused: a law for each function that checks its arguments, made from its
+signature.
 """
 
 from collections.abc import Callable
 
-from evictionary.reference.contract import CONTRACT
+from evictionary.reference.contract import contracts
+from evictionary.spec_tests.judge.implementation import STEPS
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.shared.helpers import refuse, takes
 from evictionary.spec_tests.verdict.coverage import ids_of
@@ -13,10 +14,19 @@ from evictionary.spec_tests.verdict.coverage import ids_of
 REQUIREMENT = {
     "expected_attention.score": "EA-9",
     "gvote.select": "GV-A11",
+    "lagkv.keep_ratio_for": "LK-13",
     "lagkv_theory.attention_weights": "LK-6",
     "momentkv.attend": "MK-12",
     "rope.rotate": "ROPE-2",
 }
+
+
+def said(path: str) -> str:
+    """The arrays and the settings of a function, as its signature says them."""
+    found = contracts()[path]
+    return ", ".join(
+        [*map(str, found.arguments), *(f"{name} {own.text}" for name, own in found.settings.items())]
+    )
 
 
 def refusing(path: str) -> Callable[..., None]:
@@ -29,7 +39,8 @@ def refusing(path: str) -> Callable[..., None]:
 
     test.__name__ = f"test_{path.replace('.', '_')}_refuses_what_does_not_fit"
     test.__doc__ = (
-        f"Of `{path}`, an argument whose axes or numbers do not fit is refused by its name: {CONTRACT[path]}."
+        f"Of `{path}`, an argument whose axes, numbers or range do not fit is refused by its name: "
+        f"{said(path)}."
     )
     requirement = REQUIREMENT.get(path) or ids_of(function.__doc__)[-1]
     return law(requirement, of=path, kind="refusal", why="what the contract says is asked of every function")(
@@ -37,6 +48,6 @@ def refusing(path: str) -> Callable[..., None]:
     )
 
 
-for path in CONTRACT:
+for path in sorted(contracts().keys() - STEPS):
     made = refusing(path)
     vars()[made.__name__] = made

@@ -19,7 +19,7 @@ from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.judge.widen import widened
 from evictionary.spec_tests.proof import matrix
-from evictionary.spec_tests.proof.planted import load_mutants, replaced
+from evictionary.spec_tests.proof.planted import load_controls, load_mutants, replaced
 
 LAWS = load_laws()
 ASKED = sorted(name for name, law in LAWS.items() if law.functions and law.kind == MATHEMATICS)
@@ -122,6 +122,14 @@ def test_a_law_by_hand_is_asked_of_a_kernel_for_64_channels() -> None:
     wrong.domain |= CHANNELS
     assert outcome(asked, wrong)[0] == "killed"
     assert outcome(apart, reference_at("float64")) == ("not asked", "head_dim 2 lies outside its domain (64)")
+
+
+def test_a_kernel_may_multiply_before_it_divides() -> None:
+    """Logits of 1e4 are 8e4 before they are divided by the root of 64 channels; float16 ends at 65,504."""
+    law = LAWS["test_gvote_steps::test_weights_of_large_logits_are_finite"]
+    right = load_controls()["gvote.torch_weights"].implementation("float16", bare=True)
+    right.domain |= CHANNELS
+    assert {outcome(law, right, seed=seed)[0] for seed in range(8)} <= {"passed", "not asked"}
 
 
 def test_at_most_three_of_a_hundred_mistakes_live_and_each_for_a_reason() -> None:

@@ -10,7 +10,7 @@ from tools import refused
 
 from evictionary.methods import catalogue
 from evictionary.reference import checks
-from evictionary.reference.contract import CONTRACT, STATES, arguments
+from evictionary.reference.contract import arguments, arrays, contracts, states
 from evictionary.spec_tests.judge.implementation import oracle
 
 REFERENCE = Path(checks.__file__).parent
@@ -64,7 +64,7 @@ def test_every_method_is_found_by_its_file() -> None:
     assert set(METHODS) <= set(catalogue.names())
 
 
-@pytest.mark.parametrize("path", sorted(CONTRACT))
+@pytest.mark.parametrize("path", sorted(contracts()))
 def test_a_line_of_the_contract_names_the_arguments_of_its_function(path: str) -> None:
     named = [argument.name for argument in arguments(path)]
     assert named == [name for name in inspect.signature(oracle(path)).parameters if name in named]
@@ -76,7 +76,7 @@ def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
     """
     keys, values = np.ones((1, 2, 3, 4)), np.ones((1, 2, 5, 4))
     message = r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"
-    refused(lambda: checks.arrays("lagkv.select", keys, values), message, ValueError)
+    refused(lambda: arrays("lagkv.select", keys, values), message, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +95,13 @@ def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
     ],
 )
 def test_axes_that_do_not_fit_are_refused(line: str, shapes: list[tuple[int, ...]], message: str) -> None:
-    refused(lambda: checks.arrays(line, *map(np.ones, shapes)), message, ValueError)
+    refused(lambda: arrays(line, *map(np.ones, shapes)), message, ValueError)
 
 
 def test_axes_that_fit_are_taken() -> None:
     line = "a: * M<=T D%2, b: * T D, c: N>=0, d?: open T"
-    checks.arrays(line, np.ones((2, 1, 3, 4)), np.ones((5, 3, 4)), np.ones(0), None)
-    checks.arrays(line, np.ones((2, 4)), np.ones((3, 4)), np.ones(7), np.array([np.inf, 1, -np.inf]))
+    arrays(line, np.ones((2, 1, 3, 4)), np.ones((5, 3, 4)), np.ones(0), None)
+    arrays(line, np.ones((2, 4)), np.ones((3, 4)), np.ones(7), np.array([np.inf, 1, -np.inf]))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +118,10 @@ def test_axes_that_fit_are_taken() -> None:
     ],
 )
 def test_numbers_of_another_kind_are_refused(kind: str, given: list[object], message: str) -> None:
-    refused(lambda: checks.array(f"a: {kind}", np.array(given)), f"a: got .*{message}", ValueError)
+    refused(lambda: arrays(f"a: {kind}", np.array(given)), f"a: got .*{message}", ValueError)
 
 
 def test_a_state_that_is_none_is_refused_by_the_names_of_its_fields() -> None:
     message = r"a: got tuple, wanted Moments\(count, key_sum, value_sum, value_key_sum\)"
-    refused(lambda: checks.array("a: Moments ...", (1, 2)), message, ValueError)
-    assert {argument.kind for path in CONTRACT for argument in arguments(path)} >= set(STATES)
+    refused(lambda: arrays("a: Moments ...", (1, 2)), message, ValueError)
+    assert {argument.kind for path in contracts() for argument in arguments(path)} >= set(states())

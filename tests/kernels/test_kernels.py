@@ -57,7 +57,7 @@ from evictionary.optimized import (
     triattention,
 )
 from evictionary.optimized.states import CompressedCache, Moments, PagedCache
-from evictionary.reference.contract import CONTRACT, arguments
+from evictionary.reference.contract import arguments, contracts
 from evictionary.spec_tests.judge.implementation import load
 from evictionary.spec_tests.judge.misfits import fitting
 
@@ -426,7 +426,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(name: str) -> None:
     "path",
     [
         each
-        for each in sorted(CONTRACT.keys() & load("optimized").functions())
+        for each in sorted(contracts().keys() & load("optimized").functions())
         if {one.lead for one in arguments(each)} == {"..."}
     ],
 )

@@ -71,7 +71,9 @@ def test_every_target_of_make_exists() -> None:
 
 
 def test_the_readme_quotes_the_code_that_runs() -> None:
-    (quoted,) = [block for block in blocks(README, "python") if re.match(r"def \w+\(.*np\.ndarray", block)]
+    (quoted,) = [
+        block for block in blocks(README, "python") if re.match(r"@contract\ndef \w+\(.*np\.ndarray", block)
+    ]
     assert quoted in (ROOT / "reference" / "keydiff.py").read_text(encoding="utf-8")
 
 

@@ -172,7 +172,7 @@ def test_what_a_small_model_finds_is_in_a_row_for_each_method_and_composition() 
 
 def test_a_marker_in_a_tab_is_replaced_by_indented_lines() -> None:
     text = pages.filled("index.md", '=== "A law"\n\n    <!-- code: reference/keydiff.py::anchor -->\n')
-    says(text, "\n    ~~~~ python\n    def anchor(", never=["<!--"])
+    says(text, "\n    ~~~~ python\n    @contract\n    def anchor(", never=["<!--"])
     assert all(line.startswith("    ") for line in text.splitlines()[2:] if line)
 
 
