@@ -1,5 +1,5 @@
-"""Measures the corrections of `reference/momentkv_bounded.py` on drawn decoding steps: `python -m
-benchmarks.corrections`.
+"""Measures the corrections of `reference/momentkv_bounded.py`
+on drawn decoding steps: `python -m benchmarks.corrections`.
 
 Prints the table of docs/methods/momentkv_bounded.md, in about fifteen seconds on one core. With `--model`: a
 row for each kind of text that the claims are measured on, read by the embedded model, in about forty seconds.
@@ -66,8 +66,8 @@ KINDS: tuple[Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray, np.nd
 
 
 def errors(query: np.ndarray, keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> np.ndarray:
-    """The distance from full attention of each of NAMES, [4, B * H_q]; every token that is not evicted is
-    kept.
+    """The distance from full attention of each of NAMES,
+    [4, B * H_q]; every token that is not evicted is kept.
     """
     empty, kept = momentkv.no_moments(keys, values), ~evicted
     moments = momentkv.update(empty, keys, values, evicted)
@@ -101,8 +101,8 @@ def rows(steps: int = STEPS) -> Iterator[list[str]]:
 
 
 def rows_of_model() -> Iterator[list[str]]:
-    """A row for each kind of text: every layer and query head at four later tokens; MomentKV keeps 128 of
-    384 tokens.
+    """A row for each kind of text: every layer and query head
+    at four later tokens; MomentKV keeps 128 of 384 tokens.
     """
     lab = Lab(*load(), Scale(prompt_tokens=384, later_tokens=64))
     for kind in texts.KINDS:

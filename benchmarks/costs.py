@@ -70,8 +70,8 @@ clock = time.process_time
 
 
 def names() -> list[str]:
-    """Every method, with AdaKV where the heads of a layer can share its budget; with every addition, those of
-    ADDED.
+    """Every method, with AdaKV where the heads of a layer can
+    share its budget; with every addition, those of ADDED.
     """
     found = []
     for name in [*catalogue.evicting(), *_per_query()]:
@@ -155,8 +155,8 @@ def a_token(reader: Reader, name: str, full: DynamicCache, rounds: int) -> dict[
 
 
 def a_prompt(reader: Reader, name: str, rounds: int) -> float:
-    """The time to read and compress a prompt over the time to read it: medians of rounds in which the two
-    take turns.
+    """The time to read and compress a prompt over the time to
+    read it: medians of rounds in which the two take turns.
     """
     model, pairs = reader.model, []
     for _ in range(rounds):
@@ -173,8 +173,8 @@ def a_prompt(reader: Reader, name: str, rounds: int) -> float:
 
 
 def growth(readers: list[Reader], name: str, rounds: int) -> float:
-    """The power of the number of tokens with which the time of a compression grows: the least of some
-    rounds counts.
+    """The power of the number of tokens with which the time
+    of a compression grows: the least of some rounds counts.
     """
     sizes = [reader.prompt.shape[1] for reader in readers]
     least = [

@@ -1,5 +1,5 @@
-"""The torch path of `optimized` against kvpress on a CPU: `python -m benchmarks.cpu [--out FOLDER]
-[--tokens 1024,4096]`.
+"""The torch path of `optimized` against kvpress on a CPU:
+`python -m benchmarks.cpu [--out FOLDER] [--tokens 1024,4096]`.
 
 Both score the same tensors in one process, one layer of Llama-3.1-8B: 8 KV heads and 32 query heads of 128
 channels, batch 1, in float32 and bfloat16. kvpress needs another version of transformers than this project,
@@ -15,10 +15,10 @@ CO-3). CriticalKV is `projected_norms` with an eighth of the output's channels: 
 comes from another paper than in kvpress. KVzap's surrogate is the linear one. In float32 the two results must
 agree; in bfloat16 kvpress computes in bfloat16 and `optimized` in float32, so there they may differ.
 
-The floor of a method is the larger of two times, both measured in the same run: that of reading its inputs
-once, as many bytes in one tensor that is summed up, and that of its multiplications in a float32 product of
-matrices; of a symmetric matrix only one triangle counts. The share that we reach is the floor over our
-median.
+The floor of a method is the larger of two times, both measured in the same run:
+that of reading its inputs once, as many bytes in one tensor that is summed up, and
+that of its multiplications in a float32 product of matrices; of a symmetric matrix
+only one triangle counts. The share that we reach is the floor over our median.
 
 The arms alternate (ours, kvpress, kvpress, ours); one call of each comes first and is not timed. Time is
 processor time, which a busy machine disturbs less, or wall-clock time with more than one thread; memory is
@@ -291,8 +291,8 @@ def constraints(text: str) -> str:
 
 
 def environment() -> Path:
-    """The Python of an environment with the torch of this project and with kvpress, made on the first
-    call.
+    """The Python of an environment with the torch of this
+    project and with kvpress, made on the first call.
     """
     import platformdirs
 

@@ -1,5 +1,5 @@
-"""A decoder of the shape of Llama-3.1-8B with random weights, and the rows of the GPU benchmark that need
-one.
+"""A decoder of the shape of Llama-3.1-8B with random
+weights, and the rows of the GPU benchmark that need one.
 
 Random weights give the right times, since all shapes are fixed. The decoder is plain torch; the rows compare
 different attention functions in it. Other rows check the kernels; here they are not checked again.
@@ -75,8 +75,8 @@ class Decoder:
         return hidden + linear(silu(gate) * inner, down)
 
     def step(self, hidden: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """One decoding step of hidden states [B, width]; `attend(layer, query, key, value)` gives [B, H_q,
-        D].
+        """One decoding step of hidden states [B, width];
+        `attend(layer, query, key, value)` gives [B, H_q, D].
         """
         for layer, weights in enumerate(self.weights):
             query, key, value = self.before(hidden, weights["qkv"])
@@ -110,8 +110,8 @@ def decoder(place: Place) -> Decoder:
 
 
 def over(place: Place, caches: list[tuple[torch.Tensor, torch.Tensor]], *, ours: bool) -> Attend:
-    """Attention over full caches [B, H_kv, T, D], one for each layer, the new token in the last slot: ours,
-    or SDPA.
+    """Attention over full caches [B, H_kv, T, D], one for
+    each layer, the new token in the last slot: ours, or SDPA.
     """
     queries = place.states(len(caches[0][0]), place.heads * place.group, 1, place.head_dim, seed=0)
     attends = [decoding(place, queries, whole_cache(*states)) for states in caches] if ours else []
@@ -142,11 +142,11 @@ def with_moments(place: Place, batch: int, tokens: int, model: Decoder) -> Atten
 
 
 def steps(place: Place, model: Decoder, batch: int, attends: dict[str, Attend], bytes: int) -> Work:
-    """Decoding steps of the model with several attentions; each reads the weights and `bytes` of all
-    caches.
+    """Decoding steps of the model with several attentions;
+    each reads the weights and `bytes` of all caches.
 
-    Each step draws new hidden states: MomentKV writes what they give into its cache, and a cache of one token
-    is unrealistic.
+    Each step draws new hidden states: MomentKV writes what they
+    give into its cache, and a cache of one token is unrealistic.
     """
 
     def step(attend: Attend) -> Callable[..., Any]:
@@ -216,8 +216,8 @@ def throughput_row(place: Place) -> Work:
 
 @sized
 def share_row(place: Place, length: int) -> Work:
-    """One-shot compression to a half, by three methods, beside the prefill of the layer that it belongs
-    to.
+    """One-shot compression to a half, by three methods,
+    beside the prefill of the layer that it belongs to.
     """
     tokens, layer, lag = place.tokens(length), Decoder(place, 1), max(8, 128 // place.shrink)
     lagkv, keydiff, top_k = (

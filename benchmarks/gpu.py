@@ -98,11 +98,11 @@ SAME = ("schema", "commit", "versions", "dtype", "gpu")
 def run_row(
     row: Row, place: Place, found: dict[str, float], seconds: float, *, grace: float = GRACE
 ) -> dict[str, Any]:
-    """Check and time one row. The result reports any failure under `status`; only "measured" means
-    success.
+    """Check and time one row. The result reports any
+    failure under `status`; only "measured" means success.
 
-    After `seconds` no further peer is begun; `grace` seconds later the running peer, or the whole row, is
-    broken off.
+    After `seconds` no further peer is begun; `grace` seconds
+    later the running peer, or the whole row, is broken off.
     """
     result: dict[str, Any] = {"id": row.id, "title": row.title, "goal_ratio": row.goal_ratio, "arms": {}}
     try:
@@ -166,8 +166,8 @@ def _run_row(row: Row, place: Place, found: dict[str, float], seconds: float, re
 
 
 def floor_of(work: Work, found: dict[str, float]) -> float:
-    """The least seconds: the larger of bytes at the better measured bandwidth and multiplications at the
-    measured rate.
+    """The least seconds: the larger of bytes at the better
+    measured bandwidth and multiplications at the measured rate.
     """
     memory = max(found["copy_bytes_per_s"], found["read_bytes_per_s"])
     return max(work.bytes / memory, work.flops / found["matmul_flops_per_s"]) / work.units.get("ours", 1)
@@ -246,8 +246,8 @@ def never_waiting() -> Iterator[None]:
 
 
 def cost(call: Callable[[], Any], place: Place) -> dict[str, int | None]:
-    """Activities on the GPU (kernels, copies, fills), and the rise of allocated memory during a call, its
-    result included.
+    """Activities on the GPU (kernels, copies, fills), and the
+    rise of allocated memory during a call, its result included.
     """
     if not place.is_gpu:
         return {"launches": None, "memory_bytes": None}
@@ -283,8 +283,8 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def rehearse(rows: Sequence[Row]) -> Iterator[tuple[str, str, str]]:
-    """Call every arm of the rows once, small, with the kernels as compiled code: row, arm, and what became of
-    it.
+    """Call every arm of the rows once, small, with the
+    kernels as compiled code: row, arm, and what became of it.
     """
     compiled.begin()
     for row in rows:
@@ -400,8 +400,8 @@ class Plan(store.Plan):
         return self.seconds - (time.monotonic() - self.start)
 
     def judged(self, parts: Sequence[tuple[str, str]]) -> Iterator[dict[str, Any]]:
-        """The verdict of each method in each dtype. A process of its own judges it: most of the time is
-        compiling kernels.
+        """The verdict of each method in each dtype. A process of
+        its own judges it: most of the time is compiling kernels.
         """
 
         def one(part: tuple[str, str]) -> dict[str, Any]:
@@ -507,8 +507,8 @@ def run(
 
 
 def lines(result: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The columns of a table of all rows: a line for each arm, the first one ours, and for each peer that
-    is missing.
+    """The columns of a table of all rows: a line for each arm,
+    the first one ours, and for each peer that is missing.
     """
     for row in result["rows"]:
         yield {

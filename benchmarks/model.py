@@ -115,8 +115,8 @@ def decoding_kvpress(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str
 
 
 def blocks(model: PreTrainedModel, ids: torch.Tensor) -> list[dict[str, Any]]:
-    """The peak memory of the cache while a prompt is read in blocks, as a share of the full cache of that
-    prompt.
+    """The peak memory of the cache while a prompt is read
+    in blocks, as a share of the full cache of that prompt.
     """
     rows = []
     for name in ("keydiff", "knorm+ada_kv", "tova"):

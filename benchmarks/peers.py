@@ -1,5 +1,5 @@
-"""Compares the kept tokens of this project and kvpress on the same model and prompt: `python -m
-benchmarks.peers`.
+"""Compares the kept tokens of this project and kvpress on
+the same model and prompt: `python -m benchmarks.peers`.
 
 kvpress reads a passkey text with the embedded model in an environment of its own (`benchmarks.cpu` makes it)
 and writes down the scores of its presses. We read the same tokens and choose with our methods at the same
@@ -53,8 +53,8 @@ def model_in_kvpress(folder: str) -> Any:
 
 
 def their_scores(folder: str, prompt: list[list[int]], output: str) -> None:
-    """Run in the environment of kvpress: keys [layers, H_kv, T, D] and the scores of every press [layers,
-    H_kv, T].
+    """Run in the environment of kvpress: keys [layers, H_kv, T, D]
+    and the scores of every press [layers, H_kv, T].
     """
     import kvpress
     from transformers import DynamicCache
@@ -127,8 +127,8 @@ def their_decoding(
 
 
 def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list[dict[str, Any]]:
-    """For each method the share of kvpress's kept tokens that we keep too, on average and in the worst
-    head.
+    """For each method the share of kvpress's kept tokens
+    that we keep too, on average and in the worst head.
     """
     from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
     from evictionary.models.load import load as load_model
@@ -166,8 +166,8 @@ def compare(folder: str, ids: np.ndarray, theirs: dict[str, np.ndarray]) -> list
 
 
 def main(tokens: Annotated[int, typer.Option(help="Tokens of the text.")] = 1000) -> None:
-    """Compare the kept tokens of this project and kvpress. The exit code is 1 if they differ although the
-    definitions agree.
+    """Compare the kept tokens of this project and kvpress. The
+    exit code is 1 if they differ although the definitions agree.
     """
     from benchmarks.report import rendered  # with matplotlib, which the environment of kvpress need not have
     from evictionary.evaluation import passkey

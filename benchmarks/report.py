@@ -1,5 +1,5 @@
-"""The page of the stored results: `python -m benchmarks.report` writes docs/benchmarks.md from
-benchmarks/results/*.json.
+"""The page of the stored results: `python -m benchmarks.report`
+writes docs/benchmarks.md from benchmarks/results/*.json.
 """
 
 import json

@@ -20,8 +20,8 @@ class NoKernel(Exception):
 
 @dataclass(frozen=True)
 class Place:
-    """The device and the size of a row: `shrink` divides the lengths, and then batches have at most two
-    rows.
+    """The device and the size of a row: `shrink` divides
+    the lengths, and then batches have at most two rows.
     """
 
     device: str = "cuda"
@@ -47,8 +47,8 @@ class Place:
         return count if self.shrink == 1 else min(count, 2)
 
     def states(self, *shape: int, seed: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Normal numbers, the same for the same seed; where they are few, from the processor, which is always
-        there.
+        """Normal numbers, the same for the same seed; where
+        they are few, from the processor, which is always there.
         """
         where = self.device if self.shrink == 1 else "cpu"
         generator = torch.Generator(where).manual_seed(seed)

@@ -4,9 +4,9 @@ the least bytes.
 A row is measured on one layer of Llama-3.1-8B (8 KV heads, 32 query heads, 128 channels, bfloat16). Only the
 sizes need a GPU: `Place(device="cpu", shrink=512)` makes the same rows small enough to check on a CPU.
 
-`bytes` is the least number of bytes that any implementation has to move, not the bytes that ours moves;
-`flops` is the least number of multiplications. Checks compare one KV head with the float64 mathematics of
-`reference`.
+`bytes` is the least number of bytes that any implementation has to move, not
+the bytes that ours moves; `flops` is the least number of multiplications.
+Checks compare one KV head with the float64 mathematics of `reference`.
 """
 
 import itertools
@@ -248,8 +248,8 @@ def select_row(place: Place, rows: int, length: int, kind: str = "normal") -> Wo
 
 
 def random_mask(place: Place, tokens: int, kept: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """A mask [1, H_kv, T] that keeps `kept` random tokens of each head, and their positions [1, H_kv,
-    kept].
+    """A mask [1, H_kv, T] that keeps `kept` random tokens
+    of each head, and their positions [1, H_kv, kept].
     """
     mask = place.states(1, place.heads, tokens, seed=seed + 1000, dtype=torch.float32).argsort(dim=-1) < kept
     return mask, mask.nonzero()[:, 2].view(1, place.heads, kept)
@@ -312,8 +312,8 @@ def whole_cache(keys: torch.Tensor, values: torch.Tensor) -> CompressedCache:
 
 
 def decoding(place: Place, queries: torch.Tensor, stored: CompressedCache) -> Arm:
-    """The attention of `queries` over one cache: as a model, it cuts the cache into chunks once, and not in
-    each step.
+    """The attention of `queries` over one cache: as a model,
+    it cuts the cache into chunks once, and not in each step.
     """
     attend = place.ours("attention", "attend")
     if not place.is_gpu:
@@ -326,8 +326,8 @@ def decoding(place: Place, queries: torch.Tensor, stored: CompressedCache) -> Ar
 def attention_work(
     place: Place, lengths: torch.Tensor, arms: dict[str, Arm], page: int, **options: Any
 ) -> Work:
-    """One query of each head over a cache of the given lengths [B, H_kv], FlashInfer with pages of `page`
-    tokens beside.
+    """One query of each head over a cache of the given lengths
+    [B, H_kv], FlashInfer with pages of `page` tokens beside.
 
     Each arm takes the queries, the cache, our attention over it, and what `options["beside"]`, a function of
     the cache, makes of it.
@@ -361,8 +361,8 @@ def attention_work(
 
 
 def flashinfer_decode(flashinfer: Any, place: Place, lengths: torch.Tensor, page: int) -> Arm:
-    """FlashInfer's paged decode, planned: every KV head is a request of its own, its tokens in pages of
-    `page` tokens.
+    """FlashInfer's paged decode, planned: every KV head is a
+    request of its own, its tokens in pages of `page` tokens.
     """
     workspace = torch.empty(128 * 2**20, dtype=torch.uint8, device=place.device)
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)

@@ -37,8 +37,8 @@ class Spread(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The quantiles of `values`, linear between neighbours. Raises ValueError for an empty or non-finite
-    list.
+    """The quantiles of `values`, linear between neighbours.
+    Raises ValueError for an empty or non-finite list.
     """
     if not values or not np.isfinite(values).all():
         raise ValueError(f"values: got {list(values)}, wanted at least one finite number")
@@ -46,8 +46,8 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 class Ratio(NamedTuple):
-    """The speed-up of the first of two arms: median over median; claimed only if their intervals do not
-    overlap.
+    """The speed-up of the first of two arms: median over
+    median; claimed only if their intervals do not overlap.
     """
 
     value: float
@@ -55,8 +55,8 @@ class Ratio(NamedTuple):
 
 
 def ratio(ours: Spread, peer: Spread) -> Ratio:
-    """`peer / ours` of the medians. It is claimed if the intervals p20 to p80 of the two have no number in
-    common.
+    """`peer / ours` of the medians. It is claimed if the
+    intervals p20 to p80 of the two have no number in common.
     """
     return Ratio(peer.p50 / ours.p50, peer.p20 > ours.p80 or peer.p80 < ours.p20)
 
@@ -169,8 +169,8 @@ def provenance(*packages: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Store a result, as a whole: a run that is killed keeps the one before. Make its folder if there is
-    none.
+    """Store a result, as a whole: a run that is killed
+    keeps the one before. Make its folder if there is none.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     put(path, json.dumps(result, indent=1) + "\n")

@@ -44,8 +44,8 @@ def keydiff_torch(keys: torch.Tensor) -> torch.Tensor:
 def expected_attention_torch(
     keys: torch.Tensor, values: torch.Tensor, mean: torch.Tensor, covariance: torch.Tensor
 ) -> torch.Tensor:
-    """EA-7..9 in torch, one query head of each group at a time, the quadratic form in the precision of the
-    keys.
+    """EA-7..9 in torch, one query head of each group at a
+    time, the quadratic form in the precision of the keys.
     """
     heads, head_dim = keys.shape[1], keys.shape[3]
     means, covariances = mean.unflatten(1, (heads, -1)), covariance.unflatten(1, (heads, -1))
@@ -58,8 +58,8 @@ def expected_attention_torch(
 
 
 def received_torch(stem: str, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """SnapKV's or TOVA's score in torch: the attention of the last queries, softmax in float32, as a
-    matrix.
+    """SnapKV's or TOVA's score in torch: the attention
+    of the last queries, softmax in float32, as a matrix.
     """
     heads, count, length = keys.shape[1], queries.shape[2], keys.shape[2]
     logits = (queries.unflatten(1, (heads, -1)) @ keys[:, :, None].mT).float() / math.sqrt(keys.shape[3])

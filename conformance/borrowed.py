@@ -53,8 +53,8 @@ def take(source: str, path: str, *names: str, **given: Any) -> SimpleNamespace:
 
 
 class OldDynamicCache:
-    """The part of transformers' `DynamicCache` before its change to layers that caches of that time
-    inherit.
+    """The part of transformers' `DynamicCache` before its
+    change to layers that caches of that time inherit.
     """
 
     def __init__(self, *unused: Any) -> None:
@@ -87,8 +87,8 @@ def ranked_by(call: Callable[..., Any], *args: Any) -> torch.Tensor:
 
 
 def positions_as_values(keys: torch.Tensor) -> torch.Tensor:
-    """Values [B, H, T, D] that hold each token's position in every channel: what comes back says what was
-    kept.
+    """Values [B, H, T, D] that hold each token's position
+    in every channel: what comes back says what was kept.
     """
     return torch.arange(keys.shape[2], dtype=keys.dtype)[:, None].expand(keys.shape).clone()
 
@@ -126,8 +126,8 @@ def each_head(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
 
 
 def for_all_queries(queries: torch.Tensor, length: int) -> torch.Tensor:
-    """Queries of every token, for code that asks for them: zeros for those that were not given and do not
-    count.
+    """Queries of every token, for code that asks for them:
+    zeros for those that were not given and do not count.
     """
     return torch.nn.functional.pad(queries, (0, 0, length - queries.shape[2], 0))
 

@@ -1,12 +1,12 @@
 """Wrong answers in front of two benchmarks of generated kernels: `python -m conformance.verifiers` writes
 verifiers.json, which docs/verify.md shows.
 
-The tasks are those that `evictionary tasks` writes. An answer is a planted mistake of a task's function, a
-right variant, or an exploit of exploits.toml. The benchmarks' own functions compare it with the reference at
-their own settings, on a CPU. KernelBench draws five inputs and allows 1e-4, absolute and relative together;
-its static checker reads the file of an exploit first. FlashInfer-Bench draws three inputs and allows an error
-of 1e-2, absolute or relative. What they say of time is not asked. What `evictionary verify` says is in the
-tests.
+The tasks are those that `evictionary tasks` writes. An answer is a planted mistake of a task's
+function, a right variant, or an exploit of exploits.toml. The benchmarks' own functions
+compare it with the reference at their own settings, on a CPU. KernelBench draws five inputs
+and allows 1e-4, absolute and relative together; its static checker reads the file of an
+exploit first. FlashInfer-Bench draws three inputs and allows an error of 1e-2, absolute or
+relative. What they say of time is not asked. What `evictionary verify` says is in the tests.
 
 `python -m conformance.verifiers --read` has FlashInfer-Bench read every task and run its workload instead.
 """
@@ -109,8 +109,8 @@ def by_kernelbench(task: Task, problem: dict[str, Any], answer: Answer) -> bool:
 
 
 def by_flashinfer(task: Task, problem: dict[str, Any], answer: Answer) -> bool:
-    """What FlashInfer-Bench's `DefaultEvaluator` says; numbers such as a budget are those of KernelBench's
-    file.
+    """What FlashInfer-Bench's `DefaultEvaluator` says;
+    numbers such as a budget are those of KernelBench's file.
     """
     from flashinfer_bench.bench.config import BenchmarkConfig
     from flashinfer_bench.bench.evaluators.default import DefaultEvaluator

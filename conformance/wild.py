@@ -67,8 +67,8 @@ class Method:
 
 @dataclass(frozen=True)
 class Source:
-    """Public code at one commit, or one version of a package; files maps the files that are used to their
-    SHA-256.
+    """Public code at one commit, or one version of a package;
+    files maps the files that are used to their SHA-256.
 
     An empty SHA-256 leaves it to git, whose commit names the contents. mlx: it runs with the MLX that
     `make arrays` installs.
@@ -132,8 +132,8 @@ def _fetch(source: Source, folder: Path) -> None:
 
 
 def _with_package() -> tuple[Path, Path]:
-    """kvpress wants another transformers: its environment is that of `make peers`, with what the laws
-    need.
+    """kvpress wants another transformers: its environment
+    is that of `make peers`, with what the laws need.
     """
     from benchmarks.cpu import environment
 
@@ -170,8 +170,8 @@ def _why(output: str) -> str:
 def judge(
     source: Source, method: str, folder: Path, python: Path, profile: str, adapters: Path
 ) -> dict[str, Any]:
-    """What the laws of a method say: for each requirement the verdict, and the report of what fails.
-    Raises NotReached.
+    """What the laws of a method say: for each requirement the
+    verdict, and the report of what fails. Raises NotReached.
     """
     with tempfile.TemporaryDirectory() as report:
         command = [
@@ -276,8 +276,8 @@ def told(row: dict[str, Any]) -> str:
 
 
 def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]:
-    """The failing requirements that no note explains: nobody has looked at them yet, and the page does not
-    publish them.
+    """The failing requirements that no note explains: nobody
+    has looked at them yet, and the page does not publish them.
     """
     return [
         f"{source.name}/{method}: {name}"
@@ -289,8 +289,8 @@ def unchecked(found: list[Source], rows: dict[str, dict[str, Any]]) -> list[str]
 
 
 def differing(found: list[Source], rows: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """How many of the rows that were judged have a fail, how many only choices that are stated, and how many
-    neither.
+    """How many of the rows that were judged have a fail, how
+    many only choices that are stated, and how many neither.
     """
     counts = {"fails": 0, "choices": 0, "neither": 0}
     for source in found:
@@ -342,8 +342,8 @@ def main(
     listed = [f"{source.name}/{method}" for source in found for method in source.methods]
 
     def keep(name: str, row: dict[str, Any]) -> None:
-        """Store a row at once, for a run takes long. What was judged before outlasts a source that is not
-        reached now.
+        """Store a row at once, for a run takes long. What was
+        judged before outlasts a source that is not reached now.
         """
         if "not reached" not in row or name not in stored["rows"]:
             stored["rows"][name] = row | {"date": datetime.now(UTC).date().isoformat()}

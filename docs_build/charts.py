@@ -163,8 +163,8 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
 
 
 def _panels(names: Sequence[str], widths: Sequence[float]) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with the names down its left side, the last one on top, and panels of these relative
-    widths.
+    """A figure with the names down its left side, the
+    last one on top, and panels of these relative widths.
     """
     figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(names)))
     panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]

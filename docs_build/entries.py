@@ -168,8 +168,8 @@ def entries() -> dict[str, Entry]:
 
 
 def law_definition(law: Law) -> Definition:
-    """The file and line of a law; of one that is made from the contract, those of the function that makes
-    it.
+    """The file and line of a law; of one that is made from
+    the contract, those of the function that makes it.
     """
     found = definitions(f"spec_tests/{law.path}")
     return found.get(law.name.partition("::")[2]) or found["refusing"]

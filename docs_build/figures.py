@@ -86,9 +86,9 @@ def encode(masks: np.ndarray) -> dict[str, str]:
     """Masks [budgets, layers, H_kv, T] as `levels`, or as `masks` if a larger budget may drop tokens that
     a smaller one keeps.
 
-    levels has a letter for each layer, head and token: A if the smallest budget keeps it, B if the next one
-    does, and so on. masks has, in Base64, one bit for each budget, layer, head and token, the lowest bit of a
-    byte first.
+    levels has a letter for each layer, head and token: A if the smallest budget
+    keeps it, B if the next one does, and so on. masks has, in Base64, one bit
+    for each budget, layer, head and token, the lowest bit of a byte first.
     """
     if (masks[:-1] <= masks[1:]).all():
         return {"levels": (ord("A") + (~masks).sum(axis=0)).astype(np.uint8).tobytes().decode("ascii")}
@@ -112,8 +112,8 @@ def stored() -> Any:
 
 
 def strips(data: Any) -> dict[str, bytes]:
-    """For each method a picture of what it keeps at STRIP tokens a head: a row for each head, a column for
-    each token.
+    """For each method a picture of what it keeps at STRIP
+    tokens a head: a row for each head, a column for each token.
     """
     colours = ListedColormap(["white", KEPT_COLOUR, "#f8d9c8", NEEDLE_COLOUR])
     needle = np.zeros(len(data["tokens"]), dtype=int)

@@ -1,5 +1,5 @@
-"""Hooks that mkdocs calls while it builds the site: they add generated pages and fill in markers and
-links.
+"""Hooks that mkdocs calls while it builds the site:
+they add generated pages and fill in markers and links.
 """
 
 import logging
@@ -32,8 +32,8 @@ log = logging.getLogger("mkdocs.hooks.lessons")
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the coverage page, the pictures of methods and results, and a page for each module (the API) and
-    each lesson.
+    """Add the coverage page, the pictures of methods and results,
+    and a page for each module (the API) and each lesson.
     """
     made = {
         "coverage.md": pages.coverage(),
@@ -54,8 +54,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def lesson_folders() -> list[Path]:
-    """The folder of each lesson, with page, notebook and pictures; changed lessons are run, and the log
-    names them.
+    """The folder of each lesson, with page, notebook and
+    pictures; changed lessons are run, and the log names them.
     """
     changed = [lesson for lesson in lessons() if not is_built(lesson)]
     try:

@@ -1,5 +1,5 @@
-"""Markdown for the site, from `entries`: cards, tables, quoted code. Each function gets the page that it
-writes for.
+"""Markdown for the site, from `entries`: cards, tables,
+quoted code. Each function gets the page that it writes for.
 """
 
 import inspect
@@ -51,8 +51,8 @@ ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]
 
 
 def relative(page: str, target: str) -> str:
-    """The link from one page of the site to another, both given from the folder docs/; the target may have
-    an anchor.
+    """The link from one page of the site to another, both
+    given from the folder docs/; the target may have an anchor.
     """
     return posixpath.relpath(target, posixpath.dirname(page) or ".")
 
@@ -72,8 +72,8 @@ def api_link(page: str, definition: Definition) -> str:
 
 
 def escaped(text: str) -> str:
-    """Plain text as Markdown, with special characters escaped; what stands in backticks is code and stays
-    so.
+    """Plain text as Markdown, with special characters
+    escaped; what stands in backticks is code and stays so.
     """
     parts = re.split(r"(`[^`]+`)", text)
     parts[::2] = [re.sub(r"([\\`*_{}\[\]#|$])", r"\\\1", part).replace("<", "&lt;") for part in parts[::2]]
@@ -116,8 +116,8 @@ def equations(page: str, stems: str) -> str:
     last = {one: entry.requirement.id for entry in cards for found in entry.layers.values() for one in found}
 
     def quoted(page: str, entry: Entry, found: Iterable[Definition]) -> str:
-        """The functions of a card by name; a function of several equations gets a link to the card with
-        its code.
+        """The functions of a card by name; a function of
+        several equations gets a link to the card with its code.
         """
         last_here = {one: last[one] for one in found if not _is_program(one)}
         links = {
@@ -286,8 +286,8 @@ MARKERS: dict[str, Callable[..., str]] = {
 
 
 def filled(page: str, markdown: str) -> str:
-    """The page with its markers, `<!-- name: argument -->` on lines of their own, replaced by their
-    content.
+    """The page with its markers, `<!-- name: argument -->`
+    on lines of their own, replaced by their content.
 
     A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one,
     up to `<!-- end -->`, is for readers of the file itself (`docs_build.contract`), and is replaced with it.

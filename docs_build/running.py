@@ -1,5 +1,5 @@
-"""Runs the commands that the pages show: one place says in which process, and what of their output a page
-shows.
+"""Runs the commands that the pages show: one place says
+in which process, and what of their output a page shows.
 """
 
 import os

@@ -1,5 +1,5 @@
-"""A student's way from `start` to full marks: `python -m docs_build.transcript` runs it and writes the
-page.
+"""A student's way from `start` to full marks:
+`python -m docs_build.transcript` runs it and writes the page.
 """
 
 import re
@@ -32,8 +32,8 @@ WAY = (
 
 
 def run(way: Sequence[tuple[str, str]] = WAY) -> str:
-    """The page, from commands that are run in an empty folder. Seconds are left out, because they differ
-    each time.
+    """The page, from commands that are run in an empty folder.
+    Seconds are left out, because they differ each time.
     """
     parts = [
         "# From start to full marks",

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 class UsageError(ValueError):
-    """An argument has a value that cannot be used: the message names the argument, the value, and the
-    wanted values.
+    """An argument has a value that cannot be used: the message
+    names the argument, the value, and the wanted values.
     """
 
 
@@ -41,8 +41,8 @@ def did_you_mean(got: str, known: Iterable[str]) -> str:
 
 
 def require_known(argument: str, got: str, known: Iterable[str]) -> None:
-    """Raise UsageError for a name that is not known: the message has the name most like it, then all that
-    are known.
+    """Raise UsageError for a name that is not known: the
+    message has the name most like it, then all that are known.
     """
     names = list(known)
     if got not in names:

@@ -1,5 +1,5 @@
-"""What a command that takes longer is doing, on standard error: a bar in a terminal, elsewhere a line now and
-then.
+"""What a command that takes longer is doing, on standard
+error: a bar in a terminal, elsewhere a line now and then.
 
 A command says `with doing("loading the model") as now:` and later `now("reading", 3, 10)`. What it calls may
 say the same inside: there is one bar, and what is outside of it comes back.

@@ -1,5 +1,5 @@
-"""The versions that the tests ran with, as the ranges of pyproject.toml say them, and one sentence for what
-lies outside.
+"""The versions that the tests ran with, as the ranges of
+pyproject.toml say them, and one sentence for what lies outside.
 """
 
 import functools
@@ -22,8 +22,8 @@ def is_run(requirement: Requirement) -> bool:
 def untried(requirements: Iterable[str], installed: Callable[[str], str]) -> list[str]:
     """A sentence for each installed package whose version lies outside of its range.
 
-    Args: requirements, as in a package's metadata; installed, the version of a package, or
-    PackageNotFoundError.
+    Args: requirements, as in a package's metadata; installed,
+    the version of a package, or PackageNotFoundError.
     """
     found = []
     for requirement in map(Requirement, requirements):

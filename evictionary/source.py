@@ -8,8 +8,8 @@ from types import CodeType, ModuleType
 
 
 class _AsItIs(SourceFileLoader):
-    """Compiles a file as it is: its bytecode passes for fresh if it is written twice in a second, at the
-    same size.
+    """Compiles a file as it is: its bytecode passes for fresh
+    if it is written twice in a second, at the same size.
     """
 
     def get_code(self, fullname: str) -> CodeType:
@@ -18,8 +18,8 @@ class _AsItIs(SourceFileLoader):
 
 
 def import_file(name: str, path: Path) -> ModuleType:
-    """Import a file as a module of that name. Raises what the file raises, and nothing of it stays in
-    sys.modules then.
+    """Import a file as a module of that name. Raises what the
+    file raises, and nothing of it stays in sys.modules then.
     """
     spec = importlib.util.spec_from_file_location(
         name, path.resolve(), loader=_AsItIs(name, str(path.resolve()))

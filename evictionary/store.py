@@ -1,9 +1,9 @@
 """Measurements that take hours: a plan, what is missing of it, units of work, processes, lines on the
 disk, a table.
 
-A plan names every measurement. Its units of work are shared out among processes, and each measurement becomes
-one line of JSON. The file of the lines grows only by whole lines, so a run that was killed goes on where it
-stopped.
+A plan names every measurement. Its units of work are shared out among
+processes, and each measurement becomes one line of JSON. The file of the lines
+grows only by whole lines, so a run that was killed goes on where it stopped.
 """
 
 import contextlib
@@ -38,8 +38,8 @@ Work = Sequence[tuple[Any, Sequence[Any]]]
 
 
 class Progress(NamedTuple):
-    """Measurements done and planned in this run, a description of the last one, and the estimated seconds
-    left.
+    """Measurements done and planned in this run, a description
+    of the last one, and the estimated seconds left.
     """
 
     done: int
@@ -49,8 +49,8 @@ class Progress(NamedTuple):
 
 
 class Plan(ABC):
-    """What is to be measured. A dataclass of the settings inherits from it, and travels to the processes
-    that measure.
+    """What is to be measured. A dataclass of the settings
+    inherits from it, and travels to the processes that measure.
     """
 
     model: str
@@ -97,8 +97,8 @@ class Plan(ABC):
 
     @classmethod
     def identify(cls, line: Line) -> str:
-        """The identity of a line of a file. Raises KeyError or ValueError for a line that is no such
-        measurement.
+        """The identity of a line of a file. Raises KeyError
+        or ValueError for a line that is no such measurement.
         """
         return cls.key(line)
 
@@ -137,8 +137,8 @@ def run(
     tell: Callable[[str], None] = lambda text: None,
     name: str = RESULTS,
 ) -> list[Line]:
-    """Measure what the file `name` of a folder lacks of the plan, and return every line of that file,
-    sorted.
+    """Measure what the file `name` of a folder lacks of
+    the plan, and return every line of that file, sorted.
 
     `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address,
     or "local" for a cluster of `jobs` workers on this machine. Where a cluster has no worker, `tell` is told,
@@ -246,8 +246,8 @@ def put(path: Path, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def _alone(folder: Path) -> Iterator[None]:
-    """Lock the folder: two runs in one folder would measure everything twice. A killed run leaves no lock
-    behind.
+    """Lock the folder: two runs in one folder would measure
+    everything twice. A killed run leaves no lock behind.
     """
     import filelock
 
@@ -376,8 +376,8 @@ def _measure_in_child(plan: Plan, unit: Any, parts: Sequence[Any]) -> list[Line]
 
 @functools.cache
 def end_with_parent() -> None:
-    """End this process soon after the process that started it, even after SIGKILL: each worker holds a
-    model.
+    """End this process soon after the process that started
+    it, even after SIGKILL: each worker holds a model.
     """
     parent = os.getppid()
 
@@ -437,8 +437,8 @@ def cell(value: object) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]], align: str = "") -> str:
-    """A Markdown table, without a line break at its end. `align` has a letter for each column: l, or r for
-    numbers.
+    """A Markdown table, without a line break at its end.
+    `align` has a letter for each column: l, or r for numbers.
 
     Columns without a letter take the last one. A bar inside a cell is escaped.
     """

@@ -1,5 +1,5 @@
-"""The methods as fast code: torch entry points with the file names, function names and argument order of
-`reference/`.
+"""The methods as fast code: torch entry points with the file
+names, function names and argument order of `reference/`.
 
 Each file here checks its arguments once, and has a batched torch path that reads like the reference and runs
 anywhere. Inputs that the Triton kernels support (see `kernels/launching.py`) go to the file of the same stem

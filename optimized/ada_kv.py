@@ -90,8 +90,8 @@ def ranks(scores: torch.Tensor, protected: torch.Tensor) -> torch.Tensor:
     r"""SEL-3, SEL-4: the place of each token in its row, from 0: the protected tokens first, then the
     higher, then the earlier.
 
-    Args: scores and protected [..., T]. Returns int64 [..., T]. For rows that keep different numbers of
-    tokens.
+    Args: scores and protected [..., T]. Returns int64
+    [..., T]. For rows that keep different numbers of tokens.
     """
     order = scores.argsort(dim=-1, descending=True, stable=True)
     first = protected.gather(-1, order).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)

@@ -1,5 +1,5 @@
-r"""Attention over a compressed cache, and of the queries of a prompt, which all methods share (ATT-1 to
-ATT-6).
+r"""Attention over a compressed cache, and of the queries
+of a prompt, which all methods share (ATT-1 to ATT-6).
 """
 
 import math
@@ -36,8 +36,8 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
 
 
 def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
-    """`attend` for a caller whose arguments fit: a cache that decodes, where a check costs as much as the
-    products.
+    """`attend` for a caller whose arguments fit: a cache that
+    decodes, where a check costs as much as the products.
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
@@ -95,8 +95,8 @@ def grouped_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     The query heads of a group and their M queries are rows of one product with the keys that they share.
 
-    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D]. Returns [B, H_kv, G, M, T] in float32 (float64 for
-    float64).
+    Args: queries [B, H_q, M, D]; keys [B, H_kv, T, D]. Returns
+    [B, H_kv, G, M, T] in float32 (float64 for float64).
     """
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = keys.shape[1]

@@ -33,8 +33,8 @@ ROUNDS, PASSES = 20, 4
 def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
-    Args: those of `score`; budget >= 1. Returns kept [B, H_kv, T], boolean. Raises ValueError naming the
-    argument.
+    Args: those of `score`; budget >= 1. Returns kept
+    [B, H_kv, T], boolean. Raises ValueError naming the argument.
     """
     return top_k(score(keys, replay_queries), as_count("budget", budget, low=1))
 
@@ -167,10 +167,10 @@ def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> t
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at every
     reference query m, each line divided by its largest exponential.
 
-    Args: queries [B, H_q, M, D], the reference queries; keys [B, H_kv, T, D], any strides; kept [B, H_kv, T],
-    boolean, n tokens of each head. Returns the bias [B, H_kv, n] of the kept keys in their order, float32
-    (float64 for float64). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
-    infinite numbers.
+    Args: queries [B, H_q, M, D], the reference queries; keys [B, H_kv, T, D], any strides;
+    kept [B, H_kv, T], boolean, n tokens of each head. Returns the bias [B, H_kv, n] of the
+    kept keys in their order, float32 (float64 for float64). Raises ValueError naming the
+    argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     count = _require_equal_heads(kept)
     gram = keys.new_zeros(*keys.shape[:2], count, count, dtype=torch.float64)
@@ -234,8 +234,8 @@ def _require_equal_heads(kept: torch.Tensor) -> int:
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
-    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted
-    values.
+    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`,
+    attention over the kept keys, with the fitted values.
 
     Args: queries [B, H_q, M, D], later than the cache; keys [B, H_kv, n, D]; values [B, H_kv, n, D_v]; bias
     [B, H_kv, n], in any floating dtype. Returns [B, H_q, M, D_v] in the dtype of queries. Raises ValueError

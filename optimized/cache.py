@@ -1,5 +1,5 @@
-r"""The compressed cache: flat storage that holds the kept tokens and nothing else (requirements CACHE-1 to
-CACHE-3).
+r"""The compressed cache: flat storage that holds the kept
+tokens and nothing else (requirements CACHE-1 to CACHE-3).
 """
 
 import torch

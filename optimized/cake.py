@@ -57,8 +57,8 @@ def budgets(
     length: int | None = None,
     window_size: int = 0,
 ) -> list[int]:
-    r"""CAKE-4: `b_l = w + P_l / (P_0 + .. + P_m) * L (b - w)`: the layers that have read the prompt share the
-    total.
+    r"""CAKE-4: `b_l = w + P_l / (P_0 + .. + P_m) * L (b - w)`:
+    the layers that have read the prompt share the total.
 
     The budgets are exact whole numbers, and the reference's function computes them. Args: preferences [m +
     1]; the others as there.

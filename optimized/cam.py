@@ -23,12 +23,12 @@ def merge_values(
     r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
     probability p_i, or lost.
 
-    Args: values [B, H_kv, T, D_v]; attention [B, H_kv, T], what each token has received, at least 0; kept
-    [B, H_kv, T], boolean, any number in a head; draws u [B, H_kv, T], uniform in [0, 1); merge_size m, the
-    kept tokens that share a value, at least 1. attention and draws may have a dtype of their own. Returns the
-    values, [B, H_kv, T, D_v], of evicted tokens as they were; the keys stay. Raises ValueError naming the
-    argument, and on a CPU for NaN or infinite numbers. Source: the merge mask of the paper, a Bernoulli
-    variable.
+    Args: values [B, H_kv, T, D_v]; attention [B, H_kv, T], what each token has received, at
+    least 0; kept [B, H_kv, T], boolean, any number in a head; draws u [B, H_kv, T], uniform
+    in [0, 1); merge_size m, the kept tokens that share a value, at least 1. attention and
+    draws may have a dtype of their own. Returns the values, [B, H_kv, T, D_v], of evicted
+    tokens as they were; the keys stay. Raises ValueError naming the argument, and on a CPU
+    for NaN or infinite numbers. Source: the merge mask of the paper, a Bernoulli variable.
     """
     merged = (draws < probabilities(attention, kept, merge_size=merge_size)).to(values.dtype)
     return spread(values, kept, merged, merge_size=merge_size)
@@ -62,9 +62,9 @@ def spread(
 
     With w = p this is the expectation of CAM-4, for which nothing has to be drawn.
 
-    Args: values [..., T, D_v]; kept [..., T], boolean; weights w [..., T], from 0 to 1, those of kept tokens
-    do not count; merge_size. Returns [..., T, D_v] in the dtype of the values. Raises ValueError naming the
-    argument.
+    Args: values [..., T, D_v]; kept [..., T], boolean; weights w [..., T], from
+    0 to 1, those of kept tokens do not count; merge_size. Returns [..., T, D_v]
+    in the dtype of the values. Raises ValueError naming the argument.
     """
     if kernels := kernels_for("cam", values, beside=weights):
         return kernels.spread(values, kept, *stretches(kept, weights.float(), merge_size))

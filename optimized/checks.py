@@ -51,11 +51,11 @@ def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool
     """Raise ValueError unless the tensors fit the signature of a function of the reference, or a line,
     and one another.
 
-    All live on one device. Tensors of floating numbers have the dtype of the first of them, those named in
-    `free` and the fields of states excepted. NaN and infinite numbers are refused on a CPU. On a GPU the
-    check would wait for the result and stall every later launch: there NaN passes through to NaN scores and a
-    NaN output, never to a wrong address. `finite=False` leaves the check to a caller that can do it at no
-    cost.
+    All live on one device. Tensors of floating numbers have the dtype of the first of
+    them, those named in `free` and the fields of states excepted. NaN and infinite numbers
+    are refused on a CPU. On a GPU the check would wait for the result and stall every
+    later launch: there NaN passes through to NaN scores and a NaN output, never to a wrong
+    address. `finite=False` leaves the check to a caller that can do it at no cost.
     """
     axes, tensors = Axes(), list(_tensors(arguments(line), given))
     name, first = tensors[0][0].name, tensors[0][1]
@@ -189,8 +189,8 @@ def working_room(value: torch.Tensor, most: int) -> torch.Tensor:
     """Return memory for `converted`: `most` numbers, or one token of all heads, of the working dtype of
     `value` [..., T, D].
 
-    Memory that is used again block after block stays in the processor's cache. It is empty if nothing is to
-    be converted.
+    Memory that is used again block after block stays in the
+    processor's cache. It is empty if nothing is to be converted.
     """
     return (
         value.new_empty(0, dtype=value.dtype)

@@ -1,5 +1,5 @@
-"""What the torch path needs on a CPU: blocks that stay in the processor's cache, and a second look at
-extreme norms.
+"""What the torch path needs on a CPU: blocks that stay in
+the processor's cache, and a second look at extreme norms.
 
 A block is converted to the working dtype in a room, memory that the next block overwrites.
 """

@@ -1,5 +1,5 @@
-r"""DropKV (openreview MqfNzH3TVH): keep the last tokens, and those whose removal alone would change the
-output most.
+r"""DropKV (openreview MqfNzH3TVH): keep the last tokens,
+and those whose removal alone would change the output most.
 
 The paper is known here from its public code: NVIDIA/kvpress, pull requests 284 and 285,
 kvpress/presses/dropkv_press.py at 7fb8625.
@@ -20,8 +20,8 @@ from .softmax import with_sink
 
 
 def perturbation(logits: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only token j
-    is evicted.
+    r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the
+    output `o = sum_j p_j v_j` when only token j is evicted.
 
     The token of the largest weight is computed as `p_j |v_j - o'|`, o' the output without it: the same
     number, but where p_j rounds to 1 the other form is infinity times 0.
@@ -72,8 +72,8 @@ def score(
     window_size: int = 32,
     kernel_size: int = 7,
 ) -> torch.Tensor:
-    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last
-    queries.
+    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`
+    over the last queries.
 
     Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
     H_kv, T, D] and values [B, H_kv, T, D_v], any strides; window_size >= 1; kernel_size K, odd. Returns

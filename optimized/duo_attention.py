@@ -1,8 +1,8 @@
 r"""DuoAttention (arXiv 2410.10819): keep everything in retrieval heads, and the first and the last tokens
 in the others.
 
-The paper is known here from public code: NVIDIA/kvpress, kvpress/presses/duo_attention_press.py at 00a150c,
-and mit-han-lab/duo-attention.
+The paper is known here from public code: NVIDIA/kvpress,
+kvpress/presses/duo_attention_press.py at 00a150c, and mit-han-lab/duo-attention.
 """
 
 import torch
@@ -22,8 +22,8 @@ def select(
     sink_size: int = 128,
     recent_size: int = 256,
 ) -> torch.Tensor:
-    r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and the last
-    `recent_size`.
+    r"""DA-2: a head with `g >= threshold` keeps all tokens,
+    another one the first `sink_size` and the last `recent_size`.
 
     Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or estimated;
     sink_size and recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean. Raises

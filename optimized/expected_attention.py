@@ -112,8 +112,8 @@ def unrotated_statistics(
 
 
 def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: float) -> None:
-    """Raise ValueError unless queries [..., N, D] can be rotated by integer `positions` and a positive
-    `theta`.
+    """Raise ValueError unless queries [..., N, D] can be
+    rotated by integer `positions` and a positive `theta`.
     """
     if not isinstance(positions, torch.Tensor) or positions.is_floating_point() or positions.is_complex():
         got = positions.dtype if isinstance(positions, torch.Tensor) else type(positions).__name__
@@ -141,8 +141,8 @@ def average_rope(
     horizon: int = 512,
     theta: float = 10000.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged over the
-    next positions.
+    r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`:
+    statistics of queries averaged over the next positions.
 
     Rbar rotates and shrinks pairs of channels, with their mean cosine and sine, so the matrix is never built:
     the rows of Sigma are rotated, then its columns.
@@ -193,8 +193,8 @@ def score(
 def expected_logits(
     keys: torch.Tensor, query_mean: torch.Tensor, query_covariance: torch.Tensor
 ) -> torch.Tensor:
-    r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)` for each query head: [B, H_kv, G,
-    T].
+    r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`
+    for each query head: [B, H_kv, G, T].
 
     The covariances of a group lie side by side: one product of a block of keys with all of them serves the
     whole group, and the block stays in the processor's cache. Arguments of `score`, already checked.

@@ -54,8 +54,8 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def highest(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
-    r"""`top_each` of arguments that have been checked; scores may be infinite, as the logits of large
-    states are.
+    r"""`top_each` of arguments that have been checked; scores
+    may be infinite, as the logits of large states are.
     """
     length = scores.shape[-1]
     budgets = budgets[..., None].clamp(max=length)
@@ -78,8 +78,8 @@ def rising(values: torch.Tensor) -> torch.Tensor:
 def select(
     query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, *, p: float = 0.95
 ) -> torch.Tensor:
-    r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head of the
-    group.
+    r"""GV-A1..3, GV-A9..11: keep what any sampled query
+    has among its top B_0, for any query head of the group.
 
     One sample of every query head is ranked at a time: sorting the logits of all samples at once would take S
     times the memory.

@@ -120,8 +120,8 @@ def _walked(
 
 @torch.no_grad()
 def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:
-    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores among
-    the others.
+    r"""H2-1: keep the last `ceil(budget / 2)` tokens, and
+    fill the budget with the highest scores among the others.
 
     Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T)
     True in each row. Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half

@@ -36,15 +36,15 @@ def score(keys: torch.Tensor) -> torch.Tensor:
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `T mu = sum_i k_i / |k_i|`, the anchor in the form that `update_anchor` keeps up to date.
 
-    Args: keys as `score`. Returns [B, H_kv, D], float32 (float64 for float64 keys). Raises ValueError as
-    `score`.
+    Args: keys as `score`. Returns [B, H_kv, D], float32
+    (float64 for float64 keys). Raises ValueError as `score`.
     """
     return _sum("keys", keys)
 
 
 def anchor(keys: torch.Tensor) -> torch.Tensor:
-    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys. Args, Returns and Raises as
-    `anchor_sum`.
+    r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of
+    the unit keys. Args, Returns and Raises as `anchor_sum`.
     """
     return anchor_sum(keys) / keys.shape[-2]
 
@@ -115,8 +115,8 @@ def _kernels(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) 
 
 
 def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ValueError unless `anchor` [..., D] has one vector for each head of `keys` [..., T, D], in the
-    working dtype.
+    """Raise ValueError unless `anchor` [..., D] has one vector
+    for each head of `keys` [..., T, D], in the working dtype.
     """
     require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
     require_finite("anchor", anchor)

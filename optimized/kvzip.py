@@ -1,8 +1,8 @@
-r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a second
-time.
+r"""KVzip (arXiv 2505.23416): keep the tokens that are
+needed most when the model reads the text a second time.
 
-The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at 00dd63a, which
-names snu-mllab/KVzip.
+The paper is known here from its public code: NVIDIA/kvpress,
+kvpress/presses/kvzip_press.py at 00dd63a, which names snu-mllab/KVzip.
 """
 
 from collections.abc import Iterator
@@ -19,8 +19,8 @@ TILE = 2**22
 
 @fits()
 def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
-    r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to a
-    token.
+    r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest
+    attention that any query of the replay gives to a token.
 
     The m-th of the M tokens of the replay sees the text and the replay up to itself. Blocks of queries are
     computed at a time.
@@ -41,8 +41,8 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
 def replay_attention_in_blocks(
     keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor
 ) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    r"""KZ-1: the attention [B, G, m, T] of m queries of the replay on the text, with their KV head and their
-    places.
+    r"""KZ-1: the attention [B, G, m, T] of m queries of the
+    replay on the text, with their KV head and their places.
     """
     batch, heads, length, _ = keys.shape
     num_queries, group = replay_queries.shape[2], replay_queries.shape[1] // heads

@@ -93,11 +93,11 @@ def score(
 def select(
     keys: torch.Tensor, values: torch.Tensor, *, keep_ratio: float, sink_size: int = 16, lag_size: int = 1024
 ) -> torch.Tensor:
-    r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the last
-    partition onwards.
+    r"""LK-12: keep the sinks, the best floor(rL) tokens of every
+    partition but the last, and the last partition onwards.
 
-    One partition is scored at a time, for all heads at once: it and its successor stay in the processor's
-    cache.
+    One partition is scored at a time, for all heads at once:
+    it and its successor stay in the processor's cache.
 
     Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0; lag_size >= 1.
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming
@@ -128,9 +128,9 @@ def compress(
 ) -> CompressedCache:
     r"""LK-12 and CACHE-1 at once: `cache.compress(keys, values, select(keys, values, ...))`.
 
-    The number of tokens that a partition keeps is known beforehand, so on a GPU the scores, the choice and
-    the copy of the kept rows are one launch. Arguments and errors are those of `select`; the result is that
-    of `cache.compress`.
+    The number of tokens that a partition keeps is known beforehand, so on a GPU
+    the scores, the choice and the copy of the kept rows are one launch. Arguments
+    and errors are those of `select`; the result is that of `cache.compress`.
     """
     require_fit("lagkv.select", keys, values)
     left = retained_length(keys.shape[2], keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)

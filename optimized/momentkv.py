@@ -32,8 +32,8 @@ ROUNDED = 0.999
 
 
 class Recovered(NamedTuple):
-    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance [..., D_v, D] (a
-    sum).
+    """Statistics of the evicted set: mean_key [..., D],
+    mean_value [..., D_v], covariance [..., D_v, D] (a sum).
     """
 
     mean_key: torch.Tensor
@@ -92,8 +92,8 @@ def compress_prompt(
 
 
 def merge(first: Moments, second: Moments) -> Moments:
-    r"""MK-25: the moments of the union of two disjoint evicted sets, which is their sum, in float32 or
-    wider.
+    r"""MK-25: the moments of the union of two disjoint
+    evicted sets, which is their sum, in float32 or wider.
     """
     sums = (
         mine.to(working_dtype(mine)) + theirs.to(working_dtype(theirs))
@@ -121,8 +121,8 @@ def recover(moments: Moments) -> Recovered:
 
 @fits()
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
-    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, alpha the attention over the
-    retained keys.
+    r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`,
+    alpha the attention over the retained keys.
 
     Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the
     retained tokens, any strides; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
@@ -227,8 +227,8 @@ def step(
     moments: Moments,
     position: int | torch.Tensor,
 ) -> torch.Tensor:
-    r"""MK-A1 in place, for a cache that is full: the new token takes the slot of the lowest score, or is
-    evicted itself.
+    r"""MK-A1 in place, for a cache that is full: the new token
+    takes the slot of the lowest score, or is evicted itself.
 
     No token is moved, so the slots end up in any order; `positions` says which token each holds, and decides
     between equal scores: the latest is evicted.

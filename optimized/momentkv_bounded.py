@@ -32,8 +32,8 @@ class Bounds(NamedTuple):
 
 @fits()
 def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
-    r"""MB-1: the bounds of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v], in
-    their dtype.
+    r"""MB-1: the bounds of the empty set, for the heads of
+    keys [..., T, D] and values [..., T, D_v], in their dtype.
     """
     key_high, value_high = (torch.full_like(states[..., 0, :], -torch.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)

@@ -37,8 +37,8 @@ def step_trusted(
     budgets: list[int],
     floors: list[int],
 ) -> Decoded:
-    r"""MK-A1 and AD-1..3: the new token of each head joins, the lowest scores of the layer leave, then the
-    query attends.
+    r"""MK-A1 and AD-1..3: the new token of each head joins, the
+    lowest scores of the layer leave, then the query attends.
 
     Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; cache, its rows in any order
     within a head; moments, which change in place; position [B, H_kv] of the new token; budgets, the tokens of

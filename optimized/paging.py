@@ -78,8 +78,8 @@ def slot_mapping(paged: PagedCache, count: int) -> torch.Tensor:
 def gather_pages(paged: PagedCache) -> CompressedCache:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
 
-    Raises ValueError as `compact_in_place`, and on a CPU where the block table has fewer places than a
-    length.
+    Raises ValueError as `compact_in_place`, and on a CPU
+    where the block table has fewer places than a length.
     """
     item, head, place = _filled(paged).nonzero(as_tuple=True)
     page, offset = _where(paged, item, place)
@@ -92,8 +92,8 @@ def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor
     r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU
     they are gathered first.
 
-    Args: queries [B, H_q, M, D], all later than the cache; paged, see PagedCache. Returns and raises as
-    `attention.attend`.
+    Args: queries [B, H_q, M, D], all later than the cache; paged,
+    see PagedCache. Returns and raises as `attention.attend`.
     """
     require_finite("queries", queries)
     require_same_kind("paged.keys", paged.keys, "queries", queries)

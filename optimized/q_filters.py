@@ -1,7 +1,7 @@
 r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direction of calibrated queries.
 
-The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and src/hf_cache.py at
-cda5c38.
+The paper is known here from its public code: NathanGodey/qfilters,
+make_filters.py and src/hf_cache.py at cda5c38.
 """
 
 import torch
@@ -19,8 +19,8 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have
     `q . v > 0`.
 
-    It is the last eigenvector of the D x D matrix of the queries' products, in float64: squares lose half of
-    the digits.
+    It is the last eigenvector of the D x D matrix of the queries'
+    products, in float64: squares lose half of the digits.
 
     Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64).
     Raises ValueError for unusable queries.
@@ -35,8 +35,8 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
 
 @fits()
 def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
-    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of its
-    query heads.
+    r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a
+    KV head: the mean of the directions of its query heads.
 
     Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length
     at most 1, float32 (float64 for float64). Raises ValueError naming the argument.
@@ -47,8 +47,8 @@ def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
 
 @fits(free=("q_filters",), finite=False)
 def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
-    r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are spread
-    around f.
+    r"""QF-3: `score_t = f . k_t`, which is proportional to
+    the expected logit where queries are spread around f.
 
     Args: keys [B, H_kv, T, D], after RoPE, any strides; q_filters [B, H_kv, D], of `calibrate`, in any
     floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises

@@ -1,8 +1,8 @@
 r"""R-KV (arXiv 2505.24133): keep the last tokens, and those that the last queries attend to and whose keys
 no other repeats.
 
-The paper is known here from its public code: Zefan-Cai/R-KV, rkv/compression/r1_kv.py and rkv/utils.py at
-d15c976.
+The paper is known here from its public code: Zefan-Cai/R-KV,
+rkv/compression/r1_kv.py and rkv/utils.py at d15c976.
 """
 
 import math

@@ -1,5 +1,5 @@
-r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2 rotate
-together.
+r"""Rotary position embedding, in the half-split pairing
+of transformers: channels i and i + D/2 rotate together.
 """
 
 import torch

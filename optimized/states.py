@@ -10,9 +10,9 @@ from .checks import working_dtype
 class CompressedCache(NamedTuple):
     """The kept tokens of every head, row after row: batch by batch, head by head, in position order.
 
-    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N] int64, the place of each row in the
-    original sequence; lengths [B, H_kv] int64, the number of rows of each head. Heads may differ in length
-    (ragged).
+    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N] int64,
+    the place of each row in the original sequence; lengths [B, H_kv] int64,
+    the number of rows of each head. Heads may differ in length (ragged).
     """
 
     keys: torch.Tensor
@@ -24,11 +24,11 @@ class CompressedCache(NamedTuple):
 class PagedCache(NamedTuple):
     """Pools of P pages of S tokens, as serving engines have them, and the pages of each sequence.
 
-    keys [P, S, H_kv, D], values [P, S, H_kv, D_v] and positions [P, S, H_kv], the place of each token in the
-    text; a slot without a token holds anything, NaN too. block_table [B, n], the pages of each sequence in
-    their order; behind its last page stands any number. lengths [B, H_kv] int64, the tokens that each head
-    holds (physical). seen [B], the tokens that the sequence has had (logical), which is the position of the
-    next one.
+    keys [P, S, H_kv, D], values [P, S, H_kv, D_v] and positions [P, S, H_kv], the place
+    of each token in the text; a slot without a token holds anything, NaN too. block_table
+    [B, n], the pages of each sequence in their order; behind its last page stands any
+    number. lengths [B, H_kv] int64, the tokens that each head holds (physical). seen [B],
+    the tokens that the sequence has had (logical), which is the position of the next one.
     """
 
     keys: torch.Tensor
@@ -66,8 +66,8 @@ class Step(NamedTuple):
 
 
 def zero_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
-    r"""The moments of the empty set for the heads of keys [..., T, D] and values [..., T, D_v], which have
-    been checked.
+    r"""The moments of the empty set for the heads of keys
+    [..., T, D] and values [..., T, D_v], which have been checked.
     """
     lead, head_dim, value_dim, dtype = keys.shape[:-2], keys.shape[-1], values.shape[-1], working_dtype(keys)
     return Moments(

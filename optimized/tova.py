@@ -1,5 +1,5 @@
-r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens that the last query attends to, one set for the
-whole layer.
+r"""TOVA (arXiv 2401.06104), a baseline: keep the tokens
+that the last query attends to, one set for the whole layer.
 """
 
 import torch
@@ -10,8 +10,8 @@ from .h2o import received_attention
 
 @fits()
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same for every
-    KV head.
+    r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t`
+    for the last query, the same for every KV head.
 
     Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys [B, H_kv, T, D],
     any strides. Returns scores [B, H_kv, T], higher = keep, summing to 1, float32 (float64 for float64).

@@ -1,5 +1,5 @@
-r"""TriAttention (arXiv 2604.04921): keep the keys that the mean query will turn to, frequency by frequency
-of RoPE.
+r"""TriAttention (arXiv 2604.04921): keep the keys that the
+mean query will turn to, frequency by frequency of RoPE.
 
 The paper is known here from its public code: WeianMao/triattention, triattention/methods/pruning_utils.py at
 092e4dc and triattention.py at 1129a5f.
@@ -25,8 +25,8 @@ def pair_lengths(states: torch.Tensor) -> torch.Tensor:
 
 @fits()
 def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of each
-    pair's length.
+    r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the
+    mean query, and what the mean hides of each pair's length.
 
     Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack
     [..., D/2], float32 (float64 for float64). Raises ValueError for unusable queries or an odd D.
@@ -38,8 +38,8 @@ def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @fits(free=("query_direction", "query_slack"))
 def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.Tensor) -> torch.Tensor:
-    r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`, `S = qbar . k + sum_f (E|q_f| - |E q_f|)
-    |k_f|`.
+    r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`,
+    `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`.
 
     Args: keys [B, H_kv, T, D], after RoPE, any strides; query_direction [B, H_q, D] and query_slack [B, H_q,
     D/2], calibrated, in any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for

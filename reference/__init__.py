@@ -17,6 +17,9 @@ recursive: it compresses each token once and leaves it alone afterwards.
 along. source is what they are computed from: "queries", "hidden_states", or "calibration" where a
 text can calibrate them.
 
+The signature of a function says the axes of its arrays and the ranges of its settings, in the notation of
+`contract.py`. What does not fit raises ValueError, with the argument, what was got and what was wanted.
+
 Axes, everywhere: keys and values `[B, H_kv, T, D]`, queries `[B, H_q, M, D]`, scores and kept masks
 `[B, H_kv, T]`; `H_q = G * H_kv`, and query head h reads KV head `h // G`. Keys are cached after
 RoPE. A higher score means keep. A kept mask is boolean, True = keep. `budget` counts the tokens

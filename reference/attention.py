@@ -43,11 +43,10 @@ def attend(
     r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp
     of the logits.
 
-    Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from
-    `cache.compress`. Returns output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural
-    logarithm, scaled logits). With it the attention over two disjoint sets of tokens can be merged
-    exactly. A head that keeps no token gives output 0 and log-sum-exp -inf. Raises ValueError if
-    the queries do not fit the cache.
+    Args: queries, all later than the cache (no causal mask); cache, from `cache.compress`. Returns
+    output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural logarithm, scaled logits). With it
+    the attention over two disjoint sets of tokens can be merged exactly. A head that keeps no token
+    gives output 0 and log-sum-exp -inf.
     """
     batch, num_query_heads, num_queries, _ = queries.shape
     group = num_query_heads // cache.lengths.shape[1]
@@ -72,8 +71,7 @@ def by_group(
     r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G
     + g reads KV head h // G.
 
-    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D]. Raises
-    ValueError naming what does not fit.
+    Args: queries, those of the last M <= T tokens.
     """
     return grouped(queries, keys.shape[1]), keys[:, :, None]
 
@@ -89,8 +87,8 @@ def causal_attention(
     r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees
     the tokens up to T - M + m.
 
-    Args: queries [..., M, D]; keys [..., T, D], M <= T. Returns [..., M, T], 0 beyond each query's
-    own position.
+    Args: queries [..., M, D]; keys [..., T, D], M <= T.
+    Returns [..., M, T], 0 beyond each query's own position.
     """
     logits = attention_logits(queries, keys)
     num_queries, length = logits.shape[-2:]

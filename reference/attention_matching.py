@@ -1,9 +1,9 @@
 r"""Attention Matching (arXiv 2602.16284): keep the most attended keys, and fit a bias and a value to
 each of them, so that reference queries find the mass and the outputs of the whole cache.
 
-The paper is known here from its public code: adamzweiger/compaction, compaction/algorithms/base.py
-and highest_attention_keys.py at 2e59cc8, with the settings AM-HighestAttnKeys-basic of
-evaluation/configs/algorithms/default.py.
+The paper is known here from its public code: adamzweiger/compaction,
+compaction/algorithms/base.py and highest_attention_keys.py at 2e59cc8, with the
+settings AM-HighestAttnKeys-basic of evaluation/configs/algorithms/default.py.
 """
 
 import math
@@ -33,8 +33,7 @@ def select(
 ) -> np.ndarray:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
-    Args: those of `score`; budget >= 1. Returns kept [B, H_kv, T], boolean. Raises ValueError naming
-    the argument.
+    Args: those of `score`. Returns kept [B, H_kv, T], boolean.
     """
     return top_k(score(keys, replay_queries), budget)
 
@@ -44,9 +43,8 @@ def score(keys: Real[np.ndarray, "B H_kv T D"], replay_queries: Real[np.ndarray,
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference
     queries, those of all query heads of the group.
 
-    Args: keys [B, H_kv, T, D]; replay_queries [B, H_q, M, D], later than all keys, so without a
-    causal mask. Returns [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does
-    not fit. Source: `_select_keys_highest_attention` with score_method rms.
+    Args: replay_queries, later than all keys, so without a causal mask. Returns [B, H_kv, T],
+    higher = keep. Source: `_select_keys_highest_attention` with score_method rms.
     """
     return np.sqrt((softmax(logits_of_group(replay_queries, keys)) ** 2).mean(axis=-2))
 
@@ -66,14 +64,13 @@ def bounded_least_squares(
     r"""AM-2: the w in [e^-3, e^3]^n with the least `|A w - y|`, by an active set (Lawson and Hanson's
     method for two bounds).
 
-    Some weights are free, the others lie at a bound. The free weights go to their own least squares
-    solution, or until one of them meets a bound, and stays there. Once they have arrived, the weight
-    at a bound that the residual pulls inwards most becomes free. Where none is pulled, w is the
-    optimum.
+    Some weights are free, the others lie at a bound. The free weights go to
+    their own least squares solution, or until one of them meets a bound, and
+    stays there. Once they have arrived, the weight at a bound that the residual
+    pulls inwards most becomes free. Where none is pulled, w is the optimum.
 
-    Args: matrix A [..., R, n]; target y [..., R]. Returns w [..., n]. Raises ValueError naming the
-    argument that does not fit. Source: `_nnls_pg` has this goal and these bounds; it clamps the
-    solution without bounds, and takes two steps down the gradient.
+    Args: matrix A; target y. Returns w [..., n]. Source: `_nnls_pg` has this goal and these bounds;
+    it clamps the solution without bounds, and takes two steps down the gradient.
     """
     # Decision: all weights begin at 1, so of many optima this is one near the cache as it was.
     weights = np.ones((*matrix.shape[:-2], matrix.shape[-1]))
@@ -117,9 +114,8 @@ def fit_bias(
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at
     every reference query m, each line divided by its largest exponential.
 
-    Args: queries [B, H_q, M, D], the reference queries; keys [B, H_kv, T, D]; kept [B, H_kv, T],
-    boolean, n tokens of each head. Returns the bias [B, H_kv, n] of the kept keys in their order.
-    Raises ValueError naming the argument that does not fit. Source: `_select_keys_highest_attention`.
+    Args: queries, the reference queries; kept, n tokens of each head. Returns the bias [B, H_kv, n]
+    of the kept keys in their order. Source: `_select_keys_highest_attention`.
     """
     require_equal_heads(kept)
     logits = logits_of_group(queries, keys)
@@ -139,9 +135,7 @@ def fit_values(
     r"""AM-4: the C with the least `|X C - Y|`: X = `softmax(s_mj + beta_j)` over the kept keys, Y the
     outputs of the whole cache at the reference queries.
 
-    Args: those of `fit_bias`; values [B, H_kv, T, D_v]; bias [B, H_kv, n]. Returns C [B, H_kv, n,
-    D_v]. Raises ValueError naming the argument that does not fit. Source: `_compute_C2` without a
-    ridge.
+    Args: those of `fit_bias`. Returns C [B, H_kv, n, D_v]. Source: `_compute_C2` without a ridge.
     """
     count = require_equal_heads(kept)
     if bias.shape[-1] != count:
@@ -169,12 +163,10 @@ def attend(
     values: Real[np.ndarray, "B H_kv kept D_v"],
     bias: Real[np.ndarray, "B H_kv kept"],
 ) -> np.ndarray:
-    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`, attention over the kept keys, with the fitted
-    values.
+    r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`,
+    attention over the kept keys, with the fitted values.
 
-    Args: queries [B, H_q, M, D], later than the cache; keys [B, H_kv, n, D]; values [B, H_kv, n, D_v];
-    bias [B, H_kv, n]. Returns [B, H_q, M, D_v]. Raises ValueError naming the argument that does not
-    fit.
+    Args: queries, later than the cache. Returns [B, H_q, M, D_v].
     """
     weights = softmax(logits_of_group(queries, keys) + bias[..., None, :])
     return (weights @ values).reshape(*queries.shape[:-1], -1)

@@ -11,12 +11,12 @@ from .contract import Mask, Memory, Real, State, Whole, contract
 
 
 class CompressedCache(NamedTuple):
-    """The kept tokens of every head, row after row: batch by batch, head by head, in position
-    order.
+    """The kept tokens of every head, row after row:
+    batch by batch, head by head, in position order.
 
-    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N], the place of each row in
-    the original sequence; lengths [B, H_kv], the number of rows of each head. Heads may differ in
-    length (ragged).
+    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N],
+    the place of each row in the original sequence; lengths [B, H_kv],
+    the number of rows of each head. Heads may differ in length (ragged).
     """
 
     keys: Real[np.ndarray, "N>=0 D"]
@@ -51,9 +51,7 @@ def compress(
 ) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T], boolean, any number
-    True in each head. Raises ValueError naming the argument where shapes disagree or `kept` is not
-    boolean.
+    Args: kept, any number True in each head.
     """
     # Boolean indexing walks batch, head, position in that order: the order of storage is the order
     # of the loop.

@@ -1,8 +1,8 @@
 r"""CAKE (arXiv 2503.12491), an allocator over layers: a layer gets more tokens, the more its attention
 spreads over the text and the more it moves.
 
-The paper's text could not be read. The definition follows the authors' public code, antgroup/cakekv,
-commit c4675ce.
+The paper's text could not be read. The definition follows
+the authors' public code, antgroup/cakekv, commit c4675ce.
 """
 
 import math
@@ -20,19 +20,19 @@ def dispersion(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
     r"""CAKE-1: `H = -sum_m sum_t A_mt ln A_mt`, how far the attention of M queries spreads over N
     tokens; 0 ln 0 = 0.
 
-    Args: attention [..., M, N], shares of each query's attention; a row may sum to less than 1.
-    Returns [...], in nats.
+    Args: attention, shares of each query's attention; a
+    row may sum to less than 1. Returns [...], in nats.
     """
     return -(attention * np.log(np.where(attention > 0, attention, 1))).sum(axis=(-2, -1))
 
 
 @contract
 def shift(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
-    r"""CAKE-2: `V = sum_t Var_m A_mt`, how much the attention on each of N tokens moves from query to
-    query.
+    r"""CAKE-2: `V = sum_t Var_m A_mt`, how much the
+    attention on each of N tokens moves from query to query.
 
-    Args: attention [..., M, N]. Returns [...]. Decision: the variance is the sample variance, with
-    M - 1, as in the public code; one query alone moves nothing, V = 0, where the code has NaN.
+    Returns [...]. Decision: the variance is the sample variance, with M - 1, as in the public code;
+    one query alone moves nothing, V = 0, where the code has NaN.
     """
     deviations = attention - attention.mean(axis=-2, keepdims=True)
     return (deviations**2).sum(axis=(-2, -1)) / max(1, attention.shape[-2] - 1)
@@ -49,11 +49,10 @@ def preference(
 ) -> np.ndarray:
     r"""CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
-    keys [B, H_kv, T, D]; window_size, the last queries, which weigh the tokens before them; tau1
-    and tau2, at least 0.1: the higher, the less H or V counts. Returns [B], at least 0; 0 where no
-    token comes before the window. Raises ValueError naming the argument. Source: the defaults of
-    `pred_cake.py`.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; window_size, the
+    last queries, which weigh the tokens before them; tau1 and tau2, at least 0.1: the higher, the
+    less H or V counts. Returns [B], at least 0; 0 where no token comes before the window. Source:
+    the defaults of `pred_cake.py`.
     """
     # Decision: each batch item has its own preference. The public code adds them up.
     queries, keys = by_group(queries, keys)
@@ -78,12 +77,11 @@ def budgets(
     share the total.
 
     Args: budget b, the mean number of tokens per head and layer, at least 1, window included;
-    preferences [m + 1], those of the layers that have read the prompt; num_layers L of the model,
-    None for these alone; length, the tokens that there are, None for more than any layer's share;
+    preferences, those of the layers that have read the prompt; num_layers L of the model, None for
+    these alone; length, the tokens that there are, None for more than any layer's share;
     window_size w, the last tokens, which every layer keeps. Returns m + 1 whole budgets, each at
     least 1 and at most length, never smaller than that of a layer with less preference. Together
-    they are `(m + 1) w + L (b - w)`, or all tokens where that is more. Raises ValueError naming the
-    argument.
+    they are `(m + 1) w + L (b - w)`, or all tokens where that is more.
     """
     given = [Fraction(float(each)) for each in preferences]
     layers = as_count("num_layers", len(given) if num_layers is None else num_layers, low=len(given))

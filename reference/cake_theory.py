@@ -17,9 +17,8 @@ def cascade(
 ) -> tuple[np.ndarray, int]:
     r"""CAKE-6: after each layer has read the prompt, the layers so far shrink to their new budgets.
 
-    Args: scores [L, T], infinities allowed; preferences [L]; budget, the mean per layer. Returns
-    kept [L, T], boolean, and the most tokens that were stored at once. Raises ValueError naming the
-    argument.
+    Args: scores, infinities allowed; budget, the mean per layer. Returns kept [L, T], boolean, and
+    the most tokens that were stored at once.
     """
     (num_layers, length), stored, most = scores.shape, [], 0
     settings = {"num_layers": num_layers, "length": length, "window_size": window_size}

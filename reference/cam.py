@@ -29,11 +29,10 @@ def merge_values(
     r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
     probability p_i, or lost.
 
-    Args: values [B, H_kv, T, D_v]; attention [B, H_kv, T], what each token has received, at least
-    0; kept [B, H_kv, T], boolean, any number in a head; draws u [B, H_kv, T], uniform in [0, 1);
-    merge_size m, the kept tokens that share a value, at least 1. Returns the values, [B, H_kv, T,
-    D_v], of evicted tokens as they were; the keys stay. Raises ValueError naming the argument.
-    Source: the merge mask of the paper, a Bernoulli variable.
+    Args: attention, what each token has received, at least 0; kept, any number in a head; draws u,
+    uniform in [0, 1); merge_size m, the kept tokens that share a value. Returns the values,
+    [B, H_kv, T, D_v], of evicted tokens as they were; the keys stay. Source: the merge mask of the
+    paper, a Bernoulli variable.
     """
     merged = draws < probabilities(attention, kept, merge_size=merge_size)
     return spread(values, kept, merged.astype(np.float64), merge_size=merge_size)
@@ -44,8 +43,8 @@ def shares(kept: Mask[np.ndarray, "... T"], *, merge_size: Setting[int, ">= 1"] 
     r"""CAM-1: `S_ij = 1 / m_i` if j is one of the next m kept tokens after the evicted token i, of
     which there are m_i, and 0 otherwise.
 
-    Args: kept [..., T], boolean; merge_size m. Returns [..., T, T]; a row sums to 1, or to 0 for a
-    kept token and where no kept token comes later.
+    Args: merge_size m. Returns [..., T, T]; a row sums to 1, or to 0 for a kept token and where no
+    kept token comes later.
     """
     before = np.cumsum(kept, axis=-1)
     place = before[..., None, :] - before[..., :, None]  # of a later kept token j: 1 for the next one
@@ -66,9 +65,8 @@ def probabilities(
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean
     of the tokens that would share its value.
 
-    Args: attention A [..., T], at least 0; kept [..., T], boolean; merge_size. Returns [..., T],
-    from 0 to 1; 0 for a kept token and where no kept token comes later. Raises ValueError naming
-    the argument. Source: the paper's clamp to [0, 1].
+    Args: attention A, at least 0; merge_size. Returns [..., T], from 0 to 1; 0 for a kept token and
+    where no kept token comes later. Source: the paper's clamp to [0, 1].
     """
     share = shares(kept, merge_size=merge_size)
     mean = (share @ attention[..., None])[..., 0]
@@ -85,14 +83,13 @@ def spread(
     *,
     merge_size: Setting[int, ">= 1"] = 32,
 ) -> np.ndarray:
-    r"""CAM-3: `v_j + sum_i w_i S_ij v_i`: the tokens after an evicted one share the part w_i of its
-    value.
+    r"""CAM-3: `v_j + sum_i w_i S_ij v_i`: the tokens
+    after an evicted one share the part w_i of its value.
 
     With w = p this is the expectation of CAM-4, for which nothing has to be drawn.
 
-    Args: values [..., T, D_v]; kept [..., T], boolean; weights w [..., T], from 0 to 1, those of
-    kept tokens do not count; merge_size. Returns [..., T, D_v]. Raises ValueError naming the
-    argument.
+    Args: weights w, from 0 to 1, those of kept tokens do not count; merge_size. Returns
+    [..., T, D_v].
     """
     # Decision: all tokens that go merge their own values at once; the paper evicts one at a time, so
     # a receiver that goes later passes on what it got.

@@ -1,5 +1,5 @@
-"""What an argument becomes: an array of float64, a mask, a number in its range; or a ValueError says what
-is wrong.
+"""What an argument becomes: an array of float64, a mask,
+a number in its range; or a ValueError says what is wrong.
 """
 
 from fractions import Fraction

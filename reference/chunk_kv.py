@@ -13,12 +13,11 @@ from .contract import Open, Setting, contract
 def choose(
     scores: Open[np.ndarray, "... T"], budget: Setting[int, ">= 0"], *, chunk_size: Setting[int, ">= 1"] = 10
 ) -> np.ndarray:
-    r"""CH-1, CH-3: keep whole chunks, the best first; of the last one that fits in part, its best
-    tokens.
+    r"""CH-1, CH-3: keep whole chunks, the best first;
+    of the last one that fits in part, its best tokens.
 
-    Args: scores [..., T], infinities allowed; budget, 0 to any number (more than T keeps all);
-    chunk_size, at least 1. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in
-    each row. Raises ValueError naming the argument out of range, and for NaN scores.
+    Args: scores, infinities allowed; budget, 0 to any number (more than T keeps all). Returns kept
+    [..., T], boolean, with exactly `min(budget, T)` True in each row.
     """
     count = min(budget, scores.shape[-1])
     chunk = np.arange(scores.shape[-1]) // chunk_size
@@ -36,9 +35,8 @@ def choose(
 def chunk_means(scores: Open[np.ndarray, "... T"], *, chunk_size: Setting[int, ">= 1"] = 10) -> np.ndarray:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.
 
-    Args: scores [..., T]. Returns [..., ceil(T / chunk_size)]. Source: arXiv 2502.00299, the score
-    of a chunk. Decision: a chunk with a token of score infinity has that mean, whatever else is in
-    it.
+    Returns [..., ceil(T / chunk_size)]. Source: arXiv 2502.00299, the score of a chunk. Decision: a
+    chunk with a token of score infinity has that mean, whatever else is in it.
     """
     length = scores.shape[-1]
     starts = np.arange(0, length, chunk_size)

@@ -1,9 +1,9 @@
 r"""Compactor (arXiv 2507.08143): keep the outliers among the keys, by their leverage scores, and the
 tokens that their neighbours attend to.
 
-Only the paper's abstract could be read. The definition follows the presses that its author gave to
-NVIDIA/kvpress: compactor_press.py and leverage_press.py at 8bb29b9, non_causal_attention_press.py at
-15a267d.
+Only the paper's abstract could be read. The definition follows the
+presses that its author gave to NVIDIA/kvpress: compactor_press.py and
+leverage_press.py at 8bb29b9, non_causal_attention_press.py at 15a267d.
 """
 
 import numpy as np
@@ -39,11 +39,10 @@ def score(
     l the leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the
     attention a of CO-3, mean over the group.
 
-    Args: queries [B, H_q, T, D] of all tokens and keys [B, H_kv, T, D], after RoPE; values [B, H_kv,
-    T, D_v]; unrotated_keys [B, H_kv, T, D]; sketch [B, H_kv, D, k]; compression_ratio r, the
-    fraction to remove, 0 to 1; sink_size and recent_size, the first and last tokens, at least 0.
-    Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming the argument. Source:
-    compactor_press.py. Decision: a text without other tokens scores infinity everywhere.
+    Args: queries of all tokens and keys, after RoPE; compression_ratio r, the fraction to remove, 0
+    to 1; sink_size and recent_size, the first and last tokens, at least 0. Returns scores
+    [B, H_kv, T], higher = keep. Source: compactor_press.py. Decision: a text without other tokens
+    scores infinity everywhere.
     """
     first, last = sink_size, keys.shape[2] - recent_size
     scores = np.full(keys.shape[:3], np.inf)
@@ -63,11 +62,11 @@ def leverage(keys: Real[np.ndarray, "... T D"], *, ridge: Setting[float, ">= 0"]
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys
     can replace key t.
 
-    By the singular values s_j and right singular vectors v_j of K it is `sum_j (k_t . v_j)^2 / (s_j^2
-    + r)`.
+    By the singular values s_j and right singular vectors
+    v_j of K it is `sum_j (k_t . v_j)^2 / (s_j^2 + r)`.
 
-    Args: keys [..., T, D]; ridge r, at least 0. Returns [..., T], from 0 to 1; without a ridge they
-    sum to the rank of K. Raises ValueError naming the argument. Source: compute_leverage_scores.
+    Returns [..., T], from 0 to 1; without a ridge they
+    sum to the rank of K. Source: compute_leverage_scores.
     """
     _, sizes, right = np.linalg.svd(keys, full_matrices=False)
     total = np.where((sizes > CUTOFF * sizes[..., :1]) | (ridge > 0), sizes**2 + ridge, np.inf)
@@ -83,10 +82,10 @@ def sketched_leverage(
 ) -> np.ndarray:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
-    Args: keys [..., T, D], before RoPE; sketch Phi [..., D, k], each head its own; ridge, at least 0.
-    Returns [..., T], from 0 to 1, of sum at most k. Raises ValueError naming the argument. Source:
-    compute_leverage_scores, where the ridge makes a Cholesky factorisation possible. Decision: it
-    stays 0.01, while the public code takes more where the factorisation fails.
+    Args: keys, before RoPE; sketch Phi, each head its own. Returns [..., T],
+    from 0 to 1, of sum at most k. Source: compute_leverage_scores, where the
+    ridge makes a Cholesky factorisation possible. Decision: it stays 0.01,
+    while the public code takes more where the factorisation fails.
     """
     return leverage((keys - keys.mean(axis=-2, keepdims=True)) @ sketch, ridge=ridge)
 
@@ -103,9 +102,8 @@ def chunk_attention(
 
     The logits are not divided by `sqrt(D)`, as in the public code.
 
-    Args: queries and keys [..., T, D], after RoPE; chunk_size, at least 1, the last chunk may be
-    shorter. Returns [..., T]; each chunk sums to its length. Raises ValueError naming the argument.
-    Source: non_causal_chunked_attn.
+    Args: queries and keys, after RoPE; chunk_size, at least 1, the last chunk may be shorter.
+    Returns [..., T]; each chunk sums to its length. Source: non_causal_chunked_attn.
     """
     size = chunk_size
     chunks = [slice(start, start + size) for start in range(0, keys.shape[-2], size)]

@@ -74,9 +74,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def contract(function: Function) -> Function:
-    """Check the arguments of a function as its signature says, and hand them on: real numbers as float64,
-    masks and whole numbers in their own dtype. Raises ValueError naming the argument, what was got and what
-    was wanted.
+    """Check the arguments of a function as its signature says, and hand them
+    on: real numbers as float64, masks and whole numbers in their own dtype.
+    Raises ValueError naming the argument, what was got and what was wanted.
     """
     said = Contract(function)
 
@@ -100,17 +100,27 @@ class Contract:
         return inspect.signature(self.function, eval_str=True)
 
     @functools.cached_property
+    def said(self) -> dict[str, tuple[Any, Said]]:
+        """The type of each argument that says more than its type, and what it says."""
+        found = {name: _said(each.annotation) for name, each in self.signature.parameters.items()}
+        return {name: each for name, each in found.items() if each}
+
+    @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arrays and states, in the order of the signature."""
-        found = ((name, _said(each.annotation)) for name, each in self.signature.parameters.items())
-        return tuple(_argument(name, *said) for name, said in found if said and said[1].kind != "setting")
+        return tuple(
+            _argument(name, type_, said)
+            for name, (type_, said) in self.said.items()
+            if said.kind != "setting"
+        )
 
     @functools.cached_property
     def settings(self) -> dict[str, Range]:
         """The settings that have a range, by name."""
-        found = ((name, _said(each.annotation)) for name, each in self.signature.parameters.items())
         return {
-            name: Range(said[0], said[1].text) for name, said in found if said and said[1].kind == "setting"
+            name: Range(type_, said.text)
+            for name, (type_, said) in self.said.items()
+            if said.kind == "setting"
         }
 
     @functools.cached_property

@@ -25,14 +25,12 @@ def score(
     window_size: Setting[int, ">= 1"] = 32,
     kernel_size: Setting[int, "odd"] = 7,
 ) -> np.ndarray:
-    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2` over the last
-    queries.
+    r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`
+    over the last queries.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
-    keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; window_size >= 1; kernel_size K, odd. Returns
-    scores [B, H_kv, T], higher = keep; infinity for the window, all infinite where T <=
-    window_size. Raises ValueError naming the argument. Source: the public code, whose defaults
-    these are.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; kernel_size K,
+    odd. Returns scores [B, H_kv, T], higher = keep; infinity for the window, all infinite where T
+    <= window_size. Source: the public code, whose defaults these are.
     """
     length = keys.shape[2]
     window = as_window(window_size, queries.shape[2], length)

@@ -34,9 +34,8 @@ def select(
     r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and
     the last `recent_size`.
 
-    Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or
-    estimated; sink_size and recent_size, at least 0 and together at least 1. Returns kept
-    [B, H_kv, T], boolean. Raises ValueError naming the argument.
+    Args: keys, of which only the shape is read; gates, trained or estimated; sink_size and
+    recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean.
     """
     length = keys.shape[2]
     # Decision: a streaming head keeps a token at least.
@@ -54,15 +53,15 @@ def estimate_gates(
     length: Setting[int, ">= 1"] = 500,
     theta: Setting[float, "> 0"] = 10000.0,
 ) -> np.ndarray:
-    r"""DA-1: `g_h = mean_g (1/n) sum_t sum_{u <= t} a_u`, a the attention of the mean query on n
-    mean keys.
+    r"""DA-1: `g_h = mean_g (1/n) sum_t sum_{u <= t} a_u`,
+    a the attention of the mean query on n mean keys.
 
     The area under the cumulated attention: near 0 for a head that looks at the last tokens, 1/2 for
     one that looks everywhere. It estimates gates without the paper's training; the public code
     calls it experimental.
 
-    Args: query_mean [B, H_q, D] and key_mean [B, H_kv, D], before RoPE; length n; theta, the base
-    of RoPE. Returns [B, H_kv]. Raises ValueError naming the argument.
+    Args: query_mean and key_mean, before RoPE; length
+    n; theta, the base of RoPE. Returns [B, H_kv].
     """
     places = np.arange(length)
     keys = rotate(np.repeat(key_mean[:, :, None], places.size, axis=2), places, theta)[:, :, None]
@@ -84,13 +83,11 @@ def gated_attention(
 ) -> np.ndarray:
     r"""DA-3: `o_h = g_h softmax_full(Q K^T) V + (1 - g_h) softmax_streaming(Q K^T) V`.
 
-    What a head gives while its gate is trained. Full attention sees the tokens up to its own;
-    streaming attention sees of these the first `sink_size` and the last `recent_size`, its own
-    among them.
+    What a head gives while its gate is trained. Full attention sees
+    the tokens up to its own; streaming attention sees of these the
+    first `sink_size` and the last `recent_size`, its own among them.
 
-    Args: queries [B, H_q, M, D], those of the last M <= T tokens; keys [B, H_kv, T, D] and values
-    [B, H_kv, T, D_v]; gates [B, H_kv] in [0, 1]. Returns [B, H_q, M, D_v]. Raises ValueError naming
-    the argument.
+    Args: queries, those of the last M <= T tokens; gates in [0, 1]. Returns [B, H_q, M, D_v].
     """
     num_queries, length = queries.shape[2], keys.shape[2]
     places = np.arange(length)
@@ -118,6 +115,6 @@ def training_loss(
     r"""DA-4: `L = (1/(N d)) sum_n ||h_n - h_n^full||^2 + penalty sum_h |g_h|`.
 
     Args: the final hidden states [N, d] of the tokens that say the answer, with DA-3 in every head,
-    and those of the full model; gates [layers, H_kv]. Raises ValueError naming the argument.
+    and those of the full model.
     """
     return float(((hidden_states - full_hidden_states) ** 2).mean() + penalty * np.abs(gates).sum())

@@ -36,12 +36,10 @@ def score(
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
     `ada_kv` on these scores.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; query_mean [B, H_q, D] and
-    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
-    paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
+    Args: query_mean and query_covariance, averaged over RoPE by `average_rope`; epsilon >= 0 (0.02
+    in the paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
     [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
-    experiments (EA-V). Raises ValueError naming the argument whose shape or numbers do not fit.
-    Source: section 2.2, equations 7 to 9.
+    experiments (EA-V). Source: section 2.2, equations 7 to 9.
     """
     grouped_mean, grouped_covariance = (
         grouped(each, keys.shape[1]) for each in (query_mean, query_covariance)
@@ -54,12 +52,11 @@ def score(
 
 @contract
 def query_statistics(queries: Real[np.ndarray, "... N D"]) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before
-    RoPE.
+    r"""EA-5, EA-L1: `mu = mean of q`,
+    `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
 
-    Args: queries [..., N, D], all of one head. Returns mean [..., D] and covariance [..., D, D].
-    Raises ValueError for empty or non-finite `queries`. Source: section 2.2; `compute_statistics`
-    in listing 1.
+    Args: queries, all of one head. Returns mean [..., D] and covariance [..., D, D]. Source:
+    section 2.2; `compute_statistics` in listing 1.
     """
     mean = queries.mean(axis=-2)
     centred = queries - mean[..., None, :]
@@ -73,8 +70,8 @@ def project_statistics(
     hidden_covariance: Real[np.ndarray, "... h h"],
     w_q: Real[np.ndarray, "D h"],
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`: queries before RoPE of Gaussian hidden
-    states.
+    r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`:
+    queries before RoPE of Gaussian hidden states.
 
     Args: hidden_mean [..., h]; hidden_covariance [..., h, h] (the paper prints d); w_q [D, h].
     Returns [..., D], [..., D, D]. R_t turns both as in EA-6 with horizon 1. QK-norm is not linear:
@@ -93,9 +90,9 @@ def average_rotation(
 ) -> np.ndarray:
     r"""EA-6: `Rbar = (1/T) sum_{j=1..T} R_{t+j}`, T = horizon, t + 1 = position.
 
-    Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the middle of the window and
-    shrunk by `sin(T w_i / 2) / (T sin(w_i / 2))`. Arguments and errors of `average_rope`. Source:
-    equation 6.
+    Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the
+    middle of the window and shrunk by `sin(T w_i / 2) / (T sin(w_i / 2))`.
+    Arguments and errors of `average_rope`. Source: equation 6.
     """
     angles = (position + np.arange(horizon))[:, None] * frequencies(head_dim, theta)
     cos, sin = np.diag(np.cos(angles).mean(axis=0)), np.diag(np.sin(angles).mean(axis=0))
@@ -114,10 +111,9 @@ def average_rope(
     r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged
     over the next positions.
 
-    Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes);
-    position, that of the next token (the tokens seen, evicted ones too); horizon, how many
-    positions from there on; theta, the base of RoPE. Returns both in the same shapes. Raises
-    ValueError naming the argument. Source: section 2.2, equation 6.
+    Args: query_mean, query_covariance, before RoPE (any leading axes); position, that of the next
+    token (the tokens seen, evicted ones too); horizon, how many positions from there on; theta, the
+    base of RoPE. Returns both in the same shapes. Source: section 2.2, equation 6.
     """
     head_dim = query_mean.shape[-1]
     rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
@@ -146,11 +142,11 @@ def expected_weights(
     query_mean: Real[np.ndarray, "... D"],
     query_covariance: Real[np.ndarray, "... D D"],
 ) -> np.ndarray:
-    r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio of expectations, not the expected
-    attention E[a_i].
+    r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio
+    of expectations, not the expected attention E[a_i].
 
-    Arguments of `log_expected_scores`. Returns [..., T], summing to 1. Source: section 2.2,
-    equation 8.
+    Arguments of `log_expected_scores`. Returns [..., T],
+    summing to 1. Source: section 2.2, equation 8.
     """
     return softmax(log_expected_scores(keys, query_mean, query_covariance))
 
@@ -221,8 +217,7 @@ def start_decoding(
     [B, H_q, T, D] before RoPE.
 
     After a compressed prompt, build `Decoding` from the kept tokens, with position = the tokens
-    seen, not the tokens kept. Raises ValueError naming the argument whose shape does not fit.
-    Source: section 3.1, implementation details.
+    seen, not the tokens kept. Source: section 3.1, implementation details.
     """
     length = keys.shape[2]
     positions = np.broadcast_to(np.arange(length), keys.shape[:3]).copy()
@@ -246,10 +241,9 @@ def decode_step(
     r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or
     all tokens if there are fewer.
 
-    Args: state; query [B, H_q, D] before RoPE, key [B, H_kv, D] after RoPE, value [B, H_kv, D_v] of
-    the new token; target and interval in tokens; buffer_size, the number of latest queries for the
-    statistics. Returns the next state. Raises ValueError for counts below 1 and shapes that do not
-    fit. Source: section 3.1, implementation details, and section 4.2.
+    Args: query before RoPE, key after RoPE, value of the new token; target and interval in tokens;
+    buffer_size, the number of latest queries for the statistics. Returns the next state. Source:
+    section 3.1, implementation details, and section 4.2.
     """
     keys, values = appended(state.keys, key), appended(state.values, value)
     queries = appended(state.queries, query)[:, :, -buffer_size:]

@@ -49,8 +49,8 @@ def residual_updates(
 def update_norms(
     weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
 ) -> np.ndarray:
-    r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of `residual_updates`; returns [..., T]. Source:
-    equation 4.
+    r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of
+    `residual_updates`; returns [..., T]. Source: equation 4.
     """
     return norm(residual_updates(weights, values, w_o))
 
@@ -87,8 +87,8 @@ def centre(states: Real[np.ndarray, "... T D"]) -> np.ndarray:
 
 
 def correlation(observed: Real[np.ndarray, "... T"], expected: Real[np.ndarray, "... T"]) -> np.ndarray:
-    r"""EA-A: Pearson correlation of two rows of attention, [..., T] twice to [...]; 0 if one row is
-    constant.
+    r"""EA-A: Pearson correlation of two rows of attention,
+    [..., T] twice to [...]; 0 if one row is constant.
 
     Source: appendix C, figure 10.
     """
@@ -98,8 +98,8 @@ def correlation(observed: Real[np.ndarray, "... T"], expected: Real[np.ndarray, 
 
 
 def skewness_and_kurtosis(states: Real[np.ndarray, "... T D"]) -> tuple[np.ndarray, np.ndarray]:
-    r"""EA-A: skewness `E[z^3]` and excess kurtosis `E[z^4] - 3` of each channel; a Gaussian has 0
-    and 0.
+    r"""EA-A: skewness `E[z^3]` and excess kurtosis
+    `E[z^4] - 3` of each channel; a Gaussian has 0 and 0.
 
     z is standardised over the tokens. Args: states [..., T, D]. Returns two arrays [..., D]; a
     constant channel has 0 and -3. Source: figures 7 to 9 of appendix B show these distributions.

@@ -32,10 +32,9 @@ def select(
     r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
     of the group.
 
-    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D]; sampled_queries
-    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to
-    min(T, S * sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the
-    argument whose shape does not fit. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    Args: query, that of the last prompt token; all after RoPE. Returns kept [B, H_kv, T], ragged:
+    from max B_0 to min(T, S * sum of B_0) tokens, over the query heads of a group. Source: section
+    3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
     (batch, num_kv_heads, length, _), samples = keys.shape, sampled_queries.shape[2]
     per_query_head = keys[:, :, None]
@@ -54,8 +53,7 @@ def select(
 def attention_weights(query: Real[np.ndarray, "* D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
     r"""GV-1, GV-A1: `A_0 = softmax(q K^T / sqrt(D))`, one query over all the tokens.
 
-    Args: query [..., D]; keys [..., T, D]. Returns [..., T], summing to 1. Raises ValueError for an
-    empty or non-finite argument. Source: equation 1; Algorithm 1, line 1.
+    Returns [..., T], summing to 1. Source: equation 1; Algorithm 1, line 1.
     """
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
 
@@ -64,9 +62,8 @@ def attention_weights(query: Real[np.ndarray, "* D"], keys: Real[np.ndarray, "* 
 def nucleus(attention: Weight[np.ndarray, "... T"], p: Setting[float | Fraction, "[0, 1]"]) -> np.ndarray:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
-    Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises
-    ValueError for a negative weight or a p outside [0, 1]. Source: section 3.2, step 1; Algorithm
-    1, line 2.
+    Returns a mask [..., T]. Source: section 3.2, step 1;
+    Algorithm 1, line 2.
     """
     beyond = float(1 - p)
     order = np.argsort(-attention, axis=-1, kind="stable")
@@ -85,9 +82,7 @@ def nucleus(attention: Weight[np.ndarray, "... T"], p: Setting[float | Fraction,
 
 @contract
 def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> np.ndarray:
-    r"""GV-A3: `B_0 = |K_0|`. Args: candidates [..., T], boolean. Returns [...]. Source: Algorithm
-    1, line 3.
-    """
+    r"""GV-A3: `B_0 = |K_0|`. Returns [...]. Source: Algorithm 1, line 3."""
     return candidates.sum(axis=-1)
 
 
@@ -98,10 +93,9 @@ def hidden_statistics(
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
     normalised hidden states, sinks skipped.
 
-    Args: hidden_states [..., T, C], the layer norm's output, which the attention reads; sink_size,
-    first tokens to skip (of a shorter prompt all but the last). Returns mean and variance,
-    [..., C]. Raises ValueError for a negative sink_size. Source: section 3.2, step 2; Algorithm 1,
-    line 4.
+    Args: hidden_states, the layer norm's output, which the attention reads; sink_size, first tokens
+    to skip (of a shorter prompt all but the last). Returns mean and variance, [..., C]. Source:
+    section 3.2, step 2; Algorithm 1, line 4.
     """
     # Decision: 4 sinks as in StreamingLLM, and the variance divides by the number of tokens.
     skipped = min(sink_size, hidden_states.shape[-2] - 1)
@@ -118,8 +112,7 @@ def sample_hidden_states(
     r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a
     sample of N(0, I).
 
-    Args: mean, variance [..., C]; noise [..., S, C]. Returns [..., S, C]. Raises ValueError for a
-    negative variance. Source: section 3.2, step 3; Algorithm 1, line 5.
+    Returns [..., S, C]. Source: section 3.2, step 3; Algorithm 1, line 5.
     """
     return mean[..., None, :] + np.sqrt(variance)[..., None, :] * noise
 
@@ -132,8 +125,7 @@ def project(
 ) -> np.ndarray:
     r"""GV-A6: `Q = X W_Q (+ b)`, the linear layer of the model, before RoPE.
 
-    Args: hidden_states [..., S, C]; query_weight [..., C, D], the transpose of torch's; query_bias
-    [..., D] or None. Returns [..., S, D]. Raises ValueError if the channels disagree. Source:
+    Args: query_weight, the transpose of torch's; query_bias or None. Returns [..., S, D]. Source:
     section 3.2, step 3; Algorithm 1, line 6.
     """
     queries = hidden_states @ query_weight
@@ -151,8 +143,8 @@ def average_cos_sin(
     r"""GV-A7: `mean over t of cos(t w_i), and of sin(t w_i)`, for t = position .. position +
     horizon - 1.
 
-    Args: head_dim D, even; position, that of the next token; horizon >= 1. Returns cos and sin,
-    [D/2]. Raises ValueError naming the argument. Source: section 3.2, step 3; Algorithm 1, line 7.
+    Args: head_dim D, even; position, that of the next token. Returns cos and sin, [D/2]. Source:
+    section 3.2, step 3; Algorithm 1, line 7.
     """
     angles = np.arange(position, position + horizon)[:, None] * frequencies(head_dim, theta)
     return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
@@ -169,8 +161,8 @@ def rotate_by_average(
     r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each
     of the positions.
 
-    Args: queries [..., S, D], before RoPE; the settings of `average_cos_sin`. Returns [..., S, D].
-    Source: Algorithm 1, line 8.
+    Args: queries, before RoPE; the settings of `average_cos_sin`. Returns [..., S, D]. Source:
+    Algorithm 1, line 8.
     """
     cos, sin = average_cos_sin(queries.shape[-1], position=position, horizon=horizon, theta=theta)
     first, second = np.split(queries, 2, axis=-1)
@@ -181,8 +173,7 @@ def rotate_by_average(
 def sampled_logits(sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
     r"""GV-A9: `q_s . k_t / sqrt(D)` of each sampled query.
 
-    Args: sampled_queries [..., S, D]; keys [..., T, D]. Returns [..., S, T]. Source: section 3.4;
-    Algorithm 1, line 9.
+    Returns [..., S, T]. Source: section 3.4; Algorithm 1, line 9.
     """
     # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a
     # softmax of 0: ties.
@@ -193,9 +184,8 @@ def sampled_logits(sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.nda
 def top_each(scores: Real[np.ndarray, "... T"], budgets: Whole[np.ndarray, "..."]) -> np.ndarray:
     r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
 
-    Args: scores [..., T]; budgets [...], whole numbers. Returns kept [..., T]; of equal scores the
-    lower position is kept. Raises ValueError if budgets do not fit the rows. Source: equation 5;
-    Algorithm 1, line 10.
+    Returns kept [..., T]; of equal scores the lower position is kept.
+    Source: equation 5; Algorithm 1, line 10.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     kept = np.zeros(scores.shape, dtype=bool)
@@ -205,9 +195,7 @@ def top_each(scores: Real[np.ndarray, "... T"], budgets: Whole[np.ndarray, "..."
 
 @contract
 def union(votes: Mask[np.ndarray, "... S T"]) -> np.ndarray:
-    r"""GV-A11: `K = union of the K_s`. Args: votes [..., S, T], boolean. Returns kept [..., T].
-    Source: Algorithm 1, line 11.
-    """
+    r"""GV-A11: `K = union of the K_s`. Returns kept [..., T]. Source: Algorithm 1, line 11."""
     return np.logical_or.reduce(votes, axis=-2)
 
 
@@ -240,10 +228,8 @@ def algorithm_1(
     r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: `select` with queries sampled
     from the hidden states.
 
-    Args: query [B, H_q, D], after RoPE, that of the last prompt token; keys [B, H_kv, T, D], after
-    RoPE; values [B, H_kv, T, D_v]; hidden_states [B, T, C]; query_weight [H_q, C, D]; noise
-    [B, S, C], standard normal, shared by the heads of the layer. Returns the compressed cache.
-    Raises ValueError as the steps do. Source: Algorithm 1.
+    Args: query, after RoPE, that of the last prompt token; keys, after RoPE; noise, standard
+    normal, shared by the heads of the layer. Returns the compressed cache. Source: Algorithm 1.
     """
     mean, variance = hidden_statistics(hidden_states, sink_size=sink_size)
     sampled = project(sample_hidden_states(mean, variance, noise)[:, None], query_weight)

@@ -14,9 +14,7 @@ from .selection import top_k
 
 @contract
 def output(attention: Real[np.ndarray, "* T"], values: Real[np.ndarray, "* T D_v"]) -> np.ndarray:
-    r"""GV-2: `o = A V`. Args: attention [..., T]; values [..., T, D_v]. Returns [..., D_v]. Source:
-    equation 2.
-    """
+    r"""GV-2: `o = A V`. Returns [..., D_v]. Source: equation 2."""
     return (attention[..., None, :] @ values)[..., 0, :]
 
 
@@ -25,8 +23,7 @@ def importance(queries: Real[np.ndarray, "* M D"], keys: Real[np.ndarray, "* T D
     r"""GV-3: `I_i = sum over the queries of the attention on token i`, a usual choice of the score,
     which the paper leaves open.
 
-    Args: queries [..., M, D], all later than the keys; keys [..., T, D]. Returns [..., T], summing
-    to M. Source: equation 3.
+    Args: queries, all later than the keys. Returns [..., T], summing to M. Source: equation 3.
     """
     return softmax(attention_logits(queries, keys)).sum(axis=-2)
 
@@ -48,9 +45,8 @@ def optimal_keep_set(
 ) -> np.ndarray:
     r"""GV-O: `K* = union over the future queries of their nucleus`, what GVote estimates.
 
-    Args: attention [..., M, T], of M future queries; p in [0, 1]. Returns [..., T], the smallest
-    set that contains every nucleus (a smaller one may still hold mass p of every query). Source:
-    section 3.1.
+    Args: attention, of M future queries. Returns [..., T], the smallest set that contains every
+    nucleus (a smaller one may still hold mass p of every query). Source: section 3.1.
     """
     return union(nucleus(attention, p))
 
@@ -61,7 +57,7 @@ def attention_overlap(
 ) -> np.ndarray:
     r"""GV-F3: `sum over the candidates of the attention of the real next query`, its recall.
 
-    Args: attention [..., T]; candidates [..., T], boolean, such as the nucleus of a synthetic
-    query. Returns [...], from 0 to 1. Source: section 3.3, figure 3.
+    Args: candidates, such as the nucleus of a synthetic query. Returns [...], from 0 to 1. Source:
+    section 3.3, figure 3.
     """
     return (attention * candidates).sum(axis=-1)

@@ -22,10 +22,9 @@ def score(queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all
     queries, mean over the group.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys
-    [B, H_kv, T, D]. Returns scores [B, H_kv, T], higher = keep, summing to M; it costs O(M T).
-    Raises ValueError naming what does not fit. Source: section 4.1 of the paper, the accumulated
-    attention score.
+    Args: queries, of the last M tokens, after RoPE (M = T for H2O itself). Returns scores
+    [B, H_kv, T], higher = keep, summing to M; it costs O(M T). Source: section 4.1 of the paper,
+    the accumulated attention score.
     """
     queries, keys = by_group(queries, keys)
     num_queries, length = queries.shape[-2], keys.shape[-2]
@@ -48,9 +47,9 @@ def select(
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores
     among the others.
 
-    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with
-    min(budget, T) True in each row. Raises ValueError naming the argument. Source: section 4.2 of
-    the paper; half and half as in its experiments.
+    Args: those of `score`; budget >= 1, more than T keeps all. Returns
+    kept [B, H_kv, T] with min(budget, T) True in each row. Source:
+    section 4.2 of the paper; half and half as in its experiments.
     """
     scores = score(queries, keys)
     # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the

@@ -1,5 +1,5 @@
-r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the
-cache.
+r"""KeyDiff (arXiv 2504.15364): keep the keys that
+point away from the average direction of the cache.
 """
 
 from collections.abc import Callable
@@ -20,9 +20,7 @@ ArrayMap = Callable[[np.ndarray], np.ndarray]
 def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
 
-    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T] in [-1, 1], higher =
-    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: section 3.2,
-    equation 8.
+    Returns scores [B, H_kv, T] in [-1, 1], higher = keep. Source: section 3.2, equation 8.
     """
     return -cosine(keys, anchor(keys))
 
@@ -44,11 +42,10 @@ def append(
     keys: Real[np.ndarray, "... M D"],
     values: Real[np.ndarray, "... M D_v"],
 ) -> Cache:
-    r"""KD-3: `[K_c ; K], [V_c ; V]`: new tokens join a cache along the time axis; None is the empty
-    cache.
+    r"""KD-3: `[K_c ; K], [V_c ; V]`: new tokens join a
+    cache along the time axis; None is the empty cache.
 
-    Args: keys [..., M, D], values [..., M, D_v]. Returns the Cache of n + M tokens. Raises
-    ValueError where the shapes disagree.
+    Returns the Cache of n + M tokens.
     """
     seen = 0 if cache is None else cache.seen
     positions = np.broadcast_to(np.arange(seen, seen + keys.shape[-2]), keys.shape[:-1]).copy()
@@ -65,12 +62,11 @@ def append(
 
 @contract
 def evict(cache: State[Cache, "..."], kept: Mask[np.ndarray, "... n"]) -> Cache:
-    r"""KD-4: `(K', V') = pi(K, V)`, a subset of the cache with K and V of a token together, in
-    position order.
+    r"""KD-4: `(K', V') = pi(K, V)`, a subset of the cache
+    with K and V of a token together, in position order.
 
-    Args: cache; kept [..., n], boolean, with equally many True in each row. Returns the smaller
-    Cache. Raises ValueError for a mask of another shape or with rows of different counts. Source:
-    equation 4.
+    Args: kept, with equally many True in each row. Returns the smaller Cache. Raises ValueError for
+    rows of different counts. Source: equation 4.
     """
     counts = kept.sum(axis=-1)
     if (counts != counts.flat[0]).any():
@@ -91,9 +87,8 @@ def process_block(
     r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it;
     then N tokens are kept.
 
-    Args: cache, None before the first block; keys [..., B, D], values [..., B, D_v]; budget N >= 1;
-    scorer, any of this file. Returns the Cache of min(N, n + B) tokens. Raises ValueError where
-    shapes disagree or budget < 1. Source: equation 6.
+    Args: cache, None before the first block; budget N >= 1; scorer, any of this file. Returns the
+    Cache of min(N, n + B) tokens. Source: equation 6.
     """
     joined = append(cache, keys, values)
     # Decision: the anchor is the mean over cache and block, as equation 8 reads; evicted keys are
@@ -144,7 +139,7 @@ def decode(
 def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
 
-    Args: keys [..., T, D]. Returns [..., T, T]. Source: section 3.2, equation 7.
+    Returns [..., T, T]. Source: section 3.2, equation 7.
     """
     directions = unit(keys)
     return directions @ np.swapaxes(directions, -1, -2)
@@ -154,8 +149,8 @@ def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
 
-    Args: keys [..., T, D]. Returns [..., T]. It ranks the tokens as `score` does: row i sums to
-    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
+    Returns [..., T]. It ranks the tokens as `score` does: row i sums to `T |mu| cos(k_i, mu)`.
+    Source: section 3.2, equation 7.
     """
     return -similarity_matrix(keys).sum(axis=-1)
 
@@ -164,14 +159,14 @@ def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 def anchor(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
 
-    Args: keys [..., T, D]. Returns [..., D]. Source: section 3.2, equation 8.
+    Returns [..., D]. Source: section 3.2, equation 8.
     """
     return unit(keys).mean(axis=-2)
 
 
 def cosine(keys: Real[np.ndarray, "... T D"], direction: Real[np.ndarray, "... D"]) -> np.ndarray:
-    r"""`cos(k_i, a)` of every key with one vector: keys [..., T, D], direction [..., D] give
-    [..., T].
+    r"""`cos(k_i, a)` of every key with one vector:
+    keys [..., T, D], direction [..., D] give [..., T].
     """
     return (unit(keys) @ unit(direction)[..., None])[..., 0]
 

@@ -1,5 +1,5 @@
-r"""KeyDiff (arXiv 2504.15364), its derivation: the attention, the objective, the operation counts,
-the theorems.
+r"""KeyDiff (arXiv 2504.15364), its derivation: the
+attention, the objective, the operation counts, the theorems.
 """
 
 import math
@@ -17,12 +17,12 @@ from .selection import top_k
 def transformer_block(
     states: Real[np.ndarray, "... T D"], attend: ArrayMap, feed_forward: ArrayMap
 ) -> np.ndarray:
-    r"""KD-1: `Y = FFN(CSA(X))`, causal self-attention and then the feed-forward network, position
-    by position.
+    r"""KD-1: `Y = FFN(CSA(X))`, causal self-attention and
+    then the feed-forward network, position by position.
 
-    Args: states [..., T, D]; attend and feed_forward, functions of such an array. Returns what
-    feed_forward returns. The equation leaves out residual connections and normalisation; they
-    belong into the two functions. Source: equation 1.
+    Args: attend and feed_forward, functions of such an array. Returns what feed_forward returns.
+    The equation leaves out residual connections and normalisation; they belong into the two
+    functions. Source: equation 1.
     """
     return feed_forward(attend(states))
 
@@ -33,12 +33,11 @@ def causal_attention(
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
 ) -> np.ndarray:
-    r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M = -inf strictly above the diagonal and 0
-    elsewhere.
+    r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M
+    = -inf strictly above the diagonal and 0 elsewhere.
 
-    Args: queries, keys [..., T, D], values [..., T, D_v], of one head (Q = X W_Q and so on; RoPE
-    applied). Returns [..., T, D_v]. Raises ValueError where the shapes disagree. Source: equation
-    2.
+    Args: queries, keys, values, of one head (Q = X W_Q and so on; RoPE applied). Returns
+    [..., T, D_v]. Source: equation 2.
     """
     return _masked_attention(queries, keys, values)
 
@@ -53,8 +52,7 @@ def cached_attention(
     r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache,
     and one another causally.
 
-    Args: queries, keys [..., M, D], values [..., M, D_v] of the M new tokens; cache. Returns
-    [..., M, D_v]. Raises ValueError where the shapes disagree. Source: equation 3.
+    Args: queries, keys, values of the M new tokens. Returns [..., M, D_v]. Source: equation 3.
     """
     joined = append(cache, keys, values)
     return _masked_attention(queries, joined.keys, joined.values)
@@ -76,9 +74,9 @@ def attention_policy(
     r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is
     TOVA, its column sums H2O.
 
-    Args: weights [..., M, T], attention of M queries; budget N; aggregate (phi), which maps them to
-    scores [..., T]. Returns kept [..., T], boolean. Raises ValueError as `selection.top_k` does.
-    Source: equation 5.
+    Args: weights, attention of M queries; budget N; aggregate (phi),
+    which maps them to scores [..., T]. Returns kept [..., T], boolean.
+    Raises ValueError as `selection.top_k` does. Source: equation 5.
     """
     return top_k(aggregate(weights), budget)
 
@@ -88,8 +86,7 @@ def pairwise_objective(keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray,
     r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the
     objective that section 3.3 minimises.
 
-    Args: keys [..., T, D]; kept [..., T], boolean (S). Returns [...]. Raises ValueError for a mask
-    of another shape.
+    Args: kept (S). Returns [...].
     """
     chosen = unit(keys) * kept[..., None]
     total = chosen.sum(axis=-2)
@@ -119,12 +116,11 @@ class Operations(NamedTuple):
 def score_step_by_step(
     keys: Real[np.ndarray, "... T D"], *, epsilon: Setting[float, ">= 0"] = 1e-8
 ) -> np.ndarray:
-    r"""KD-A1: KD-8 in the operations that appendix A.2.1 counts: norms, unit keys, anchor, dot
-    products, quotients.
+    r"""KD-A1: KD-8 in the operations that appendix A.2.1
+    counts: norms, unit keys, anchor, dot products, quotients.
 
-    Args: keys [..., T, D] without zero keys, by whose norm it divides; epsilon bounds the
-    denominators from below. Returns scores [..., T]. Raises ValueError for a zero key. Source:
-    appendix A.2.1.
+    Args: keys without zero keys, by whose norm it divides; epsilon bounds the denominators from
+    below. Returns scores [..., T]. Raises ValueError for a zero key. Source: appendix A.2.1.
     """
     if (np.abs(keys).max(axis=-1) == 0).any():
         raise ValueError("keys: got a zero key, wanted none: each key is divided by its norm")
@@ -169,20 +165,20 @@ def alignment_bound(
     r"""KD-C1: `a / M - 1` with `a = log n + log(w / (1 - w))`: the least cosine of q with a key
     that gets the weight w.
 
-    Args: count n of other keys; weight w in (0, 1); largest_norm M > 0, above the norm of every
-    key, for a unit query and logits k . q. Always `k* . q >= a - M`; the cosine is at least the
-    returned number where that is >= 0 or `k* . q >= 0`, and may be below it otherwise. Raises
-    ValueError naming an argument out of range. Source: theorem C.1.
+    Args: count n of other keys; weight w in (0, 1); largest_norm M > 0, above
+    the norm of every key, for a unit query and logits k . q. Always
+    `k* . q >= a - M`; the cosine is at least the returned number where that is
+    >= 0 or `k* . q >= 0`, and may be below it otherwise. Source: theorem C.1.
     """
     return (math.log(count) + math.log(weight / (1 - weight))) / largest_norm - 1
 
 
 @contract
 def squared_cosines(vector: Real[np.ndarray, "* D"], basis: Real[np.ndarray, "* D D"]) -> np.ndarray:
-    r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an orthonormal basis; they sum to 1 (to 0 for the
-    zero vector).
+    r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an
+    orthonormal basis; they sum to 1 (to 0 for the zero vector).
 
-    Args: vector [..., D]; basis [..., D, D]. Returns [..., D]. Source: lemma C.2.
+    Returns [..., D]. Source: lemma C.2.
     """
     return cosine(basis, vector) ** 2
 
@@ -191,11 +187,10 @@ def squared_cosines(vector: Real[np.ndarray, "* D"], basis: Real[np.ndarray, "* 
 def anchor_cosine_bound(
     key_query: Cosine[np.ndarray, "*"], anchor_query: Cosine[np.ndarray, "*"]
 ) -> np.ndarray:
-    r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with bq = cos(k*, q) and bk = cos(kbar, q), of
-    any signs.
+    r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with
+    bq = cos(k*, q) and bk = cos(kbar, q), of any signs.
 
-    Args: two arrays of cosines that broadcast. Raises ValueError for a number outside [-1, 1]. The
-    least upper bound is the cosine of the difference of the two angles,
-    `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
+    Args: two arrays of cosines that broadcast. The least upper bound is the cosine of the
+    difference of the two angles, `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
     """
     return 1 - (key_query - anchor_query) ** 2 / 2

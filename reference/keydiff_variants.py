@@ -61,8 +61,7 @@ def select_with_recent(
     r"""KD-T11: keep the `floor(recent_ratio * budget)` latest tokens, and fill the budget by
     `score` over all keys.
 
-    Args: keys [..., T, D]; budget >= 1; recent_ratio in [0, 1]. Returns kept [..., T], boolean.
-    Source: appendix B.4.
+    Returns kept [..., T], boolean. Source: appendix B.4.
     """
     scores = score(keys)
     budget = min(budget, scores.shape[-1])

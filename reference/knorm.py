@@ -11,8 +11,7 @@ METHOD = "keeps the keys of smallest Euclidean norm"
 def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     r"""KN-1: `score_i = -|k_i|`.
 
-    Args: keys [B, H_kv, T, D] (any leading axes). Returns scores [B, H_kv, T], at most 0, higher =
-    keep. Raises ValueError for an empty, non-finite or wrongly shaped `keys`. Source: the paper's
-    abstract and section 3.
+    Returns scores [B, H_kv, T], at most 0, higher =
+    keep. Source: the paper's abstract and section 3.
     """
     return -np.sqrt((keys * keys).sum(axis=-1))

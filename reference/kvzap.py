@@ -37,11 +37,9 @@ def select(
     A token is judged as it leaves the window. Later calls get the hidden states of the window and of the
     new tokens alone, and leave alone what was judged before.
 
-    Args: keys [B, H_kv, T, D], of which only the shape is read; hidden_states [B, M, hidden], of the last
-    M <= T tokens, as the attention layer reads them; surrogate_weights [B, H_kv, hidden] and
-    surrogate_bias [B, H_kv]; threshold and window_size, those of `dms`. Returns kept [B, H_kv, T],
-    boolean, ragged. Raises ValueError naming the argument. Source: the public code; -4 is the
-    threshold of its example.
+    Args: keys, of which only the shape is read; hidden_states, of the last M <= T tokens, as the
+    attention layer reads them; threshold and window_size, those of `dms`. Returns kept
+    [B, H_kv, T], boolean, ragged. Source: the public code; -4 is the threshold of its example.
     """
     kept = np.ones(keys.shape[:3], dtype=bool)
     scores = score(hidden_states, surrogate_weights, surrogate_bias)
@@ -58,9 +56,8 @@ def dms(
 ) -> np.ndarray:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
-    Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at
-    least 1. Returns kept [..., T], boolean: each row keeps its own number. Raises ValueError naming
-    the argument, and for NaN.
+    Args: scores, infinities allowed; threshold, any number or infinity. Returns kept [..., T],
+    boolean: each row keeps its own number.
     """
     # Decision: the window is never empty, so a head keeps a token. The public code allows 0.
     length = scores.shape[-1]
@@ -75,9 +72,7 @@ def score(
 ) -> np.ndarray:
     r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
 
-    Args: hidden_states [B, T, hidden]; surrogate_weights [B, H_kv, hidden]; surrogate_bias
-    [B, H_kv]. Returns scores [B, H_kv, T], higher = keep, logarithms of KVzip's scores. Raises
-    ValueError naming the argument.
+    Returns scores [B, H_kv, T], higher = keep, logarithms of KVzip's scores.
     """
     return surrogate_weights @ np.swapaxes(hidden_states, 1, 2) + surrogate_bias[..., None]
 
@@ -94,9 +89,8 @@ def target(
     r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a
     token adds and of the state that it is added to (KVzip+).
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; w_o [H_q, D_v, hidden]; the queries
-    [B, H_q, M, D], keys [B, H_kv, M, D] and hidden states [B, M, hidden] of the replay. Returns
-    [B, H_kv, T]. Raises ValueError naming the argument.
+    Args: the queries [B, H_q, M, D], keys and hidden states [B, M, hidden] of the replay. Returns
+    [B, H_kv, T].
     """
     queries, replay = by_group(replay_queries, replay_keys)
     attention = replay_attention(keys[:, :, None], queries, replay)
@@ -117,9 +111,8 @@ def fit(
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head.
 
-    Args: hidden_states [B, T, hidden]; target_scores [B, H_kv, T]; ridge above 0, which leaves b
-    alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv]. Raises ValueError naming the
-    argument. Source: kvzap/train.py, whose ridge is 1, the default of scikit-learn.
+    Args: ridge above 0, which leaves b alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv].
+    Source: kvzap/train.py, whose ridge is 1, the default of scikit-learn.
     """
     middle, mean = hidden_states.mean(axis=1, keepdims=True), target_scores.mean(axis=2, keepdims=True)
     centred = hidden_states - middle

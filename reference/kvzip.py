@@ -1,5 +1,5 @@
-r"""KVzip (arXiv 2505.23416): keep the tokens that are needed most when the model reads the text a
-second time.
+r"""KVzip (arXiv 2505.23416): keep the tokens that are
+needed most when the model reads the text a second time.
 
 The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kvzip_press.py at
 00dd63a, which names snu-mllab/KVzip.
@@ -21,14 +21,13 @@ def score(
     replay_queries: Real[np.ndarray, "B H_q M D"],
     replay_keys: Real[np.ndarray, "B H_kv M D"],
 ) -> np.ndarray:
-    r"""KZ-2: `score_t = max_gm A_gmt`, the largest attention that any query of the replay gives to
-    a token.
+    r"""KZ-2: `score_t = max_gm A_gmt`, the largest
+    attention that any query of the replay gives to a token.
 
     Given the states of the replay the score is pure: to read the text again is the caller's.
 
-    Args: keys [B, H_kv, T, D]; replay_queries [B, H_q, M, D]; replay_keys [B, H_kv, M, D]. Returns
-    scores [B, H_kv, T], from 0 to 1, higher = keep; it costs O(M T). Raises ValueError naming the
-    argument that does not fit. Source: the public code.
+    Returns scores [B, H_kv, T], from 0 to 1, higher
+    = keep; it costs O(M T). Source: the public code.
     """
     queries, replay = by_group(replay_queries, replay_keys)
     return replay_attention(keys[:, :, None], queries, replay).max(axis=(2, 3))
@@ -42,9 +41,9 @@ def replay_attention(
     r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
     replay up to itself.
 
-    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D], after RoPE, at the positions
-    after the text. Returns [..., M, T], each row summing to less than 1 by what the replay attends
-    to itself.
+    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D],
+    after RoPE, at the positions after the text. Returns [..., M, T],
+    each row summing to less than 1 by what the replay attends to itself.
     """
     whole = np.concatenate([keys, replay_keys], axis=-2)
     return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
@@ -52,12 +51,11 @@ def replay_attention(
 
 @contract
 def top_r(scores: Real[np.ndarray, "L B H_kv T"], budget: Setting[int, ">= 1"]) -> np.ndarray:
-    r"""KZ-3: one selection over all layers and heads: the `budget * L * H` highest scores, no head
-    guaranteed any.
+    r"""KZ-3: one selection over all layers and heads: the
+    `budget * L * H` highest scores, no head guaranteed any.
 
-    Args: scores [L, B, H_kv, T]; budget, the tokens of each head on average. Returns kept
-    [L, B, H_kv, T], boolean, with min(budget, T) * L * H True for each row of the batch. Raises
-    ValueError naming the argument.
+    Args: budget, the tokens of each head on average. Returns kept [L, B, H_kv, T], boolean, with
+    min(budget, T) * L * H True for each row of the batch.
     """
     layers, batch, heads, length = scores.shape
     rows = np.swapaxes(scores, 0, 1).reshape(batch, -1)

@@ -27,9 +27,8 @@ def score(
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
     of a partition sum to 2.
 
-    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values
-    [..., L', D_v], the partition after it. Returns [..., L], higher = keep. Raises ValueError where
-    the shapes disagree. Source: section 2.2, equations 7 to 11.
+    Args: next_keys, next_values, the partition after it. Returns [..., L], higher = keep. Source:
+    section 2.2, equations 7 to 11.
     """
     return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
 
@@ -39,8 +38,7 @@ def append(cached: Real[np.ndarray, "... N>=0 D"], new: Real[np.ndarray, "... n 
     r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to
     [..., N + n, D].
 
-    `cached` may be empty (N = 0). Raises ValueError if heads or channels differ. Source: section
-    2.1, equation 5.
+    `cached` may be empty (N = 0). Source: section 2.1, equation 5.
     """
     return np.concatenate([cached, new], axis=-2)
 
@@ -75,8 +73,8 @@ def normalise(states: Real[np.ndarray, "... T D"], next_states: Real[np.ndarray,
 
 
 def variation_score(normalised: Real[np.ndarray, "... T D"]) -> np.ndarray:
-    r"""LK-10: `softmax over the tokens of std over the channels`: positive, sums to 1 over the
-    partition.
+    r"""LK-10: `softmax over the tokens of std over the channels`:
+    positive, sums to 1 over the partition.
 
     Args: normalised [..., L, D]. Returns [..., L]. Source: equation 10.
     """
@@ -101,9 +99,8 @@ def select(
     r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
     last partition onwards.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0;
-    lag_size >= 1. Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens.
-    Raises ValueError naming the argument. Source: section 2.2 and figure 1.
+    Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Source: section
+    2.2 and figure 1.
     """
     return _kept_after(sink_size, score, keys, values, keep_ratio, lag_size)
 
@@ -132,8 +129,7 @@ def retained_length(
     `L_s >= S + 2L`, else `L_s`.
 
     Args: length, tokens in the cache (L_s); keep_ratio, the fraction of each partition kept (r), in
-    [0, 1]; sink_size (S), lag_size (L). Returns the tokens left. Raises ValueError naming an
-    argument out of range. Source: equation 12.
+    [0, 1]; sink_size (S), lag_size (L). Returns the tokens left. Source: equation 12.
     """
     kept_each = tokens_per_partition(keep_ratio, lag_size)
     if length < sink_size + 2 * lag_size:
@@ -170,8 +166,7 @@ def keep_ratio_for(
     if there is none.
 
     The paper adapts r this way to compare methods at equal compression (section 3.2). Returns an
-    exact fraction of lag_size; 1 where nothing needs to be removed. Raises ValueError naming an
-    argument out of range.
+    exact fraction of lag_size; 1 where nothing needs to be removed.
     """
     fixed = retained_length(length, keep_ratio=0, sink_size=sink_size, lag_size=lag_size)
     if budget >= length or fixed == length:
@@ -223,10 +218,9 @@ def step(
     an evicted token never returns. At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the
     partitions compressed so far.
 
-    Args: stream, None at the start; keys [B, H_kv, n, D] and values [B, H_kv, n, D_v], the n >= 1
-    new tokens; the settings of `select`. Returns the next Stream; the given stream is unchanged.
-    Raises ValueError naming the argument. Source: the list of section 2.2, figure 1 and (the
-    prefill in chunks) section 4.3.
+    Args: stream, None at the start; keys and values, the n >= 1 new tokens; the settings of
+    `select`. Returns the next Stream; the given stream is unchanged. Source: the list of section
+    2.2, figure 1 and (the prefill in chunks) section 4.3.
     """
     if stream is None:
         nothing = np.zeros((*keys.shape[:2], 0), dtype=int)
@@ -250,8 +244,8 @@ def _kept_after(
     keep_ratio: float | Fraction,
     lag_size: int,
 ) -> np.ndarray:
-    """The kept mask: the first `static_length` tokens stay; every later partition but the last is
-    compressed.
+    """The kept mask: the first `static_length` tokens
+    stay; every later partition but the last is compressed.
     """
     kept_each = tokens_per_partition(keep_ratio, lag_size)
     batch, num_kv_heads, length, _ = keys.shape

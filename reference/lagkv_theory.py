@@ -1,5 +1,5 @@
-r"""LagKV (arXiv 2504.04704), the attention of its section 2.1, with the cache that the method
-compresses.
+r"""LagKV (arXiv 2504.04704), the attention of its
+section 2.1, with the cache that the method compresses.
 """
 
 import numpy as np
@@ -18,9 +18,8 @@ def project(
     r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and
     v of a decoding step.
 
-    Args: states [..., n, d]; the weights [..., d, d_h]. Returns queries, keys and values, each
-    [..., n, d_h]. Raises ValueError if a weight does not fit the states. Source: section 2.1,
-    equations 1 and 4.
+    Args: the weights [..., d, d_h]. Returns queries, keys and values, each [..., n, d_h]. Source:
+    section 2.1, equations 1 and 4.
     """
     return states @ query_weight, states @ key_weight, states @ value_weight
 
@@ -33,9 +32,7 @@ def attention_output(
 ) -> np.ndarray:
     r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
 
-    Args: weights [..., h, M, T]; values [..., h, T, d_h]; output_weight [h d_h, d]. Returns
-    [..., M, d]. Raises ValueError where values or output_weight do not fit. Source: section 2.1,
-    equation 2.
+    Returns [..., M, d]. Source: section 2.1, equation 2.
     """
     side_by_side = np.swapaxes(weights @ values, -2, -3)
     return side_by_side.reshape(*side_by_side.shape[:-2], len(output_weight)) @ output_weight
@@ -48,8 +45,7 @@ def attention_weights(
     r"""LK-3, LK-6: `A = softmax(Q K^T / sqrt(d_h))`, causal; the queries are those of the last M of
     the T tokens.
 
-    Args: queries [..., M, d_h], M <= T; keys [..., T, d_h]. Returns [..., M, T]: M = T is the
-    prefill, M = 1 a decoding step. Raises ValueError where the queries do not fit the keys. Source:
+    Args: queries, M <= T. Returns [..., M, T]: M = T is the prefill, M = 1 a decoding step. Source:
     section 2.1, equations 3 and 6.
     """
     num_queries, length = queries.shape[-2], keys.shape[-2]

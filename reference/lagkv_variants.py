@@ -16,8 +16,7 @@ def local_score(keys: Real[np.ndarray, "... L D"], values: Real[np.ndarray, "...
     r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself
     instead of Z[p+1]: Zbar is in [0, 1].
 
-    Args: keys [..., L, D]; values [..., L, D_v]. Returns [..., L], higher = keep. Raises ValueError
-    where the shapes disagree. Source: section 4.4, equations 14 and 15.
+    Returns [..., L], higher = keep. Source: section 4.4, equations 14 and 15.
     """
     return score(keys, values, keys, values)
 
@@ -50,11 +49,10 @@ def norm_select(
     lag_size: Setting[int, ">= 1"] = 1024,
     skipped_layers: Setting[int, ">= 0"] = 2,
 ) -> np.ndarray:
-    r"""LK-16: `select` with `score_i = -|k_i|`, and no eviction in the first `skipped_layers`
-    layers.
+    r"""LK-16: `select` with `score_i = -|k_i|`, and
+    no eviction in the first `skipped_layers` layers.
 
-    Args: layer, counted from 0; the others as in `select`. Raises ValueError naming the argument.
-    Source: equation 16.
+    Args: layer, counted from 0; the others as in `select`. Source: equation 16.
     """
     skipped = layer < skipped_layers
     kept = _kept_after(sink_size, lambda k, *others: knorm.score(k), keys, values, keep_ratio, lag_size)

@@ -32,14 +32,13 @@ def score(
     values: Real[np.ndarray, "B H_kv T D_v"],
     moments: State[Moments, "B H_kv"],
 ) -> np.ndarray:
-    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha the attention of the query over the retained
-    keys.
+    r"""MK-10: `score_j = alpha_j |r_j|`, with alpha
+    the attention of the query over the retained keys.
 
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of
-    the retained tokens; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
-    keep; alpha is the mean of the probabilities that the query heads of a group give. Raises
-    ValueError naming the argument that does not fit. Source: section 4.2, equation 10, Algorithm 1
-    lines 7 to 12.
+    Args: query, the decode query; keys and values of the retained tokens;
+    moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
+    keep; alpha is the mean of the probabilities that the query heads of a
+    group give. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the
     # softmax.
@@ -94,12 +93,11 @@ def update(
     values: Real[np.ndarray, "... T D_v"],
     evicted: Mask[np.ndarray, "... T"],
 ) -> Moments:
-    r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any
-    order.
+    r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T`
+    for every evicted token j, in any order.
 
-    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T],
-    boolean, True = evicted now. Returns the Moments after. Raises ValueError naming the argument
-    whose shape or dtype does not fit. Source: equation 25.
+    Args: moments, before; evicted, True = evicted now.
+    Returns the Moments after. Source: equation 25.
     """
     gone_keys, gone_values = keys * evicted[..., None], values * evicted[..., None]
     return Moments(
@@ -192,14 +190,13 @@ def attend(
     kept: Mask[np.ndarray, "B H_kv T"],
     moments: State[Moments, "B H_kv"],
 ) -> np.ndarray:
-    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`, the weights in the log
-    domain.
+    r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`,
+    the weights in the log domain.
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; kept [B, H_kv, T],
-    boolean (other tokens are not read; if they have been evicted, `moments` holds them); moments of
-    the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps nothing
-    and has no moments gives 0. Raises ValueError naming the argument that does not fit. Source:
-    section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
+    Args: kept (other tokens are not read; if they have been evicted, `moments` holds them); moments
+    of the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps
+    nothing and has no moments gives 0. Source: section 4.2, equations 12 and 37, Algorithm 1 lines
+    19 to 25.
     """
     queries = grouped(query, keys.shape[1])
     from_retained, log_retained = retained_attention(
@@ -220,8 +217,8 @@ def log_mixing_weights(
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
     `log what_E`, in the log domain.
 
-    Args: log_retained, log Z_R; log_evicted, log Zhat_E; each may be -inf (an empty set). Source:
-    equation 37.
+    Args: log_retained, log Z_R; log_evicted, log Zhat_E;
+    each may be -inf (an empty set). Source: equation 37.
     """
     total = np.logaddexp(log_retained, log_evicted)
     total = np.where(np.isfinite(total), total, 0)
@@ -273,9 +270,8 @@ def decode_step(
     r"""MK-A1: Algorithm 1, mended: add the new token, evict the lowest scores one by one, then
     attend with the moments as they are.
 
-    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys
-    [B, H_kv, T, D] and values, and the moments, before; budget (L), at least 1. The new token may
-    be evicted at once. Raises ValueError naming the argument.
+    Args: the retained keys and values, and the moments, before; budget (L), at least 1. The new
+    token may be evicted at once.
     """
     keys = np.concatenate([keys, new_key[:, :, None]], axis=2)
     values = np.concatenate([values, new_value[:, :, None]], axis=2)
@@ -300,10 +296,9 @@ def score_prompt(
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and
     the group, then over each chunk.
 
-    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among
-    themselves; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the whole prompt, W <= T;
-    chunk_size, neighbours that share one score. Returns [B, H_kv, T]. Raises ValueError naming the
-    argument. Source: section 5.1.
+    Args: queries, those of the last W tokens (32 in the paper), causal among themselves; keys and
+    values of the whole prompt, W <= T; chunk_size, neighbours that share one score. Returns
+    [B, H_kv, T]. Source: section 5.1.
     """
     alpha = causal_attention(*by_group(queries, keys)).mean(axis=(2, 3))
     each = alpha * residual_norm(keys, values, no_moments(keys, values))
@@ -331,8 +326,7 @@ def select_prompt(
     Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones;
     floor_ratio: a number, such as 0.2, and the heads of a layer share H_kv * budget by their
     attention, by `ada_kv.select`, as the paper has it; None, and each head keeps the budget.
-    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Raises ValueError naming the
-    argument. Source: section 5.1.
+    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Source: section 5.1.
     """
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     length, window = scores.shape[-1], np.shape(queries)[2]

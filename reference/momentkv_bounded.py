@@ -1,5 +1,5 @@
-r"""A correction that is never worse: bounds of what the evicted tokens can have given, beside
-MomentKV.
+r"""A correction that is never worse: bounds of what
+the evicted tokens can have given, beside MomentKV.
 
 Derived here, from no paper. Two more rows of keys and two of values per head, the least and the
 largest number of each channel of the evicted tokens, and the moments of `momentkv.py` enclose the
@@ -54,11 +54,10 @@ def update(
     values: Real[np.ndarray, "... T D_v"],
     evicted: Mask[np.ndarray, "... T"],
 ) -> Bounds:
-    r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values
-    alike.
+    r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)`
+    for every evicted token j; values alike.
 
-    Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; evicted [B, H_kv, T],
-    boolean, True = evicted now. Returns the Bounds after. Raises ValueError naming the argument.
+    Args: bounds, before; evicted, True = evicted now. Returns the Bounds after.
     """
     gone = evicted[..., None]
     key_low, value_low = (np.where(gone, states, np.inf).min(axis=-2) for states in (keys, values))
@@ -89,8 +88,8 @@ def logit_range(
 def log_partition_bounds(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`, with `p = (sbar - m) / (M - m)`; as
-    logarithms.
+    r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`,
+    with `p = (sbar - m) / (M - m)`; as logarithms.
 
     Proof: below, Jensen (MK-11). Above, exp is convex, so on [m, M] it lies below its chord:
     `e^s <= e^m + (s - m) (e^M - e^m) / (M - m)`. Add up over the evicted tokens: s becomes sbar.
@@ -110,8 +109,8 @@ def log_partition_bounds(
 def evicted_bounds(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""MB-4: a box that holds f_E: in [low, high] and `|f_E - vbar| <= a sinh((M - m) / 2)`, by
-    channel.
+    r"""MB-4: a box that holds f_E: in [low, high] and
+    `|f_E - vbar| <= a sinh((M - m) / 2)`, by channel.
 
     `a = sqrt((high - vbar) (vbar - low))`. Proof: f_E is a mean of the v_i with weights p_i, so it
     is in [low, high]. And `f_E - vbar = sum (p_i - 1/n) (v_i - vbar)`, at most
@@ -156,11 +155,10 @@ def attend(
 
     `f - f_R = w_E (f_E - f_R)` (MK-4), with `w_E = Z_E / (Z_R + Z_E)` between the weights that MB-3
     gives, w and W, and f_E in [l, h] (MB-4). A product is extreme at the ends, so f is in the box
-    `f_R + [min(w a, W a), max(w b, W b)]`, `a = l - f_R`, `b = h - f_R`, channel by channel.
-    The nearest point is never farther from f than MomentKV's output is (as in MB-5), whatever the
+    `f_R + [min(w a, W a), max(w b, W b)]`, `a = l - f_R`, `b = h - f_R`, channel by channel. The
+    nearest point is never farther from f than MomentKV's output is (as in MB-5), whatever the
     queries, keys and values. It is no promise that it is better than f_R: see `attend_certified`.
     Args: as `momentkv.attend`, and bounds of the same evicted tokens. Returns [B, H_q, D_v].
-    Raises ValueError naming the argument that does not fit.
     """
     from_retained, correction, low, high = _parts(query, keys, values, kept, moments, bounds)
     return _by_query_head(from_retained + np.clip(correction, low, high))

@@ -20,8 +20,8 @@ from .momentkv import Moments, attend, recover
 
 
 def logits_of(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
-    r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D] and keys [..., T, D] give [..., T]. Source:
-    section 2.
+    r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D]
+    and keys [..., T, D] give [..., T]. Source: section 2.
     """
     return attention_logits(query[..., None, :], keys)[..., 0, :]
 
@@ -75,8 +75,8 @@ def eviction_error(
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
 ) -> np.ndarray:
-    r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R and f_E [..., D_v], w_E [...]. Source: equation
-    4.
+    r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R
+    and f_E [..., D_v], w_E [...]. Source: equation 4.
     """
     return evicted_mass[..., None] * (evicted_output - retained_output)
 
@@ -147,8 +147,8 @@ def centred_output(
 
 
 class Expansion(NamedTuple):
-    r"""MK-17..20, MK-26: the numerator A and the denominator B of f_E, each a first-order part and
-    a remainder.
+    r"""MK-17..20, MK-26: the numerator A and the denominator
+    B of f_E, each a first-order part and a remainder.
 
     count n; spread sigma = max |delta_i| [...]; largest_value V_max = max |v_i| [...]; denominator
     B = n + denominator_remainder [...]; numerator A = mean_part + linear_part + numerator_remainder
@@ -191,8 +191,8 @@ def expansion(
 
 
 def linear_part(query: Real[np.ndarray, "... D"], covariance: Real[np.ndarray, "... D_v D"]) -> np.ndarray:
-    r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`. Args: covariance (Stilde) [..., D_v, D].
-    Equation 19.
+    r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`.
+    Args: covariance (Stilde) [..., D_v, D]. Equation 19.
     """
     return (covariance @ query[..., None])[..., 0] / np.sqrt(query.shape[-1])
 
@@ -206,8 +206,8 @@ def remainder_bounds(terms: State[Expansion, ""]) -> tuple[np.ndarray, np.ndarra
 
 
 def inverse_to_first_order(terms: State[Expansion, ""]) -> np.ndarray:
-    r"""MK-27: `A / B = A / n - A R_den / n^2 + O(sigma^4)`: the right side without the last term.
-    Equation 27.
+    r"""MK-27: `A / B = A / n - A R_den / n^2 + O(sigma^4)`:
+    the right side without the last term. Equation 27.
     """
     share = (terms.denominator_remainder / terms.count)[..., None]
     return terms.numerator / terms.count * (1 - share)
@@ -222,8 +222,8 @@ def approximation_error(terms: State[Expansion, ""]) -> np.ndarray:
 
 
 def approximation_error_exactly(terms: State[Expansion, ""]) -> np.ndarray:
-    r"""MK-28: `f_E - fhat_E = (R_num - R_den fhat_E) / B`, with no further term; the proof is in
-    the errata.
+    r"""MK-28: `f_E - fhat_E = (R_num - R_den fhat_E) / B`,
+    with no further term; the proof is in the errata.
     """
     approximate = (terms.mean_part + terms.linear_part) / terms.count
     return (
@@ -232,8 +232,8 @@ def approximation_error_exactly(terms: State[Expansion, ""]) -> np.ndarray:
 
 
 class ErrorBound(NamedTuple):
-    """MK-29: the three printed lines without their O(sigma^4); the second lacks a factor n, which
-    `middle_mended` has.
+    """MK-29: the three printed lines without their O(sigma^4);
+    the second lacks a factor n, which `middle_mended` has.
     """
 
     first: np.ndarray
@@ -315,8 +315,8 @@ def weight_bias(
     evicted: Weight[np.ndarray, "..."],
     estimate: Weight[np.ndarray, "..."],
 ) -> WeightBias:
-    r"""MK-35: the bias of the mixing weight. Args: Z_R, Z_E and Zhat_E, positive. Source: equation
-    35.
+    r"""MK-35: the bias of the mixing weight. Args:
+    Z_R, Z_E and Zhat_E, positive. Source: equation 35.
 
     epsilon = (Z_E - Zhat_E) / Zhat_E. The printed third line,
     `w_R what_E epsilon / (1 + epsilon what_E)`, divides once too often: it is right with what_R
@@ -338,8 +338,8 @@ def weight_bias(
 def estimated_evicted_weight(
     evicted_mass: Share[np.ndarray, "..."], ratio: Share[np.ndarray, "..."]
 ) -> np.ndarray:
-    r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)` with `rho = Zhat_E / Z_E` in (0, 1]. Equation
-    36.
+    r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)`
+    with `rho = Zhat_E / Z_E` in (0, 1]. Equation 36.
     """
     return evicted_mass * ratio / (1 - evicted_mass + evicted_mass * ratio)
 
@@ -360,8 +360,8 @@ def output_error(
     mass: Share[np.ndarray, "..."],
     estimated_mass: Share[np.ndarray, "..."],
 ) -> Error:
-    r"""MK-36: `f - fhat = w_E (f_E - fhat_E) + (w_E - what_E) (fhat_E - f_R)`, which says when the
-    correction helps.
+    r"""MK-36: `f - fhat = w_E (f_E - fhat_E) + (w_E - what_E) (fhat_E - f_R)`,
+    which says when the correction helps.
 
     Args: f_R, f_E, fhat_E [..., D_v]; w_E, what_E [...]. Derived here; the paper claims without
     proof that it always helps.
@@ -373,8 +373,8 @@ def output_error(
 def largest_harmless_error(
     retained_output: Real[np.ndarray, "... D_v"], evicted_output: Real[np.ndarray, "... D_v"]
 ) -> np.ndarray:
-    r"""MK-36S: fhat is no worse than f_R while `|fhat_E - f_E| <= |f_E - f_R|`, whatever the
-    weights are.
+    r"""MK-36S: fhat is no worse than f_R while
+    `|fhat_E - f_E| <= |f_E - f_R|`, whatever the weights are.
 
     Args: f_R and f_E [..., D_v]. Returns [...]. Derived here: as what_E <= w_E (MK-11), the error
     `f - fhat = (w_E - what_E) (f_E - f_R) - what_E (fhat_E - f_E)` is then at most
@@ -392,8 +392,8 @@ def algorithm_1(
     moments: State[Moments, ""],
     budget: int,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, Moments]:
-    r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for one head, to be compared with
-    `momentkv.decode_step`.
+    r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for
+    one head, to be compared with `momentkv.decode_step`.
 
     Args: query, new_key [D]; new_value [D_v], which line 3 projects from the new hidden state;
     retained keys [T, D] and values [T, D_v]; moments without leading axes; budget (L). Returns

@@ -25,8 +25,8 @@ def compact_pages(
     r"""PAGE-4..10: move the kept tokens of each head, in their order, to the first places of its
     sequence, and name the pages that are free now.
 
-    Args: kept [B, H_kv, n * S], boolean, True = keep, by place; beyond a head's length it is not
-    read. A head may keep all of its tokens or none.
+    Args: kept, True = keep, by place; beyond a head's length it is not read. A head may keep all of
+    its tokens or none.
 
     Returns the cache (other pools, physical lengths, the same logical lengths) and freed [P],
     boolean: the pages that were held before and are no more. Raises ValueError where shapes disagree,
@@ -81,8 +81,8 @@ def gather_pages(paged: State[PagedCache, ""]) -> CompressedCache:
 def attend_pages(
     queries: Real[np.ndarray, "B H_q M D"], paged: State[PagedCache, ""]
 ) -> tuple[np.ndarray, np.ndarray]:
-    r"""PAGE-3: attention over the tokens of the pages: queries [B, H_q, M, D]; returns and raises as
-    `attention.attend`.
+    r"""PAGE-3: attention over the tokens of the pages: queries
+    [B, H_q, M, D]; returns and raises as `attention.attend`.
     """
     return attend(queries, gather_pages(paged))
 

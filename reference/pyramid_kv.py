@@ -1,5 +1,5 @@
-r"""PyramidKV (arXiv 2406.02069), an allocator: budgets that fall linearly with depth, at the same
-total.
+r"""PyramidKV (arXiv 2406.02069), an allocator: budgets
+that fall linearly with depth, at the same total.
 """
 
 import math
@@ -24,8 +24,7 @@ def budgets(
     num_layers; beta, at least 1 (1 gives every layer the same); length, the tokens that there are
     to keep, None for more than any layer's budget; window_size, the last tokens that the scores
     protect. Returns one whole budget per layer, falling with depth, each at least 1 and at most
-    length, `num_layers * min(budget, length)` in total. Raises ValueError naming the argument out
-    of range. Source: section 4.2.
+    length, `num_layers * min(budget, length)` in total. Source: section 4.2.
     """
     # Decision: a budget below the window is the same in every layer.
     window = min(budget, window_size)

@@ -1,5 +1,5 @@
-r"""Q-Filters (arXiv 2503.02812): keep the keys that point along the main direction of calibrated
-queries.
+r"""Q-Filters (arXiv 2503.02812): keep the keys that
+point along the main direction of calibrated queries.
 
 The paper is known here from its public code: NathanGodey/qfilters, make_filters.py and
 src/hf_cache.py at cda5c38.
@@ -19,9 +19,8 @@ def score(keys: Real[np.ndarray, "B H_kv T D"], q_filters: Real[np.ndarray, "B H
     r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
     spread around f.
 
-    Args: keys [B, H_kv, T, D], after RoPE; q_filters [B, H_kv, D], of `calibrate`. Returns scores
-    [B, H_kv, T], higher = keep. Raises ValueError naming the argument that does not fit. Source:
-    the public code, where both the stored filter and the score have the other sign.
+    Args: keys, after RoPE; q_filters, of `calibrate`. Returns scores [B, H_kv, T], higher = keep.
+    Source: the public code, where both the stored filter and the score have the other sign.
     """
     return (keys @ q_filters[..., None])[..., 0]
 
@@ -31,8 +30,7 @@ def main_direction(queries: Real[np.ndarray, "... N D"]) -> np.ndarray:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them
     have `q . v > 0`.
 
-    Args: queries [..., N, D]. Returns [..., D], of length 1. Raises ValueError for unusable
-    queries.
+    Returns [..., D], of length 1.
     """
     direction = np.linalg.svd(queries, full_matrices=False)[2][..., 0, :]
     ahead = ((queries @ direction[..., None])[..., 0] > 0).mean(axis=-1)
@@ -45,8 +43,8 @@ def calibrate(queries: Real[np.ndarray, "B H_q N D"], num_kv_heads: Setting[int,
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of
     its query heads.
 
-    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D],
-    of length at most 1. Raises ValueError naming the argument.
+    Args: queries, of a calibration text, after RoPE.
+    Returns filters [B, H_kv, D], of length at most 1.
     """
     directions = main_direction(queries)
     group = group_size(directions.shape[1], num_kv_heads)

@@ -29,10 +29,10 @@ def select(
     r"""QU-3: the tokens that each query head attends to: those of the `budget // page_size` pages with
     the highest bounds, the last page among them.
 
-    Args: query [B, H_q, D], of the last token; keys [B, H_kv, T, D], its own included; layer_index,
-    counted from 0: the first `skipped_layers` attend to all; budget, tokens for a head, at least 1;
-    page_size, tokens of a page, at least 1. Returns [B, H_q, T], boolean. Raises ValueError naming
-    the argument. Source: section 3.4; the last page, and that it counts, as in the public code.
+    Args: query, of the last token; keys, its own included; layer_index, counted from 0: the first
+    `skipped_layers` attend to all; budget, tokens for a head, at least 1; page_size, tokens of a
+    page, at least 1. Returns [B, H_q, T], boolean. Source: section 3.4; the last page, and that it
+    counts, as in the public code.
     """
     length = keys.shape[2]
     low, high = page_bounds(keys, page_size=page_size)
@@ -52,9 +52,9 @@ def page_bounds(
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
 
-    Args: keys [B, H_kv, T, D]; token t is in page `t // page_size`, so the last may be shorter.
-    Returns m and M, [B, H_kv, P, D] with P = ceil(T / page_size). Raises ValueError naming the
-    argument. Source: Algorithm 1, of the keys of a page at once.
+    Token t is in page `t // page_size`, so the last may be
+    shorter. Returns m and M, [B, H_kv, P, D] with P = ceil(T /
+    page_size). Source: Algorithm 1, of the keys of a page at once.
     """
     starts = np.arange(0, keys.shape[2], page_size)
     return np.minimum.reduceat(keys, starts, axis=2), np.maximum.reduceat(keys, starts, axis=2)
@@ -71,9 +71,9 @@ def append(
 ) -> tuple[np.ndarray, np.ndarray]:
     r"""QU-1: the bounds after one more token: the last page is widened, or a new page begins.
 
-    Args: low and high [B, H_kv, P, D], those so far; key [B, H_kv, D]; count, the tokens of the last
-    page, 1 to page_size: a page of page_size tokens is full. Returns both, in new arrays. Raises
-    ValueError naming the argument. Source: Algorithm 1, "when inserting new token".
+    Args: low and high, those so far; count, the tokens of the last page,
+    1 to page_size: a page of page_size tokens is full. Returns both, in
+    new arrays. Source: Algorithm 1, "when inserting new token".
     """
     new, last = key[:, :, None], np.arange(low.shape[2])[:, None] == low.shape[2] - 1
     if as_count("count", count, low=1, high=page_size) == page_size:
@@ -89,9 +89,8 @@ def bounds(
 ) -> np.ndarray:
     r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
 
-    Args: query [B, H_q, D]; low and high [B, H_kv, P, D], from `page_bounds`. Returns [B, H_q, P],
-    without the factor 1 / sqrt(D). Raises ValueError naming the argument. Source: Algorithm 1 and
-    section 3.4.
+    Args: low and high, from `page_bounds`. Returns [B, H_q, P], without the factor 1 / sqrt(D).
+    Source: Algorithm 1 and section 3.4.
     """
     # Decision: each query head for itself, also where a group reads one KV head, as in
     # `evaluation/quest_attention.py`.
@@ -106,12 +105,11 @@ def attend(
     values: Real[np.ndarray, "B H_kv T D_v"],
     attended: Mask[np.ndarray, "B H_q T"],
 ) -> np.ndarray:
-    r"""QU-4: `softmax(q . k_t / sqrt(D)) V` over the tokens t that the query head attends to, and no
-    others.
+    r"""QU-4: `softmax(q . k_t / sqrt(D)) V` over the
+    tokens t that the query head attends to, and no others.
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; attended [B, H_q, T],
-    from `select`, a token or more of each head. Returns [B, H_q, D_v]. Raises ValueError naming the
-    argument. Source: section 3.4, "normal self-attention only on selected pages".
+    Args: attended, from `select`, a token or more of each head. Returns [B, H_q, D_v]. Source:
+    section 3.4, "normal self-attention only on selected pages".
     """
     logits = attention_logits(grouped(query, keys.shape[1]), keys)
     weights = softmax(np.where(grouped(attended, keys.shape[1]), logits, -np.inf))

@@ -27,10 +27,9 @@ def score(
 ) -> np.ndarray:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
-    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window
-    count for the redundancy of the others. Returns scores [B, H_kv, T], higher = keep; all infinite
-    where T <= window_size. Raises ValueError naming the argument. Source: the public code, whose
-    defaults these are.
+    Args: those of `importance` and `redundancy`. The keys of the window count for the redundancy of
+    the others. Returns scores [B, H_kv, T], higher = keep; all infinite where T <= window_size.
+    Source: the public code, whose defaults these are.
     """
     if keys.shape[2] <= window_size:
         return np.full(keys.shape[:-1], np.inf)
@@ -41,8 +40,8 @@ def score(
 
 @contract
 def similarities(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
-    r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys [..., T, D] to [..., T, T]; a zero key
-    resembles none.
+    r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys
+    [..., T, D] to [..., T, T]; a zero key resembles none.
     """
     similarity = similarity_matrix(keys)
     return similarity * (1 - np.eye(similarity.shape[-1]))
@@ -69,9 +68,8 @@ def redundancy(
     r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the
     means of the columns.
 
-    Args: keys [B, H_kv, T, D] (any leading axes); threshold, the cosine above which two keys are
-    similar. Returns [B, H_kv, T], summing to 1; it costs O(T^2). Raises ValueError for unusable
-    keys.
+    Args: threshold, the cosine above which two keys are similar. Returns [B, H_kv, T], summing to
+    1; it costs O(T^2).
     """
     return softmax(without_latest(similarities(keys), threshold).mean(axis=-2))
 
@@ -87,12 +85,11 @@ def importance(
     r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u /
     sqrt(D))`, before the window.
 
-    The largest logit of the group goes into the softmax, which is over the tokens before the
-    window.
+    The largest logit of the group goes into the
+    softmax, which is over the tokens before the window.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys
-    [B, H_kv, T, D], T > window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size]. Raises
-    ValueError naming the argument.
+    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size;
+    kernel_size K, odd. Returns [B, H_kv, T - window_size].
     """
     queries, keys = by_group(queries, keys)
     require_window(queries.shape[-2], keys.shape[-2], window_size)

@@ -1,5 +1,5 @@
-r"""Rotary position embedding, in the half-split pairing of transformers: channels i and i + D/2
-rotate together.
+r"""Rotary position embedding, in the half-split pairing
+of transformers: channels i and i + D/2 rotate together.
 """
 
 import numpy as np
@@ -10,7 +10,7 @@ from .contract import Real, Setting, contract
 @contract
 def frequencies(head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 10000.0) -> np.ndarray:
     r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
-    radians. Shape [D/2]. Raises ValueError for an odd head_dim or a theta that is not positive.
+    radians. Shape [D/2].
     """
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
 
@@ -19,11 +19,11 @@ def frequencies(head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 1
 def rotate(
     states: Real[np.ndarray, "... T D%2"], positions: np.ndarray, theta: Setting[float, "> 0"] = 10000.0
 ) -> np.ndarray:
-    r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position *
-    frequency_i.
+    r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i,
+    x_{i + D/2}) by the angle position * frequency_i.
 
-    Args: states [..., T, D]; positions [T] or any shape that broadcasts to [..., T]. Negated
-    positions undo the rotation. Returns [..., T, D]. Raises ValueError for an odd D.
+    Args: positions [T] or any shape that broadcasts to [..., T]. Negated positions undo the
+    rotation. Returns [..., T, D].
     """
     angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(states.shape[-1], theta)
     first, second = np.split(states, 2, axis=-1)

@@ -13,8 +13,8 @@ from .contract import Mask, Open, Real, Setting, contract
 def budget(length: Setting[int, ">= 1"], compression_ratio: Setting[float | Fraction, "[0, 1)"]) -> int:
     r"""SEL-1: the number of tokens to keep, `max(1, floor(length * (1 - compression_ratio)))`.
 
-    Args: length, tokens in the cache, at least 1; compression_ratio, the fraction removed, in [0,
-    1). Raises ValueError naming the argument outside those ranges.
+    Args: length, tokens in the cache, at least 1;
+    compression_ratio, the fraction removed, in [0, 1).
     """
     # Decision: exact decimal arithmetic and never fewer than one token; int(10 * (1 - 0.9)) would
     # be 0.
@@ -27,13 +27,12 @@ def top_k(
     budget: Setting[int, ">= 0"],
     protected: Mask[np.ndarray | None, "... T"] = None,
 ) -> np.ndarray:
-    r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all
-    others.
+    r"""SEL-2..4: keep the `budget` highest scores of
+    each row, the protected tokens before all others.
 
-    Args: scores [..., T], infinities allowed; budget, 0 to any number (more than T keeps all);
-    protected [..., T] boolean or None. Returns kept [..., T], boolean, with exactly
-    `min(budget, T)` True in each row. Raises ValueError for NaN scores, a negative budget, or a row
-    with more protected tokens than the budget.
+    Args: scores, infinities allowed; budget, 0 to any number (more than T keeps
+    all). Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each
+    row. Raises ValueError for a row with more protected tokens than the budget.
     """
     length = scores.shape[-1]
     count = min(budget, length)
@@ -64,7 +63,7 @@ def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> np.nd
 
 
 def gather(rows: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
-    """The kept rows, equally many of each head, as a block: [..., T, D] or [..., T] to [..., n, D] or
-    [..., n].
+    """The kept rows, equally many of each head, as a block:
+    [..., T, D] or [..., T] to [..., n, D] or [..., n].
     """
     return rows[kept].reshape(*kept.shape[:-1], -1, *rows.shape[kept.ndim :])

@@ -25,11 +25,9 @@ def score(
     r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group,
     pooled; infinity for the window.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window;
-    keys [B, H_kv, T, D]; window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher =
-    keep; all infinite where T <= window_size. A budget of at least window_size keeps the whole
-    window under `selection.top_k`. Raises ValueError naming the argument. Source: section 4 of the
-    paper.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window. Returns scores
+    [B, H_kv, T], higher = keep; all infinite where T <= window_size. A budget of at least
+    window_size keeps the whole window under `selection.top_k`. Source: section 4 of the paper.
     """
     queries, keys = by_group(queries, keys)
     length = keys.shape[-2]

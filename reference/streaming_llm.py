@@ -14,9 +14,8 @@ def score(keys: Real[np.ndarray, "... T D"], *, sink_size: Setting[int, ">= 0"] 
     r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks
     plus the most recent.
 
-    Args: keys [B, H_kv, T, D], of which only the shape is read; sink_size >= 0. Returns scores
-    [B, H_kv, T]. Raises ValueError for a wrongly shaped `keys` or a negative sink_size. Source:
-    section 3.2 of the paper.
+    Args: keys, of which only the shape is read. Returns
+    scores [B, H_kv, T]. Source: section 3.2 of the paper.
     """
     positions = np.arange(keys.shape[-2], dtype=np.float64)
     scores = np.where(positions < sink_size, np.inf, positions)

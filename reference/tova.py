@@ -15,9 +15,8 @@ def score(queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H
     r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same
     for every KV head.
 
-    Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys
-    [B, H_kv, T, D]. Returns scores [B, H_kv, T], higher = keep, summing to 1. Raises ValueError
-    naming the argument that does not fit. Source: section 3.2 of the paper.
+    Args: queries, the last M after RoPE, of which the last one is read. Returns scores
+    [B, H_kv, T], higher = keep, summing to 1. Source: section 3.2 of the paper.
     """
     queries, keys = by_group(queries, keys)
     # Decision: nothing is protected; the last token attends to itself and competes like any other,

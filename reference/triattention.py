@@ -35,9 +35,8 @@ def score(
     r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
     tokens, the largest counts.
 
-    Args: keys [B, H_kv, T, D], after RoPE; query_direction [B, H_q, D] and query_slack
-    [B, H_q, D/2], calibrated. Returns scores [B, H_kv, T], higher = keep. Raises ValueError naming
-    the argument that does not fit. Source: the public code.
+    Args: keys, after RoPE; query_direction and query_slack, calibrated. Returns scores
+    [B, H_kv, T], higher = keep. Source: the public code.
     """
     rows = logits(
         keys[:, :, None], *(grouped(each, keys.shape[1]) for each in (query_direction, query_slack))
@@ -53,8 +52,8 @@ def statistics(queries: Real[np.ndarray, "... N D%2"]) -> tuple[np.ndarray, np.n
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of
     each pair's length.
 
-    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the
-    slack [..., D/2]. Raises ValueError for unusable queries or an odd D.
+    Args: queries of a calibration text, before RoPE.
+    Returns the mean [..., D] and the slack [..., D/2].
     """
     mean = queries.mean(axis=-2)
     return mean, pair_lengths(queries).mean(axis=-2) - pair_lengths(mean)
@@ -70,8 +69,7 @@ def average_over_offsets(
 ) -> np.ndarray:
     r"""TA-2: `(1/n) sum_d R_{p + d} E q` over the offsets d = 1, 2, 4, ..., at most max_offset.
 
-    Args: query_mean [..., D]; position p, that of the next token; theta, the base of RoPE. Returns
-    [..., D]. Raises ValueError naming the argument.
+    Args: position p, that of the next token; theta, the base of RoPE. Returns [..., D].
     """
     offsets = 2 ** np.arange(max_offset.bit_length())
     turned = rotate(query_mean[..., None, :], position + offsets, theta)

@@ -429,8 +429,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> Any:
-    """What was chosen and has no answer has failed; the exit code is that of the verdict, and its line the
-    last.
+    """What was chosen and has no answer has failed; the
+    exit code is that of the verdict, and its line the last.
     """
     config = session.config
     if config.option.collectonly:  # nothing was asked, so nothing has failed

@@ -1,9 +1,9 @@
 """Grades right and wrong submissions in many styles over many seeds: whether luck decides about points.
 
-`python tests/classroom_styles.py --seeds 200 --jobs 2` grades them and writes docs/classroom/styles.md; a run
-that was stopped goes on. A submission is what the variants of a method are made of,
-`spec_tests/<method>/forms.py`, with one form chosen for each part. A wrong one has an edit of
-`tests/styles/wrong.toml`.
+`python tests/classroom_styles.py --seeds 200 --jobs 2` grades them and writes
+docs/classroom/styles.md; a run that was stopped goes on. A submission is what
+the variants of a method are made of, `spec_tests/<method>/forms.py`, with one
+form chosen for each part. A wrong one has an edit of `tests/styles/wrong.toml`.
 """
 
 import copy
@@ -86,8 +86,8 @@ def forms_of(assignment: str) -> Path:
 
 
 def whole(assignment: str) -> str:
-    """The forms of an assignment and those that it shares with others, as one file that imports nothing of
-    ours.
+    """The forms of an assignment and those that it shares
+    with others, as one file that imports nothing of ours.
     """
     shared = re.compile(r"^from evictionary.*\n", re.M)
     own = forms_of(assignment).read_text(encoding="utf-8")
@@ -97,8 +97,8 @@ def whole(assignment: str) -> str:
 
 
 def submissions(assignment: str) -> list[Submission]:
-    """The right submissions of an assignment, which have every form of every part among them, and its
-    wrong ones.
+    """The right submissions of an assignment, which have
+    every form of every part among them, and its wrong ones.
     """
     parts = runpy.run_path(str(forms_of(assignment)))["FORMS"]
     right = {part: [form.__name__ for form in forms] for part, forms in parts.items()}
@@ -125,8 +125,8 @@ def submissions(assignment: str) -> list[Submission]:
 
 
 class Inside:
-    """Calls the functions of a file in this process as a child would: nobody hostile wrote it, and a child
-    takes longer.
+    """Calls the functions of a file in this process as a child
+    would: nobody hostile wrote it, and a child takes longer.
     """
 
     walls: dict[str, Any] = {}  # noqa: RUF012
@@ -174,8 +174,8 @@ class Inside:
 
 
 def graded(assignment: str, seed: int, examples: int, found: Sequence[Submission]) -> Iterator[store.Line]:
-    """Submissions of an assignment at one seed: the points of each, the steps that failed, and the first
-    message.
+    """Submissions of an assignment at one seed: the points
+    of each, the steps that failed, and the first message.
     """
     one, secret = assignments.load(assignment), f"styles/{seed}".encode()
     with warnings.catch_warnings():
@@ -300,8 +300,8 @@ def current(lines: list[store.Line]) -> list[store.Line]:
 
 
 def page(lines: list[store.Line]) -> str:
-    """The Markdown page: right submissions that lost points, and how the points of each wrong one differ
-    between seeds.
+    """The Markdown page: right submissions that lost points,
+    and how the points of each wrong one differ between seeds.
     """
     gradings = []
     for name, examples in sorted({(line["assignment"], line["examples"]) for line in lines}):

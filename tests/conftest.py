@@ -44,8 +44,8 @@ CHAT = (
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:
-    """Two layers, four query heads over two KV heads of eight channels, random weights that are always the
-    same.
+    """Two layers, four query heads over two KV heads of
+    eight channels, random weights that are always the same.
     """
     import torch
     from tools.families import SMALL

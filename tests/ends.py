@@ -70,8 +70,8 @@ def lowest() -> list[str]:
 def environment(folder: Path, wheel: Path, pins: list[str]) -> Path:
     """A fresh environment with the wheel and all that runs models; returns its folder of programs.
 
-    No range ends here: a release beyond one should be tried on the day that it comes. The part `import`
-    names it.
+    No range ends here: a release beyond one should be tried
+    on the day that it comes. The part `import` names it.
     """
     venv.create(folder, with_pip=True)
     print("installing: minutes, and gigabytes where the newest torch brings CUDA", flush=True)

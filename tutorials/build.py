@@ -1,5 +1,5 @@
-"""Runs the lessons and makes their pages for the site: the output and the pictures of each, and a notebook
-to download.
+"""Runs the lessons and makes their pages for the site: the
+output and the pictures of each, and a notebook to download.
 
 `mkdocs build` and tests/site/test_lessons.py get each lesson from `built`. A lesson is run again only after a
 change of its file or of the code that it may run or show.
@@ -97,8 +97,8 @@ def _made_from(lesson: Path) -> str:
 
 
 def _build(lesson: Path, folder: Path) -> None:
-    """Run a lesson in a kernel of its own and write its page, its pictures and its notebook into the
-    folder.
+    """Run a lesson in a kernel of its own and write its
+    page, its pictures and its notebook into the folder.
     """
     import jupytext
     import nbformat
@@ -182,8 +182,8 @@ def judge_exercises(names: dict[str, Any]) -> None:
     """Called in the kernel of a lesson, at its end, with all its names: run the check of every exercise,
     untouched and solved.
 
-    Raises ValueError if there is no exercise or an untouched exercise passes, and what a check raises if a
-    solution fails.
+    Raises ValueError if there is no exercise or an untouched
+    exercise passes, and what a check raises if a solution fails.
     """
     exercises = [name.removeprefix("check_") for name in names if name.startswith("check_")]
     if not exercises:

@@ -55,8 +55,8 @@ def embedded() -> tuple[Any, Any]:
 
 
 def draw_kept(axes: Any, cache: Any, needle: tuple[int, int], title: str) -> None:
-    """Draw which tokens each layer and KV head of a compressed cache kept; the needle's tokens lie between
-    the lines.
+    """Draw which tokens each layer and KV head of a compressed
+    cache kept; the needle's tokens lie between the lines.
     """
     import numpy as np
 

@@ -1,8 +1,8 @@
 """KeyDiff's score as a program of its own, for `evictionary judge --exec "python keydiff.py"`: the
 standard library alone.
 
-docs/any_language.md is the protocol. The array module reads and writes the numbers as this machine stores
-them: little-endian.
+docs/any_language.md is the protocol. The array module reads and
+writes the numbers as this machine stores them: little-endian.
 """
 
 import json

@@ -38,8 +38,8 @@ def checked(
 
 
 def _try_out(method: Method, options: Mapping[str, Any]) -> None:
-    """Call a method of the dictionary with some numbers, so that it refuses an option before a prompt is
-    read.
+    """Call a method of the dictionary with some numbers,
+    so that it refuses an option before a prompt is read.
     """
 
     def supply(name: str, *_: Any) -> dict[str, Any]:

@@ -81,8 +81,8 @@ def write(model: PreTrainedModel, layers: Mapping[int, Mapping[str, torch.Tensor
 
 
 def read(model: PreTrainedModel, path: str | Path) -> dict[int, State]:
-    """The state of each layer from a file that `write` wrote. Raises UsageError for any other, or for
-    another model's.
+    """The state of each layer from a file that `write` wrote.
+    Raises UsageError for any other, or for another model's.
     """
     settings, tensors = file.read_tensors("option calibration", path, SCHEMA, "of `evictionary calibrate`")
     require(

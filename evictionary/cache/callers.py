@@ -1,9 +1,9 @@
 """What a caller says of a text, compared with what the cache has read: an attention mask, positions, and the
 text so far.
 
-A cache counts every token that it has read, evicted or not, and padding too. Shapes are always compared.
-Numbers on a GPU are compared where a prompt is read; at each decoded token the GPU would have to be waited
-for.
+A cache counts every token that it has read, evicted or not, and padding
+too. Shapes are always compared. Numbers on a GPU are compared where a
+prompt is read; at each decoded token the GPU would have to be waited for.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def require_new_tokens(length: int, seen: int, whole: torch.Tensor | None) -> No
 
 
 def require_same_text(ids: torch.Tensor, text: Text, padding: torch.Tensor) -> None:
-    """Raise UsageError where ids [B, T] are others than the text that was read, beside its padding [B,
-    seen].
+    """Raise UsageError where ids [B, T] are others than
+    the text that was read, beside its padding [B, seen].
     """
     read = text.ids
     given = ids[:, : read.shape[1]].to(read)
@@ -183,8 +183,8 @@ def require_ones_and_zeros(mask: torch.Tensor) -> None:
 
 
 def require_same_padding(mask: torch.Tensor, padding: torch.Tensor) -> None:
-    """Raise UsageError where a mask says something else of the tokens that were read than their padding [B,
-    seen].
+    """Raise UsageError where a mask says something else of
+    the tokens that were read than their padding [B, seen].
     """
     told = ~mask[:, : padding.shape[1]].bool().cpu()
     if not torch.equal(told, padding.expand_as(told)):

@@ -43,8 +43,8 @@ def warn_of_length(read: int, new: int, longest: int | None) -> None:
 
 
 def require_announced(is_announced: bool) -> None:
-    """Raise RuntimeError where a cache that watches its model reads tokens that the model has not
-    announced.
+    """Raise RuntimeError where a cache that watches its
+    model reads tokens that the model has not announced.
     """
     require(
         is_announced,
@@ -67,8 +67,8 @@ def require_seen(layer_index: int, is_handed: bool) -> None:
 
 
 def require_remembered(is_forgetful: bool, new: int, seen: int) -> None:
-    """Raise UsageError for several tokens at once after others, in a model whose recurrent layers then
-    begin anew.
+    """Raise UsageError for several tokens at once after
+    others, in a model whose recurrent layers then begin anew.
     """
     require(
         not is_forgetful or new == 1 or seen == 0,
@@ -170,8 +170,8 @@ def require_readable_twice(
 
 
 def require_whole(full: Any, layer_index: int, recorded: dict[str, torch.Tensor]) -> None:
-    """Raise UsageError unless a prefilled layer holds all tokens of a prompt, and states of all of them
-    were recorded.
+    """Raise UsageError unless a prefilled layer holds all
+    tokens of a prompt, and states of all of them were recorded.
     """
     stored, seen = 0 if full.keys is None else full.keys.shape[-2], full.get_seq_length()
     require(
@@ -200,7 +200,7 @@ def require_finite(layer_index: int, keys: torch.Tensor, values: torch.Tensor) -
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an error says that a GPU has too little memory, or comes from a method that met such an
-    error.
+    """Whether an error says that a GPU has too little
+    memory, or comes from a method that met such an error.
     """
     return isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError)

@@ -152,8 +152,8 @@ def one_pass(method: Method, step: Compression, request: Request) -> Method:
 
 
 def chosen(cache: WatchedCache, layer_index: int) -> torch.Tensor:
-    """The tokens [B, H_q, N] that each query head of the last token attends to, in a layer that has evicted
-    none.
+    """The tokens [B, H_q, N] that each query head of the
+    last token attends to, in a layer that has evicted none.
     """
     assert cache.method is not None
     captured = cache._captured[layer_index]

@@ -119,8 +119,8 @@ class EvictingCache(WatchedCache):
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
 
-        Raises UsageError for a method that reads recent queries, or compresses each token once, in a cache
-        without `every`.
+        Raises UsageError for a method that reads recent queries,
+        or compresses each token once, in a cache without `every`.
         """
         if self.method is None or self.method.is_per_query:
             return
@@ -175,8 +175,8 @@ class EvictingCache(WatchedCache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` undoes each forward: where nothing is evicted. transformers asks before it reads
-        drafts.
+        """Whether `crop` undoes each forward: where nothing
+        is evicted. transformers asks before it reads drafts.
         """
         others = (layer for layer in self.layers if not isinstance(layer, EvictingLayer))
         return self.method is None and all(getattr(layer, "is_croppable", False) for layer in others)
@@ -256,8 +256,8 @@ class EvictingCache(WatchedCache):
         self._wait()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        """Return a copy with tensors of its own, for another question; the copies share the method and the
-        model.
+        """Return a copy with tensors of its own, for another
+        question; the copies share the method and the model.
         """
         require(self.get_seq_length() != 0, "deepcopy: the cache has not read its prompt yet", ValueError)
         twin = object.__new__(type(self))
@@ -340,8 +340,8 @@ class EvictingCache(WatchedCache):
 
     @property
     def tokens_kept(self) -> float:
-        """The tokens stored in each head, on average over the batch, the heads and the layers that are
-        compressed.
+        """The tokens stored in each head, on average over the
+        batch, the heads and the layers that are compressed.
         """
         layers = [layer for layer in self.evicting.values() if layer.keys is not None]
         if not layers:

@@ -1,5 +1,5 @@
-"""Writes a folder that gives `model.generate(custom_generate=FOLDER, trust_remote_code=True)` a cache with
-eviction.
+"""Writes a folder that gives
+`model.generate(custom_generate=FOLDER, trust_remote_code=True)` a cache with eviction.
 """
 
 import re

@@ -1,5 +1,5 @@
-"""Safetensors files with settings in their metadata, and a cache as such a file: its tensors and its
-arguments.
+"""Safetensors files with settings in their metadata, and
+a cache as such a file: its tensors and its arguments.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def write(cache: EvictingCache, path: str | Path) -> None:
 def write_tensors(
     argument: str, path: str | Path, settings: dict[str, Any], tensors: dict[str, torch.Tensor]
 ) -> None:
-    """Write tensors and their settings. Raises UsageError, naming the argument, for a path that cannot be
-    written.
+    """Write tensors and their settings. Raises UsageError,
+    naming the argument, for a path that cannot be written.
     """
     try:
         told = json.dumps(settings)

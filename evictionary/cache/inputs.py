@@ -1,5 +1,5 @@
-"""The inputs of a method that only the running model has: what the policies compute from its states, and
-its weights.
+"""The inputs of a method that only the running model has:
+what the policies compute from its states, and its weights.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
         model, captured_as = cache.model, CAPTURED_FOR.get(name)
 
         def of_heads(each: torch.Tensor) -> torch.Tensor:
-            """The part of [B, heads, ..], of query heads or KV heads, that belongs to the KV heads at
-            hand.
+            """The part of [B, heads, ..], of query heads or
+            KV heads, that belongs to the KV heads at hand.
             """
             return each.unflatten(1, (kv_heads, -1))[:, states["kv_heads"]].flatten(1, 2)
 

@@ -1,9 +1,9 @@
-"""The storage of one layer: the same number of tokens in every head, or ragged heads, each with its own
-number.
+"""The storage of one layer: the same number of tokens in
+every head, or ragged heads, each with its own number.
 
-While decoding on a GPU nothing here waits for it, and nothing copies the cache: a new token is written behind
-the stored ones, into room that grows by an eighth of the layer at a time, or into the slot of an evicted
-token (`EvictingLayer.slots`).
+While decoding on a GPU nothing here waits for it, and nothing copies the cache: a
+new token is written behind the stored ones, into room that grows by an eighth of
+the layer at a time, or into the slot of an evicted token (`EvictingLayer.slots`).
 """
 
 from typing import Any
@@ -102,8 +102,8 @@ class EvictingLayer(DynamicLayer):
         self._values = values
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Take the batch, the heads, the channels, the dtype and the device of the states, without their
-        tokens.
+        """Take the batch, the heads, the channels, the dtype
+        and the device of the states, without their tokens.
         """
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = (states[:, :, :0].clone() for states in (key_states, value_states))
@@ -112,8 +112,8 @@ class EvictingLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append [B, H_kv, M, D] at the positions seen .. seen + M - 1. Returns the keys and values as
-        `slots`.
+        """Append [B, H_kv, M, D] at the positions seen ..
+        seen + M - 1. Returns the keys and values as `slots`.
         """
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -209,8 +209,8 @@ class EvictingLayer(DynamicLayer):
         self.plans, self._in_order = {}, False
 
     def take_back(self, count: int) -> torch.Tensor:
-        """Remove the last `count` tokens from a layer that has evicted none; returns their keys [B, H_kv,
-        count, D].
+        """Remove the last `count` tokens from a layer that has
+        evicted none; returns their keys [B, H_kv, count, D].
         """
         assert self.keys is not None and self.values is not None
         taken = self.keys[:, :, -count:].clone()
@@ -222,8 +222,8 @@ class EvictingLayer(DynamicLayer):
         """Return keys [B, H_kv, N, D], values, positions [B, H_kv, N] and filled [B, H_kv, N], False where
         there is no token.
 
-        Positions ascend along the filled places of each head. Ragged heads are padded to the longest one for
-        this.
+        Positions ascend along the filled places of each head.
+        Ragged heads are padded to the longest one for this.
         """
         self._restore_order()
         keys, values = self.slots()
@@ -250,8 +250,8 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def is_full(self) -> bool:
-        """Whether every place of `contents()` holds a token, as far as the host knows without asking a
-        GPU.
+        """Whether every place of `contents()` holds a token,
+        as far as the host knows without asking a GPU.
         """
         return self._ragged is None and self.padding is None and self.holes is None
 
@@ -264,8 +264,8 @@ class EvictingLayer(DynamicLayer):
         return not cache.keys.requires_grad and kernels_for("attention", *cache[:2]) is None
 
     def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
-        """Keep the tokens of `contents()` where kept [B, H_kv, N] is True, in position order and in new
-        storage.
+        """Keep the tokens of `contents()` where kept [B, H_kv, N]
+        is True, in position order and in new storage.
 
         compressed: what `compress` returns for them, if a kernel has copied the tokens already. The old
         tensors are released, not written to: the attention of the prompt still holds and reads them. On a GPU
@@ -324,8 +324,8 @@ class EvictingLayer(DynamicLayer):
 
     @property
     def positions(self) -> torch.Tensor:
-        """The text positions of the tokens in `keys`, [B, H_kv, stored], ascending in each head; padding
-        counts.
+        """The text positions of the tokens in `keys`,
+        [B, H_kv, stored], ascending in each head; padding counts.
         """
         require(self._keys is not None, "positions: the cache is empty", ValueError)
         self._restore_order()
@@ -411,8 +411,8 @@ class EvictingLayer(DynamicLayer):
         )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the last `-tokens_to_remove` tokens. Raises ValueError for tokens before the last
-        eviction.
+        """Remove the last `-tokens_to_remove` tokens. Raises
+        ValueError for tokens before the last eviction.
         """
         self.require_croppable(tokens_to_remove)
         count = -tokens_to_remove
@@ -459,8 +459,8 @@ class EvictingLayer(DynamicLayer):
         return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
 
     def numbers(self) -> dict[str, Any]:
-        """What a file holds of the layer beside its tensors: two numbers, the lists of the state, and the
-        tensors' names.
+        """What a file holds of the layer beside its tensors: two
+        numbers, the lists of the state, and the tensors' names.
         """
         lists = {name: entry for name, entry in self.state.items() if not isinstance(entry, torch.Tensor)}
         return {"seen": self.seen, "evicted_at": self.evicted_at, **lists, "tensors": sorted(self.tensors())}

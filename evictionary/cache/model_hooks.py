@@ -154,8 +154,8 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
 
 
 def attention_modules(model: PreTrainedModel) -> dict[int, torch.nn.Module]:
-    """The attention modules of a decoder by layer: modules with "Attention" in the class name and a layer
-    index.
+    """The attention modules of a decoder by layer: modules
+    with "Attention" in the class name and a layer index.
     """
     found = {
         int(module.layer_idx): module
@@ -369,8 +369,8 @@ def _name(underlying: str) -> str:
 
 
 def _answering_attention(underlying: str) -> Callable[..., Any]:
-    """An attention function that calls the cache which handed out the keys, or else the model's own
-    function `underlying`.
+    """An attention function that calls the cache which handed
+    out the keys, or else the model's own function `underlying`.
     """
 
     @torch.compiler.disable
@@ -436,8 +436,8 @@ def require_known_softmax(module: torch.nn.Module, named: Mapping[str, Any]) -> 
 
 
 def _under_its_own_name(module: Any, underlying: str) -> Any:
-    """A view of a module whose configuration names `underlying`: by this name the flash kinds look their
-    kernel up.
+    """A view of a module whose configuration names `underlying`:
+    by this name the flash kinds look their kernel up.
 
     The model's own configuration stays as it is, for other threads read it.
     """

@@ -25,8 +25,8 @@ Part = tuple[torch.Tensor, torch.Tensor]
 def attend(
     queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[ModuleType] = (), softmax: Softmax = PLAIN
 ) -> torch.Tensor:
-    """The attention of the layer's last M tokens over all stored tokens and, with moments, over the
-    evicted ones.
+    """The attention of the layer's last M tokens over all
+    stored tokens and, with moments, over the evicted ones.
 
     Args: queries [B, H_q, M, D], scaled so that the logits are `q . k / sqrt(D)`; layer, with the M tokens
     already appended; policies, of which one gives the part of the moments; softmax, the model's: a sink is
@@ -152,16 +152,16 @@ def attend_dense(
 
 
 def causal(num_queries: int, length: int, device: torch.device) -> torch.Tensor:
-    """The causal mask [M, T] of the last M tokens: True where a token attends, at everything stored up to
-    itself.
+    """The causal mask [M, T] of the last M tokens: True
+    where a token attends, at everything stored up to itself.
     """
     places = torch.arange(length, device=device)
     return places <= places[length - num_queries :, None]
 
 
 def mix(parts: list[Part]) -> torch.Tensor:
-    """MK-2, ATT-3: the outputs weighted by the softmax of their log-sum-exps. An empty part has -inf and
-    no weight.
+    """MK-2, ATT-3: the outputs weighted by the softmax of
+    their log-sum-exps. An empty part has -inf and no weight.
     """
     if len(parts) == 1:
         return parts[0][0]

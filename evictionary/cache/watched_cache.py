@@ -121,8 +121,8 @@ class WatchedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer; return the keys and values for its attention: all stored ones, without ragged
-        heads.
+        """Append to a layer; return the keys and values for
+        its attention: all stored ones, without ragged heads.
         """
         layer = self.layers[layer_idx]
         if layer.get_seq_length() == 0:
@@ -160,8 +160,8 @@ class WatchedCache(Cache):
         return keys, values
 
     def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
-        """The sizes of a layer's mask. Raises UsageError for a forward without a token, which no model can
-        read.
+        """The sizes of a layer's mask. Raises UsageError for
+        a forward without a token, which no model can read.
         """
         length = arguments[0] if arguments else named["query_length"]
         callers.require_new_tokens(length, self.get_seq_length(), None)
@@ -344,8 +344,8 @@ class WatchedCache(Cache):
         mask: torch.Tensor | None,
         attention: Attention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Compute the attention of a layer, and compress the layer when it is due; model_hooks.py calls
-        this.
+        """Compute the attention of a layer, and compress
+        the layer when it is due; model_hooks.py calls this.
 
         Args: queries [B, H_q, M, D]; mask, the model's own; attention, the model's own, to be called with a
         mask. Under torch.autocast that one alone runs with it.
@@ -496,8 +496,8 @@ class WatchedCache(Cache):
         )
 
     def amounts(self, layer_index: int, seen: int) -> list[int]:
-        """The tokens that each row of a batch may keep in a head of this layer, once `seen` tokens have
-        been read.
+        """The tokens that each row of a batch may keep in a
+        head of this layer, once `seen` tokens have been read.
         """
         assert self.method is not None
         request, padding = self.request(layer_index), self.padding_until(layer_index)[:, -1]
@@ -510,8 +510,8 @@ class WatchedCache(Cache):
         return padding[:, None] if holes is None else holes.cumsum(dim=1).cpu()
 
     def _replaces_a_token(self, layer_index: int, key_states: torch.Tensor) -> bool:
-        """Whether the one token that comes takes the slot of another, in a layer that is filled to its
-        budget.
+        """Whether the one token that comes takes the slot
+        of another, in a layer that is filled to its budget.
         """
         layer = self.layers[layer_index]
         if (self._step or self._step_in_heads) is None or not isinstance(layer, EvictingLayer):
@@ -556,8 +556,8 @@ class WatchedCache(Cache):
         return output
 
     def _observe(self, layer_index: int, queries: torch.Tensor, is_prompt: bool) -> None:
-        """Keep the queries and hidden states that the method reads: those of the prompt, later the recent
-        ones.
+        """Keep the queries and hidden states that the method
+        reads: those of the prompt, later the recent ones.
         """
         layer = self.layers[layer_index]
         captured = self._captured.setdefault(layer_index, {})
@@ -667,8 +667,8 @@ class WatchedCache(Cache):
     def close(self) -> None:
         """Remove every hook from the model. A cache that is deleted does this by itself.
 
-        As soon as possible the model has its own attention back. The one hook left then sees the padding of
-        later turns.
+        As soon as possible the model has its own attention back.
+        The one hook left then sees the padding of later turns.
         """
         self._finalizer()
         self._looking()

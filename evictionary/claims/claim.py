@@ -1,5 +1,5 @@
-"""A claim of a paper, the numbers measured for it with their intervals, and the rule that turns them into
-a verdict.
+"""A claim of a paper, the numbers measured for it with their
+intervals, and the rule that turns them into a verdict.
 
 The texts of the claims are in a TOML file for each paper, beside this one: the statement, how it is
 measured, the conditions of the rule, and what each number means.
@@ -185,8 +185,8 @@ class Claim:
         return UNDECIDED if None in (*possible, *decided) else HOLDS
 
     def changes(self, numbers: Mapping[str, Number]) -> str:
-        """What would change the verdict: more texts, or another kind of text. Another model can change
-        every verdict.
+        """What would change the verdict: more texts, or another
+        kind of text. Another model can change every verdict.
         """
         deciding = [numbers[each.number] for each in (*self.possible_if, *self.holds_if)]
         if any(number.low is None for number in deciding):
@@ -265,15 +265,15 @@ class Paper:
     meanings: dict[str, str]
 
     def numbers(self, kinds: Sequence[str], **words: Any) -> Numbers:
-        """An empty collection of numbers over texts of these kinds; `words` replace the names in braces in
-        the meanings.
+        """An empty collection of numbers over texts of these
+        kinds; `words` replace the names in braces in the meanings.
         """
         return Numbers({name: text.format(**words) for name, text in self.meanings.items()}, kinds)
 
 
 def read_paper(name: str) -> Paper:
-    """Read the file of a paper. `[words]` has texts that several claims share; a claim names such a text
-    in braces.
+    """Read the file of a paper. `[words]` has texts that
+    several claims share; a claim names such a text in braces.
     """
     read = tomllib.loads((Path(__file__).parent / f"{name}.toml").read_text(encoding="utf-8"))
     words = {key: _one_line(text) for key, text in read.get("words", {}).items()}

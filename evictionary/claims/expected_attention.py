@@ -1,5 +1,5 @@
-"""Expected Attention (arXiv 2510.00636): reconstruction error, normality, correlation of expected and
-observed attention.
+"""Expected Attention (arXiv 2510.00636): reconstruction error,
+normality, correlation of expected and observed attention.
 """
 
 from collections.abc import Mapping, Sequence
@@ -97,8 +97,8 @@ def masks(
 def by_output(
     layer: Layer, keys: torch.Tensor, values: torch.Tensor, statistics: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Equation 9 as printed: the score of each query head with its own W_o v, mean over the group; [1,
-    H_kv, T].
+    """Equation 9 as printed: the score of each query head
+    with its own W_o v, mean over the group; [1, H_kv, T].
     """
     group = len(layer.output_weight) // keys.shape[1]
     each, values = (states.repeat_interleave(group, dim=1) for states in (keys, values))

@@ -1,5 +1,5 @@
-"""GVote (arXiv 2509.03136): synthetic against real queries, sizes by head and kind of text, and S against
-p.
+"""GVote (arXiv 2509.03136): synthetic against real
+queries, sizes by head and kind of text, and S against p.
 """
 
 from collections.abc import Sequence
@@ -46,8 +46,8 @@ EVERY = 8
 
 
 def synthetic_queries(layer: Layer, length: int, horizon: int, theta: float, noise: np.ndarray) -> np.ndarray:
-    """GV-A4..8 from the first `length` tokens: noise [S, C] gives queries [H_q, S, D], averaged over the
-    next positions.
+    """GV-A4..8 from the first `length` tokens: noise [S, C]
+    gives queries [H_q, S, D], averaged over the next positions.
     """
     mean, variance = paper.hidden_statistics(as_array(layer.hidden_states)[0, :length], sink_size=SINKS)
     states = paper.sample_hidden_states(mean, variance, noise)

@@ -83,8 +83,8 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
 
 
 def error_in_blocks(lab: Lab, recording: Recording, method: str, block: int) -> float:
-    """KD-T7, KD-T10: the mean of |h - h_compr| after the prompt, half of which a cache removes, block by
-    block.
+    """KD-T7, KD-T10: the mean of |h - h_compr| after the
+    prompt, half of which a cache removes, block by block.
     """
     split, original = recording.split, as_array(recording.residual)
     cache = EvictingCache(lab.model, method, budget=budget(split, RATIO), every=block)
@@ -95,8 +95,8 @@ def error_in_blocks(lab: Lab, recording: Recording, method: str, block: int) -> 
 
 
 def tables(keys: np.ndarray, ratio: float) -> dict[str, torch.Tensor]:
-    """KD-T2, KD-T3, KD-T11: what each variant keeps of keys [1, H_kv, N, D], [1, H_kv, N]; `ratio` is the
-    share removed.
+    """KD-T2, KD-T3, KD-T11: what each variant keeps of keys
+    [1, H_kv, N, D], [1, H_kv, N]; `ratio` is the share removed.
     """
     amount = budget(keys.shape[2], ratio)
     kept = {name: top_k(torch.as_tensor(score(keys)), amount) for name, score in ANCHORS.items()}

@@ -77,8 +77,8 @@ def make_text(tokenizer: Any, scale: Scale, kind: str, seed: int) -> tuple[torch
 
 
 def partial_match(text: str, answer: str) -> float:
-    """The longest run of the answer's digits in a text, as a share of the answer; spaces and commas are
-    ignored.
+    """The longest run of the answer's digits in a text, as
+    a share of the answer; spaces and commas are ignored.
     """
     plain = text.replace(" ", "").replace(",", "")
     return SequenceMatcher(None, plain, answer, autojunk=False).find_longest_match().size / len(answer)
@@ -201,8 +201,8 @@ def _masks(prompts: Prompts, method: str, lag: int, ratio: float) -> list[torch.
 
 @torch.no_grad()
 def answers(lab: Lab, prompts: Prompts, kept: list[torch.Tensor]) -> list[str]:
-    """The greedy answers to all prompts in one batch, from the tokens that `kept` [P, H_kv, T] leaves in
-    each layer.
+    """The greedy answers to all prompts in one batch, from
+    the tokens that `kept` [P, H_kv, T] leaves in each layer.
     """
     cache = compressed(prompts.layers, kept)
     position = lab.scale.passkey_tokens

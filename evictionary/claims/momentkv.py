@@ -74,8 +74,8 @@ def corrections(
     kept: np.ndarray,
     moments: paper.Moments | None = None,
 ) -> dict[str, np.ndarray]:
-    """What the correction makes of it, arguments and shapes as `errors`; `moments` of E in place of exact
-    ones.
+    """What the correction makes of it, arguments and shapes
+    as `errors`; `moments` of E in place of exact ones.
 
     zeroth and first: the relative error; direction: cos(f_E, fhat_E); spread: sigma, the largest centred
     logit of E; gap: log(Z_E / Zhat_E).
@@ -115,8 +115,8 @@ def by_steps(
     lengths: Sequence[int],
     weight: str,
 ) -> Iterator[torch.Tensor]:
-    """Phase 1 of Algorithm 1, token by token from an empty cache: what is kept [B, H_kv, N] when N tokens
-    have come.
+    """Phase 1 of Algorithm 1, token by token from an empty
+    cache: what is kept [B, H_kv, N] when N tokens have come.
 
     Args: queries [B, H_q, T, D], keys and values [B, H_kv, T, D]; lengths, each N, rising, above the budget;
     weight, of BY_STEPS.
@@ -141,8 +141,8 @@ def by_steps(
 
 
 def in_half(keys: np.ndarray, values: np.ndarray, evicted: np.ndarray) -> paper.Moments:
-    """MK-C2, MK-C4: the moments of the evicted tokens [B, H_kv, N], each product and each sum rounded to
-    float16.
+    """MK-C2, MK-C4: the moments of the evicted tokens
+    [B, H_kv, N], each product and each sum rounded to float16.
     """
     halves = [torch.as_tensor(states * evicted[..., None]).half() for states in (keys, values)]
     sums = [torch.zeros_like(states[:, :, 0]) for states in halves]
@@ -157,8 +157,8 @@ def observe(lab: Lab, recording: Recording) -> dict[str, Any]:
     """Measure one text: its first N tokens are the prompt, for eight N, and the last query reads R and E
     of these N tokens.
 
-    The mean over the prompts, [layers, heads], of what H2O and MomentKV do; [layers], every third, for the
-    other selections.
+    The mean over the prompts, [layers, heads], of what H2O and
+    MomentKV do; [layers], every third, for the other selections.
     """
     scale, draw = lab.scale, torch.Generator().manual_seed(recording.seed)
     states = [
@@ -219,8 +219,8 @@ def _last(prompt: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray, np.nd
 def _outcomes(
     prompt: Sequence[torch.Tensor], kept: Mapping[str, torch.Tensor], corrected: Container[str]
 ) -> dict[str, np.ndarray]:
-    """`errors` of each selection, and `corrections` of the named ones: [layers, H_kv, G] by "selection:
-    quantity".
+    """`errors` of each selection, and `corrections` of the
+    named ones: [layers, H_kv, G] by "selection: quantity".
     """
     last = _last(prompt)
     masks = {name: as_array(mask) > 0 for name, mask in kept.items()}

@@ -1,5 +1,5 @@
-"""Shared parts of the claims' pictures: size, bands over layers, small legends, a white background for any
-page.
+"""Shared parts of the claims' pictures: size, bands over
+layers, small legends, a white background for any page.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,5 +1,5 @@
-"""Records every layer's states in one forward over a text, and runs the model on from a cache with removed
-tokens.
+"""Records every layer's states in one forward over a text,
+and runs the model on from a cache with removed tokens.
 """
 
 import zlib
@@ -118,8 +118,8 @@ def of_texts(texts: Sequence[Observed], name: str) -> np.ndarray:
 def spread_by_layer(
     texts: Sequence[Observed], name: str, middle: Callable[..., Any] = np.median
 ) -> list[list[float]]:
-    """The 10th percentile, the median or other middle, and the 90th percentile of each layer, over texts
-    and heads.
+    """The 10th percentile, the median or other middle, and
+    the 90th percentile of each layer, over texts and heads.
     """
     found = of_texts(texts, name)
     found = found.reshape(*found.shape[:2], -1)

@@ -89,8 +89,8 @@ class Plan(evaluation.ModelPlan):
         return cls.key(line)
 
     def check(self, folder: Path, found: Mapping[str, store.Line], work: store.Work) -> None:
-        """Raise UsageError for measurements of another scale or of other versions: their mean would be of
-        neither.
+        """Raise UsageError for measurements of another scale
+        or of other versions: their mean would be of neither.
         """
         here = {"scale": _rounded(asdict(self.scale)), "versions": versions()}
         for line in found.values():
@@ -177,8 +177,8 @@ def _observed(lab: Lab, wanted: Sequence[tuple[str, str]]) -> Iterator[dict[str,
 
 
 def report(plan: Plan, lines: Sequence[store.Line], command: str = "evictionary claims") -> dict[str, Any]:
-    """Everything that the lines of the plan say, of those in a folder, with the verdicts, as results.json
-    holds it.
+    """Everything that the lines of the plan say, of those in
+    a folder, with the verdicts, as results.json holds it.
     """
     lines = plan.own(lines)
     return {

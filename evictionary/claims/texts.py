@@ -1,5 +1,5 @@
-"""Texts of six kinds, generated from a seed: the claims are measured on all six kinds, as one text is not
-representative.
+"""Texts of six kinds, generated from a seed: the claims are
+measured on all six kinds, as one text is not representative.
 """
 
 import random

@@ -1,5 +1,5 @@
-"""The classroom: assignments, messages for students, and a grader that runs student code in a child
-process.
+"""The classroom: assignments, messages for students,
+and a grader that runs student code in a child process.
 
 `assignment.py` reads an assignment's folder; `worker.py` is the program of the child, `sandbox.py` and
 `seccomp.py` are the walls around it, `child.py` is the parent's end; `judgement.py` says what becomes of a

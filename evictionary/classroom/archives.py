@@ -97,8 +97,8 @@ def place_of(name: str, entries: Iterable[tuple[str, bool, int]]) -> int:
 
 
 def there_is(names: Iterable[str]) -> str:
-    """Which files of programs are there instead of the right one, as the end of a sentence; empty if there
-    is none.
+    """Which files of programs are there instead of the right
+    one, as the end of a sentence; empty if there is none.
     """
     found = sorted(each for each in names if ".py" in each.lower() or each.lower().endswith(".ipynb"))
     return f"; there is {', '.join(map(repr, found[:5]))}" if found else ""

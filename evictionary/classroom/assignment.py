@@ -1,5 +1,5 @@
-"""An assignment: a folder of tutorials/assignments/ with handout, starter file, assignment.toml and the
-instructor's note.
+"""An assignment: a folder of tutorials/assignments/ with
+handout, starter file, assignment.toml and the instructor's note.
 """
 
 import difflib
@@ -20,8 +20,8 @@ from evictionary.errors import UsageError, require, require_known, usage
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the grade: a requirement of the paper, or a part of it, the laws that judge it, and its
-    points.
+    """One line of the grade: a requirement of the paper, or
+    a part of it, the laws that judge it, and its points.
 
     `needs` names the steps that must pass before this step is judged; `read` says where to read about it.
     `check` names a check of the grader beside the laws: constants (the student's own defaults), overflow
@@ -84,8 +84,8 @@ class Assignment:
         return Limits(wall, max(1, round(wall)), int(self.memory_gib * 2**30))
 
     def constants_of(self, student: str) -> dict[str, float]:
-        """The constants of one student: drawn from the id, the same each time, from the values that
-        assignment.toml lists.
+        """The constants of one student: drawn from the id, the
+        same each time, from the values that assignment.toml lists.
         """
 
         def drawn(name: str) -> int:
@@ -95,8 +95,8 @@ class Assignment:
         return {name: values[drawn(name) % len(values)] for name, values in self.constants.items()}
 
     def starter_for(self, student: str | None) -> str:
-        """The starter file; with a student's id, the defaults of its functions are that student's
-        constants.
+        """The starter file; with a student's id, the defaults
+        of its functions are that student's constants.
         """
         text = self.starter.read_text(encoding="utf-8")
         for name, value in (self.constants_of(student) if student else {}).items():

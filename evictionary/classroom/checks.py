@@ -107,8 +107,8 @@ def _lagkv_defaults(impl: Implementation, constants: dict[str, Any]) -> None:
 
 
 def _overflow(impl: Implementation, length: int, seed: int) -> None:
-    """Deviations in the thousands: a softmax without its maximum overflows on each of them, not only on
-    unlucky inputs.
+    """Deviations in the thousands: a softmax without its maximum
+    overflows on each of them, not only on unlucky inputs.
     """
     states = np.random.default_rng(seed).standard_normal((4, 1, 2, length, 4))
     keys, values, next_keys, next_values = (*(1e4 * states[:2]), *states[2:])
@@ -205,8 +205,8 @@ def _sizes(step: "Step", stem: str, constants: dict[str, Any], seed: int) -> Che
 
 
 def _scales(impl: Implementation, case: Case) -> None:
-    """Keys whose squares the dtype of a kernel does not hold, and those whose norms somebody takes for
-    zero.
+    """Keys whose squares the dtype of a kernel does not
+    hold, and those whose norms somebody takes for zero.
     """
     allowed = impl.allowance("keydiff.score", case.keys)
     for scale in (2.0**-66, 2.0**66):
@@ -238,8 +238,8 @@ def _blocks(impl: Implementation) -> None:
 
 
 def _kernel(impl: Any, seed: int) -> None:
-    """The scores depend on what a Triton kernel writes: all move when each number that it writes is
-    changed.
+    """The scores depend on what a Triton kernel writes:
+    all move when each number that it writes is changed.
     """
     keys = np.random.default_rng(seed).standard_normal((1, 2, 70, 64), dtype=np.float32)
     plain = impl.child.call("score", keys)
@@ -332,8 +332,8 @@ def _require(bank: dict[str, Mutant], missing: set[str], others: set[str]) -> No
 
 
 def _row(answer: Any, longest: int) -> Row:
-    """A student's row: scores, budget, and protected tokens or None. Raises Violation unless top_k takes
-    it.
+    """A student's row: scores, budget, and protected
+    tokens or None. Raises Violation unless top_k takes it.
     """
     must(
         isinstance(answer, tuple | list) and len(answer) in (2, 3),

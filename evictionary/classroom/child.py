@@ -45,8 +45,8 @@ def closed(site: Path) -> list[str]:
 
 
 def visible(text: Any) -> str:
-    """A student's text with U+FFFD for control characters, half characters and whatever else cannot be
-    shown.
+    """A student's text with U+FFFD for control characters,
+    half characters and whatever else cannot be shown.
     """
     return "".join(
         each if each.isprintable() or each in "\t\n\u00a0\u3000" else "\ufffd" for each in str(text)
@@ -77,8 +77,8 @@ class Limits:
 
 
 class StudentError(Exception):
-    """The student's code raised something other than ValueError: `kind`, the message, and the line of the
-    student's file.
+    """The student's code raised something other than ValueError:
+    `kind`, the message, and the line of the student's file.
     """
 
     def __init__(self, kind: str, message: str, place: str) -> None:
@@ -202,8 +202,8 @@ class Child:
         With `change_launches`, 1 is added to every number that a Triton kernel writes meanwhile, in the
         interpreter or as compiled code.
 
-        A ValueError is raised unchanged, because laws expect it; any other exception is raised as
-        StudentError.
+        A ValueError is raised unchanged, because laws expect
+        it; any other exception is raised as StudentError.
         """
         if self.limits.each_call:
             self.remote.allow(self.limits.wall_seconds)

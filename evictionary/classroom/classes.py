@@ -1,5 +1,5 @@
-"""A class: several processes grade many submissions, with progress; finished grades are not computed
-again.
+"""A class: several processes grade many submissions,
+with progress; finished grades are not computed again.
 """
 
 import csv
@@ -87,8 +87,8 @@ def _is_mistaken(path: Path) -> bool:
 
 
 def _entries(folder: Path, file: str, output: Path | None, left_out: list[Path]) -> list[Path]:
-    """The submissions of a folder, or the folder itself if the assignment's file is all that it holds of
-    them.
+    """The submissions of a folder, or the folder itself
+    if the assignment's file is all that it holds of them.
 
     What else it holds is added to left_out.
     """
@@ -256,8 +256,8 @@ def run(
     jobs: int,
     advance: Callable[[str], None] = lambda student: None,
 ) -> Iterator[dict[str, Any]]:
-    """Grade the submissions, write their folders under `output`, and yield each grade as soon as it is
-    finished.
+    """Grade the submissions, write their folders under
+    `output`, and yield each grade as soon as it is finished.
 
     A submission that was graded with the same file, seeds and settings is read from its folder.
     """
@@ -333,8 +333,8 @@ def _leave_interrupts() -> None:
 
 
 def _stored(order: Order, student: str, path: submissions.Handed, output: Path) -> dict[str, Any] | None:
-    """The grade in a student's folder, if it has all files and was made from the same file with the same
-    settings.
+    """The grade in a student's folder, if it has all files
+    and was made from the same file with the same settings.
     """
     try:
         grade = formats.read(output / student / formats.GRADE)
@@ -348,8 +348,8 @@ def _stored(order: Order, student: str, path: submissions.Handed, output: Path) 
 
 
 def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The result of the class: the distribution of points, how many pass each step, the most frequent
-    misconceptions.
+    """The result of the class: the distribution of points,
+    how many pass each step, the most frequent misconceptions.
     """
     steps = grouped((line["name"], line["verdict"]) for grade in grades for line in grade["lines"])
     ids = Counter(grade["personal_id"] for grade in grades)
@@ -376,8 +376,8 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _alike(student: str) -> str:
-    """What is left of a name without capitals, spaces and the ways to write an accent: one folder to some
-    systems.
+    """What is left of a name without capitals, spaces and
+    the ways to write an accent: one folder to some systems.
     """
     return "".join(unicodedata.normalize("NFKC", student).casefold().split())
 
@@ -413,8 +413,8 @@ def _no_formula(text: str) -> str:
 
 
 def written(folder: Path) -> list[dict[str, Any]]:
-    """The grades that are written in a folder of grades. Raises UsageError for a damaged one, and if there
-    is none.
+    """The grades that are written in a folder of grades.
+    Raises UsageError for a damaged one, and if there is none.
     """
     grades = []
     for path in sorted(folder.glob(f"*/{formats.GRADE}")):

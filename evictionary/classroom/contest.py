@@ -30,8 +30,8 @@ load_model = cache(load)  # the embedded one, once in a process
 
 
 class Measured(NamedTuple):
-    """Whether an answer is right, and how far the final state is from the full cache's, relative to its
-    length.
+    """Whether an answer is right, and how far the final
+    state is from the full cache's, relative to its length.
     """
 
     is_right: bool
@@ -105,8 +105,8 @@ def missing_quarters(value: float, enough: float, width: float) -> int:
     """How many quarters of the points a value costs that should be at most `enough`: one for each begun
     width above, at most four.
 
-    With all or nothing, five texts decided about forty points: one file had them at four seeds and not at the
-    fifth.
+    With all or nothing, five texts decided about forty points:
+    one file had them at four seeds and not at the fifth.
     """
     return min(4, max(0, math.ceil(round((value - enough) / width, 9))))
 
@@ -146,8 +146,8 @@ class Contest(Run):
         ]
 
     def _measured(self, result: Judgement) -> list[tuple[Measured, Measured]]:
-        """The scorer and LagKV on each text, which is read once the scores of random keys have been found
-        usable.
+        """The scorer and LagKV on each text, which is read
+        once the scores of random keys have been found usable.
         """
         with self.child() as child:
             result.walls = child.walls

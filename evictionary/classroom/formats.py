@@ -1,5 +1,5 @@
-"""grade.json, the one canonical result, and the files derived from it: Gradescope, Classroom 50, JUnit and
-Markdown.
+"""grade.json, the one canonical result, and the files derived
+from it: Gradescope, Classroom 50, JUnit and Markdown.
 """
 
 import json

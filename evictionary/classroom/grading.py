@@ -99,8 +99,8 @@ def judge(
 
 @contextlib.contextmanager
 def put_down(source: bytes, stem: str) -> Iterator[Path]:
-    """A file of this text in a folder of its own, for a child to read. A warning would only repeat what a
-    law says.
+    """A file of this text in a folder of its own, for a child
+    to read. A warning would only repeat what a law says.
     """
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, warnings.catch_warnings():
         path = Path(folder) / f"{stem}.py"
@@ -204,8 +204,8 @@ class _Judged(Implementation):
             raise
 
     def native(self, value: Any) -> Any:
-        """Rows of channels in the memory, however the law came by them: a step of its own asks about
-        strides.
+        """Rows of channels in the memory, however the law
+        came by them: a step of its own asks about strides.
         """
         found = super().native(value)
         if self.dtype == "bfloat16" and isinstance(found, np.ndarray) and found.dtype.kind == "f":
@@ -214,8 +214,8 @@ class _Judged(Implementation):
 
     @contextlib.contextmanager
     def refuses(self, pattern: str = "") -> Iterator[None]:
-        """As the laws have it, but what is wanted is said to a student: the words that the message has to
-        have.
+        """As the laws have it, but what is wanted is said to
+        a student: the words that the message has to have.
         """
         try:
             with super().refuses(pattern):
@@ -295,8 +295,8 @@ class ByLaws(Run):
                 self.explain(failing, self.implementation(child, step), line, step)
 
     def _try(self, step: Step, line: Line, result: Judgement, patience: int) -> tuple[Law | None, bool]:
-        """Check the laws of a step on a child; returns the first law that fails, and whether the time ran
-        out.
+        """Check the laws of a step on a child; returns the
+        first law that fails, and whether the time ran out.
         """
         line.verdict, failing, loaded = "failed", None, False
         try:
@@ -330,8 +330,8 @@ class ByLaws(Run):
             return None, is_late
 
     def implementation(self, child: Child, step: Step) -> Implementation:
-        """The functions of the child as an implementation; arrays are sent as NumPy, whatever library the
-        child uses.
+        """The functions of the child as an implementation; arrays
+        are sent as NumPy, whatever library the child uses.
 
         The paper's defaults are filled in if a law leaves them out, because a student's own constants may
         differ; the step that is about these constants has to see the student's.

@@ -17,8 +17,8 @@ BYTES_OF_AN_INPUT = 2**13  # more than the strategies of any law use up
 
 
 def decided_by(seed: int, law: Law, count: int, *, shrinks: bool = False) -> Law:
-    """Run the law on `count` inputs: the smallest that it can draw, then inputs made from the bytes of a
-    seeded generator.
+    """Run the law on `count` inputs: the smallest that it can
+    draw, then inputs made from the bytes of a seeded generator.
 
     Hypothesis's own search also draws numbers from the source of loaded modules, so the hundredth student
     would get other inputs than the first. With shrinks, the law fails with the smallest input that Hypothesis

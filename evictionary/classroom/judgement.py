@@ -70,8 +70,8 @@ def empty(assignment: Assignment, error: str = "") -> Judgement:
 
 @dataclass
 class Run:
-    """One submission that is being judged: the file, how a process for it is started, what its inputs are
-    drawn from.
+    """One submission that is being judged: the file, how a
+    process for it is started, what its inputs are drawn from.
 
     origin is the path that messages name. Without a secret the seeds are those of `check_seed`. constants are
     the student's own defaults; seconds replaces the assignment's limit for each step; tried is what the code
@@ -90,8 +90,8 @@ class Run:
     needs: tuple[str, ...] = ()
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
-        """A process that runs the file, and may take `patience` times its limit; changes are of its
-        settings.
+        """A process that runs the file, and may take `patience`
+        times its limit; changes are of its settings.
         """
         one = self.assignment
         limits = one.limits(patience * (one.seconds if self.seconds is None else self.seconds))

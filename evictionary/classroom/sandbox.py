@@ -19,8 +19,8 @@ _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
 
 
 def lacking() -> str:
-    """What this system lacks to run code within limits, and the way out, as the end of a sentence; empty on
-    Unix.
+    """What this system lacks to run code within limits, and
+    the way out, as the end of a sentence; empty on Unix.
     """
     needed = ((os, "killpg"), (os, "set_blocking"), (signal, "setitimer"))
     missing = [f"{module.__name__}.{name}" for module, name in needed if not hasattr(module, name)]
@@ -165,8 +165,8 @@ THERE = {"numpy": ("numpy",), "torch": ("numpy", "torch", "triton")}
 
 
 def asked_by(file: str) -> bool:
-    """Whether the event of an audit hook is the file's doing, or that of a text that it runs, and not a
-    library's.
+    """Whether the event of an audit hook is the file's doing,
+    or that of a text that it runs, and not a library's.
 
     The frame is that to which an error leads: asking for a frame would be an event of its own.
     """
@@ -284,8 +284,8 @@ def become_nobody(readable: list[str]) -> bool:
 
 
 def drop_rights(readable: list[str]) -> bool:
-    """Give up all capabilities of root for good, but that of reading where root needs it to reach Python;
-    Linux.
+    """Give up all capabilities of root for good, but that
+    of reading where root needs it to reach Python; Linux.
 
     The process can then be traced by nobody, and the kernel keeps no core of it, not even through a pipe.
     """

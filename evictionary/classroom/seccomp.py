@@ -1,12 +1,12 @@
 """A filter of system calls for the child: the kernel refuses the calls that no scorer needs. Linux on
 x86-64 and 64-bit ARM.
 
-Landlock keeps a child from files. It does not forbid starting programs with root's rights, slowing or
-limiting the grader's own process, sockets other than TCP, changing the mode of a file, or memory that
-outlives the process. The filter forbids them, and where there is no Landlock it alone keeps all files as they
-are: nothing is made, written, moved, linked or deleted. It holds for the child and all its threads, and no
-code in the child can remove it. `program` writes it in the kernel's format (classic BPF); `sandbox.py`
-installs it.
+Landlock keeps a child from files. It does not forbid starting programs with root's rights,
+slowing or limiting the grader's own process, sockets other than TCP, changing the mode of
+a file, or memory that outlives the process. The filter forbids them, and where there is no
+Landlock it alone keeps all files as they are: nothing is made, written, moved, linked or
+deleted. It holds for the child and all its threads, and no code in the child can remove
+it. `program` writes it in the kernel's format (classic BPF); `sandbox.py` installs it.
 """
 
 import platform

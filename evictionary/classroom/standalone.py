@@ -1,5 +1,5 @@
-"""A function of the reference and what it calls, as one short file to read: no checks, nothing to install
-but NumPy.
+"""A function of the reference and what it calls, as one
+short file to read: no checks, nothing to install but NumPy.
 
 A reader of a task wants the formula. So the text of each function comes as it stands in `reference/`, with
 its comments, and three things go: what refuses bad input, the sentences about it, and the imports between
@@ -254,9 +254,24 @@ class Part:
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
             start, end = self.module.at(first)
             paragraphs = self.module.text[start:end].removesuffix('"""').split("\n\n")
+            paragraphs[1:1] = self._axes(node)
             said = "\n\n".join(map(_without_refusals, paragraphs)).rstrip()
             # Quotes behind a text of several lines stand alone.
             self.edits.append((start, end, said + "\n    " * ("\n" in said) + '"""'))
+
+    def _axes(self, node: ast.FunctionDef | ast.ClassDef) -> list[str]:
+        """A paragraph with the axes of the arrays that a function takes, as its signature says them."""
+        if isinstance(node, ast.ClassDef):
+            return []
+        found = []
+        for each in [*node.args.args, *node.args.kwonlyargs]:
+            match each.annotation:
+                case ast.Subscript(
+                    value=ast.Name(id=kind), slice=ast.Tuple(elts=[_, ast.Constant(value=text)])
+                ) if self._of_contract(kind) and kind not in ("Setting", "State"):
+                    found.append(f"{each.arg} [{', '.join(str(text).split())}]")
+        lines = textwrap.wrap("; ".join(found) + ".", 96)
+        return [textwrap.indent("\n".join(lines), INDENT)] if found else []
 
     def written(self, names: dict[Key, str]) -> str:
         """The text of the definition, with these names."""

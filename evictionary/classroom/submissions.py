@@ -97,11 +97,11 @@ def personal_id(path: Handed, student: str, roster: Collection[str] = ()) -> tup
 
 
 def read(path: Handed, assignment: Assignment) -> bytes:
-    """The bytes of the assignment's file, from a folder, an archive, a folder with one archive, or the
-    file itself.
+    """The bytes of the assignment's file, from a folder, an
+    archive, a folder with one archive, or the file itself.
 
-    Raises BadSubmission for links, paths that leave the archive, too large files, and where there is nothing
-    to read.
+    Raises BadSubmission for links, paths that leave the archive,
+    too large files, and where there is nothing to read.
     """
     if isinstance(path, str):
         raise BadSubmission(path)
@@ -109,8 +109,8 @@ def read(path: Handed, assignment: Assignment) -> bytes:
 
 
 def _content(path: Path, name: str) -> bytes:
-    """The bytes of the file `name`. The path is that file by any name, an archive, or a folder with one of
-    them.
+    """The bytes of the file `name`. The path is that file
+    by any name, an archive, or a folder with one of them.
     """
     place = _place(path, name)
     for each in (path, place):

@@ -24,6 +24,7 @@ from evictionary.classroom.assignment import Assignment, Step
 from evictionary.classroom.child import BANNED, Child, Limits, StudentError
 from evictionary.classroom.grading import NO_EXECUTOR, TWO_ANSWERS, ByLaws, lacking, plain, put_down
 from evictionary.errors import require
+from evictionary.reference.contract import contract_of
 from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import Case, seeds
@@ -42,7 +43,7 @@ from evictionary.spec_tests.judge.outcome import TimedOut, outcome
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Violation
 from evictionary.spec_tests.memory import helpers as memory
-from evictionary.spec_tests.memory.arguments import SETTINGS, arguments_of, fits, line_of, signature_of
+from evictionary.spec_tests.memory.arguments import SETTINGS, arguments_of, fits, signature_of
 from evictionary.spec_tests.verdict import report
 from evictionary.spec_tests.verdict.diagnosis import sign
 
@@ -140,8 +141,8 @@ def does_not_travel(path: str) -> str:
 
 @dataclass
 class Untrusted(ByLaws):
-    """A file of which some functions are judged by all of their laws, on the inputs that it is said to
-    accept.
+    """A file of which some functions are judged by all of
+    their laws, on the inputs that it is said to accept.
 
     `outcomes` has for each law what became of it at first and afterwards: holds, fails, or why it was not
     asked. `reasons` say what is wrong beside the laws, by kind; `seconds_of` is the processor time of a call
@@ -236,8 +237,8 @@ class Untrusted(ByLaws):
         ]
 
     def ask(self, step: Step, plan: Callable[[int], None], advance: Callable[[str], None]) -> None:
-        """The laws, the time, and the laws again, all of one process: what it remembers, it remembers
-        here.
+        """The laws, the time, and the laws again, all of
+        one process: what it remembers, it remembers here.
         """
         with self.child() as child:
             self.walls = child.walls
@@ -438,7 +439,7 @@ def in_turn(impl: Any, case: Case, seed: int) -> None:
     generator = np.random.default_rng(seed)
     for path, arguments in inside(impl, case):
         require_right(impl, path, arguments, "is wrong")
-        for name in (each.name for each in line_of(path)):
+        for name in (each.name for each in contract_of(path).arguments):
             array = arguments.get(name)
             if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or not array.size:
                 continue

@@ -44,8 +44,8 @@ HINTS = (  # a part of an error, and what it comes from
 
 
 def describe(error: BaseException, path: str) -> dict[str, Any]:
-    """An exception as the parent shows it: its type, its message and the last line of the student's file
-    in it.
+    """An exception as the parent shows it: its type, its
+    message and the last line of the student's file in it.
     """
     # Not by extract_tb: it opens the files of all frames, and the audit hook would write that down as tried
     # by the student.
@@ -121,8 +121,8 @@ SMALL_KEYS = 4096  # of fewer numbers a step between two launches may be as larg
 
 @contextlib.contextmanager
 def kernels_alone(keys: Any) -> Iterator[None]:
-    """Raise TypeError if torch or NumPy does arithmetic with as many numbers as the keys have: a kernel
-    has to.
+    """Raise TypeError if torch or NumPy does arithmetic
+    with as many numbers as the keys have: a kernel has to.
     """
     import torch
     from torch.overrides import TorchFunctionMode

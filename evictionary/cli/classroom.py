@@ -118,8 +118,8 @@ def check(
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
-    """Judge your file on drawn inputs: the points of each step and, for the first failure, what to do
-    about it.
+    """Judge your file on drawn inputs: the points of each
+    step and, for the first failure, what to do about it.
 
     The exit code is 0 with full marks, 1 below, and 2 if this machine cannot judge the assignment.
     """
@@ -167,8 +167,8 @@ def _begun(
 
 
 def _who(work: Path, student: str | None) -> str | None:
-    """The id of --student, or the one that `start` wrote down. Raises UsageError for one that no folder
-    can have.
+    """The id of --student, or the one that `start` wrote
+    down. Raises UsageError for one that no folder can have.
     """
     if student is None and (work / WHO).is_file():
         student = (work / WHO).read_text(encoding="utf-8", errors="replace").strip()
@@ -192,8 +192,8 @@ def _command(name: str, chosen: "Assignment", work: Path, assignments: Path | No
 
 
 def _judged(chosen: "Assignment", judged: "Judgement", path: Path, again: str) -> Iterator[Any]:
-    """The points of each step, and the first failure in full; its script is written beside the student's
-    file.
+    """The points of each step, and the first failure in
+    full; its script is written beside the student's file.
     """
     table = plain_table("step", "requirement", "points", "verdict", right=("points",), title=chosen.title)
     for line in judged.lines:
@@ -365,8 +365,8 @@ def grade(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Grade submissions with secret seeds: write grade.json for each, and the files that course platforms
-    read.
+    """Grade submissions with secret seeds: write grade.json
+    for each, and the files that course platforms read.
 
     A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
     """
@@ -491,8 +491,8 @@ def _sum_up(
 
 
 def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
-    """Whether a file has the points that an assignment should give it, and if not, what became of each
-    step.
+    """Whether a file has the points that an assignment
+    should give it, and if not, what became of each step.
     """
     is_right = judged.score == wanted
     yield Text(f"{name}: {judged.score} points, wanted {wanted}", "green" if is_right else "red")

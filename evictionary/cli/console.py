@@ -229,8 +229,8 @@ def show(
 ) -> None:
     """Print a result as JSON, or its parts for people, one below the other, without those that are empty.
 
-    A string may have markup. A Text is printed as it is, in lines of any length; with soft_wrap the strings
-    are too.
+    A string may have markup. A Text is printed as it is, in
+    lines of any length; with soft_wrap the strings are too.
     """
     if as_json:
         typer.echo(json.dumps(found, indent=indent))
@@ -240,8 +240,8 @@ def show(
 
 
 def plain_table(*columns: str, right: Container[str] = (), **named: Any) -> Table:
-    """A table without a frame; what stands in the columns `right` ends at their right edge, and is not
-    wrapped.
+    """A table without a frame; what stands in the columns
+    `right` ends at their right edge, and is not wrapped.
     """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, title_justify="left", **named)
     for column in columns:
@@ -369,8 +369,8 @@ def require_seed(seed: int) -> None:
 
 
 def can_write_into(folder: Path) -> bool:
-    """Whether a file can be made in the folder, by making one: on some file systems the permissions do not
-    tell.
+    """Whether a file can be made in the folder, by making
+    one: on some file systems the permissions do not tell.
     """
     try:
         tempfile.TemporaryFile(dir=folder).close()

@@ -172,8 +172,8 @@ def data(as_json: AsJson = False) -> None:
 
 
 def parse_methods(texts: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
-    """Read 'keydiff,lagkv:lag_size=128,sink_size=4' as [('keydiff', {}), ('lagkv', {'lag_size': '128',
-    'sink_size': '4'})].
+    """Read 'keydiff,lagkv:lag_size=128,sink_size=4' as
+    [('keydiff', {}), ('lagkv', {'lag_size': '128', 'sink_size': '4'})].
 
     A part with '=' but without ':' is one more option of the method before it. Raises UsageError if no method
     stands before it.

@@ -204,8 +204,8 @@ def export(
     every: Annotated[int | None, every_tokens()] = None,
     seed: RandomSeed = 0,
 ) -> None:
-    """Write a folder for model.generate(custom_generate=FOLDER): plain transformers code can use it
-    unchanged.
+    """Write a folder for model.generate(custom_generate=FOLDER):
+    plain transformers code can use it unchanged.
     """
     with exit_codes(extra="model"):
         require_seed(seed)
@@ -247,8 +247,8 @@ def _tokens_read(cache: "EvictingCache", length: int, readings: int) -> Callable
 
 
 def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
-    """Where more is kept than was asked for: the reason, or a sentence that says by how much; otherwise
-    None.
+    """Where more is kept than was asked for: the reason,
+    or a sentence that says by how much; otherwise None.
     """
     from evictionary.methods.method import tokens_to_keep
 

@@ -17,8 +17,8 @@ CALLED = ("score", "select", "compress", "attend", "budgets")
 
 
 def write(names: Iterable[str], folder: Path, judged: Path | None = None) -> list[Path]:
-    """Write a file for each method into a folder: signatures and what the functions return, with bodies to
-    be written.
+    """Write a file for each method into a folder: signatures
+    and what the functions return, with bodies to be written.
 
     Args: names, of functions (keydiff.score) or methods (keydiff); judged, what the files say to judge, by
     default each itself. Raises UsageError for an unknown name, and before anything is written over.

@@ -1,5 +1,5 @@
-"""Calibrates methods on a text: the model reads it once, and the state of each layer is computed from its
-queries.
+"""Calibrates methods on a text: the model reads it once,
+and the state of each layer is computed from its queries.
 """
 
 import contextlib
@@ -26,11 +26,11 @@ def of_text(
     plan: Callable[[int], None] = lambda steps: None,
     advance: Callable[[str], None] = lambda text: None,
 ) -> dict[int, calibration.State]:
-    """The calibrated state of each layer from the first MOST tokens of ids [1, N], as far as the model's
-    context goes.
+    """The calibrated state of each layer from the first MOST
+    tokens of ids [1, N], as far as the model's context goes.
 
-    plan and advance are told the number of steps, and each step. Raises UsageError for fewer than LEAST
-    tokens.
+    plan and advance are told the number of steps, and each
+    step. Raises UsageError for fewer than LEAST tokens.
     """
     longest = min(MOST, getattr(model.config.get_text_config(), "max_position_embeddings", MOST))
     require(ids.shape[1] >= LEAST, f"text: got {ids.shape[1]} tokens, wanted at least {LEAST} to calibrate")

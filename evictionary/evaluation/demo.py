@@ -109,8 +109,8 @@ class Row:
 
 @dataclass
 class Result:
-    """The rows of the table in order, the pictures of the middle prompt, and the reasons why methods were
-    left out.
+    """The rows of the table in order, the pictures of the
+    middle prompt, and the reasons why methods were left out.
     """
 
     model: str
@@ -151,8 +151,8 @@ def options_of(name: str) -> dict[str, Any]:
 
 
 def default_methods() -> tuple[list[str], dict[str, str]]:
-    """Every method with a torch path that needs only a prompt, and the baselines; and why the others are
-    left out.
+    """Every method with a torch path that needs only a prompt,
+    and the baselines; and why the others are left out.
     """
     runnable, left_out = [], {}
     for name in catalogue.names():

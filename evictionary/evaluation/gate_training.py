@@ -1,5 +1,5 @@
-"""Trains the gates of DuoAttention on passkeys: which heads must see the whole text to answer as the full
-model does.
+"""Trains the gates of DuoAttention on passkeys: which heads
+must see the whole text to answer as the full model does.
 
 The model stays as it is. Each head gives `gate * full attention + (1 - gate) * streaming attention`, and Adam
 lowers the squared distance of the final hidden states to those of the full model at the tokens of the answer,
@@ -96,8 +96,8 @@ def recipe_of(steps: int, settings: Mapping[str, str]) -> Recipe:
 
 
 class Trained(NamedTuple):
-    """Gates [1, H_kv] of each layer with full attention, and the curve: of each step the distance and the
-    mean gate.
+    """Gates [1, H_kv] of each layer with full attention, and
+    the curve: of each step the distance and the mean gate.
     """
 
     gates: dict[int, torch.Tensor]
@@ -161,8 +161,8 @@ class GatedModel:
 
 
 def _streaming_mask(length: int, sink_size: int, recent_size: int, model: PreTrainedModel) -> torch.Tensor:
-    """The additive mask [1, 1, T, T] of tokens that see the first `sink_size` and, themselves among them,
-    `recent_size` last.
+    """The additive mask [1, 1, T, T] of tokens that see the first
+    `sink_size` and, themselves among them, `recent_size` last.
     """
     places = torch.arange(length, device=device_of(model))
     ago = places[:, None] - places
@@ -198,8 +198,8 @@ def train(
     state: str | Path,
     advance: Callable[[Progress], None] = lambda progress: None,
 ) -> Trained:
-    """Train the gates, or go on with a training whose state is in that file; a finished one is read from
-    it.
+    """Train the gates, or go on with a training whose
+    state is in that file; a finished one is read from it.
 
     Raises UsageError for a state of another model or recipe, or prompts that are too short for the task or
     too long for the model.
@@ -254,8 +254,8 @@ def train(
 
 
 def summary(recipe: Recipe, trained: Trained) -> dict[str, Any]:
-    """The recipe, the number of heads with a gate of at least 1/2, the gates by layer and the curve, ready
-    for JSON.
+    """The recipe, the number of heads with a gate of at least
+    1/2, the gates by layer and the curve, ready for JSON.
     """
     gates = {layer: [round(gate, 4) for gate in row[0].tolist()] for layer, row in trained.gates.items()}
     every = [gate for row in gates.values() for gate in row]

@@ -3,8 +3,8 @@
     from kvpress import KVPressTextGenerationPipeline
     from evictionary.evaluation.kvpress import MethodPress
 
-    with MethodPress("lagkv", compression_ratio=0.5)(model):  # kvpress's own models, pipeline and evaluation
-        model(input_ids, past_key_values=cache)
+    with MethodPress("lagkv", compression_ratio=0.5)(model): # kvpress's own
+        models, pipeline and evaluation model(input_ids, past_key_values=cache)
 
 The other way, in a file that `evictionary eval --method my_press.py` and `EvictingCache` take:
 

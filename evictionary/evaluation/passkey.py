@@ -62,8 +62,8 @@ ANSWER_START = "The secret number mentioned in the text is"
 
 @dataclass(frozen=True)
 class Passkey:
-    """One text with a number in it; `needle` is the range of token positions of the sentence that says the
-    number.
+    """One text with a number in it; `needle` is the range
+    of token positions of the sentence that says the number.
     """
 
     context_ids: torch.Tensor
@@ -94,8 +94,8 @@ def sentences_of(tokenizer: Any, draw: Callable[[], str], tokens: int) -> list[s
 
 
 def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> Passkey:
-    """Return the text with the number at `depth`, about `tokens` tokens long. The same arguments give the
-    same text.
+    """Return the text with the number at `depth`, about
+    `tokens` tokens long. The same arguments give the same text.
 
     Raises UsageError for a depth outside [0, 1] or fewer than 100 tokens.
     """
@@ -118,8 +118,8 @@ def require_made(depth: float, tokens: int) -> None:
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
-    """The needle's range of token positions (first, last + 1) in context ids [1, T], found in the decoded
-    text.
+    """The needle's range of token positions (first, last
+    + 1) in context ids [1, T], found in the decoded text.
     """
     ids = context_ids[0].tolist()
     start = tokenizer.decode(ids).index(needle)

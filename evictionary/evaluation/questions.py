@@ -46,8 +46,8 @@ class Likelihood:
 def tokenize(
     tokenizer: Any, context: str, question: str, answer_start: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (context ids [1, T], question ids [1, M]) of one user turn, in the model's chat format if it
-    has one.
+    """Return (context ids [1, T], question ids [1, M]) of
+    one user turn, in the model's chat format if it has one.
 
     The text is split between context and question, so the context can be compressed before the question is
     known. The question's tokens end with `answer_start`, the first words of the answer; the model goes on

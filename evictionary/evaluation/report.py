@@ -35,8 +35,8 @@ STYLE = {
 
 
 def summarise(lines: Sequence[store.Line]) -> list[Row]:
-    """One row for each task, length, method and setting: means over the prompts, in the order of the
-    tables.
+    """One row for each task, length, method and setting:
+    means over the prompts, in the order of the tables.
 
     removed is the measured fraction of the cache's bytes that was freed. Failed measurements are counted in
     `failed` and are in no mean; if all of them failed, the means are None.
@@ -128,9 +128,9 @@ def write(lines: Sequence[store.Line], folder: Path) -> dict[str, Any]:
 def pivot(rows: Sequence[Row]) -> tuple[list[str], list[dict[str, Any]]]:
     """Return (task names, one dictionary for each method and setting) of rows of one length.
 
-    A dictionary has label, asked ('50% removed' or '256 tokens kept'), removed, cells (for each task a row or
-    None), and mean: the partial score as a mean over the tasks with a question, or None unless each of them
-    has one.
+    A dictionary has label, asked ('50% removed' or '256 tokens kept'), removed,
+    cells (for each task a row or None), and mean: the partial score as a mean
+    over the tasks with a question, or None unless each of them has one.
     """
     names = list(dict.fromkeys(row["task"] for row in rows))
     table = []

@@ -95,8 +95,8 @@ def numbers_of(line: Mapping[str, Any]) -> str:
 
 
 def placed(model: Any) -> dict[str, str]:
-    """The fields of a line that say where a model is, on several devices perhaps, and in which type of
-    numbers.
+    """The fields of a line that say where a model is, on
+    several devices perhaps, and in which type of numbers.
     """
     divided = getattr(model, "hf_device_map", None) or {"": model.device}
     devices = {f"cuda:{place}" if isinstance(place, int) else str(place) for place in divided.values()}
@@ -113,8 +113,8 @@ class Unit(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan(ModelPlan):
-    """Everything to measure: each method at each ratio and each budget, and the two baselines, on each
-    prompt.
+    """Everything to measure: each method at each ratio and
+    each budget, and the two baselines, on each prompt.
 
     `methods` are pairs of a name and options; lengths are in tokens, of context and question together. The
     fields of a line, beside those that identify it: exact, partial, answer, expected, perplexity (of a text
@@ -195,8 +195,8 @@ class Plan(ModelPlan):
 
 
 def require_lengths(model: str, units: Sequence[Unit], revision: str | None = None) -> None:
-    """Raise UsageError, before a model is loaded, for a length that is too short for a task or too long for
-    the model.
+    """Raise UsageError, before a model is loaded, for a length
+    that is too short for a task or too long for the model.
     """
     if not units:
         return
@@ -225,8 +225,8 @@ def require_some(plan: store.Plan, *names: str) -> None:
 
 
 class Measurement(NamedTuple):
-    """The result of one setting on one prompt: its line without the model and the unit, the answer, and
-    the cache.
+    """The result of one setting on one prompt: its line
+    without the model and the unit, the answer, and the cache.
 
     The answer is None if the method failed, or if the text goes on without a question.
     """
@@ -245,8 +245,8 @@ def label(line: Mapping[str, Any]) -> str:
 def measure(
     model: Any, tokenizer: Any, prompt: tasks.Prompt, settings: Sequence[Setting], seed: int
 ) -> Iterator[Measurement]:
-    """Read one prompt, then compress a copy of its cache by each setting and ask it. `seed` is for methods
-    that draw.
+    """Read one prompt, then compress a copy of its cache by
+    each setting and ask it. `seed` is for methods that draw.
     """
     chosen = {setting.method: resolve(setting.method) for setting in settings if setting.method != FULL}
     record = frozenset().union(*(method.captured for method in chosen.values()))
@@ -295,8 +295,8 @@ def _compressed(model: Any, full: EvictingCache, arguments: Any, every: int, see
     """A compressed copy that compresses again while decoding, if its method can; one that cannot
     compresses the prompt alone.
 
-    So does a recursive method: again and again it keeps what each partition says, and not the amount that was
-    asked for.
+    So does a recursive method: again and again it keeps what
+    each partition says, and not the amount that was asked for.
     """
     again = 0 if "recursive" in arguments[0].traits else every
     try:
@@ -343,8 +343,8 @@ def _foretold(
 
 
 def _require_shrunk(cache: EvictingCache, method: Method, request: Request) -> None:
-    """Raise MethodError for a cache with more tokens than asked for: its score would stand beside those of
-    smaller caches.
+    """Raise MethodError for a cache with more tokens than asked
+    for: its score would stand beside those of smaller caches.
     """
     length = cache.get_seq_length()
     layers = [index for index, layer in enumerate(cache.layers) if isinstance(layer, EvictingLayer)]

@@ -1,5 +1,5 @@
-"""Which selection, which allocator, which correction: every composition of the dictionary on the same
-prompts.
+"""Which selection, which allocator, which correction:
+every composition of the dictionary on the same prompts.
 
 The model reads a prompt once with the full cache. Each composition compresses a copy of that cache to each
 size, and the model then reads the question and the right answer. The loss is the mean of -log p over the
@@ -172,8 +172,8 @@ def compositions(selector: str, allocators: Sequence[str] | None = None) -> dict
 
 
 def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
-    """The method with the scores of each layer computed only once, where they do not depend on the size
-    asked for.
+    """The method with the scores of each layer computed only
+    once, where they do not depend on the size asked for.
     """
     if (
         method.is_select
@@ -199,8 +199,8 @@ def _remembering(method: Method, scores: dict[int, Any], layers: int) -> Method:
 
 
 def summarise(lines: Sequence[store.Line]) -> Summary:
-    """What the lines say, for each ratio of the prompts on which every selector was measured: costs, with
-    intervals.
+    """What the lines say, for each ratio of the prompts on
+    which every selector was measured: costs, with intervals.
 
     A prompt is a task and a seed, with the same question at each length. A cost is the mean over the tasks of
     the means over their prompts and lengths; the share of exact answers is that over the tasks with a

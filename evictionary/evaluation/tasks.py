@@ -48,8 +48,8 @@ SENTENCE = 32  # tokens, for the answer of a question: it may come as a sentence
 
 
 class Score(NamedTuple):
-    """exact is 1 for an answer without a mistake, else 0; partial, in [0, 1], is the right share of the
-    answer.
+    """exact is 1 for an answer without a mistake, else 0;
+    partial, in [0, 1], is the right share of the answer.
     """
 
     exact: float
@@ -113,8 +113,8 @@ def score_number(answer: str, text: str) -> Score:
 
 
 def score_all(answers: Sequence[str], text: str) -> Score:
-    """exact: every answer appears as a whole word, in any order; partial: the share of the answers that
-    appear.
+    """exact: every answer appears as a whole word, in any
+    order; partial: the share of the answers that appear.
     """
     joined = re.sub(r"[,\s]", "", text)
     found = sum(
@@ -536,8 +536,8 @@ def _in_list(
 def _longest(
     tokens: int, parts: Callable[[int], Sequence[torch.Tensor]], sizes: range
 ) -> Sequence[torch.Tensor]:
-    """The parts of a prompt, ids [1, N] each, at the largest size for which they have at most `tokens`
-    tokens together.
+    """The parts of a prompt, ids [1, N] each, at the largest
+    size for which they have at most `tokens` tokens together.
     """
 
     def length(size: int) -> int:
@@ -559,8 +559,8 @@ def _answer_tokens(tokenizer: Any, answers: Sequence[str]) -> int:
 
 
 def answer_ids(tokenizer: Any, answers: Sequence[str]) -> torch.Tensor:
-    """The right answer [1, N] as it follows the question, whose tokens end with the first words of the
-    answer.
+    """The right answer [1, N] as it follows the question,
+    whose tokens end with the first words of the answer.
     """
     return _ids(tokenizer, " " + ", ".join(answers))
 

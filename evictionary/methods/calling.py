@@ -15,8 +15,8 @@ from evictionary.errors import MethodError, UsageError, require
 
 
 def typed_option(name: str, value: Any, default: Any) -> Any:
-    """Return `value` in the type of the option's default; text, as the command line gives it, is read as
-    that type.
+    """Return `value` in the type of the option's default;
+    text, as the command line gives it, is read as that type.
 
     Raises UsageError with the option's name if the value does not fit.
     """
@@ -114,8 +114,8 @@ def _as_tensor(label: str, result: Any, wanted: str, device: torch.device) -> to
 
 
 def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the scores as a tensor [B, H_kv, T]. Raises MethodError for another shape, no real numbers,
-    or NaN.
+    """Return the scores as a tensor [B, H_kv, T]. Raises
+    MethodError for another shape, no real numbers, or NaN.
     """
     wanted = f"scores of shape {list(shape)} ([B, H_kv, T]), real numbers, higher = keep"
     scores = _as_tensor(label, result, wanted, device)
@@ -138,8 +138,8 @@ def checked_scores(label: str, result: Any, shape: tuple[int, ...], device: torc
 
 
 def checked_kept(label: str, result: Any, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return the kept mask as a tensor [B, H_kv, T]. Raises MethodError for another shape or dtype, or an
-    empty row.
+    """Return the kept mask as a tensor [B, H_kv, T]. Raises
+    MethodError for another shape or dtype, or an empty row.
     """
     wanted = f"a boolean mask of shape {list(shape)} ([B, H_kv, T]), True = keep"
     kept = _as_tensor(label, result, wanted, device)

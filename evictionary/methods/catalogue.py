@@ -227,8 +227,8 @@ def evicting() -> list[str]:
 
 
 def describe(name: str) -> dict[str, Any]:
-    """Name, description, paper (arXiv number or None), seams, inputs and options with their defaults, of a
-    known method.
+    """Name, description, paper (arXiv number or None), seams,
+    inputs and options with their defaults, of a known method.
     """
     module = definition(name)
     function = entry(module)

@@ -1,5 +1,5 @@
-"""A method: its inputs, its options, its traits, and the kept mask that it chooses for the states of one
-layer.
+"""A method: its inputs, its options, its traits, and the
+kept mask that it chooses for the states of one layer.
 """
 
 import functools
@@ -61,8 +61,8 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Method:
-    """One way to decide which tokens stay: a `select` function, or a `score` function whose highest scores
-    stay.
+    """One way to decide which tokens stay: a `select`
+    function, or a `score` function whose highest scores stay.
 
     `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words
     of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
@@ -141,8 +141,8 @@ class Method:
         return 1 + bool(catalogue.captured(self.reads - held) & catalogue.REPLAYED)
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the given options in the types of their defaults. Raises UsageError for one that cannot
-        be used.
+        """Return the given options in the types of their
+        defaults. Raises UsageError for one that cannot be used.
         """
         # keep_ratio is the only input that a user may set instead of the budget, as papers report it.
         known = self.options | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
@@ -244,8 +244,8 @@ class Method:
     def _of_piece(
         self, states: Mapping[str, Any], piece: Piece, shape: tuple[int, ...], request: Request, seen: int
     ) -> torch.Tensor:
-        """The kept mask [b, h, n] of a piece of a cache of `shape`, or its scores where the heads share a
-        budget.
+        """The kept mask [b, h, n] of a piece of a cache of
+        `shape`, or its scores where the heads share a budget.
         """
         own_shape, device, length = self._shape(states), states["keys"].device, states["keys"].shape[2]
         amount = min(self.amount(seen, request), length)
@@ -348,8 +348,8 @@ class Method:
     def most(self, length: int, request: Request) -> int:
         """The most tokens of a prompt of `length` tokens that the heads of a layer may keep on average.
 
-        This is what the request asks for, or more where the method says so: one that sets its own budget may
-        keep all.
+        This is what the request asks for, or more where the
+        method says so: one that sets its own budget may keep all.
         """
         if self.traits & {"own_budget", "per_query"}:
             return length

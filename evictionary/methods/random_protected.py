@@ -20,8 +20,8 @@ def score(
     """Return scores [B, H_kv, T]: uniform ones, and above these the first `sinks` tokens, and then the
     last `window`, latest first.
 
-    So a budget without room for all of them keeps the first tokens and the newest. Raises ValueError for a
-    negative number.
+    So a budget without room for all of them keeps the first tokens
+    and the newest. Raises ValueError for a negative number.
     """
     for name, count in (("sinks", sinks), ("window", window)):
         if count < 0:

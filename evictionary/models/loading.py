@@ -27,11 +27,11 @@ DeviceMap = str | Mapping[str, int | str]
 class Loading:
     """How to load a model; by default on the first GPU, or the CPU without one, as its files have it.
 
-    `device` is cpu, cuda, cuda:1 or another device of torch; `dtype` one of DTYPES, where auto is what the
-    model's files say; `device_map` one of DIVISIONS, by which accelerate divides the model among all devices,
-    or a device for each module; `revision` a branch, tag or commit on the hub; `attn` an attention of
-    transformers, such as sdpa. Raises UsageError for words that can be none of these, and for a device beside
-    a device_map.
+    `device` is cpu, cuda, cuda:1 or another device of torch; `dtype` one of DTYPES, where
+    auto is what the model's files say; `device_map` one of DIVISIONS, by which accelerate
+    divides the model among all devices, or a device for each module; `revision` a branch,
+    tag or commit on the hub; `attn` an attention of transformers, such as sdpa. Raises
+    UsageError for words that can be none of these, and for a device beside a device_map.
     """
 
     device: str | None = None
@@ -88,8 +88,8 @@ class Loading:
         return replace(self, device=f"cuda:{_own_gpu()}")
 
     def shared_out(self, jobs: int) -> str:
-        """What `jobs` processes on this machine do with its GPUs, in a sentence; empty for one, and without
-        a GPU.
+        """What `jobs` processes on this machine do with its
+        GPUs, in a sentence; empty for one, and without a GPU.
 
         Raises UsageError where each of them would divide a model among all devices.
         """

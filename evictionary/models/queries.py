@@ -1,8 +1,8 @@
-"""A model's queries before and after RoPE, by its own modules: rotary embedding, query projection and
-norm.
+"""A model's queries before and after RoPE, by its own
+modules: rotary embedding, query projection and norm.
 
-So scaled or partial RoPE and QK-norm are those of the model; with plain RoPE the results equal the reference
-(tested).
+So scaled or partial RoPE and QK-norm are those of the model;
+with plain RoPE the results equal the reference (tested).
 """
 
 import copy
@@ -153,8 +153,8 @@ def _projected(model: PreTrainedModel, module: Any, hidden_states: torch.Tensor)
 
 
 def logit_factor(module: Any, head_dim: int) -> float:
-    """The factor for queries that makes `q . k / sqrt(D)` the model's logit: 1, except for models with
-    another scale.
+    """The factor for queries that makes `q . k / sqrt(D)` the
+    model's logit: 1, except for models with another scale.
     """
     return float(getattr(module, "scaling", head_dim**-0.5)) * math.sqrt(head_dim)
 

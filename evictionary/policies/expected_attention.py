@@ -26,8 +26,8 @@ def supply(source: Source, states: Mapping[str, Any], position: int) -> dict[str
 def future_statistics(
     model: PreTrainedModel, layer_index: int, queries: torch.Tensor, positions: torch.Tensor, position: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """EA-5, EA-6: mean [B, H_q, D] and covariance [B, H_q, D, D] of the queries, averaged over the next
-    positions.
+    """EA-5, EA-6: mean [B, H_q, D] and covariance [B, H_q, D, D]
+    of the queries, averaged over the next positions.
 
     Args: queries [B, H_q, N, D], after RoPE, at positions [N]; position, that of the next token.
     """

@@ -1,8 +1,8 @@
 """LagKV in a cache, and every method that compresses each token once (TRAITS = {"recursive"}), or solves
 for a keep_ratio.
 
-The state is `static`: the tokens of each row that have been compressed, or are sinks, and are left alone from
-now on.
+The state is `static`: the tokens of each row that have been
+compressed, or are sinks, and are left alone from now on.
 """
 
 import inspect

@@ -1,5 +1,5 @@
-"""TriAttention in a cache: calibrated statistics of the queries before RoPE, brought to the positions to
-come.
+"""TriAttention in a cache: calibrated statistics of the
+queries before RoPE, brought to the positions to come.
 """
 
 from collections.abc import Mapping

@@ -1,10 +1,10 @@
 """Triton kernels under the entries of `optimized`, with the same file and function names.
 
-The entries check the arguments before they call a launcher here; the kernels check nothing, and no file here
-imports an entry. `launching.py` says where the kernels run. Without a GPU, `TRITON_INTERPRET=1 pytest
-spec_tests --impl optimized` checks every law on them, and `tests/kernels/test_kernels.py` adds tests beyond
-the laws. The machine code, which the interpreter cannot see, is checked by compiling for several GPUs
-(`compiling.py`).
+The entries check the arguments before they call a launcher here; the kernels check nothing,
+and no file here imports an entry. `launching.py` says where the kernels run. Without a GPU,
+`TRITON_INTERPRET=1 pytest spec_tests --impl optimized` checks every law on them, and
+`tests/kernels/test_kernels.py` adds tests beyond the laws. The machine code, which the
+interpreter cannot see, is checked by compiling for several GPUs (`compiling.py`).
 
 A kernel file has the launchers, the kernels, and `CONFIGURATIONS`: the calls to compile offline. Its
 docstring gives the torch expression that it equals, the work of each launch, the memory read and written, and

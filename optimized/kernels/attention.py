@@ -1,5 +1,5 @@
-r"""Flash-decoding over a cache in parts: ragged heads, recent tokens, the moments of evicted ones (ATT-1
-to ATT-3).
+r"""Flash-decoding over a cache in parts: ragged heads,
+recent tokens, the moments of evicted ones (ATT-1 to ATT-3).
 
 It equals, in torch, for one query head and its KV head, with the n kept tokens and the recent ones in `keys`
 and `values`, of which the query sees the first `visible`, and float32 moments n_e, s_k, s_v, S:
@@ -87,8 +87,8 @@ def most_tokens(cache: CompressedCache | PagedCache | None) -> int:
 
 
 def chunk_size(tokens: int, row_blocks: int) -> int:
-    """Return the tokens of a chunk: with `row_blocks` blocks of query rows, fewer and longer chunks fill a
-    GPU.
+    """Return the tokens of a chunk: with `row_blocks` blocks
+    of query rows, fewer and longer chunks fill a GPU.
     """
     wanted = triton.next_power_of_2(triton.cdiv(tokens, max(1, PROGRAMS_WANTED // row_blocks)))
     return max(CHUNKS[0], min(wanted, CHUNKS[1] * row_blocks))
@@ -381,8 +381,8 @@ def evicted_token(
     scale,
     BLOCK_D: tl.constexpr,
 ):
-    """MK-9, MK-11: the evicted tokens of a head as one token for a query row: its logit in base 2, its
-    value [BLOCK_DV].
+    """MK-9, MK-11: the evicted tokens of a head as one token
+    for a query row: its logit in base 2, its value [BLOCK_DV].
     """
     count = tl.load(moments.count + head).to(tl.float32)
     divisor = tl.maximum(count, 1.0)

@@ -10,8 +10,8 @@ program takes a tile of tokens of one head and copies its kept rows, K and V; ro
 read. Rows leave in the order of their positions and next to one another, so the writes are contiguous
 although the reads skip.
 
-The tile holds 4,096 elements for 4 warps: with 128 channels of 16 bits, sixteen threads copy a row, 16 bytes
-each.
+The tile holds 4,096 elements for 4 warps: with 128 channels
+of 16 bits, sixteen threads copy a row, 16 bytes each.
 """
 
 from typing import NamedTuple
@@ -30,8 +30,8 @@ ELEMENTS_OF_A_TILE = 4096
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
-    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order, as
-    `optimized.cache.compress`.
+    r"""CACHE-1, CACHE-2: gather the kept tokens, K and V
+    together, in position order, as `optimized.cache.compress`.
     """
     rows = kept.reshape(-1).cumsum(0)
     return copy_kept(keys, values, kept.contiguous(), rows, int(rows[-1]))
@@ -80,8 +80,8 @@ def copy_rows(
     keys, values, kept_ptr, copy, num_heads, length, tiles, head_dim, value_dim,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Copy the kept rows of one tile of tokens of one head. Grid: heads * tiles, the tiles of a head
-    together.
+    """Copy the kept rows of one tile of tokens of one head.
+    Grid: heads * tiles, the tiles of a head together.
     """
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles

@@ -25,8 +25,8 @@ from .tiles import add_product, dot_dtype, head_and_tokens, head_of, load_tile
 def spread(
     values: torch.Tensor, kept: torch.Tensor, parts: torch.Tensor, first: torch.Tensor, order: torch.Tensor
 ) -> torch.Tensor:
-    r"""CAM-3: the values [..., T, D_v] after the merge; kept, parts (float32), first and order [..., T] as in
-    `optimized.cam.stretches`.
+    r"""CAM-3: the values [..., T, D_v] after the merge; kept, parts
+    (float32), first and order [..., T] as in `optimized.cam.stretches`.
     """
     heads = as_heads(values)
     batch, num_heads, length, value_dim = heads.shape

@@ -90,8 +90,8 @@ def configurations(
     resident: Mapping[str, int] | None = None,
     spills: int = 0,
 ) -> list[Configuration]:
-    """Return `launch(dtype, **shape)` as a configuration for each dtype and shape; float32 does not use
-    tensor cores.
+    """Return `launch(dtype, **shape)` as a configuration for
+    each dtype and shape; float32 does not use tensor cores.
 
     `resident`, and that at most `spills` registers are spilled, are promises of the first configuration
     alone, the one that is measured: longer rows need more registers, and the assembler spills a few to fit
@@ -140,8 +140,8 @@ def triton_version() -> str:
 
 
 def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, Callable[[], Any]]]:
-    """Call `launch` and return the kernels that it would have compiled, each with the function that does
-    it.
+    """Call `launch` and return the kernels that it would
+    have compiled, each with the function that does it.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -183,8 +183,8 @@ def _intercepted(launch: Callable[[], object], target: str) -> list[tuple[str, C
 
 
 def inspect(configuration: Configuration, kernel: str, target: str, compiled: Any) -> dict[str, Any]:
-    """Read registers, spills, memory and instructions from the machine code, and list the broken rules in
-    `broken`.
+    """Read registers, spills, memory and instructions from
+    the machine code, and list the broken rules in `broken`.
     """
     gpu = TARGETS[target]
     found = (_inspect_nvidia if gpu.backend == "cuda" else _inspect_amd)(compiled)

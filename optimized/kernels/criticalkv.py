@@ -17,8 +17,8 @@ from .tiles import dot_dtype, head_and_tokens, head_of, load_tile
 
 
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
-    r"""CK-1: norms [B, H_kv, T], float32, of values [B, H_kv, T, D_v] and w_o [H_q, D_v, hidden], any
-    strides.
+    r"""CK-1: norms [B, H_kv, T], float32, of values
+    [B, H_kv, T, D_v] and w_o [H_q, D_v, hidden], any strides.
     """
     batch, num_heads, length, value_dim = values.shape
     norms, block_d = floats(values, batch, num_heads, length), padded(value_dim)

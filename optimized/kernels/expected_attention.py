@@ -1,5 +1,5 @@
-r"""Expected Attention (arXiv 2510.00636): the scores in three launches (EA-7 to EA-9); statistics are in
-`.._statistics`.
+r"""Expected Attention (arXiv 2510.00636): the scores in three
+launches (EA-7 to EA-9); statistics are in `.._statistics`.
 
 They equal, in torch, for one KV head and the query heads g of its group:
 
@@ -147,8 +147,8 @@ def split_covariances(
 def times_sigma(
     keys, sigma_ptr, rows, columns, head_dim, product, TERMS: tl.constexpr, DOT_DTYPE: tl.constexpr
 ):
-    """Return `product` + keys @ sigma, for the given rows and columns of the scaled covariance, all its
-    terms.
+    """Return `product` + keys @ sigma, for the given rows
+    and columns of the scaled covariance, all its terms.
     """
     sigma_ptr += rows[:, None] * head_dim + columns[None, :]
     inside = (rows < head_dim)[:, None] & (columns < head_dim)[None, :]

@@ -36,8 +36,8 @@ REFRESH = tl.constexpr(64)  # tiles
 
 
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    r"""EA-5, EA-L1: mean and covariance of queries before RoPE, as
-    `optimized.expected_attention.query_statistics`.
+    r"""EA-5, EA-L1: mean and covariance of queries before
+    RoPE, as `optimized.expected_attention.query_statistics`.
     """
     return _statistics(queries, None, None, None)
 
@@ -64,8 +64,8 @@ def _statistics(
     contiguous: torch.Tensor | None,
     fractions: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `sum_products`, and finish; with positions and fractions, the rotation of the queries is
-    undone first.
+    """Launch `sum_products`, and finish; with positions and
+    fractions, the rotation of the queries is undone first.
     """
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
@@ -110,8 +110,8 @@ def _statistics(
 
 @triton.jit
 def cos_and_sin(fraction):
-    """Return cos and sin of `fraction` / 2^32 turns, to 1e-7, by the series about the nearest quarter of a
-    turn.
+    """Return cos and sin of `fraction` / 2^32 turns, to
+    1e-7, by the series about the nearest quarter of a turn.
 
     The library's functions take any angle, and keep a table in memory for the large ones.
     """
@@ -129,8 +129,8 @@ def cos_and_sin(fraction):
 
 @triton.jit
 def load_pairs(queries, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
-    """Load `queries` [N, D] as their channels 0 .. D/2-1 and D/2 .. D-1, 0 from `end` on: float32 [tokens,
-    BLOCK_H] twice.
+    """Load `queries` [N, D] as their channels 0 .. D/2-1 and D/2
+    .. D-1, 0 from `end` on: float32 [tokens, BLOCK_H] twice.
     """
     half = (head_dim + ODD) // 2
     pairs = tl.arange(0, BLOCK_H)
@@ -163,8 +163,8 @@ def add_products(
     first, second, first_shift, second_shift, inside, first_sum, second_sum, aa, ab, bb, which,
     EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Add the queries of a tile, less the shift, to the two sums, and their products to the three sums of
-    products.
+    """Add the queries of a tile, less the shift, to the two
+    sums, and their products to the three sums of products.
     """
     first = tl.where(inside[:, None], first - first_shift[None, :], 0.0)
     second = tl.where(inside[:, None], second - second_shift[None, :], 0.0)

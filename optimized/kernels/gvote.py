@@ -20,11 +20,11 @@ found ever contradicts an earlier one. Weights equal to the smallest leave the n
 outside stays within 1 - p. The weights are those of the softmax before its division, since mass is relative
 to the row. NaN ranks below every number and has no mass.
 
-Waves. In a long prompt, the S * T logits of each query head take the most memory. So the samples are
-processed in waves of as many sequences as WORKSPACE holds, or KV heads of one sequence, or samples of one KV
-head; only the last kind reads K again for each wave. The logits never take more memory than WORKSPACE, or one
-logit for each token and query head of a group. WORKSPACE holds 128 rows of 131,072 logits, as many as fill a
-GPU.
+Waves. In a long prompt, the S * T logits of each query head take the most memory. So the
+samples are processed in waves of as many sequences as WORKSPACE holds, or KV heads of
+one sequence, or samples of one KV head; only the last kind reads K again for each wave.
+The logits never take more memory than WORKSPACE, or one logit for each token and query
+head of a group. WORKSPACE holds 128 rows of 131,072 logits, as many as fill a GPU.
 
 Launches. `multiply` writes logits: the product of at most 64 query rows, the queries of a group, with 128
 keys. `count_nuclei` walks a row once for its largest logit, eight times for the digits, where most tiles have
@@ -181,8 +181,8 @@ def load_values(row, first, length, stride_t, BLOCK: tl.constexpr):
 
 @triton.jit
 def load_weights(row, first, length, stride_t, peak, FROM_LOGITS: tl.constexpr, BLOCK: tl.constexpr):
-    """Load weights of at least 0: the numbers, or exp(number - peak); 0 for NaN and outside. And which
-    there are.
+    """Load weights of at least 0: the numbers, or exp(number
+    - peak); 0 for NaN and outside. And which there are.
     """
     values, inside = load_values(row, first, length, stride_t, BLOCK)
     if FROM_LOGITS:
@@ -193,11 +193,11 @@ def load_weights(row, first, length, stride_t, peak, FROM_LOGITS: tl.constexpr, 
 
 @triton.jit
 def equals_needed(threshold, bound, below, equals):
-    """Return how many of the `equals` weights at the threshold are in the nucleus, with the mass `below`
-    the threshold.
+    """Return how many of the `equals` weights at the threshold
+    are in the nucleus, with the mass `below` the threshold.
 
-    Starting at the last, they leave as long as the mass outside stays within the bound; one weight is always
-    needed.
+    Starting at the last, they leave as long as the mass outside
+    stays within the bound; one weight is always needed.
     """
     weight = threshold.to(tl.float32, bitcast=True)
     fitting = tl.floor(tl.div_rn(bound - below, tl.where(weight > 0, weight, 1.0)))

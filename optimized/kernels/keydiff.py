@@ -1,5 +1,5 @@
-r"""KeyDiff (arXiv 2504.15364) in two launches: KD-8, `score_i = -cos(mu, k_i)` with mu the mean of the
-unit keys.
+r"""KeyDiff (arXiv 2504.15364) in two launches: KD-8,
+`score_i = -cos(mu, k_i)` with mu the mean of the unit keys.
 
 It equals, in torch:
 

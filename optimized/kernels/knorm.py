@@ -1,5 +1,5 @@
-r"""KNorm (arXiv 2406.11430): `score_i = -|k_i|`, the shortest kernel here and a good first one to read
-(KN-1).
+r"""KNorm (arXiv 2406.11430): `score_i = -|k_i|`, the
+shortest kernel here and a good first one to read (KN-1).
 
 It equals, in torch, `-torch.linalg.vector_norm(keys.float(), dim=-1)`. One program takes a tile of tokens of
 one head: one load, one sum along the channels, one store. A row is first multiplied by the power of two that

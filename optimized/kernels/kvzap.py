@@ -2,10 +2,10 @@ r"""KVzap's surrogate: ZA-2, `s_t = w . h_t + b` of every KV head.
 
 It equals, in torch, `weights @ hidden_states.float().mT + bias[..., None]`.
 
-The hidden states are the memory that counts: a KV head adds four bytes for each token. So one program takes a
-tile of tokens, reads its states once, and multiplies them by the weights of all heads. A score is compared
-with a threshold, so the product is one of float32. The states are converted on their way, and no copy of them
-is made.
+The hidden states are the memory that counts: a KV head adds four bytes for each
+token. So one program takes a tile of tokens, reads its states once, and multiplies
+them by the weights of all heads. A score is compared with a threshold, so the product
+is one of float32. The states are converted on their way, and no copy of them is made.
 """
 
 import torch

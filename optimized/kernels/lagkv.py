@@ -1,8 +1,8 @@
-r"""LagKV (arXiv 2504.04704) in one launch: score every partition, choose its tokens and copy them (LK-7 to
-LK-12, CACHE-1).
+r"""LagKV (arXiv 2504.04704) in one launch: score every partition,
+choose its tokens and copy them (LK-7 to LK-12, CACHE-1).
 
-It equals, in torch, for one partition `part` and its successor `next`, both [L, D], and in the same way for
-the values:
+It equals, in torch, for one partition `part` and its successor
+`next`, both [L, D], and in the same way for the values:
 
     low, high = next.amin(dim=0), next.amax(dim=0)
     deviation = ((part - low) / (high - low)).std(dim=-1)
@@ -23,10 +23,10 @@ collected in a register array of [tiles, tokens of a tile], so that the softmax 
 (`selection.keep_highest`) need neither shared memory nor barriers; then over its own again, copying the
 chosen rows. The walks load the next two tiles while they compute (`STAGES`).
 
-Numbers. The inverse of a channel's range is computed once; a range of 0 has the inverse 0, which is the
-decision that a constant channel normalises to 0. The deviation is computed in two steps, mean and then
-squares, in registers. A distance of more than 1e18 ranges counts as 1e18 ranges: its square is still a
-float32.
+Numbers. The inverse of a channel's range is computed once; a range of 0 has the
+inverse 0, which is the decision that a constant channel normalises to 0. The
+deviation is computed in two steps, mean and then squares, in registers. A distance
+of more than 1e18 ranges counts as 1e18 ranges: its square is still a float32.
 """
 
 from collections.abc import Sequence
@@ -51,8 +51,8 @@ STAGES = tl.constexpr(3)
 def score(
     keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
 ) -> torch.Tensor:
-    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next, as
-    `optimized.lagkv.score`.
+    r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one
+    partition against the next, as `optimized.lagkv.score`.
     """
     parts = [states.reshape(1, -1, *states.shape[-2:]) for states in (keys, values, next_keys, next_values)]
     return _scores(parts, keys.shape[-2], next_keys.shape[-2], 1).view(keys.shape[:-1])
@@ -97,8 +97,8 @@ def _scores(parts: Sequence[torch.Tensor], lag: int, following: int, scored: int
 def compress(
     keys: torch.Tensor, values: torch.Tensor, retained: int, *, sink_size: int, lag_size: int, kept_each: int
 ) -> CompressedCache:
-    r"""LK-12 and CACHE-1 in one launch: the cache of the tokens that `select` keeps, `retained` tokens of
-    each head.
+    r"""LK-12 and CACHE-1 in one launch: the cache of the
+    tokens that `select` keeps, `retained` tokens of each head.
     """
     batch, num_heads, length, head_dim = keys.shape
     lengths = torch.full((batch, num_heads), retained, dtype=torch.int64, device=keys.device)
@@ -139,8 +139,8 @@ def _tile(lag: int, keys: torch.Tensor, values: torch.Tensor) -> dict[str, int]:
 
 @triton.jit
 def channel_range(states, length, head_dim, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """LK-7, LK-8: the minimum of every channel over a partition, and 1 / (maximum - minimum), or 0:
-    [BLOCK_D] each.
+    """LK-7, LK-8: the minimum of every channel over a partition,
+    and 1 / (maximum - minimum), or 0: [BLOCK_D] each.
     """
     low = tl.full([ROWS, BLOCK_D], float("inf"), dtype=tl.float32)
     high = tl.full([ROWS, BLOCK_D], float("-inf"), dtype=tl.float32)
@@ -162,8 +162,8 @@ def deviations(
     states, length, minimum, inverse, head_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """LK-9, LK-10: the standard deviation over channels of every normalised token of a partition:
-    [BLOCK_L].
+    """LK-9, LK-10: the standard deviation over channels
+    of every normalised token of a partition: [BLOCK_L].
     """
     rows = tl.arange(0, BLOCK_L // BLOCK_T)[:, None]
     channels = tl.arange(0, BLOCK_D)
@@ -213,8 +213,8 @@ def choose(
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
-    """LK-11, LK-12: which tokens are kept of the first partition of `keys` and `values` against the
-    second: [BLOCK_L].
+    """LK-11, LK-12: which tokens are kept of the first partition
+    of `keys` and `values` against the second: [BLOCK_L].
     """
     total = variation_score(keys, lag, rows_from(keys, lag), lag, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
     total += variation_score(

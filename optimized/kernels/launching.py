@@ -9,8 +9,8 @@ Triton launches on the current device, which need not be that of the tensors: a 
 another GPU. So no entry gets a bare module of kernels, but one whose launchers make the device of the tensors
 the current one (`Launchers`).
 
-The entries of `optimized` import this file, also without Triton: it imports Triton and the kernels when they
-are needed.
+The entries of `optimized` import this file, also without
+Triton: it imports Triton and the kernels when they are needed.
 """
 
 import contextlib
@@ -119,8 +119,8 @@ def is_amd(states: torch.Tensor) -> bool:
 def on_tensor_cores(states: torch.Tensor) -> bool:
     """Return whether products of these states run on tensor cores: not in float32, and not before sm_80.
 
-    There Triton holds both factors in shared memory as float32, of which a program may have 64 KiB: its tiles
-    are smaller.
+    There Triton holds both factors in shared memory as float32,
+    of which a program may have 64 KiB: its tiles are smaller.
     """
     from triton.runtime.driver import driver
 
@@ -168,8 +168,8 @@ def floats(like: torch.Tensor, *shape: int) -> torch.Tensor:
 def outputs(like: torch.Tensor, *shape: int) -> torch.Tensor:
     """Allocate outputs in the dtype of `like`; the launcher converts its result to that dtype.
 
-    The interpreter truncates float32 to bfloat16 instead of rounding: there the memory is float32, and torch
-    rounds afterwards.
+    The interpreter truncates float32 to bfloat16 instead of rounding:
+    there the memory is float32, and torch rounds afterwards.
     """
     dtype = torch.float32 if is_interpreted(like) else like.dtype
     return torch.empty(shape, dtype=dtype, device=like.device)

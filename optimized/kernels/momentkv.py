@@ -1,8 +1,8 @@
-r"""MomentKV (arXiv 2606.01563): a decoding step in four launches (MK-A1). The moments of a prompt are in
-`momentkv_prompt`.
+r"""MomentKV (arXiv 2606.01563): a decoding step in four launches
+(MK-A1). The moments of a prompt are in `momentkv_prompt`.
 
-A step equals, in torch, for one KV head with L slots, its G query heads [G, D] and float32 moments n, s_k,
-s_v, S:
+A step equals, in torch, for one KV head with L slots, its
+G query heads [G, D] and float32 moments n, s_k, s_v, S:
 
     keys, values = torch.cat([keys, new_key[None]]).float(), torch.cat([values, new_value[None]]).float()
     covariance = S - torch.outer(s_v, s_k / n)
@@ -183,8 +183,8 @@ def _walk(
 
 
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
-    """Return the constants of `walk_cache`: the covariance of a chunk, [BLOCK_DV, BLOCK_D], stays beside
-    the tiles.
+    """Return the constants of `walk_cache`: the covariance
+    of a chunk, [BLOCK_DV, BLOCK_D], stays beside the tiles.
     """
     block_d, block_dv = padded(keys.shape[-1]), padded(values.shape[-1])
     if not on_tensor_cores(keys):
@@ -331,8 +331,8 @@ def walk_cache(
 
 @triton.jit
 def load_splits(walked, head, parts, splits, group, GROUP: tl.constexpr):
-    """Return the largest logits, [SPLITS_AT_ONCE, GROUP], and the places of `parts` of the splits of a
-    head.
+    """Return the largest logits, [SPLITS_AT_ONCE, GROUP],
+    and the places of `parts` of the splits of a head.
     """
     rows = tl.arange(0, GROUP)[None, :]
     inside = (parts < splits)[:, None] & (rows < group)
@@ -359,8 +359,8 @@ def merge_splits(walked, head, splits, group, GROUP: tl.constexpr):
 
 @triton.jit
 def merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP: tl.constexpr):
-    """Return the sum of weights times values of each query head, [GROUP, BLOCK_V], relative to its largest
-    logit.
+    """Return the sum of weights times values of each query
+    head, [GROUP, BLOCK_V], relative to its largest logit.
     """
     output = top[:, None] * tl.zeros_like(value_channels).to(tl.float32)[None, :]
     for first in range(0, splits, SPLITS_AT_ONCE):
@@ -411,12 +411,12 @@ def mix(
     value_channels,
     group, head_dim, value_dim, scale, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """MK-9, MK-11, MK-12, MK-37: mix the retained output with the estimate of the evicted output, for some
-    value channels.
+    """MK-9, MK-11, MK-12, MK-37: mix the retained output with
+    the estimate of the evicted output, for some value channels.
 
-    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums of 2^(logit - top); count >=
-    0 as float32, mean_key [BLOCK_D], value_sum [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the
-    evicted tokens.
+    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums
+    of 2^(logit - top); count >= 0 as float32, mean_key [BLOCK_D], value_sum
+    [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
     """
     rows = tl.arange(0, GROUP)
     divisor = tl.maximum(count, 1.0)
@@ -498,8 +498,8 @@ def write_new(
     new_keys, new_values, keys, values, positions, position_ptr, moments, slots, num_kv_heads, length,
     head_dim, value_dim, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Count the evicted token, add its key to the sum of keys, and put the new token into its slot. Grid:
-    heads.
+    """Count the evicted token, add its key to the sum of
+    keys, and put the new token into its slot. Grid: heads.
     """
     head = tl.program_id(0).to(tl.int64)
     channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
@@ -605,8 +605,8 @@ def take_out(
 def update_moments(
     moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
 ):
-    """Add the evicted token to some value channels of the moments; return their sum of values and their
-    covariance.
+    """Add the evicted token to some value channels of the
+    moments; return their sum of values and their covariance.
     """
     inside = value_channels < value_dim
     value_sum = (

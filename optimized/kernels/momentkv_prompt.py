@@ -1,12 +1,12 @@
-r"""The moments of a prompt (MK-25) for MomentKV (arXiv 2606.01563), in the pass over K and V that compacts
-them.
+r"""The moments of a prompt (MK-25) for MomentKV (arXiv
+2606.01563), in the pass over K and V that compacts them.
 
 It equals, in torch, for one KV head whose tokens are kept where `kept` [T] is True:
 
-    cache = keys[kept], values[kept]
-    evicted_keys, evicted_values = keys[~kept].float(), values[~kept].float()
-    n, s_k, s_v, S = len(evicted_keys), evicted_keys.sum(0), evicted_values.sum(0), evicted_values.T @
-    evicted_keys
+    cache = keys[kept], values[kept] evicted_keys,
+    evicted_values = keys[~kept].float(), values[~kept].float()
+    n, s_k, s_v, S = len(evicted_keys), evicted_keys.sum(0),
+    evicted_values.sum(0), evicted_values.T @ evicted_keys
 
 S = V_E^T K_E is one product with the tokens in the middle, and the rows that go into it are those that
 compaction does not copy. `sum_evicted` therefore reads each tile once, the kept rows into the compressed
@@ -32,8 +32,8 @@ LEAST_TOKENS_OF_A_SPLIT = 256
 
 
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
-    r"""MK-25: the moments with those of the evicted tokens added, as `optimized.momentkv.update`; the sums
-    are float32.
+    r"""MK-25: the moments with those of the evicted tokens
+    added, as `optimized.momentkv.update`; the sums are float32.
     """
     return _sum_evicted(keys, values, ~evicted, moments)
 
@@ -41,8 +41,8 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
 def compress_prompt(
     keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, total: int | None = None
 ) -> tuple[CompressedCache, Moments]:
-    r"""CACHE-1 and MK-25 in one pass over K and V, as `optimized.momentkv.compress_prompt`; `moments` are
-    those before.
+    r"""CACHE-1 and MK-25 in one pass over K and V, as
+    `optimized.momentkv.compress_prompt`; `moments` are those before.
 
     total: the number of kept tokens; if it is None, the host reads it from the GPU and waits.
     """

@@ -1,5 +1,5 @@
-r"""Compaction of a cache in pages, in place: the kept tokens of each head move to its first places (PAGE-4
-to PAGE-6).
+r"""Compaction of a cache in pages, in place: the kept tokens
+of each head move to its first places (PAGE-4 to PAGE-6).
 
 It equals, in torch, for one head of one sequence with its slots in order, `rows = pool.view(-1, D)[slots]`:
 
@@ -100,8 +100,8 @@ def compact_heads(
 
 @triton.jit
 def slots(pool, page, offset, head):
-    """Where the slots of a head begin in a pool [P, S, H_kv, ..]: page and offset [n] give pointers [n,
-    1].
+    """Where the slots of a head begin in a pool
+    [P, S, H_kv, ..]: page and offset [n] give pointers [n, 1].
     """
     return pool.ptr + (row_of_slot(pool, page, offset, head) * pool.stride_t)[:, None]
 

@@ -20,8 +20,8 @@ ELEMENTS_OF_A_TILE = 4096
 
 
 def project(keys: torch.Tensor, directions: torch.Tensor, slack: torch.Tensor | None = None) -> torch.Tensor:
-    r"""The rows [B, H_q, T], float32, of keys [B, H_kv, T, D], directions [B, H_q, D] and slack [B, H_q, D/2]
-    in float32.
+    r"""The rows [B, H_q, T], float32, of keys [B, H_kv, T, D],
+    directions [B, H_q, D] and slack [B, H_q, D/2] in float32.
     """
     batch, num_heads, length, head_dim = keys.shape
     group, half = directions.shape[1] // num_heads, triton.cdiv(head_dim, 2)

@@ -9,17 +9,17 @@ It equals, in torch, for one query head, whose M queries are those of the last M
     received = weights.sum(dim=0)
     output = weights @ values.float()
 
-A weight needs the normaliser of its row, which needs every key that the row sees; a sum over a column needs
-every row. So the products are computed twice, a tile at a time, and only the logarithms of the normalisers
-lie in memory between the two passes. Such a logarithm is rounded as a logit is, no more: kept apart, maximum
-and sum gave the same error for logits from 6 to 400. First launch, `sum_rows`: one program takes a block of
-rows and walks the keys that they see, with a running maximum and sum (the online softmax, in powers of two).
-Few rows, such as SnapKV's window, would leave a GPU idle: then the keys are cut into splits, one program
-each, and `merge_splits` adds up their sums. Where the output is wanted too, the walk is the attention of the
-prompt itself, in one split. Second launch, `sum_columns`: one program keeps a block of keys and walks the
-rows that see one of them. Its tile lies the other way round, keys by rows, so that a column of the attention
-is a row of the tile: tensor cores then have full tiles for a single query too, and the sum stays within a few
-threads.
+A weight needs the normaliser of its row, which needs every key that the row sees; a sum over a column
+needs every row. So the products are computed twice, a tile at a time, and only the logarithms of the
+normalisers lie in memory between the two passes. Such a logarithm is rounded as a logit is, no more:
+kept apart, maximum and sum gave the same error for logits from 6 to 400. First launch, `sum_rows`:
+one program takes a block of rows and walks the keys that they see, with a running maximum and sum
+(the online softmax, in powers of two). Few rows, such as SnapKV's window, would leave a GPU idle:
+then the keys are cut into splits, one program each, and `merge_splits` adds up their sums. Where the
+output is wanted too, the walk is the attention of the prompt itself, in one split. Second launch,
+`sum_columns`: one program keeps a block of keys and walks the rows that see one of them. Its tile
+lies the other way round, keys by rows, so that a column of the attention is a row of the tile: tensor
+cores then have full tiles for a single query too, and the sum stays within a few threads.
 
 The rows of a KV head are the queries of its whole group in the order of time: row r is query r // G of query
 head r % G. The group shares every key that is read, and the rows that see a key are the last ones. Sums have
@@ -43,8 +43,8 @@ LEAST_TOKENS_OF_A_SPLIT = 512
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""H2-1: the attention that every token receives from the queries, mean over the group, as
-    `optimized.h2o.score`.
+    r"""H2-1: the attention that every token receives from the
+    queries, mean over the group, as `optimized.h2o.score`.
     """
     queries, keys = by_channels(queries), by_channels(keys)
     return _sum_columns(queries, keys, _sum_rows(queries, keys, None)[0])
@@ -73,8 +73,8 @@ def score_replay(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: 
 
 
 def score_chunks(queries: torch.Tensor, keys: torch.Tensor, chunk_size: int) -> torch.Tensor:
-    r"""CO-3: the attention that every token receives from its chunk, as
-    `optimized.compactor.group_attention`.
+    r"""CO-3: the attention that every token receives from
+    its chunk, as `optimized.compactor.group_attention`.
 
     A chunk is a sequence of its own, whose queries see all of it. The last one may be shorter.
     """
@@ -213,8 +213,8 @@ def _sum_columns(
 
 @triton.jit
 def load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D: tl.constexpr):
-    """Load rows of a KV head as float32 [rows, BLOCK_D]: row r is query r // group of head r % group of
-    the group.
+    """Load rows of a KV head as float32 [rows, BLOCK_D]: row
+    r is query r // group of head r % group of the group.
     """
     query_head = (head % num_kv_heads) * group + row % group
     offsets = (head // num_kv_heads) * queries.stride_b + query_head * queries.stride_h

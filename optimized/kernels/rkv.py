@@ -1,5 +1,5 @@
-r"""R-KV's redundancy: RK-1 to RK-3, the cosines of every key with all others, less the latest similar one of
-each key.
+r"""R-KV's redundancy: RK-1 to RK-3, the cosines of every key
+with all others, less the latest similar one of each key.
 
 It equals, in torch:
 
@@ -29,8 +29,8 @@ from .tiles import head_of
 
 
 def totals(keys: torch.Tensor, threshold: float) -> torch.Tensor:
-    r"""RK-1, RK-2: the sum of the cosines of each key [..., T, D], without those that are latest: [..., T],
-    float64.
+    r"""RK-1, RK-2: the sum of the cosines of each key
+    [..., T, D], without those that are latest: [..., T], float64.
     """
     scores, sums, inverses = score_and_sums(keys)
     found, latest = _latest(keys, inverses, threshold)

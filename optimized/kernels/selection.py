@@ -1,5 +1,5 @@
-r"""Top-k by radix threshold: find the k-th highest score, keep the scores above it, and of its equals the
-lowest positions.
+r"""Top-k by radix threshold: find the k-th highest score, keep
+the scores above it, and of its equals the lowest positions.
 
 It equals, in torch:
 
@@ -49,8 +49,8 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
 
 
 def keep_each(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Keep the highest scores of each of the R rows [R, T]: R / len(counts) rows in turn have the same
-    count, int32.
+    """Keep the highest scores of each of the R rows [R, T]:
+    R / len(counts) rows in turn have the same count, int32.
     """
     return _keep(rows, rows, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
 
@@ -103,8 +103,8 @@ def ordered(values):
 
 @triton.jit
 def keep_highest(keys, count):
-    """Return which `count` of the `keys` [BLOCK], held in registers, are highest; of equals the lowest
-    positions.
+    """Return which `count` of the `keys` [BLOCK], held in
+    registers, are highest; of equals the lowest positions.
 
     The threshold is found bit by bit, 32 dependent sums over registers. Counting the keys above each key
     would have no dependent step, but its BLOCK * BLOCK comparisons need the registers that keep other
@@ -138,8 +138,8 @@ def load_ordered(
 
 @triton.jit
 def byte_counts(keys, inside, prefix, byte):
-    """Return the histogram [256] of one byte (0 is the highest) among the keys whose bytes before it are
-    `prefix`.
+    """Return the histogram [256] of one byte (0 is the
+    highest) among the keys whose bytes before it are `prefix`.
     """
     leading = keys >> (24 - 8 * byte)
     matching = inside & ((leading >> 8) == prefix)
@@ -153,8 +153,8 @@ def byte_counts(keys, inside, prefix, byte):
 
 @triton.jit
 def narrow(counts, prefix, left):
-    """Return the prefix with one more byte, and how many of the keys with that prefix are still to be
-    kept.
+    """Return the prefix with one more byte, and how many
+    of the keys with that prefix are still to be kept.
     """
     values = tl.arange(0, 256)
     at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
@@ -206,8 +206,8 @@ def keep_rows(
     length, count, sharing,
     PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """kept[row] = the mask of the `count` highest scores of a row; EACH: of count[row // sharing]. Grid:
-    rows.
+    """kept[row] = the mask of the `count` highest scores
+    of a row; EACH: of count[row // sharing]. Grid: rows.
     """
     row = tl.program_id(0).to(tl.int64)
     scores = scores_ptr + row * stride_row

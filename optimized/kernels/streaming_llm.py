@@ -6,9 +6,9 @@ It equals, in torch, for one head:
     kept = torch.cat([torch.arange(sinks), torch.arange(length - recent, length)])
     keys[kept], values[kept]
 
-The kept positions are known beforehand, so there are no scores and no selection, and the host waits for
-nothing. One launch: one program copies a tile of the kept rows of one head, K and V; the writes are
-contiguous.
+The kept positions are known beforehand, so there are no scores and no
+selection, and the host waits for nothing. One launch: one program copies
+a tile of the kept rows of one head, K and V; the writes are contiguous.
 """
 
 import torch
@@ -24,8 +24,8 @@ from .tiles import copy_tile, head_of
 
 
 def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) -> CompressedCache:
-    r"""SL-1, CACHE-1: the first `sinks` and the last `recent` tokens of every head, as
-    `optimized.streaming_llm.compress`.
+    r"""SL-1, CACHE-1: the first `sinks` and the last `recent`
+    tokens of every head, as `optimized.streaming_llm.compress`.
     """
     batch, num_heads, length, head_dim = keys.shape
     kept = sinks + recent

@@ -41,8 +41,8 @@ class Pages(NamedTuple):
     """A pool [P, S, H_kv, D] as rows of D numbers, `stride_t` elements apart: a page, a slot and a head
     are so many rows each.
 
-    The strides themselves in their place would hide from the compiler that a row begins at a multiple of 16
-    bytes.
+    The strides themselves in their place would hide from the
+    compiler that a row begins at a multiple of 16 bytes.
     """
 
     ptr: Any

@@ -1,5 +1,5 @@
-"""Addresses and tiles that all kernels share: offsets in int64, masked loads, float32 right after the
-load.
+"""Addresses and tiles that all kernels share: offsets
+in int64, masked loads, float32 right after the load.
 """
 
 from typing import Any
@@ -16,8 +16,8 @@ LOG2_E, LN_2 = tl.constexpr(1.4426950408889634), tl.constexpr(0.6931471805599453
 
 
 def dot_dtype(states: torch.Tensor) -> Any:
-    """Return the dtype for the factors of a product: that of `states`, or float32 in the interpreter for
-    bfloat16.
+    """Return the dtype for the factors of a product: that
+    of `states`, or float32 in the interpreter for bfloat16.
     """
     bfloat16 = tl.float32 if is_interpreted(states) else tl.bfloat16  # float32 holds every bfloat16 exactly
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: bfloat16}[states.dtype]
@@ -81,8 +81,8 @@ def load_queries(queries, head, rows, channels, num_kv_heads, count, num_queries
 
 @triton.jit
 def copy_tile(source, target, tokens, rows, channels, copied, size):
-    """target[rows] = source[tokens] bit by bit where `copied`; source [N, D], the rows of `target` are
-    `size` apart.
+    """target[rows] = source[tokens] bit by bit where `copied`;
+    source [N, D], the rows of `target` are `size` apart.
 
     tokens, rows and copied are [n], rows int64.
     """
@@ -119,8 +119,8 @@ def add_product(total, weights, values, DOT_DTYPE: tl.constexpr):
 
 @triton.jit
 def absorb(highest, mass, logits):
-    """Take logits [R, T], in powers of two, into the largest logit and the mass of each row: an online
-    softmax.
+    """Take logits [R, T], in powers of two, into the largest
+    logit and the mass of each row: an online softmax.
 
     Return both, the weights [R, T] and what earlier weights shrink by, [R]. -inf less -inf is NaN, so a row
     without a logit has 0.

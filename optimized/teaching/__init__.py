@@ -1,5 +1,5 @@
-"""Triton kernels to read: for each method the shortest kernel that keeps its laws, beside the tuned one in
-`optimized/kernels/`.
+"""Triton kernels to read: for each method the shortest kernel
+that keeps its laws, beside the tuned one in `optimized/kernels/`.
 
 Each file is read from top to bottom: the functions of the contract, then the kernels, at most 60 lines
 together. To stay short they take float32 alone, head_dims that are powers of two, and contiguous tensors (a

@@ -17,8 +17,8 @@ from .selection import keep_each
 def select(
     scores: torch.Tensor, budget: int, *, floor_ratio: float = 0.2, protected: torch.Tensor | None = None
 ) -> torch.Tensor:
-    r"""AD-1..3: scores [B, H_kv, T] give kept [B, H_kv, T] with `H_kv * min(budget, T)` True in each batch
-    item.
+    r"""AD-1..3: scores [B, H_kv, T] give kept [B, H_kv, T]
+    with `H_kv * min(budget, T)` True in each batch item.
 
     Each head keeps its protected tokens, and floor(floor_ratio * rest) others, where rest is its budget
     without the protected ones.

@@ -32,8 +32,8 @@ def preference(
 
 @triton.jit
 def measure(weights, entropies, variances, window, length, M: tl.constexpr, BLOCK: tl.constexpr):
-    """The entropy of a tile of weights, and the sum of the variances of its columns. Grid: query heads, tiles
-    of tokens.
+    """The entropy of a tile of weights, and the sum of the
+    variances of its columns. Grid: query heads, tiles of tokens.
     """
     head, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
     query, token = tl.arange(0, M)[:, None], tile * BLOCK + tl.arange(0, BLOCK)[None, :]

@@ -1,5 +1,5 @@
-r"""CriticalKV to read: attention times the length of what a value adds to the residual stream (CK-1 to
-CK-4).
+r"""CriticalKV to read: attention times the length of
+what a value adds to the residual stream (CK-1 to CK-4).
 
 One launch, and those of `snapkv` and `selection`. `sum_projections` has one program for each tile of tokens:
 it multiplies the values by a tile of the output projection at a time and adds up absolute numbers, so that no
@@ -36,8 +36,8 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5
 ) -> torch.Tensor:
-    r"""CK-2, CK-3: queries [B, H_q, M, D] of the last tokens and keys [B, H_kv, T, D] give [B, H_kv, T -
-    window_size].
+    r"""CK-2, CK-3: queries [B, H_q, M, D] of the last tokens
+    and keys [B, H_kv, T, D] give [B, H_kv, T - window_size].
     """
     weights = grouped_attention(queries[:, :, -window_size:], keys)[..., :-window_size]
     pooled = average_pool(weights, kernel_size)

@@ -1,5 +1,5 @@
-r"""DropKV to read: how far the output of the last queries moves when one token alone is evicted (DK-1,
-DK-2).
+r"""DropKV to read: how far the output of the last queries
+moves when one token alone is evicted (DK-1, DK-2).
 
 One launch, and the mean over neighbours of `snapkv`. A program for each query of the window walks over the
 tokens that it sees and writes the square of `p_j / (1 - p_j) |v_j - o|`. The token of the largest weight is
@@ -28,8 +28,8 @@ def score(
     window_size: int = 32,
     kernel_size: int = 7,
 ) -> torch.Tensor:
-    r"""DK-2: queries [B, H_q, M, D] of the last tokens, keys, values [B, H_kv, T, D_v] give scores [B,
-    H_kv, T].
+    r"""DK-2: queries [B, H_q, M, D] of the last tokens,
+    keys, values [B, H_kv, T, D_v] give scores [B, H_kv, T].
     """
     batch, num_kv_heads, length, head_dim = keys.shape
     before, group = length - window_size, queries.shape[1] // num_kv_heads

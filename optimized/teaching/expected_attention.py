@@ -1,5 +1,5 @@
-r"""Expected Attention to read: the statistics of the queries (EA-5), and the score from them (EA-7 to
-EA-9).
+r"""Expected Attention to read: the statistics of the
+queries (EA-5), and the score from them (EA-7 to EA-9).
 
 The statistics take one launch, one program for each head: a walk for the mean, and a walk for the covariance
 about it. The score takes one, in which a program for each query head and tile of tokens computes the expected
@@ -70,8 +70,8 @@ def describe(queries_ptr, mean_ptr, covariance_ptr, count, D: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, columns, num_rows, D: tl.constexpr):
-    """Load some rows and columns of a matrix with D columns; zeros beyond its last row and its last
-    column.
+    """Load some rows and columns of a matrix with D
+    columns; zeros beyond its last row and its last column.
     """
     inside = (rows < num_rows)[:, None] & (columns < D)[None, :]
     return tl.load(base + rows[:, None] * D + columns[None, :], mask=inside, other=0.0)

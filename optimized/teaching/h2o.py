@@ -1,5 +1,5 @@
-r"""H2O to read: the attention that each token receives from all queries (H2-1), without the matrix of T x
-T weights.
+r"""H2O to read: the attention that each token receives from
+all queries (H2-1), without the matrix of T x T weights.
 
 Two launches. A weight is `exp(s_mt - h_m) / z_m`, where h_m is the largest logit of query m and z_m the sum
 of the exponentials. First, one program for each tile of queries walks over the keys and finds h and z. Then
@@ -59,8 +59,8 @@ def load_channels(base, rows, count, first, D: tl.constexpr):
 def tile_logits(
     queries_ptr, keys_ptr, rows, positions, num_queries, length, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The logits q_m . k_t of a tile of queries and a tile of keys, [BLOCK, BLOCK]; -inf where m does not
-    see t.
+    """The logits q_m . k_t of a tile of queries and a tile
+    of keys, [BLOCK, BLOCK]; -inf where m does not see t.
     """
     logits = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for first in range(0, D, 16):
@@ -106,8 +106,8 @@ def tile_weights(
     queries_ptr, keys_ptr, highest_ptr, totals_ptr, first, positions, num_queries, length, D: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The weights of a tile of queries of a head and a tile of keys, [BLOCK, BLOCK]; 0 beyond the last
-    query.
+    """The weights of a tile of queries of a head and a
+    tile of keys, [BLOCK, BLOCK]; 0 beyond the last query.
     """
     rows = first + tl.arange(0, BLOCK)
     logits = tile_logits(queries_ptr, keys_ptr, rows, positions, num_queries, length, D, BLOCK)

@@ -35,8 +35,8 @@ def score(keys: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def unit_keys(keys_ptr, head, first, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """Load the keys of a tile and divide each by its norm, [BLOCK, D]; a zero key has no direction and
-    stays zero.
+    """Load the keys of a tile and divide each by its norm,
+    [BLOCK, D]; a zero key has no direction and stays zero.
     """
     positions = first + tl.arange(0, BLOCK)
     addresses = keys_ptr + (head * length + positions)[:, None] * D + tl.arange(0, D)[None, :]

@@ -1,5 +1,5 @@
-r"""KVzip to read: the largest attention that any query of the second reading gives to a token (KZ-1,
-KZ-2).
+r"""KVzip to read: the largest attention that any query
+of the second reading gives to a token (KZ-1, KZ-2).
 
 Two launches, as for `h2o`, whose first one serves here too: the sums that turn logits into weights. Then one
 program for each tile of tokens walks over the queries, makes the weights of a tile from the logits, and keeps

@@ -80,8 +80,8 @@ def load_tile(states_ptr, partition, first, length, other, D: tl.constexpr, BLOC
 
 @triton.jit
 def deviate(states_ptr, next_ptr, deviations_ptr, length, following, D: tl.constexpr, BLOCK: tl.constexpr):
-    """deviations[t] = std over the channels of (z_t - min) / (max - min), of the next partition. Grid:
-    partitions.
+    """deviations[t] = std over the channels of (z_t - min)
+    / (max - min), of the next partition. Grid: partitions.
     """
     partition = tl.program_id(0).to(tl.int64)
     low = tl.full([D], float("inf"), dtype=tl.float32)

@@ -1,5 +1,5 @@
-r"""MomentKV to read: the four sums over the evicted tokens, the score, and the attention with them (MK-10,
-MK-12, MK-25).
+r"""MomentKV to read: the four sums over the evicted tokens,
+the score, and the attention with them (MK-10, MK-12, MK-25).
 
 Two kernels, each one walk over the cache. `add_evicted`, one program for each head, adds the evicted tokens
 to the sums. `attend_kept`, one program for each query head, is plain attention with one token more, which
@@ -77,8 +77,8 @@ def decode_step(
     moments: Moments,
     budget: int,
 ) -> Step:
-    r"""MK-A1: add the new token, evict the lowest scores one by one until `budget` tokens are left, then
-    attend.
+    r"""MK-A1: add the new token, evict the lowest scores
+    one by one until `budget` tokens are left, then attend.
     """
     keys = torch.cat([keys, new_key[:, :, None]], dim=2)
     values = torch.cat([values, new_value[:, :, None]], dim=2)
@@ -125,8 +125,8 @@ def add_evicted(
     D: tl.constexpr,
     DV: tl.constexpr,
 ):
-    """Add the evicted tokens of a head to its sums of k, of v and of v k^T, one token after the other.
-    Grid: heads.
+    """Add the evicted tokens of a head to its sums of k, of
+    v and of v k^T, one token after the other. Grid: heads.
     """
     head = tl.program_id(0).to(tl.int64)
     key_channels, value_channels = head * D + tl.arange(0, D), head * DV + tl.arange(0, DV)

@@ -1,10 +1,10 @@
 r"""Compaction of a cache in pages to read (PAGE-4 to PAGE-10): the kept tokens of each head move to its
 first places, in place.
 
-One launch; a program moves the tokens of one head. Three facts keep a token from being written over before it
-is read: no other program touches the slots of this head; a token never moves backwards, so what a tile writes
-lies before all later tiles; and within a tile all threads wait for one another between the loads and the
-stores.
+One launch; a program moves the tokens of one head. Three facts keep a token from
+being written over before it is read: no other program touches the slots of this head;
+a token never moves backwards, so what a tile writes lies before all later tiles; and
+within a tile all threads wait for one another between the loads and the stores.
 """
 
 import torch

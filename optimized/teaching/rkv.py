@@ -36,8 +36,8 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7
 ) -> torch.Tensor:
-    r"""RK-4: queries [B, H_q, M, D] of the last tokens and keys [B, H_kv, T, D] give [B, H_kv, T -
-    window_size].
+    r"""RK-4: queries [B, H_q, M, D] of the last tokens and
+    keys [B, H_kv, T, D] give [B, H_kv, T - window_size].
     """
     logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size]).amax(dim=2)
     return max_pool1d(logits.softmax(dim=-1).mean(dim=2), kernel_size, stride=1, padding=kernel_size // 2)
@@ -53,8 +53,8 @@ def score(
     importance_share: float = 0.07,
     threshold: float = 0.5,
 ) -> torch.Tensor:
-    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share: scores [B, H_kv, T], infinite in
-    the window.
+    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda =
+    importance_share: scores [B, H_kv, T], infinite in the window.
     """
     scores = torch.full_like(keys[..., 0], math.inf)
     if keys.shape[2] > window_size:
@@ -66,8 +66,8 @@ def score(
 
 @triton.jit
 def cosines(directions_ptr, rows, columns, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """RK-1: S_ij of a tile of rows and a tile of columns, [BLOCK, BLOCK]; 0 for i = j and beyond the last
-    token.
+    """RK-1: S_ij of a tile of rows and a tile of columns,
+    [BLOCK, BLOCK]; 0 for i = j and beyond the last token.
     """
     found = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     for first in range(0, D, 16):
@@ -94,8 +94,8 @@ def find_latest(directions_ptr, latest_ptr, threshold, length, D: tl.constexpr, 
 
 @triton.jit
 def sum_columns(directions_ptr, latest_ptr, totals_ptr, length, D: tl.constexpr, BLOCK: tl.constexpr):
-    """RK-3: totals[head, j] = the sum of S_ij over the rows i whose latest is not j. Grid: heads, tiles of
-    columns.
+    """RK-3: totals[head, j] = the sum of S_ij over the rows
+    i whose latest is not j. Grid: heads, tiles of columns.
     """
     head = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

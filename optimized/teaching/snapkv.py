@@ -1,5 +1,5 @@
-r"""SnapKV to read: the attention that tokens receive from the last queries, smoothed over neighbours
-(SN-1).
+r"""SnapKV to read: the attention that tokens receive
+from the last queries, smoothed over neighbours (SN-1).
 
 The attention that a token receives comes from the two launches of `h2o`, for the queries of the window alone.
 One launch more takes the mean over neighbours.
@@ -44,8 +44,8 @@ def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
 
 @triton.jit
 def average_neighbours(weights_ptr, pooled_ptr, length, kernel_size, BLOCK: tl.constexpr):
-    """pooled[row, t] = the mean of the weights around t, zeros beyond both ends. Grid: rows, tiles of
-    tokens.
+    """pooled[row, t] = the mean of the weights around t,
+    zeros beyond both ends. Grid: rows, tiles of tokens.
     """
     row = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

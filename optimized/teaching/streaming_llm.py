@@ -20,8 +20,8 @@ def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
 
 @triton.jit
 def number_tokens(scores_ptr, tokens, length, sink_size, BLOCK: tl.constexpr):
-    """scores[t] = the position of a token in its head, infinity for the first `sink_size`. Grid: tiles of
-    tokens.
+    """scores[t] = the position of a token in its head,
+    infinity for the first `sink_size`. Grid: tiles of tokens.
     """
     rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     positions = rows % length

@@ -15,8 +15,8 @@ BLOCK = 64  # tokens of a tile
 
 @forward_only
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    r"""TO-1: the last of queries [B, H_q, M, D] and keys [B, H_kv, T, D] give scores [B, H_kv, T], higher
-    = keep.
+    r"""TO-1: the last of queries [B, H_q, M, D] and keys
+    [B, H_kv, T, D] give scores [B, H_kv, T], higher = keep.
     """
     mean = last_attention(queries[:, :, -1], keys).mean(dim=1, keepdim=True)
     return mean.repeat(1, keys.shape[1], 1)
@@ -38,8 +38,8 @@ def last_attention(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def tile_logits(query, keys_ptr, first, seen, D: tl.constexpr, BLOCK: tl.constexpr):
-    """The logits q . k_t of a tile of tokens of a head, [BLOCK]; -inf for those that the query does not
-    see.
+    """The logits q . k_t of a tile of tokens of a head,
+    [BLOCK]; -inf for those that the query does not see.
     """
     positions = first + tl.arange(0, BLOCK)
     addresses = keys_ptr + positions[:, None] * D + tl.arange(0, D)[None, :]

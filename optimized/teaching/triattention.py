@@ -36,8 +36,8 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
 def expect_logits(
     keys_ptr, direction_ptr, slack_ptr, rows_ptr, group, length, D: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """TA-3: rows[query head, t] = qbar . k_t + sum_f slack_f |k_tf|, f the pairs. Grid: query heads, tiles
-    of tokens.
+    """TA-3: rows[query head, t] = qbar . k_t + sum_f slack_f
+    |k_tf|, f the pairs. Grid: query heads, tiles of tokens.
     """
     query_head = tl.program_id(0).to(tl.int64)
     positions = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -43,8 +43,8 @@ def root_mean_square(queries, keys):
 
 
 def gap(matrix, target, weights):
-    """How much |A w - y|^2 / 2 may fall at most by other weights between the bounds: a straight line lies
-    below it.
+    """How much |A w - y|^2 / 2 may fall at most by other
+    weights between the bounds: a straight line lies below it.
     """
     slope = matrix.T @ (target - matrix @ weights)
     return np.maximum(slope * (HIGH - weights), slope * (LOW - weights)).sum()
@@ -304,8 +304,8 @@ def test_heads_that_keep_other_numbers_are_refused(impl, kept):
 
 
 def fitted(impl, case, seed, count, share, sign=np.positive):
-    """What `fit_values` is given, and for each head what it has to solve: X, Y, and what each may be wrong
-    by.
+    """What `fit_values` is given, and for each head what
+    it has to solve: X, Y, and what each may be wrong by.
     """
     queries, keys, values = (
         reference_queries(case, seed, count),
@@ -375,8 +375,8 @@ def test_the_outputs_are_nearer_than_with_the_old_values(impl, case, seed, count
 
 @law("AM-4", of=VALUES, case=cases(max_length=33), seed=seeds(), count=counts)
 def test_the_only_value_is_the_mean_output(impl, case, seed, count):
-    """One key has all the weight whatever its bias, so its value is the mean of the outputs at the reference
-    queries.
+    """One key has all the weight whatever its bias, so its
+    value is the mean of the outputs at the reference queries.
     """
     given, systems = fitted(impl, case, seed, count, 0, sign=np.abs)  # of one sign, the mean is no small rest
     got = impl.attention_matching.fit_values(*given)

@@ -70,8 +70,8 @@ def test_the_shift_is_the_variance_over_the_queries(impl, seed):
     tau2=st.sampled_from([1.0, 0.5]),
 )
 def test_the_preference_is_the_product_of_both(impl, case, seed, window_size, tau1, tau2):
-    """Of the window's causal attention on the tokens before it, summed over the query heads; without such
-    tokens 0.
+    """Of the window's causal attention on the tokens before
+    it, summed over the query heads; without such tokens 0.
     """
     queries, keys = impl.round(prompt_queries(case, seed)), impl.round(case.keys)
     before = max(0, keys.shape[2] - window_size)

@@ -93,8 +93,8 @@ def test_chunks_of_one_token_or_of_all_choose_the_best_tokens(impl, case, budget
 
 @law("CH-1", of=CHOOSE, seed=seeds(), budget=budgets, chunk_size=sizes)
 def test_each_head_of_each_batch_item_chooses_for_itself(impl, seed, budget, chunk_size):
-    """What a head keeps alone, it keeps among others. The scores are whole, so no order depends on
-    rounding.
+    """What a head keeps alone, it keeps among others. The
+    scores are whole, so no order depends on rounding.
     """
     scores = np.random.default_rng(seed).integers(-8, 9, size=(2, 3, 40)).astype(float)
     together = impl.chunk_kv.choose(scores, budget, chunk_size=chunk_size)

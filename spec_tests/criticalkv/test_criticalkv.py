@@ -36,8 +36,8 @@ def test_the_norm_is_the_sum_of_magnitudes_of_the_projected_value(impl, case, se
 
 @law("CK-1", of=NORMS)
 def test_two_heads_project_three_and_five(impl):
-    """(1, -2) has the length 3 by one head and 4 + 1 by the other: 4 on average; twice the value, twice
-    the length.
+    """(1, -2) has the length 3 by one head and 4 + 1 by the
+    other: 4 on average; twice the value, twice the length.
     """
     w_o = np.array([[[1.0, 0], [0, 1]], [[4, 1], [0, 1]]])
     got = impl.criticalkv.projected_norms(np.array([[[[1.0, -2], [2, -4]]]]), w_o)
@@ -50,8 +50,8 @@ def test_two_heads_project_three_and_five(impl):
     rows=st.lists(st.lists(st.integers(0, 16), min_size=8, max_size=8), min_size=4, max_size=4),
 )
 def test_the_worst_case_counts_and_no_token_less_than_the_mean(impl, rows):
-    """The largest of the sixteenths of two heads' two queries, raised to the mean of these over eight
-    tokens.
+    """The largest of the sixteenths of two heads' two
+    queries, raised to the mean of these over eight tokens.
     """
     weights = np.array(rows).reshape(2, 2, 8) / 16
     largest = np.array(rows).max(axis=0) / 16
@@ -111,16 +111,16 @@ def test_a_query_that_sees_the_window_alone_says_nothing(impl):
 
 
 def second_stage(impl, queries, case, w_o, **settings):
-    """The allowance of the scores when nothing is chosen by attention alone: a budget of 1 has no first
-    half.
+    """The allowance of the scores when nothing is chosen
+    by attention alone: a budget of 1 has no first half.
     """
     return impl.allowance(SCORE, queries, case.keys, case.values, w_o, budget=1, **settings)
 
 
 @law("CK-4", of=SCORE, case=seeded_cases(min_length=2), seed=seeds(), window_size=windows, share=shares())
 def test_half_of_the_budget_goes_by_attention(impl, case, seed, window_size, share):
-    """The window and the tokens of the highest a up to half of the budget score most, the others have (a +
-    epsilon) n.
+    """The window and the tokens of the highest a up to half
+    of the budget score most, the others have (a + epsilon) n.
     """
     queries, w_o, window = (
         prompt_queries(case, seed),
@@ -140,8 +140,8 @@ def test_half_of_the_budget_goes_by_attention(impl, case, seed, window_size, sha
 
 @law("CK-4", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=4), seed=seeds(), share=shares())
 def test_the_first_stage_stays_inside_the_result(impl, case, seed, share):
-    """Top-k of the scores keeps the whole first stage, and fills the budget with the highest of the
-    second.
+    """Top-k of the scores keeps the whole first stage,
+    and fills the budget with the highest of the second.
     """
     queries, w_o, budget = (
         prompt_queries(case, seed),
@@ -197,8 +197,8 @@ def test_the_defaults_are_those_of_the_public_codes(impl):
 
 @law("CK-4", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
-    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; their W_o go the same
-    way.
+    """Queries of heads 0 and 1 see KV head 0, those of
+    heads 2 and 3 see KV head 1; their W_o go the same way.
     """
     (queries, keys), w_o = two_readers(width(impl), 3), np.zeros((4, width(impl), 1))
     w_o[:, 0, 0] = [1, 1, 2, 4]
@@ -235,8 +235,8 @@ def least_errors(weights, projected, kept):
 
 @law("CK-5", of=BOUND, case=seeded_cases(min_length=2), seed=seeds(), share=shares())
 def test_no_selection_errs_by_more_than_the_bound(impl, case, seed, share):
-    """The L1 error of the output of the kept tokens, attention computed again over them, is at most the
-    bound.
+    """The L1 error of the output of the kept tokens,
+    attention computed again over them, is at most the bound.
     """
     values, w_o = impl.round(case.values), output_projection(case, seed)[0]
     draw = np.random.default_rng(seed)
@@ -275,8 +275,8 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
 
 @law("CK-4", of=SCORE, examples=2, case=long_cases(groups=(2, 8), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_score(impl, case):
-    """Of thousands of tokens 1,025 of the highest a and the last one score most, the others have (a +
-    epsilon) n.
+    """Of thousands of tokens 1,025 of the highest a and the
+    last one score most, the others have (a + epsilon) n.
     """
     queries, importance, wrong = long_importance(impl, case)
     values, w_o = impl.round(case.values), output_projection(case, case.seed)
@@ -289,8 +289,8 @@ def test_every_token_of_a_long_prompt_has_its_score(impl, case):
 
 
 def long_importance(impl, case):
-    """The one query of each head, the importance of the tokens before it by hand, and what it may be wrong
-    by.
+    """The one query of each head, the importance of the
+    tokens before it by hand, and what it may be wrong by.
     """
     queries = impl.round(case.queries)
     weights, wrong = (each[:, :, 0, :-1] for each in attended(impl, queries, impl.round(case.keys)))

@@ -67,8 +67,8 @@ def torch_score(queries, keys, values, w_o, *, budget, kernel_size=5, first_shar
 
 @control(SCORE, array_library="torch", dtypes=ALL)
 def torch_largest_of_the_dtype(queries, keys, values, w_o, **settings):
-    """As in kvpress's CriticalKVPress, the first stage and the window have the largest number of the
-    dtype.
+    """As in kvpress's CriticalKVPress, the first stage
+    and the window have the largest number of the dtype.
     """
     return torch_score(queries, keys, values, w_o, **settings).clamp(max=torch.finfo(keys.dtype).max)
 

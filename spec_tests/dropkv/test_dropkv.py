@@ -22,8 +22,8 @@ def scores(impl, *states, **another_way):
 
 
 def removed(logits, values):
-    """The change of the output of each query [.., M, T] when token j is left out, the attention computed
-    again.
+    """The change of the output of each query [.., M, T]
+    when token j is left out, the attention computed again.
     """
     full = softmax(logits) @ values
     changes = np.empty(logits.shape)
@@ -72,8 +72,8 @@ def test_it_is_the_removal_error_of_expected_attention(impl, case, seed):
 
 @law("DK-1", of=SCORE)
 def test_a_token_with_all_the_attention_is_not_free(impl):
-    """A weight that rounds to 1 leaves v_j - o = 0, yet without it the output is the other value, 5 away:
-    25.
+    """A weight that rounds to 1 leaves v_j - o = 0, yet
+    without it the output is the other value, 5 away: 25.
     """
     keys, values = np.array([[[[0.0], [16], [0]]]]), np.array([[[[1.0, 1], [4, 5], [1, 1]]]])
     got = scored(impl, np.full((1, 1, 1, 1), 128.0), keys, values, window_size=1, kernel_size=1)
@@ -161,8 +161,8 @@ def test_a_vector_added_to_all_values_changes_nothing(impl, case, seed):
 
 @law("DK-2", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_window_is_kept(impl, case, seed, window_size, share):
-    """The last tokens score more than all others and top-k keeps them; a prompt within the window is kept
-    whole.
+    """The last tokens score more than all others and top-k
+    keeps them; a prompt within the window is kept whole.
     """
     states = prompt_queries(case, seed), case.keys, case.values
     got, window = scored(impl, *states, window_size=window_size), latest(case.keys.shape[:3], window_size)
@@ -211,8 +211,8 @@ def test_bad_settings_are_refused(impl, bad):
 
 @law("DK-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_prompt_has_its_cost(impl, case):
-    """Of thousands of tokens, each costs the square of p / (1 - p) |v - o| for the last query, token by
-    token.
+    """Of thousands of tokens, each costs the square of p
+    / (1 - p) |v - o| for the last query, token by token.
     """
     queries, *states = impl.rounded((case.queries, case.keys, case.values))
     expected, more = removal_errors(queries, *states)

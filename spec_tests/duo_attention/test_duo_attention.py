@@ -38,8 +38,8 @@ def areas(impl, query, key, length):
     length=st.sampled_from([1, 2, 7, 33]),
 )
 def test_the_estimate_is_the_area_under_the_cumulated_attention(impl, case, length):
-    """Mean query and mean key turned to each place, the attention of the last one, added up place by
-    place.
+    """Mean query and mean key turned to each place, the
+    attention of the last one, added up place by place.
     """
     query, key = impl.round(case.queries[:, :, 0]), impl.round(case.keys[:, :, 0])
     got = impl.duo_attention.estimate_gates(query, key, length=length)
@@ -49,8 +49,8 @@ def test_the_estimate_is_the_area_under_the_cumulated_attention(impl, case, leng
 
 @law("DA-1", of=ESTIMATE)
 def test_a_head_that_looks_everywhere_has_a_gate_above_one_half(impl):
-    """A zero query gives 1/500 to each place: the cumulated attention rises to 1, and its mean is
-    501/1000.
+    """A zero query gives 1/500 to each place: the cumulated
+    attention rises to 1, and its mean is 501/1000.
     """
     got = impl.duo_attention.estimate_gates(np.zeros((1, 2, 2)), np.ones((1, 1, 2)))
     rounds_to(impl, got, [[0.501]], "the gate", terms=500)
@@ -133,8 +133,8 @@ def test_gates_of_another_model_are_refused(impl, shape):
     case=long_cases(kinds=("normal",), lengths=(70_001, 40_960), head_dims=(64,)),
 )
 def test_a_streaming_head_forgets_the_middle_of_a_long_prompt(impl, case):
-    """Of tens of thousands of tokens 384 stay in the last head, which is a streaming one, and all in the
-    others.
+    """Of tens of thousands of tokens 384 stay in the last
+    head, which is a streaming one, and all in the others.
     """
     gates = np.where(np.arange(case.num_kv_heads) == case.num_kv_heads - 1, 0.25, 0.75)[None]
     kept = impl.duo_attention.select(case.keys, gates)
@@ -144,8 +144,8 @@ def test_a_streaming_head_forgets_the_middle_of_a_long_prompt(impl, case):
 
 
 def states_of(case, seed, count):
-    """Queries [B, H_q, M, D] of at most `count` last tokens, in quarters, and the keys and values of the
-    case.
+    """Queries [B, H_q, M, D] of at most `count` last tokens,
+    in quarters, and the keys and values of the case.
     """
     queries = quarters(seed, *case.queries.shape[:2], min(count, case.length), case.head_dim)
     return queries, case.keys, case.values
@@ -160,8 +160,8 @@ many: dict[str, Any] = {
 
 @law("DA-3", of=GATED, sink_size=st.integers(0, 4), recent_size=st.integers(1, 5), **many)
 def test_a_gated_head_mixes_both_attentions_by_its_gate(impl, case, seed, count, sink_size, recent_size):
-    """Also computed query by query: full attention, and attention over the first and the last tokens
-    alone.
+    """Also computed query by query: full attention, and
+    attention over the first and the last tokens alone.
     """
     queries, keys, values = states_of(case, seed, count)
     gates, sizes = gates_of(case, seed), {"sink_size": sink_size, "recent_size": recent_size}
@@ -182,8 +182,8 @@ def test_a_gated_head_mixes_both_attentions_by_its_gate(impl, case, seed, count,
 
 @law("DA-3", of=GATED)
 def test_a_streaming_head_does_not_see_the_middle(impl):
-    """500 zero keys, of which token 200 alone has a value: gates of 1, 1/2 and 0 give 1/500, half of it,
-    and nothing.
+    """500 zero keys, of which token 200 alone has a value:
+    gates of 1, 1/2 and 0 give 1/500, half of it, and nothing.
     """
     values = (np.arange(500) == 200).astype(float).reshape(1, 1, 500, 1).repeat(3, axis=1)
     states, gates = (np.ones((1, 3, 1, 2)), np.zeros((1, 3, 500, 2)), values), np.array([[1.0, 0.5, 0.0]])

@@ -13,8 +13,8 @@ grouped = st.one_of(tiny_cases(), tiny_cases(group=2), seeded_cases())
 
 
 def statistics(impl, case):
-    """A mean [B, H_q, D] and a full-rank covariance [B, H_q, D, D] of the case's queries, as the dtype
-    represents them.
+    """A mean [B, H_q, D] and a full-rank covariance [B, H_q, D, D]
+    of the case's queries, as the dtype represents them.
     """
     queries = case.queries
     covariance = np.swapaxes(queries, -1, -2) @ queries / 4 + np.eye(queries.shape[-1]) / 4
@@ -58,8 +58,8 @@ def averages(
     more=(0.0, 0.0),
     **settings,
 ):
-    """`agrees` or `same` of both results of average_rope, but for `turned_errors` and what `more` allows of
-    each.
+    """`agrees` or `same` of both results of average_rope,
+    but for `turned_errors` and what `more` allows of each.
     """
     asked = {"position": position, "horizon": horizon, **settings}
     got = impl.call(ROPE, mean, covariance, **asked) if got is None else got

@@ -68,8 +68,8 @@ def test_scores_of_the_lengths_of_the_paper_equal_plain_loops(impl, seed):
 
 @law("EA-9", of=SCORE, case=grouped, exponent=st.integers(-3, 3))
 def test_doubling_the_values_doubles_the_score(impl, case, exponent):
-    """The score grows with the values as their norm does, once and not twice (powers of two, so nothing is
-    rounded).
+    """The score grows with the values as their norm does,
+    once and not twice (powers of two, so nothing is rounded).
     """
     keys, values, mean, covariance = inputs = arguments(impl, case)
     got = impl.expected_attention.score(keys, values * 2.0**exponent, mean, covariance) / 2.0**exponent
@@ -141,8 +141,8 @@ def test_epsilon_moves_the_ranking_from_attention_to_the_norm(impl):
 
 @law("EA-9", of=CONTRIBUTION, case=cases(), seed=seeds())
 def test_the_output_projection_may_weigh_the_value(impl, case, seed):
-    """With W_o the norm is that of W_o v; an orthogonal W_o (here channels exchanged and mirrored) changes
-    nothing.
+    """With W_o the norm is that of W_o v; an orthogonal W_o
+    (here channels exchanged and mirrored) changes nothing.
     """
     weights, values, w_o = updates(impl, case, seed)
     for given, projected in (((w_o,), linear(values, w_o.T)), ((), values)):
@@ -199,8 +199,8 @@ def test_a_constant_on_all_logits_changes_nothing(impl, case, shift):
 
 @law("EA-8", of=SCORE, sign=st.sampled_from([1.0, -1.0]))
 def test_logits_of_ten_thousand_do_not_overflow(impl, sign):
-    """At logits of 1e4 the softmax is taken in the log domain: equal keys share the weight, and nothing is
-    NaN.
+    """At logits of 1e4 the softmax is taken in the log
+    domain: equal keys share the weight, and nothing is NaN.
     """
     keys = np.array([[[[128.0, 0, 0, 0], [128, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]]]])
     states = keys, np.ones((1, 1, 4, 1)), sign * np.array([[[160.0, 0, 0, 0]]]), np.zeros((1, 1, 4, 4))
@@ -245,8 +245,8 @@ def sampled_ratios(generator, allowed, mean, root, keys):
 
 @law("EA-7", of=SCORE, seed=seeds())
 def test_the_expectation_is_that_of_sampled_queries(impl, seed):
-    """The mean of exp(q.k/sqrt d) over 20,000 Gaussian queries gives the ratios of the scores, within six
-    standard errors.
+    """The mean of exp(q.k/sqrt d) over 20,000 Gaussian queries
+    gives the ratios of the scores, within six standard errors.
     """
     generator = np.random.default_rng(seed)
     keys = generator.integers(-8, 9, size=(1, 1, 3, 4)) / 8.0
@@ -293,8 +293,8 @@ def test_halving_the_keys_and_doubling_the_queries_changes_nothing(impl, case):
 
 
 def scores_of_the_listing(impl, queries, keys, values):
-    """The scores [T] of one head with epsilon 0 by the statistics of its queries, and what they may be wrong
-    by.
+    """The scores [T] of one head with epsilon 0 by the
+    statistics of its queries, and what they may be wrong by.
 
     The statistics are rounded, and so is the product with the covariance: errors of a key's logit.
     """
@@ -309,8 +309,8 @@ def scores_of_the_listing(impl, queries, keys, values):
 
 @law("EA-L1", of="expected_attention.listing_1", case=seeded_cases(), percent=st.integers(0, 99))
 def test_the_mended_listing_keeps_the_best_by_the_equations(impl, case, percent):
-    """floor(T (1 - ratio)) tokens, at least one, are kept, in position order: the best by EA-7..9 with
-    epsilon 0.
+    """floor(T (1 - ratio)) tokens, at least one, are kept,
+    in position order: the best by EA-7..9 with epsilon 0.
     """
     keys, values, queries = (impl.round(states[0, 0]) for states in (case.keys, case.values, case.queries))
     got_keys, got_values = impl.expected_attention.listing_1(queries, keys, values, percent / 100)

@@ -30,8 +30,8 @@ def states(impl, seed, group, length, **sizes):
 def among_zeros(rows, channels):
     """The rows with zeros in all other channels: the same pairs for RoPE, and logits of about the same size.
 
-    Among many random channels queries and keys are nearly orthogonal. A bfloat16 then hides which key is
-    best.
+    Among many random channels queries and keys are nearly
+    orthogonal. A bfloat16 then hides which key is best.
     """
     pairs = rows.shape[-1] // 2
     wide = np.zeros((*rows.shape[:-1], channels))
@@ -125,8 +125,8 @@ def check_stream(impl, states, length, target, *, interval=512, buffer_size=128,
 def test_decoding_compresses_every_interval(
     impl, seed, group, length, target, interval, buffer_size, epsilon
 ):
-    """Step by step: the cache grows by one, and every `interval` steps shrinks to the `target` best by the
-    latest queries.
+    """Step by step: the cache grows by one, and every `interval`
+    steps shrinks to the `target` best by the latest queries.
     """
     settings = {"interval": interval, "buffer_size": buffer_size, "horizon": 4, "epsilon": epsilon}
     check_stream(impl, states(impl, seed, group, length + 12), length, target, **settings)
@@ -251,8 +251,8 @@ def test_skewness_and_kurtosis_are_standardised_moments(impl, case):
 
 @law("EA-A", of=MEASURES)
 def test_known_distributions_have_their_moments(impl):
-    """Two equal points have excess kurtosis -2, a constant channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and
-    kurtosis -2/3.
+    """Two equal points have excess kurtosis -2, a constant
+    channel -3, (0, 0, 0, 4) skewness 2/sqrt 3 and kurtosis -2/3.
     """
     channels = np.array([[1.0, -1, 1, -1], [2, 2, 2, 2], [0, 0, 0, 4]]).T
     skewness, kurtosis = impl.expected_attention_theory.skewness_and_kurtosis(channels)

@@ -53,8 +53,8 @@ def moments(seed, head_dim=6):
 
 @law("EA-1")
 def test_the_printed_shapes_do_not_multiply():
-    """W of shape h x d does not map a hidden state of h numbers, nor W_o of shape d x h a value of d: both
-    are transposed.
+    """W of shape h x d does not map a hidden state of h numbers,
+    nor W_o of shape d x h a value of d: both are transposed.
     """
     hidden, head = 6, 4
     with pytest.raises(ValueError, match="matmul"):
@@ -65,8 +65,8 @@ def test_the_printed_shapes_do_not_multiply():
 
 @law("EA-4S")
 def test_the_largest_update_can_be_the_one_to_evict():
-    """Weights .5, .3, .2 and values 1, 2, -1/2: the update of token 0 measures 1/2, and evicting it
-    changes nothing.
+    """Weights .5, .3, .2 and values 1, 2, -1/2: the update
+    of token 0 measures 1/2, and evicting it changes nothing.
     """
     weights, values, w_o = np.array([0.5, 0.3, 0.2]), np.array([[1.0], [2.0], [-0.5]]), np.eye(1)
     norms, errors = theory.update_norms(weights, values, w_o), theory.removal_error(weights, values, w_o)
@@ -154,8 +154,8 @@ def test_averaging_the_rotation_never_raises_an_expectation(seed):
 
 @law("EA-6")
 def test_the_average_can_miss_an_expectation_by_any_factor():
-    """Mean 0, covariance I, key (8, 0), d = 2: at every position zhat = e^16; with the average over 512
-    positions 1.0003.
+    """Mean 0, covariance I, key (8, 0), d = 2: at every position
+    zhat = e^16; with the average over 512 positions 1.0003.
     """
     keys = np.array([[8.0, 0]])
     one = log_expected_scores(keys, *average_rope(np.zeros(2), np.eye(2), position=9, horizon=1))
@@ -278,8 +278,8 @@ def test_the_cache_is_only_half_as_small_at_its_peak():
 
 @law("EA-10", seed=seeds())
 def test_the_position_changes_the_statistics(seed):
-    """The buffer's length in place of the true position turns the statistics by another angle: the scores
-    differ.
+    """The buffer's length in place of the true position
+    turns the statistics by another angle: the scores differ.
     """
     mean, covariance = moments(seed)
     keys = rope.rotate(np.random.default_rng(seed).normal(size=(20, 6)), np.arange(3980, 4000))
@@ -292,8 +292,8 @@ def test_the_position_changes_the_statistics(seed):
 
 @law("EA-T1")
 def test_ruler_is_won_for_two_models_of_three():
-    """Best at every ratio for Qwen3 and Gemma3; for Llama3.1 at 2 of 10, level at one, fourth of five at
-    90 %.
+    """Best at every ratio for Qwen3 and Gemma3; for Llama3.1
+    at 2 of 10, level at one, fourth of five at 90 %.
     """
     ruler = scores("ruler")
     assert [wins(ruler, model, REMOVED) for model in ruler] == [(10, 0), (10, 0), (2, 1)]
@@ -307,8 +307,8 @@ def test_ruler_is_won_for_two_models_of_three():
 
 @law("EA-T1")
 def test_half_the_cache_is_not_free_for_two_models_of_three():
-    """With 50 % removed Ruler falls by .6 and .2 % for Qwen3, 2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for
-    Llama3.1.
+    """With 50 % removed Ruler falls by .6 and .2 % for Qwen3,
+    2.6 and 10.9 % for Gemma3, 3.3 and 7.9 % for Llama3.1.
 
     No table has a column for 60 %: the losses there are those of a line between its neighbours, 50 and 75 %.
     """
@@ -328,8 +328,8 @@ def test_half_the_cache_is_not_free_for_two_models_of_three():
 
 @law("EA-S3")
 def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
-    """KeyDiff is the best baseline at 10 of 10 ratios for Gemma3 and 7 of 10 for Qwen3, but at 3 of 10 for
-    Llama3.1.
+    """KeyDiff is the best baseline at 10 of 10 ratios for
+    Gemma3 and 7 of 10 for Qwen3, but at 3 of 10 for Llama3.1.
     """
     ruler = scores("ruler")
     others = {
@@ -342,8 +342,8 @@ def test_keydiff_is_the_best_baseline_where_it_is_said_to_struggle():
 
 @law("EA-T2")
 def test_math_is_not_won_at_every_place():
-    """Best or level in 8 of 9 places; for Nemotron with a cache half the size, KeyDiff and StreamingLLM
-    score more.
+    """Best or level in 8 of 9 places; for Nemotron with a
+    cache half the size, KeyDiff and StreamingLLM score more.
     """
     math500 = scores("math500")
     assert [wins(math500, model, (1, 2, 3)) for model in math500] == [(3, 0), (3, 0), (1, 1)]
@@ -356,8 +356,8 @@ def test_math_is_not_won_at_every_place():
 
 @law("EA-T3")
 def test_longbench_is_won_in_eight_places_of_fifteen():
-    """Best in 4 of 5 places for Qwen3, 1 of 5 for Gemma3 (where TOVA has the other four) and 3 of 5 for
-    Llama3.1.
+    """Best in 4 of 5 places for Qwen3, 1 of 5 for Gemma3
+    (where TOVA has the other four) and 3 of 5 for Llama3.1.
     """
     longbench = scores("longbench")
     assert [wins(longbench, model, range(1, 6)) for model in longbench] == [(4, 0), (1, 0), (3, 0)]
@@ -379,8 +379,8 @@ def test_longbench_is_won_in_eight_places_of_fifteen():
 
 @law("EA-T3")
 def test_two_bold_figures_are_not_the_best():
-    """In bold are SnapKV's 48.40 beside TOVA's 48.41, and Expected Attention's 46.8 beside KeyDiff's
-    48.01.
+    """In bold are SnapKV's 48.40 beside TOVA's 48.41,
+    and Expected Attention's 46.8 beside KeyDiff's 48.01.
     """
     longbench = scores("longbench")
     assert best(longbench, "Qwen3-8B", 1) == ["TOVA"]

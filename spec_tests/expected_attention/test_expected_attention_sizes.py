@@ -15,8 +15,8 @@ RANK = 3
 
 
 def check_statistics(impl, case):
-    """Raise Violation unless mean and covariance are those of parts of a hundred or a thousand queries,
-    put together.
+    """Raise Violation unless mean and covariance are those of
+    parts of a hundred or a thousand queries, put together.
     """
     queries = of_dtype(impl, case.keys)
     count = queries.shape[-2]
@@ -94,8 +94,8 @@ def log_errors(impl, queries_mean, factor, keys):
 
 
 def expected_scores(impl, mean, factors, keys, values):
-    """The scores [1, H_kv, T] for the covariances F F^T, one query head after the other, and what they may be
-    wrong by.
+    """The scores [1, H_kv, T] for the covariances F F^T, one
+    query head after the other, and what they may be wrong by.
     """
     weights, errors = np.zeros(keys.shape[:3]), np.zeros(keys.shape[:3])
     group, norms = mean.shape[1] // keys.shape[1], np.sqrt(np.square(values).sum(axis=-1))

@@ -79,8 +79,8 @@ def test_the_window_acts_as_its_middle_shrunk(impl, case, position, horizon):
 
 
 def outer_errors(impl, mean, position):
-    """How far the outer product of the mean that the last call turned may be from the covariance that it
-    turned.
+    """How far the outer product of the mean that the last
+    call turned may be from the covariance that it turned.
 
     The outer product was rounded to the dtype before it was turned, and either factor may be wrong.
     """
@@ -130,9 +130,9 @@ def test_bad_statistics_are_refused(impl, bad):
 def updating_errors(impl, queries):
     """What mean and covariance may be wrong by where they are updated query by query.
 
-    Welford's recurrence rounds at every one of n queries of at most M, each error fading as 1/n: together at
-    most eps M (n + 9) / 4 on the mean and eps M^2 (3 n + 84) / 4 on the covariance, where the plain sums may
-    be exact.
+    Welford's recurrence rounds at every one of n queries of at most M, each
+    error fading as 1/n: together at most eps M (n + 9) / 4 on the mean and eps
+    M^2 (3 n + 84) / 4 on the covariance, where the plain sums may be exact.
     """
     largest, count = float(np.abs(queries).max()), queries.shape[-2]
     changed = largest * (count + 9) / 4, largest**2 * (3 * count + 84) / 4
@@ -193,8 +193,8 @@ def test_statistics_pass_through_a_linear_map(impl, case, seed):
 
 @law("EA-1", of="expected_attention_theory.project", seed=seeds(), shift=st.integers(0, 50))
 def test_logits_depend_on_distance_alone(impl, seed, shift):
-    """Moving all positions by the same distance changes no q_i.k_j; W maps h channels to D; values carry
-    no position.
+    """Moving all positions by the same distance changes no
+    q_i.k_j; W maps h channels to D; values carry no position.
     """
     generator = np.random.default_rng(seed)
     states = [impl.round(generator.normal(size=shape)) for shape in [(5, 6), (4, 6), (4, 6), (4, 6)]]
@@ -290,8 +290,8 @@ def float32_errors(position):
     dim=st.sampled_from([2, 4, 8]),
 )
 def test_the_average_rotation_never_lengthens(impl, position, horizon, dim):
-    """Rbar^T Rbar = diag(g^2) with every g at most 1, and 1 where horizon = 1: an average of rotations
-    shrinks.
+    """Rbar^T Rbar = diag(g^2) with every g at most 1, and
+    1 where horizon = 1: an average of rotations shrinks.
     """
     got = impl.expected_attention.average_rotation(dim, position=position, horizon=horizon)
     expected = oracle("expected_attention.average_rotation")(dim, position=position, horizon=horizon)

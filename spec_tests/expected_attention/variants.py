@@ -71,8 +71,8 @@ def torch_log_softmax(keys, values, query_mean, query_covariance, *, epsilon=0.0
 
 @control(SCORE, array_library="torch", dtypes=NUMPY)
 def padded_powers_of_two(keys, values, query_mean, query_covariance, *, epsilon=0.02):
-    """As a kernel does it: tokens padded to a multiple of 16 and masked, logits scaled by log2 e, powers
-    of two.
+    """As a kernel does it: tokens padded to a multiple of
+    16 and masked, logits scaled by log2 e, powers of two.
     """
     length = keys.shape[2]
     padded = torch.nn.functional.pad(keys, (0, 0, 0, -length % 16), value=3.0)

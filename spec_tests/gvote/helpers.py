@@ -6,8 +6,8 @@ WEIGHTS, SELECT = "gvote.attention_weights", "gvote.select"
 
 
 def drawn_queries(case, seed, samples):
-    """A current query [B, H_q, D] and sampled ones [B, H_q, S, D], in quarters: exact in every dtype, and
-    sometimes equal.
+    """A current query [B, H_q, D] and sampled ones [B, H_q, S, D],
+    in quarters: exact in every dtype, and sometimes equal.
     """
     batch, num_query_heads, _, head_dim = case.queries.shape
     generator = np.random.default_rng(seed)
@@ -21,8 +21,8 @@ def whole(case):
 
 
 def mass_slack(impl, length):
-    """What the comparison of a mass with p may be wrong by: p, the total and the sum are rounded, and sums
-    accumulate.
+    """What the comparison of a mass with p may be wrong by:
+    p, the total and the sum are rounded, and sums accumulate.
     """
     return 2 * final_rounding(impl) + length * accumulating(impl)
 
@@ -47,15 +47,15 @@ def bounds_of_budget(impl, weights, p):
 
 
 def first_of_each(scores, budgets):
-    """The first tokens of each row [.., T] of scores by a stable sort by falling score, as many as budgets
-    [..] says.
+    """The first tokens of each row [.., T] of scores by a
+    stable sort by falling score, as many as budgets [..] says.
     """
     return np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1) < budgets[..., None]
 
 
 def check_each_selection(kept, scores, budgets):
-    """Raise Violation unless each row of scores [.., T] keeps its own number of its best, whichever of
-    equal scores.
+    """Raise Violation unless each row of scores [.., T] keeps
+    its own number of its best, whichever of equal scores.
     """
     require_mask(kept, scores.shape, "the selection")
     for row in np.ndindex(budgets.shape):

@@ -23,8 +23,8 @@ from evictionary.spec_tests.judge.prelude import *
     p=st.sampled_from([0.95, 0.5, 0.99, 1.0, 0.05]),
 )
 def test_each_head_keeps_the_union_of_the_top_b0(impl, case, seed, samples, p):
-    """Every sampled query of a KV head's group votes for its top B_0, B_0 being that of its own query
-    head.
+    """Every sampled query of a KV head's group votes for
+    its top B_0, B_0 being that of its own query head.
     """
     query, sampled = drawn_queries(case, seed, samples)
     kept = impl.gvote.select(query, case.keys, sampled, p=p)
@@ -34,8 +34,8 @@ def test_each_head_keeps_the_union_of_the_top_b0(impl, case, seed, samples, p):
 
 @law("GV-A11", of=SELECT, kind="edge", case=cases(), seed=seeds(), p=st.sampled_from([0.5, 0.05, 0.95]))
 def test_of_equal_logits_those_at_the_lower_positions_get_the_votes(impl, case, seed, p):
-    """A sample along one channel sees whole numbers, many equal: its B_0 votes are the first of a stable
-    sort.
+    """A sample along one channel sees whole numbers, many
+    equal: its B_0 votes are the first of a stable sort.
     """
     query, keys = drawn_queries(case, seed, 0)[0], whole(case)
     channels = np.random.default_rng(seed).integers(keys.shape[-1], size=query.shape[:2])
@@ -106,8 +106,8 @@ def test_the_length_of_a_sample_does_not_matter(impl, case, seed):
 
 @law("GV-A11", of=SELECT, case=seeded_cases(max_length=17), seed=seeds())
 def test_heads_do_not_see_each_other(impl, case, seed):
-    """Other queries and keys in one KV head, or one batch item, leave the selection of the others as it
-    is.
+    """Other queries and keys in one KV head, or one batch
+    item, leave the selection of the others as it is.
     """
     (query, sampled), keys = drawn_queries(case, seed, 2), whole(case)
     before = impl.gvote.select(query, keys, sampled)
@@ -147,8 +147,8 @@ def test_each_sample_has_a_vote(impl):
 
 @law("GV-A10", of=SELECT)
 def test_the_budget_is_that_of_the_current_query(impl):
-    """A sample without preference keeps the B_0 = 1 token of the current query's count, not a nucleus of
-    its own.
+    """A sample without preference keeps the B_0 = 1 token
+    of the current query's count, not a nucleus of its own.
     """
     got = impl.gvote.select(one_hot(3)[:, :, 0], one_hot(0, 1, 2, 3), 0 * one_hot(0))
     require_mask(got, (1, 1, 4), "the selection")
@@ -194,8 +194,8 @@ def test_query_head_h_votes_in_kv_head_h_over_g(impl):
 
 @law("GV-A9", of=SELECT)
 def test_far_logits_still_rank(impl):
-    """A sample of logits 2048, 1024 and 0, of which softmax leaves only the first, still ranks the other
-    two.
+    """A sample of logits 2048, 1024 and 0, of which softmax
+    leaves only the first, still ranks the other two.
     """
     keys = np.array([[[[0.0, 1], [32, 0], [64, 0]]]])
     got = impl.gvote.select(np.array([[[0.0, 0]]]), keys, np.array([[[[45.25, 0]]]]), p=0.5)
@@ -246,8 +246,8 @@ BAD: dict[str, dict[str, Any]] = {
 
 @law("GV-A11", of=SELECT, kind="refusal", bad=st.sampled_from(list(BAD)))
 def test_arguments_that_do_not_fit_are_refused(impl, bad):
-    """Wrong channels, NaN, samples of other heads, query heads that no group divides, or p above 1 raise
-    ValueError.
+    """Wrong channels, NaN, samples of other heads, query heads
+    that no group divides, or p above 1 raise ValueError.
     """
     assume(impl.reads_numbers or bad != "keys")
     *states, p = (FITTING | BAD[bad]).values()

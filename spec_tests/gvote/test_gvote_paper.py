@@ -56,8 +56,8 @@ def test_the_union_is_as_large_as_its_largest_member(seed, samples):
 
 @law("GV-C1", length=st.integers(1, 64))
 def test_the_cache_is_linear_in_the_length(length):
-    """Twice the tokens are twice the numbers; it is the attention matrix of the prompt, never cached, that
-    grows quadratically.
+    """Twice the tokens are twice the numbers; it is the attention
+    matrix of the prompt, never cached, that grows quadratically.
     """
 
     def stored(tokens):
@@ -116,8 +116,8 @@ def test_a_further_candidate_never_lowers_the_overlap(seed, extra):
 
 @law("GV-C5")
 def test_no_query_is_promised_mass_p():
-    """With 8 keys and a query that looks at one, B_0 = 1: of a flat sample mass 1/8 is kept, of the query
-    itself none.
+    """With 8 keys and a query that looks at one, B_0 = 1: of
+    a flat sample mass 1/8 is kept, of the query itself none.
     """
     keys, query = one_hot(*range(8), size=8), 2 * one_hot(7, size=8)[:, :, 0]
     flat, other = np.zeros((1, 1, 1, 8)), one_hot(3, size=8)
@@ -152,8 +152,8 @@ def test_a_token_that_few_queries_need_is_often_missed(share, samples):
 
 @law("GV-C7")
 def test_the_gathered_cache_grows_with_p():
-    """Lines 4 to 9 do not know p; line 12 gathers 2 tokens of 8 at p = .25 and 8 at p = 1, for a flat
-    query.
+    """Lines 4 to 9 do not know p; line 12 gathers 2 tokens
+    of 8 at p = .25 and 8 at p = 1, for a flat query.
     """
     keys, query = one_hot(*range(8), size=8), np.zeros((1, 1, 8))
     hidden, weight = np.zeros((1, 8, 2)), np.zeros((1, 2, 8))
@@ -184,8 +184,8 @@ def test_the_logits_are_a_fixed_share_of_the_cache():
 
 @law("GV-C9")
 def test_a_diagonal_gaussian_loses_correlations():
-    """Two equal channels through W_Q = (1, -1): every real query is 0, the sampled ones have variance 2
-    sigma^2.
+    """Two equal channels through W_Q = (1, -1): every real
+    query is 0, the sampled ones have variance 2 sigma^2.
     """
     generator = np.random.default_rng(0)
     channel = generator.normal(size=(500, 1))
@@ -234,8 +234,8 @@ def test_a_flat_query_needs_p_of_all_tokens(count):
 
 @law("GV-A2")
 def test_the_nucleus_is_found_in_falling_order_only():
-    """(2, 3, 11)/16 at p = 11/16: counting from the first token keeps all three, the nucleus is the last
-    one.
+    """(2, 3, 11)/16 at p = 11/16: counting from the first
+    token keeps all three, the nucleus is the last one.
     """
     attention, p = np.array([2, 3, 11]) / 16, 11 / 16
     subsets = itertools.chain.from_iterable(itertools.combinations(range(3), size) for size in (1, 2, 3))

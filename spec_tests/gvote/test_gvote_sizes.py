@@ -65,8 +65,8 @@ def test_of_a_long_row_the_lower_of_equal_weights_are_in_the_nucleus(impl, case,
 
 
 def row_of_weights(impl, case):
-    """Weights of the order of 1, so that half precision holds them: mass is relative to the sum of the
-    row.
+    """Weights of the order of 1, so that half precision
+    holds them: mass is relative to the sum of the row.
     """
     return impl.round(np.exp(case.keys[..., 0] - case.keys[..., 0].max(axis=-1, keepdims=True)))
 
@@ -79,8 +79,8 @@ def row_of_weights(impl, case):
     budget=st.integers(1, 60_000),
 )
 def test_a_long_row_keeps_its_own_number(impl, case, budget):
-    """Each of several rows of up to 131,072 tokens keeps b_h tokens, and none evicted scores more than one
-    kept.
+    """Each of several rows of up to 131,072 tokens keeps
+    b_h tokens, and none evicted scores more than one kept.
     """
     scores, budgets = long_scores(impl, case, budget)
     check_each_selection(impl.gvote.top_each(scores, budgets), scores, budgets)
@@ -267,8 +267,8 @@ def every_other(impl, case, p):
     ),
 )
 def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
-    """Mean and variance over thousands of tokens, the four sinks skipped, though the mean moves along
-    them.
+    """Mean and variance over thousands of tokens, the
+    four sinks skipped, though the mean moves along them.
     """
     states = of_dtype(impl, case.keys[:, 0])
     observed = states[:, 4:]
@@ -289,8 +289,8 @@ def test_statistics_of_a_long_prompt_add_up_its_parts(impl, case):
     theta=st.sampled_from([10000.0, 500000.0]),
 )
 def test_far_positions_average_like_near_ones(impl, head_dim, position, theta):
-    """Up to position 131,072 the means of cos and sin over 512 positions are the closed form of the
-    geometric sum.
+    """Up to position 131,072 the means of cos and sin over
+    512 positions are the closed form of the geometric sum.
     """
     frequency = rope.frequencies(head_dim, theta)
     shrinkage = np.sin(256 * frequency) / (512 * np.sin(frequency / 2))

@@ -1,5 +1,5 @@
-"""Laws of GVote's equations and of the single lines of Algorithm 1: GV-1 to GV-5, GV-A1 to GV-A12, GV-O,
-GV-F3.
+"""Laws of GVote's equations and of the single lines of
+Algorithm 1: GV-1 to GV-5, GV-A1 to GV-A12, GV-O, GV-F3.
 """
 
 import statistics
@@ -82,8 +82,8 @@ def test_importance_is_attention_summed_over_the_queries(impl, case):
 
 @law("GV-4", of="gvote_theory.allocate", case=cases(), share=st.integers(0, 16).map(lambda count: count / 16))
 def test_quotas_sum_to_the_budget(impl, case, share):
-    """The quotas sum to the budget; no head gets a token that scores less than one another head has to
-    leave.
+    """The quotas sum to the budget; no head gets a token
+    that scores less than one another head has to leave.
     """
     scores = impl.round(case.keys[..., 0])
     budget = min(int(share * (scores.size + 1)), scores.size)
@@ -188,8 +188,8 @@ def test_a_row_without_weight_has_its_first_token(impl, p):
 
 @law("GV-A2", of=NUCLEUS)
 def test_mass_is_relative_to_the_row(impl):
-    """Weights that rounding left at a sum of 0.9375, below p, still have a nucleus: no weight of 0 is in
-    it.
+    """Weights that rounding left at a sum of 0.9375, below
+    p, still have a nucleus: no weight of 0 is in it.
     """
     kept = impl.gvote.nucleus(np.array([0.5, 0.4375, 0, 0]), 0.95)
     equal(kept, [True, True, False, False], "the nucleus of (.5, .4375, 0, 0) at .95 is not the first two")
@@ -197,8 +197,8 @@ def test_mass_is_relative_to_the_row(impl):
 
 @law("GV-A2", of=NUCLEUS)
 def test_mass_is_the_sum_of_the_weights(impl):
-    """Of the weights 7/16, 4/16, 3/16 and 2/16 the mass 1/4 takes one, 1/2 two, 3/4 three and 15/16 all
-    four.
+    """Of the weights 7/16, 4/16, 3/16 and 2/16 the mass
+    1/4 takes one, 1/2 two, 3/4 three and 15/16 all four.
     """
     for count, p in enumerate((0.25, 0.5, 0.75, 0.9375), start=1):
         kept = impl.gvote.nucleus(np.array([0.4375, 0.25, 0.1875, 0.125]), p)
@@ -207,8 +207,8 @@ def test_mass_is_the_sum_of_the_weights(impl):
 
 @law("GV-A2", of=NUCLEUS)
 def test_many_small_weights_add_up(impl):
-    """Of 4096 equal weights the nucleus at .75 has 3072: a sum in half precision would stop growing at a
-    half.
+    """Of 4096 equal weights the nucleus at .75 has 3072:
+    a sum in half precision would stop growing at a half.
     """
     count = impl.gvote.nucleus(np.full((1, 4096), 2.0**-12), 0.75).sum(axis=-1)
     near(count, np.array([3072]), 4096 * mass_slack(impl, 4096), "the number of equal weights in the nucleus")
@@ -318,8 +318,8 @@ def test_samples_have_the_mean_and_the_variance(impl):
 
 @law("GV-A6", of="gvote.project", case=cases(), seed=seeds())
 def test_projection_is_the_linear_layer(impl, case, seed):
-    """Q = X W_Q + b, W_Q from channels to D; in whole numbers the projection of a sum is the sum of the
-    projections.
+    """Q = X W_Q + b, W_Q from channels to D; in whole numbers
+    the projection of a sum is the sum of the projections.
     """
     channels, generator, keys = case.keys.shape[-1], np.random.default_rng(seed), impl.round(case.keys)
     weight, bias = (impl.round(generator.normal(size=shape)) for shape in ((channels, 5), 5))
@@ -355,8 +355,8 @@ def test_averages_have_the_closed_form(impl, head_dim, position, horizon, theta)
 def moved_by_angles(impl, queries, position):
     """What a channel may be wrong by, at most and on average, where angles up to this position are.
 
-    An allowance knows what the arithmetic on the queries costs; an angle that is a little off moves a pair by
-    its radius.
+    An allowance knows what the arithmetic on the queries costs;
+    an angle that is a little off moves a pair by its radius.
     """
     moved = angle_error(impl, position) * np.hypot(*np.split(queries, 2, axis=-1))
     return moved.max(), moved.mean()
@@ -379,8 +379,8 @@ def lengthened(impl, queries, moved):
     theta=st.sampled_from([10000.0, 500.0]),
 )
 def test_the_averaged_query_is_the_mean_of_the_rotated_ones(impl, case, position, horizon, theta):
-    """Rotating to each of the positions and averaging gives the same; one position is RoPE itself; no
-    query grows.
+    """Rotating to each of the positions and averaging gives
+    the same; one position is RoPE itself; no query grows.
     """
     odd = case.queries.shape[-1] % 2
     even = np.concatenate([case.queries, case.queries[..., ::-1]], axis=-1) if odd else case.queries
@@ -436,8 +436,8 @@ def test_union_keeps_what_any_sample_votes_for(impl, case, seed):
 
 @law("GV-A12", of="gvote.prune", case=seeded_cases(max_length=17), seed=seeds())
 def test_pruning_gathers_keys_and_values_head_by_head(impl, case, seed):
-    """Row after row the key, the value and the position of each kept token, and how many rows each head
-    has.
+    """Row after row the key, the value and the position
+    of each kept token, and how many rows each head has.
     """
     kept = np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
     where = tuple(np.argwhere(kept).T)
@@ -498,8 +498,8 @@ def test_the_optimal_set_is_the_smallest_around_the_first_of_equal_weights(impl,
 
 @law("GV-F3", of="gvote_theory.attention_overlap", weights=exact_weights(), seed=seeds())
 def test_overlap_is_the_attention_on_the_candidates(impl, weights, seed):
-    """The sum of the weights of the candidates: 1 for all tokens, 0 for none, and never less with a
-    candidate more.
+    """The sum of the weights of the candidates: 1 for all
+    tokens, 0 for none, and never less with a candidate more.
     """
     candidates = np.random.default_rng(seed).random(weights.shape) < 0.5
     expected = sum(weight for weight, chosen in zip(weights, candidates, strict=True) if chosen)

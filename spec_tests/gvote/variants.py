@@ -260,8 +260,8 @@ control(PRUNE, array_library="torch", dtypes=ALL, name="torch_gathered")(torch_i
 
 @control(SELECT, dtypes=NUMPY, max_length=1024)
 def tokens_first(query, keys, sampled_queries, *, p=0.95):
-    """A permuted layout; votes by counting what comes before a token, added up over samples and query
-    heads.
+    """A permuted layout; votes by counting what comes
+    before a token, added up over samples and query heads.
     """
     by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3))
     states = np.concatenate([query[:, :, None], sampled_queries], axis=2)
@@ -275,8 +275,8 @@ def tokens_first(query, keys, sampled_queries, *, p=0.95):
 
 
 def torch_elected(ranked):
-    """torch in the dtype of the keys throughout, as eager code does it; `ranked` has the arguments of
-    `top_each`.
+    """torch in the dtype of the keys throughout, as eager
+    code does it; `ranked` has the arguments of `top_each`.
     """
 
     def select(query, keys, sampled_queries, *, p=0.95):

@@ -37,8 +37,8 @@ def test_no_query_sees_a_later_token(impl, case, seed):
 
 @law("H2-1", of=SCORE)
 def test_equal_keys_score_by_how_long_they_were_seen(impl):
-    """Zero keys: token t receives 1/(t+1) from each query from t on; of 4 tokens 25/12, 13/12, 7/12 and
-    1/4.
+    """Zero keys: token t receives 1/(t+1) from each query
+    from t on; of 4 tokens 25/12, 13/12, 7/12 and 1/4.
     """
     got = impl.h2o.score(np.ones((1, 1, 4, 2)), np.zeros((1, 1, 4, 2)))
     near(got, np.array([[[25, 13, 7, 3]]]) / 12, 0.02, "the score, the sum of 1/(m+1),")
@@ -66,8 +66,8 @@ def test_fewer_queries_are_those_of_the_last_tokens(impl, length, last):
 
 @law("H2-1", of=SELECT, case=cases(max_length=33), seed=seeds(), share=shares())
 def test_half_of_the_budget_is_recent(impl, case, seed, share):
-    """Of an even budget the last half stays, and the other half goes to the highest scores among the other
-    tokens.
+    """Of an even budget the last half stays, and the other
+    half goes to the highest scores among the other tokens.
     """
     queries, length = prompt_queries(case, seed), case.keys.shape[2]
     budget = 2 * max(1, int(share * (length + 2) / 2))

@@ -1,5 +1,5 @@
-"""The process of `pytest` or of `evictionary judge` imports nothing that is judged: a process of its own
-describes it.
+"""The process of `pytest` or of `evictionary judge` imports
+nothing that is judged: a process of its own describes it.
 
 So a verdict is told whatever an implementation does to its process. Workers of pytest-xdist ask the laws,
 under a `watch`.
@@ -25,11 +25,11 @@ IMPORT_SECONDS = 120.0
 
 
 def described(target: str, *arguments: Any, **options: Any) -> list[Any]:
-    """What `load_each` finds, from a process of its own: without its code, of which there are only the
-    names.
+    """What `load_each` finds, from a process of its own:
+    without its code, of which there are only the names.
 
-    Raises UnusableImplementation as `load_each` does, and where importing the implementation ends the
-    process.
+    Raises UnusableImplementation as `load_each` does, and
+    where importing the implementation ends the process.
     """
     command = [sys.executable, "-P", "-m", __name__]
     seconds = max(IMPORT_SECONDS, options.get("seconds", 0))

@@ -10,9 +10,9 @@ A sum of squares may lie beyond the range of float16 where its root does not: 30
 and its square overflows. Libraries hold such a sum in float32. So it keeps the digits of float16 until its
 root is taken, and a program that overflows there differs from what is allowed.
 
-What is exact in every right form stays exact: a short number is not rounded, nor a short sum of short dyadic
-numbers, which has no error in any order. So on hand-sized inputs the allowance is zero and the comparison is
-equality.
+What is exact in every right form stays exact: a short number is not rounded,
+nor a short sum of short dyadic numbers, which has no error in any order. So
+on hand-sized inputs the allowance is zero and the comparison is equality.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ ACCUMULATOR = {"float64": "float64", "float32": "float32", "float16": "float32",
 
 
 def round_to(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Round float64 numbers to the nearest that `dtype` represents (ties to even); the result is float64
-    again.
+    """Round float64 numbers to the nearest that `dtype`
+    represents (ties to even); the result is float64 again.
     """
     if dtype == "float64":
         return array
@@ -195,8 +195,8 @@ def _plain(value: Any) -> Any:
 
 
 def _lowest_bit(array: Any) -> float:
-    """The smallest power of two of which every number of the array is a whole multiple; infinity for zeros
-    alone.
+    """The smallest power of two of which every number of
+    the array is a whole multiple; infinity for zeros alone.
     """
     values = np.abs(np.asarray(array, dtype=np.float64))
     values = values[(values > 0) & np.isfinite(values)]
@@ -210,8 +210,8 @@ def _lowest_bit(array: Any) -> float:
 def _terms(
     ufunc: np.ufunc, method: str, inputs: list[Any], kwargs: dict[str, Any]
 ) -> tuple[np.ndarray, int, float]:
-    """For a sum: the sum of the magnitudes of its terms, their number, and the lowest bit that a term can
-    have.
+    """For a sum: the sum of the magnitudes of its terms,
+    their number, and the lowest bit that a term can have.
     """
     if ufunc is np.matmul:
         left, right = inputs

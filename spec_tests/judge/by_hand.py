@@ -109,8 +109,8 @@ def window_above_all(got: Any, keys: np.ndarray, window_size: int) -> np.ndarray
 
 
 def rounding(impl: Implementation, terms: int = 1) -> float:
-    """What a number may be wrong by, in parts of the sum of the magnitudes of the `terms` that it is the
-    sum of.
+    """What a number may be wrong by, in parts of the sum
+    of the magnitudes of the `terms` that it is the sum of.
 
     A few roundings to the dtype, and a sum in its accumulator, one term after the other: its errors grow like
     a random walk. For long inputs, where to run the oracle in other arithmetics costs too much; mistakes of
@@ -121,8 +121,8 @@ def rounding(impl: Implementation, terms: int = 1) -> float:
 
 
 def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
-    """The states rounded to the dtype; what it cannot hold (1e-7 and 1e4 in float16) says nothing about an
-    implementation.
+    """The states rounded to the dtype; what it cannot hold (1e-7
+    and 1e4 in float16) says nothing about an implementation.
     """
     rounded = impl.round(states)
     if impl.dtype == "float16" and not 1e-3 < np.abs(states).mean() < 1e3:
@@ -131,23 +131,23 @@ def of_dtype(impl: Implementation, states: np.ndarray) -> np.ndarray:
 
 
 def width(impl: Implementation, wanted: int = 2) -> int:
-    """As many channels as wanted, or as few as the domain allows: for laws whose numbers do not depend on
-    them.
+    """As many channels as wanted, or as few as the domain
+    allows: for laws whose numbers do not depend on them.
     """
     allowed = impl.domain.head_dim
     return wanted if not allowed or wanted in allowed else min(allowed)
 
 
 def largest_product(impl: Implementation, head_dim: int) -> float:
-    """`q . k` of a logit of 1e4, or what float16 holds: an implementation may multiply before it divides
-    by sqrt(D).
+    """`q . k` of a logit of 1e4, or what float16 holds: an
+    implementation may multiply before it divides by sqrt(D).
     """
     return min(1e4 * float(np.sqrt(head_dim)), 6e4 if impl.dtype == "float16" else np.inf)
 
 
 def in_parts(function: Callable[..., Any], *states: np.ndarray, size: int = 3000) -> list[Any]:
-    """The results of `function` for one part after the other of the tokens, the next to last axis of all
-    states.
+    """The results of `function` for one part after the other
+    of the tokens, the next to last axis of all states.
     """
     return [
         function(*(each[..., start : start + size, :] for each in states))
@@ -176,8 +176,8 @@ def attention_in_parts(
 
 
 def weights_in_parts(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """The attention of queries [M, D] on all of the keys [T, D] of one head, [M, T], by the log-sum-exp of
-    `attention_in_parts`.
+    """The attention of queries [M, D] on all of the keys [T, D] of
+    one head, [M, T], by the log-sum-exp of `attention_in_parts`.
     """
     normaliser = attention_in_parts(queries, keys, keys[:, :1])[1]
     return np.exp(queries @ keys.T / np.sqrt(keys.shape[-1]) - normaliser[:, None])
@@ -240,8 +240,8 @@ def sum_errors(
 
 
 def logit_errors(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """What each logit q . k / sqrt(D) of queries [.., M, D] and keys [.., T, D] may be wrong by, [.., M,
-    T].
+    """What each logit q . k / sqrt(D) of queries [.., M, D]
+    and keys [.., T, D] may be wrong by, [.., M, T].
 
     The inputs are exact. The logit is rounded to the dtype, or the query times 1 / sqrt(D) is; the
     accumulator adds the products.
@@ -278,8 +278,8 @@ def attended(impl: Implementation, queries: np.ndarray, keys: np.ndarray) -> tup
 def output_slack(
     impl: Implementation, queries: np.ndarray, keys: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """What attention of queries [M, D] on one KV head, keys [T, D] and values [T, D_v], may be wrong by,
-    [M, D_v].
+    """What attention of queries [M, D] on one KV head, keys
+    [T, D] and values [T, D_v], may be wrong by, [M, D_v].
 
     Errors of weights are independent of each other, so they add up by their squares. Where the query itself
     is rounded, all logits move together: so much as one such query moves the output.

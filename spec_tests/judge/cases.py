@@ -1,5 +1,5 @@
-"""The inputs: tiny literal arrays that shrink to something a person checks by hand, and seeded cases of a
-drawn kind.
+"""The inputs: tiny literal arrays that shrink to something
+a person checks by hand, and seeded cases of a drawn kind.
 
 Both have the same fields, so that a law takes either: keys, values, queries, next_keys, next_values. A
 failing case prints as the expression that makes it again.
@@ -34,8 +34,8 @@ LONG_KINDS = ("moving_mean", "one_bin", "minute", "vast", "saturated", "small")
 
 @dataclass(frozen=True)
 class Case:
-    """A seeded case: arrays of `transformers`' axes drawn from `seed` and then given the trait that `kind`
-    names.
+    """A seeded case: arrays of `transformers`' axes drawn
+    from `seed` and then given the trait that `kind` names.
 
     keys, next_keys [batch, num_kv_heads, length, head_dim]; values, next_values [.., length, value_dim];
     queries [batch, group * num_kv_heads, num_queries, head_dim].
@@ -156,8 +156,8 @@ def _with_trait(kind: str, states: np.ndarray, generator: np.random.Generator) -
 
 @dataclass(frozen=True, repr=False)
 class Tiny:
-    """Literal arrays of one or two heads, of numbers such as -1, 0, 0.5 and 2, on which most sums are
-    exact.
+    """Literal arrays of one or two heads, of numbers such
+    as -1, 0, 0.5 and 2, on which most sums are exact.
     """
 
     keys: np.ndarray
@@ -316,8 +316,8 @@ def long_rows(
     kinds: tuple[str, ...] = ("ties", "one_bin", "vast", "normal", "duplicate_keys", "minute"),
     lengths: tuple[int, ...] = (131_072, 65_537, *LONG_LENGTHS[1:], 131_071),
 ) -> st.SearchStrategy[Case]:
-    """Draw a Case with one channel, of up to 131,072 tokens: its keys are rows of scores [batch, heads,
-    length].
+    """Draw a Case with one channel, of up to 131,072 tokens:
+    its keys are rows of scores [batch, heads, length].
     """
     return st.builds(
         Case,

@@ -1,5 +1,5 @@
-"""The verbs of a law. Each knows what the arithmetic of the dtype under test may be wrong by
-(`tolerance.py`).
+"""The verbs of a law. Each knows what the arithmetic of
+the dtype under test may be wrong by (`tolerance.py`).
 
 `agrees`: an answer is the oracle's. `same`: two answers of the implementation are related as the law says,
 whatever its numbers are. `equal`, `rounds_to`, `near`: numbers are those of another way, to the
@@ -50,8 +50,8 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
     """Raise Violation unless `got` has the shape of `expected` and differs nowhere by more than `slack`,
     one number or an array.
 
-    An Allowance is that of the oracle: numbers computed in loops, which round differently, may be twice as
-    far away.
+    An Allowance is that of the oracle: numbers computed in
+    loops, which round differently, may be twice as far away.
     """
     require_numbers(got, expected.shape, what)
     with np.errstate(invalid="ignore"):
@@ -112,8 +112,8 @@ def lies(
     times: float = 1,
     roundings: int = 2,
 ) -> None:
-    """Raise Violation unless these numbers lie between two others, but for what those of the last call may be
-    wrong by.
+    """Raise Violation unless these numbers lie between two
+    others, but for what those of the last call may be wrong by.
 
     times, roundings: as for `within`. Numbers are between those of another call if twice that allows it.
     """
@@ -133,8 +133,8 @@ def selects(
     protected: np.ndarray | None = None,
     what: str = "the selection",
 ) -> None:
-    """Raise Violation unless `kept` is a boolean mask that keeps `budget` of each row, and among the best
-    by `scores`.
+    """Raise Violation unless `kept` is a boolean mask that
+    keeps `budget` of each row, and among the best by `scores`.
 
     slack is what a score may be wrong by, one number, an array or an Allowance: an evicted token may score
     more than a kept one by what both may. A function that gives it is called only where that matters, for an
@@ -152,8 +152,8 @@ def selects(
     free = scores if protected is None else np.where(protected, np.inf, scores)
 
     def gap(wrong: float | np.ndarray) -> float:
-        """By how much the best evicted score lies above the worst kept one, where each may be wrong by so
-        much.
+        """By how much the best evicted score lies above the
+        worst kept one, where each may be wrong by so much.
         """
         worst = np.where(kept, free + wrong, np.inf).min(axis=-1, initial=np.inf)
         best = np.where(kept, -np.inf, free - wrong).max(axis=-1, initial=-np.inf)
@@ -177,8 +177,8 @@ def _few(counts: np.ndarray) -> str:
 
 
 def refused(impl: Implementation, argument: str, path: str, *args: Any, **kwargs: Any) -> None:
-    """Raise Violation unless the call raises ValueError with this pattern, the name of the argument, in
-    its message.
+    """Raise Violation unless the call raises ValueError with
+    this pattern, the name of the argument, in its message.
     """
     with impl.refuses(argument):
         impl.call(path, *args, **kwargs)
@@ -273,8 +273,8 @@ def itself(
 
 
 def loops(expected: np.ndarray, by_hand: Any, size: Any = 1.0) -> None:
-    """Raise Violation unless the oracle's numbers are those of the law's own loops; `size` is that of the
-    numbers rounded.
+    """Raise Violation unless the oracle's numbers are those of
+    the law's own loops; `size` is that of the numbers rounded.
     """
     with np.errstate(invalid="ignore"):
         apart = np.where(expected == by_hand, 0, np.abs(expected - by_hand))
@@ -283,8 +283,8 @@ def loops(expected: np.ndarray, by_hand: Any, size: Any = 1.0) -> None:
 
 
 def _orders(impl: Implementation, path: str, *args: Any, **kwargs: Any) -> Any:
-    """Raise Violation unless the scores put the tokens in the oracle's order, as far as the dtype can tell
-    them apart.
+    """Raise Violation unless the scores put the tokens in the
+    oracle's order, as far as the dtype can tell them apart.
     """
     impl.compares_order = True
     try:
@@ -302,8 +302,8 @@ def _orders(impl: Implementation, path: str, *args: Any, **kwargs: Any) -> Any:
 
 
 def totals(got: Any, total: float, allowed: Allowance, what: str) -> None:
-    """Raise Violation unless no number is negative and every row has this total, as softmax weights have
-    1.
+    """Raise Violation unless no number is negative and
+    every row has this total, as softmax weights have 1.
     """
     require_numbers(got, allowed.expected.shape, what)
     sums = got.sum(axis=-1)

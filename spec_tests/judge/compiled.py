@@ -188,8 +188,8 @@ FAULT = "a fault of compiled code: "
 
 
 def fault(error: BaseException) -> tuple[str, str] | None:
-    """A launch that a GPU may not survive: what happened, and the line of the kernel. None for any other
-    error.
+    """A launch that a GPU may not survive: what happened,
+    and the line of the kernel. None for any other error.
     """
     if type(error).__name__ == "SharedOverLimit":
         need, kernel = error.required, error.kernel  # type: ignore[attr-defined]

@@ -61,8 +61,8 @@ def plain_anchor(arguments: Arguments) -> str:
 
 
 def lagkv(arguments: Arguments) -> str:
-    """A channel without a range cannot be normalised by it, and one channel has no deviation from the
-    others.
+    """A channel without a range cannot be normalised by
+    it, and one channel has no deviation from the others.
     """
     following = [arguments[name] for name in ("next_keys", "next_values", "next_states") if name in arguments]
     states = [arguments[name] for name in ("keys", "values", "states", "normalised") if name in arguments]

@@ -1,10 +1,10 @@
-"""What an implementation accepts: the laws draw inside it, and a law that cannot be asked there is not
-applicable.
+"""What an implementation accepts: the laws draw inside it,
+and a law that cannot be asked there is not applicable.
 
 An implementation says it in its module or package, or `--domain head_dim=64,128` says it for it:
 
-    DOMAIN = {"head_dim": (64, 128), "dtype": ("bfloat16",), "group": (1, 4, 8), "lag_size": (128,),
-    "max_length": 131072}
+    DOMAIN = {"head_dim": (64, 128), "dtype": ("bfloat16",),
+    "group": (1, 4, 8), "lag_size": (128,), "max_length": 131072}
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class BadDomain(ValueError):
 
 
 class OutsideDomain(Exception):
-    """A law asked for something outside the domain; the message says what. always: it would with any
-    input.
+    """A law asked for something outside the domain; the
+    message says what. always: it would with any input.
     """
 
     def __init__(self, message: str, *, always: bool = False) -> None:
@@ -45,11 +45,11 @@ class NothingToAsk(BaseException):
 
 @dataclass(frozen=True)
 class Domain:
-    """The sizes and dtypes that an implementation takes. An empty tuple, or a length of None, bounds
-    nothing.
+    """The sizes and dtypes that an implementation takes.
+    An empty tuple, or a length of None, bounds nothing.
 
-    group is the number of query heads of each KV head; lengths are numbers of tokens, of a cache and of a
-    partition alike.
+    group is the number of query heads of each KV head; lengths
+    are numbers of tokens, of a cache and of a partition alike.
     """
 
     head_dim: tuple[int, ...] = ()
@@ -204,8 +204,8 @@ class Domain:
     def excludes(self, arguments: Mapping[str, Any], path: str = "") -> str:
         """Say which argument of a call lies outside the domain, or return an empty string.
 
-        Channels are found by the names of the arguments, and in a call of the function `path` by the axes of
-        its contract.
+        Channels are found by the names of the arguments, and in a
+        call of the function `path` by the axes of its contract.
         """
         shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, np.ndarray)}
         rows = {

@@ -94,8 +94,8 @@ class UnusableImplementation(Exception):
 
 @dataclass
 class Call:
-    """One call that a law made: `keydiff.score`, its arguments by name, and what came back (None where it
-    raised).
+    """One call that a law made: `keydiff.score`, its arguments
+    by name, and what came back (None where it raised).
 
     The first `positional` arguments were given by their position: an implementation may have names of its own
     for them. dtype is that of the numbers as they came back, empty where there are none.
@@ -116,8 +116,8 @@ class Call:
 
 @dataclass(repr=False)
 class Implementation:
-    """An implementation under test at one dtype on one device: `impl.keydiff.score(keys)` takes and
-    returns NumPy.
+    """An implementation under test at one dtype on one device:
+    `impl.keydiff.score(keys)` takes and returns NumPy.
 
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given;
     array_library is one of `LIBRARIES` or, for a program, "exec"; domain is what it accepts; conventions are
@@ -198,8 +198,8 @@ class Implementation:
         return ""
 
     def round(self, array: np.ndarray) -> np.ndarray:
-        """Return float64 numbers that the dtype under test represents exactly, so that both sides see the
-        same input.
+        """Return float64 numbers that the dtype under test
+        represents exactly, so that both sides see the same input.
         """
         return round_to(np.asarray(array, dtype=np.float64), self.dtype)
 
@@ -212,8 +212,8 @@ class Implementation:
         return function if self.array_library == "exec" else functools.partial(WATCH.call, path, function)
 
     def call(self, path: str, *args: Any, **kwargs: Any) -> Any:
-        """Call `path` of the implementation: NumPy in (rounded to the dtype), NumPy out. The call is
-        recorded.
+        """Call `path` of the implementation: NumPy in (rounded
+        to the dtype), NumPy out. The call is recorded.
         """
         name = path.split(".")[1]
         function = self.function(path)
@@ -262,8 +262,8 @@ class Implementation:
                 raise Violation(f"{call.function} writes into its argument {name}", before, to_numpy(native))
 
     def _in_our_form(self, call: Call, answer: Any) -> Any:
-        """An answer in the form of the contract, where the implementation has said that it answers in
-        another.
+        """An answer in the form of the contract, where the
+        implementation has said that it answers in another.
         """
         if (
             "indices" in self.conventions
@@ -301,8 +301,8 @@ class Implementation:
         )
 
     def unrepresentable(self) -> NoReturn:
-        """Leave the case out: its dtype cannot hold the numbers, which says nothing about the
-        implementation.
+        """Leave the case out: its dtype cannot hold the
+        numbers, which says nothing about the implementation.
         """
         raise OutsideDomain(f"{self.dtype} {CANNOT_HOLD} that it asks for")
 
@@ -600,8 +600,8 @@ def _conventions(target: str, said: list[types.ModuleType]) -> frozenset[str]:
 def _as_declared(
     target: str, modules: dict[str, types.ModuleType]
 ) -> tuple[dict[str, types.ModuleType], dict[str, str]]:
-    """The modules with each function that is declared a variant in the place of that variant, and the list
-    of them.
+    """The modules with each function that is declared a
+    variant in the place of that variant, and the list of them.
     """
     declared: dict[str, str] = {}
     found = {stem: types.ModuleType(stem) for stem in modules}

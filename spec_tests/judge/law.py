@@ -27,8 +27,8 @@ SUITE = Path(__file__).resolve().parent.parent
 
 @dataclass(frozen=True)
 class Requirement:
-    """One equation, theorem, table or claim of a paper, or one shared rule; the unit in which verdicts are
-    given.
+    """One equation, theorem, table or claim of a paper, or
+    one shared rule; the unit in which verdicts are given.
 
     `statement` is what the paper prints in the `version` that was read, and `verdict` what became of it:
     definition, true, restored (its text was lost), measured, or the grades of its errata. `mended` says what
@@ -120,12 +120,12 @@ def laws_version(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Law:
-    """A registered law: the requirement it holds to, the functions it calls (`keydiff.score`), and the
-    test itself.
+    """A registered law: the requirement it holds to, the
+    functions it calls (`keydiff.score`), and the test itself.
 
-    `path` is the file that it is written in, from the folder of the suite (`keydiff/test_keydiff.py`), empty
-    for one that is in no file of it; `name` is the stem of that file and the test:
-    `test_keydiff::test_scores_are_cosines`.
+    `path` is the file that it is written in, from the folder of the suite
+    (`keydiff/test_keydiff.py`), empty for one that is in no file of it; `name` is
+    the stem of that file and the test: `test_keydiff::test_scores_are_cosines`.
     """
 
     requirement: Requirement

@@ -78,8 +78,8 @@ def within(allowed: Range) -> Any:
 
 
 def misfits(path: str) -> Iterator[Misfit]:
-    """Every wrong call of a function that its line tells. Optional arrays come in the calls of their own
-    misfits.
+    """Every wrong call of a function that its line tells.
+    Optional arrays come in the calls of their own misfits.
     """
     line = arguments(path)
     for optional in {argument.optional for argument in line}:

@@ -23,8 +23,8 @@ class TimedOut(BaseException):
 
 @contextmanager
 def time_limit(seconds: float, patience: float = 1) -> Iterator[None]:
-    """Raise TimedOut in what stands inside if it takes more processor time, or `patience` times as long by
-    the clock.
+    """Raise TimedOut in what stands inside if it takes more
+    processor time, or `patience` times as long by the clock.
     """
 
     def stop(*_: Any) -> None:
@@ -70,8 +70,8 @@ def outcome(
     seed: int | None = None,
     patience: float = 1,
 ) -> tuple[str, str]:
-    """Run one law on one implementation: ("passed" | "killed" | "crashed" | "timed out" | "not asked", the
-    message).
+    """Run one law on one implementation: ("passed" | "killed"
+    | "crashed" | "timed out" | "not asked", the message).
 
     A law is not asked where it has no input that the implementation accepts. More patience keeps a busy
     machine from changing a verdict of code in this process; a call of another process waits as long.

@@ -1,5 +1,5 @@
-"""A program in any language as an implementation: JSON lines over its standard input and output, arrays as
-raw files.
+"""A program in any language as an implementation: JSON lines
+over its standard input and output, arrays as raw files.
 
 docs/any_language.md is the protocol, conformance/clients/ holds programs that speak it. A program that hangs,
 dies or breaks the protocol is killed and started again for the next law, `STARTS` times at most.
@@ -74,8 +74,8 @@ class Program:
         self._end()
 
     def hello(self) -> dict[str, Any]:
-        """Start the program; what it says of itself, checked. Raises ProgramFailed where that cannot be
-        used.
+        """Start the program; what it says of itself, checked.
+        Raises ProgramFailed where that cannot be used.
         """
         said = self._ask("hello", {"protocol": PROTOCOL})
         if "error" in said:
@@ -152,8 +152,8 @@ class Program:
         return call
 
     def call(self, function: str, arguments: dict[str, Any]) -> Any:
-        """Ask for one call: NumPy arrays in and out. Raises ValueError where the program refuses the
-        arguments.
+        """Ask for one call: NumPy arrays in and out. Raises
+        ValueError where the program refuses the arguments.
         """
         if not self._running and self._asked:
             self.hello()  # it failed before
@@ -270,8 +270,8 @@ def _as_stored(array: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def _named(name: str, fields: dict[str, Any]) -> Any:
-    """The named tuple of the contract of that name. Raises BadMessage where there is none with these
-    fields.
+    """The named tuple of the contract of that name. Raises
+    BadMessage where there is none with these fields.
     """
     made = member(name)
     wanted = getattr(made, "_fields", None)

@@ -1,5 +1,5 @@
-"""A project names its functions in pyproject.toml; then `pytest` asks their laws beside the tests of the
-project.
+"""A project names its functions in pyproject.toml; then
+`pytest` asks their laws beside the tests of the project.
 
     [tool.evictionary.functions]
     "keydiff.score" = "my_kernels.scores:keydiff"
@@ -90,8 +90,8 @@ def modules(path: Path, known: frozenset[str]) -> tuple[dict[str, types.ModuleTy
 
 
 def options(path: Path) -> list[str]:
-    """The arguments of pytest that ask the laws of a project's functions; none where it names no
-    functions.
+    """The arguments of pytest that ask the laws of a
+    project's functions; none where it names no functions.
     """
     if not (said := table(path)):
         return []

@@ -18,8 +18,8 @@ from typing import IO, Any, NoReturn
 
 
 class Gone(Exception):
-    """The process gives no answer, and has been ended; the message says why, `is_late` whether it ran out
-    of time.
+    """The process gives no answer, and has been ended; the
+    message says why, `is_late` whether it ran out of time.
     """
 
     def __init__(self, told: str, is_late: bool = False) -> None:
@@ -63,8 +63,8 @@ class Remote:
         """What stands inside sends a question and reads the answer; the clock runs. Raises Gone if there
         is no answer.
 
-        Any other error ends the process too, also an alarm or Ctrl-C: half of an answer may be left in the
-        pipe.
+        Any other error ends the process too, also an alarm
+        or Ctrl-C: half of an answer may be left in the pipe.
         """
         if self.gone:
             raise Gone(self.gone)
@@ -147,8 +147,8 @@ class Remote:
                     return
 
     def queued(self) -> float:
-        """The seconds for which it was ready and others had the processors; 0 where the system does not
-        say.
+        """The seconds for which it was ready and others had
+        the processors; 0 where the system does not say.
         """
         return self._scheduled()[1]
 

@@ -59,8 +59,8 @@ LISTENERS: list[list[float]] = []
 
 
 def note(slack: Any, expected: np.ndarray) -> None:
-    """Tell the listeners what a comparison allows; slack is a number, an array, or a function that gives
-    one.
+    """Tell the listeners what a comparison allows; slack
+    is a number, an array, or a function that gives one.
     """
     if LISTENERS and (size := float(np.abs(expected[np.isfinite(expected)]).mean())) > 0:
         allowed = np.broadcast_to(slack() if callable(slack) else slack, expected.shape)
@@ -93,8 +93,8 @@ class Allowance:
         return largest <= self.largest and mean <= self.mean
 
     def wider(self, largest: float, mean: float | None = None) -> Allowance:
-        """The same numbers with so much more allowed, on average as much as at most unless `mean` says
-        otherwise.
+        """The same numbers with so much more allowed, on
+        average as much as at most unless `mean` says otherwise.
         """
         return Wider(self, largest, largest if mean is None else mean)
 
@@ -116,8 +116,8 @@ class Allowance:
         expected: np.ndarray | None = None,
         violation: Callable[[str, Any, Any], Violation] = Violation,
     ) -> None:
-        """Raise Violation, or that of another kind, unless `got` equals the expected numbers within the
-        allowance.
+        """Raise Violation, or that of another kind, unless
+        `got` equals the expected numbers within the allowance.
         """
         expected = self.expected if expected is None else expected
         try:
@@ -291,8 +291,8 @@ def _runs(
     """What `function` gives in float64, and then in the arithmetic of `dtype`: to the nearest, and at
     random a few times.
 
-    Each run is made when it is asked for. The last is None where the reference refuses what overflowed in
-    this arithmetic.
+    Each run is made when it is asked for. The last is None where
+    the reference refuses what overflowed in this arithmetic.
     """
     # A lambda may be another one next time.
     lasting = getattr(sys.modules.get(function.__module__), function.__name__, None) is function

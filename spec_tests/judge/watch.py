@@ -37,8 +37,8 @@ class NotAsked(BaseException):
 
 
 class Watch:
-    """Keeps an eye on the calls of this process: each has to end within `seconds`, without which nothing
-    is watched.
+    """Keeps an eye on the calls of this process: each has to
+    end within `seconds`, without which nothing is watched.
     """
 
     def __init__(self) -> None:
@@ -109,8 +109,8 @@ class Deaths:
         self._counts: Counter[str] = Counter()
 
     def told(self, worker: Any, column: str) -> tuple[str, str]:
-        """How a worker died, with the call that it was making, and the line of the implementation that it
-        was at.
+        """How a worker died, with the call that it was making,
+        and the line of the implementation that it was at.
         """
         name = worker.gateway.id
         note = text_of(self.folder / f"{name}.{_NOTE}").strip()
@@ -141,8 +141,8 @@ def _ending(worker: Any) -> str:
 
 
 def _line_of(dump: str) -> str:
-    """The line of the implementation that a dump of faulthandler shows: the innermost of the watched
-    thread.
+    """The line of the implementation that a dump of
+    faulthandler shows: the innermost of the watched thread.
     """
     thread = next((part for part in dump.split("\n\n") if f'{Path(__file__).name}"' in part), "")
     inner = thread.partition(f'{Path(__file__).name}"')[0]

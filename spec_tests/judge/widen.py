@@ -1,9 +1,9 @@
 """A law by hand has one to four channels, a kernel takes 64: channels of zeros are added, and queries grow
 so that logits stay.
 
-Where RoPE turns pairs (i, i + D/2), each half gets its zeros. The reference says whether that leaves the
-answer as it is: a deviation over the channels does not, nor do several pairs, whose frequencies are others
-among more.
+Where RoPE turns pairs (i, i + D/2), each half gets its zeros. The reference
+says whether that leaves the answer as it is: a deviation over the channels
+does not, nor do several pairs, whose frequencies are others among more.
 """
 
 import math
@@ -20,8 +20,8 @@ from evictionary.spec_tests.judge.domain import Domain, channels
 def widened(
     path: str, oracle: Callable[..., Any], arguments: Mapping[str, Any], domain: Domain
 ) -> tuple[dict[str, Any], Callable[[Any], Any]] | None:
-    """The arguments of a call with as many channels as the domain takes, and what cuts its answer to the
-    law's channels.
+    """The arguments of a call with as many channels as the
+    domain takes, and what cuts its answer to the law's channels.
 
     None where no such channels are left to add, or where they change the answer.
     """

@@ -37,8 +37,8 @@ class BadMessage(Exception):
 
 
 def to_json(value: Any, leaf: Callable[[Any, str], Any], name: str = "") -> Any:
-    """A value as JSON has it. `leaf` gives the JSON of what is no tuple and no list, such as an array, by
-    its name.
+    """A value as JSON has it. `leaf` gives the JSON of what
+    is no tuple and no list, such as an array, by its name.
     """
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         fields = zip(value._fields, value, strict=True)
@@ -54,11 +54,11 @@ def to_json(value: Any, leaf: Callable[[Any, str], Any], name: str = "") -> Any:
 def from_json(
     content: Any, array: Callable[[dict[str, Any]], Any], named: Callable[[str, dict[str, Any]], Any]
 ) -> Any:
-    """The value that JSON stands for. `array` reads an array, `named` makes the tuple of a type and its
-    fields.
+    """The value that JSON stands for. `array` reads an
+    array, `named` makes the tuple of a type and its fields.
 
-    A list with anything in it that is no number or text is a tuple. Raises BadMessage for a fraction of other
-    things.
+    A list with anything in it that is no number or text is a
+    tuple. Raises BadMessage for a fraction of other things.
     """
     if isinstance(content, list):
         entries = [from_json(each, array, named) for each in content]
@@ -78,8 +78,8 @@ def from_json(
 
 
 def plain(value: Any) -> Any:
-    """A number, a text or nothing as JSON has it: a number that is not finite as the text nan, inf or
-    -inf.
+    """A number, a text or nothing as JSON has it: a number
+    that is not finite as the text nan, inf or -inf.
     """
     if isinstance(value, np.generic):
         value = value.item()
@@ -113,8 +113,8 @@ def parsed(text: str | bytes) -> Any:
 
 
 def size_of(content: dict[str, Any], stored: dict[str, str]) -> int:
-    """How many bytes an array of this description has. Raises BadMessage for a shape or a dtype that there
-    is not.
+    """How many bytes an array of this description has. Raises
+    BadMessage for a shape or a dtype that there is not.
     """
     shape, dtype = content.get("shape"), content.get("dtype")
     if not isinstance(shape, list) or not all(type(each) is int and each >= 0 for each in shape):
@@ -178,8 +178,8 @@ def frame(message: dict[str, Any], values: Sequence[Any] = ()) -> bytes:
 
 
 def sizes(header: bytes, largest: int) -> tuple[int, int]:
-    """The lengths of the two parts that follow a header of 16 bytes. Raises BadMessage if they are too
-    large.
+    """The lengths of the two parts that follow a header
+    of 16 bytes. Raises BadMessage if they are too large.
     """
     text, body = struct.unpack(">QQ", header)
     for length, most in ((text, LARGEST_TEXT), (body, largest)):

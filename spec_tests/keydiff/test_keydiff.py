@@ -58,8 +58,8 @@ def test_keys_that_cancel_score_zero(impl, pairs):
 
 @law("KD-8", of=SCORE, exponent=st.integers(-6, 6), across=st.sampled_from([1, 0]))
 def test_long_and_short_keys_count_alike(impl, exponent, across):
-    """Keys 2^e e1, e2, e2 and 2^-e (1, 1), or 2^-e e2 in place of the last: whatever e, e1 is the most
-    distinct.
+    """Keys 2^e e1, e2, e2 and 2^-e (1, 1), or 2^-e e2 in
+    place of the last: whatever e, e1 is the most distinct.
     """
     keys = np.array([[[[2.0**exponent, 0], [0, 1], [0, 1], [across * 2.0**-exponent, 2.0**-exponent]]]])
     first, *others = agrees(impl, SCORE, keys)[0, 0]
@@ -83,8 +83,8 @@ def test_the_anchor_averages_directions(impl, case):
 
 @law("KD-8", of="keydiff.anchor", kind="edge", case=cases(kinds=("zero_keys", "ties")))
 def test_a_zero_key_counts_as_a_token_of_no_direction(impl, case):
-    """A zero key adds nothing to the sum of the directions, and one to the number of tokens that it is
-    divided by.
+    """A zero key adds nothing to the sum of the directions,
+    and one to the number of tokens that it is divided by.
     """
     check_anchor(impl, case)
 
@@ -134,8 +134,8 @@ def test_a_zero_key_scores_zero(impl, case, zero_at):
 
 @law("KD-8", of=SCORE)
 def test_the_anchor_is_the_mean_of_unit_keys(impl):
-    """Keys (10,0), (0,1), (.2,1), (1,1) rank 0, 1, 2, 3; with the raw mean as anchor they would rank 1, 2,
-    3, 0.
+    """Keys (10,0), (0,1), (.2,1), (1,1) rank 0, 1, 2, 3;
+    with the raw mean as anchor they would rank 1, 2, 3, 0.
     """
     score = impl.keydiff.score(np.array([[[[10.0, 0], [0, 1], [0.2, 1], [1, 1]]]]))
     equal(np.argsort(-score[0, 0], kind="stable"), [0, 1, 2, 3], "the tokens rank in another order")
@@ -143,8 +143,8 @@ def test_the_anchor_is_the_mean_of_unit_keys(impl):
 
 @law("KD-8", of=SCORE, kind="refusal", bad=st.sampled_from([np.nan, np.inf, -np.inf]))
 def test_numbers_that_are_not_finite_do_not_pass_in_silence(impl, bad):
-    """A NaN or an infinite number among the keys raises ValueError or shows as NaN in the scores of its
-    head.
+    """A NaN or an infinite number among the keys raises
+    ValueError or shows as NaN in the scores of its head.
     """
     keys = np.ones((1, 1, 3, 2))
     keys[0, 0, 1, 1] = bad
@@ -209,8 +209,8 @@ def pairwise_scores(impl, keys, size):
 
 @law("KD-7", of=("keydiff.anchor", SCORE), case=cases())
 def test_both_scores_rank_alike(impl, case):
-    """Row i of S sums to T |mu| cos(k_i, mu): the pairwise score is the anchor's score times a positive
-    number.
+    """Row i of S sums to T |mu| cos(k_i, mu): the pairwise
+    score is the anchor's score times a positive number.
     """
     size = case.keys.shape[2] * np.linalg.norm(impl.keydiff.anchor(case.keys), axis=-1, keepdims=True)
     expected, slack = pairwise_scores(impl, case.keys, size)
@@ -232,8 +232,8 @@ def of_choices(impl, keys, count):
     share=shares(),
 )
 def test_top_k_solves_the_relaxed_problem(impl, case, share):
-    """No other set of N keys has a smaller sum of khat_i . mu, which plain loops compute: every set is
-    tried.
+    """No other set of N keys has a smaller sum of khat_i
+    . mu, which plain loops compute: every set is tried.
     """
     keys = impl.round(case.keys)
     budget = max(1, int(share * keys.shape[2]))
@@ -264,8 +264,8 @@ def test_no_exchange_improves_the_relaxed_problem(impl, case, share):
     budget=paper_budgets,
 )
 def test_no_exchange_improves_the_problem_of_a_long_prompt(impl, case, budget):
-    """Of 16K to 128K keys with a direction of their own, the 2,048 to 8,192 of the smallest khat_i . mu
-    are kept.
+    """Of 16K to 128K keys with a direction of their own,
+    the 2,048 to 8,192 of the smallest khat_i . mu are kept.
     """
     keys = impl.round(case.keys + 2)
     scores, slack = scores_in_parts(impl, keys)
@@ -280,8 +280,8 @@ def test_no_exchange_improves_the_problem_of_a_long_prompt(impl, case, budget):
     seed=seeds(),
 )
 def test_the_objectives_are_sums_of_cosines(impl, case, seed):
-    """The pairwise objective sums the cosines of all pairs in S, the relaxed one khat . mu over the tokens
-    of S.
+    """The pairwise objective sums the cosines of all pairs
+    in S, the relaxed one khat . mu over the tokens of S.
     """
     keys, kept = impl.round(case.keys), np.random.default_rng(seed).random(case.keys.shape[:3]) < 0.5
     pairwise, relaxed = np.zeros(kept.shape[:2]), np.zeros(kept.shape[:2])
@@ -337,8 +337,8 @@ def test_the_anchor_of_a_long_prompt_is_the_mean_of_its_parts(impl, case):
 
 
 def keys_that_cancel(impl, case):
-    """Keys along the axes, at the scale of the case, and their directions, whose sum every order of adding
-    gives exactly.
+    """Keys along the axes, at the scale of the case, and their
+    directions, whose sum every order of adding gives exactly.
 
     Most lie along the first axis, forwards and, from the middle on, backwards; one in 61 lies along another
     one. What little is left of thousands is the anchor.
@@ -364,16 +364,16 @@ def check_cancelling(impl, case):
 
 @law("KD-8", of=SCORE, examples=3, case=long_cases(kinds=ANY_SCALE))
 def test_no_part_of_a_long_prompt_is_lost(impl, case):
-    """Where thousands of directions cancel, a part that is lost, counted twice or weighted wrongly turns
-    the anchor.
+    """Where thousands of directions cancel, a part that is
+    lost, counted twice or weighted wrongly turns the anchor.
     """
     check_cancelling(impl, case)
 
 
 @law("KD-8", of=SCORE, kind="edge", examples=2, case=long_cases(kinds=("minute",), lengths=(4097, 8191)))
 def test_minute_keys_have_directions_too(impl, case):
-    """Keys of norms down to 7e-9, which no model has, are scored like longer ones: no epsilon takes their
-    place.
+    """Keys of norms down to 7e-9, which no model has, are
+    scored like longer ones: no epsilon takes their place.
     """
     check_long_prompt(impl, case)
     check_cancelling(impl, case)

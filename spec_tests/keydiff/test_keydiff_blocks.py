@@ -1,5 +1,5 @@
-"""Laws of KeyDiff's ground: cached attention (KD-1 to KD-3), eviction policies (KD-4, KD-5), block prompt
-processing (KD-6).
+"""Laws of KeyDiff's ground: cached attention (KD-1 to KD-3),
+eviction policies (KD-4, KD-5), block prompt processing (KD-6).
 """
 
 from evictionary.reference.keydiff import Cache
@@ -19,8 +19,8 @@ block_sizes = st.sampled_from([1, 2, 3, 4, 7, 16, 64])
 
 
 def own_queries(case):
-    """One query for each key, of the same head: the states of the case as they are, in another order of
-    channels.
+    """One query for each key, of the same head: the states
+    of the case as they are, in another order of channels.
     """
     return np.roll(case.keys, 1, axis=-1)[..., ::-1] / 2
 
@@ -78,8 +78,8 @@ def check_step(impl, before, after, budget, expected=None, slack=None):
 
 @law("KD-1", of="keydiff_theory.transformer_block", case=cases())
 def test_a_block_is_attention_and_then_the_feed_forward(impl, case):
-    """Y = FFN(CSA(X)): attention comes first (here doubling), the feed-forward network second (here adding
-    one).
+    """Y = FFN(CSA(X)): attention comes first (here doubling),
+    the feed-forward network second (here adding one).
     """
     states = np.clip(np.round(case.keys), -64, 64)  # whole numbers that every dtype doubles exactly
     got = impl.keydiff_theory.transformer_block(states, lambda x: x * 2, lambda x: x + 1)
@@ -134,8 +134,8 @@ def test_cached_equals_uncached(impl, case, cut):
 
 @law("KD-3", of=CACHED, case=cases(min_length=4), seed=seeds())
 def test_an_evicted_cache_is_seen_whole(impl, case, seed):
-    """The mask hides later new tokens only: the order of a cache from which tokens were evicted plays no
-    part.
+    """The mask hides later new tokens only: the order of
+    a cache from which tokens were evicted plays no part.
     """
     old = case.keys.shape[2] - 2
     order = np.random.default_rng(seed).permutation(old)[: max(1, old - 1)]
@@ -220,8 +220,8 @@ def test_each_block_joins_the_cache_and_all_but_the_best_go(impl, case, budget, 
 
 
 def kept_of_blocks(impl, keys, budget, block_size):
-    """The positions that a plain loop over the blocks keeps, and which heads met no choice so close that
-    rounding decides.
+    """The positions that a plain loop over the blocks keeps, and
+    which heads met no choice so close that rounding decides.
     """
     expected, clear = np.zeros((*keys.shape[:2], 0), dtype=int), np.ones(keys.shape[:2], dtype=bool)
     for start in range(0, keys.shape[2], block_size):
@@ -248,8 +248,8 @@ def kept_of_blocks(impl, keys, budget, block_size):
     channels=st.sampled_from([None, 2]),
 )
 def test_a_prompt_is_its_blocks_one_after_another(impl, case, budget, block_size, channels):
-    """Where no choice is close, a head keeps the positions of the prompt that a plain loop over its blocks
-    keeps.
+    """Where no choice is close, a head keeps the positions
+    of the prompt that a plain loop over its blocks keeps.
     """
     keys = impl.round(case.keys)[..., :channels]
     # Which of two close tokens stays is judged step by step in the law above.
@@ -286,8 +286,8 @@ def test_decoding_is_a_block_of_one(impl, case, budget):
 
 @law("KD-6", of=PROMPT, kind="edge")
 def test_of_equal_tokens_the_earlier_stays(impl):
-    """Keys e1, e1, e2, e1 with a budget of 2: e2 is the distinct one, and of the equal three the first is
-    kept.
+    """Keys e1, e1, e2, e1 with a budget of 2: e2 is the
+    distinct one, and of the equal three the first is kept.
     """
     keys = np.array([[[[1.0, 0], [1, 0], [0, 1], [1, 0]]]])
     for block_size in (1, 2, 3, 4):
@@ -337,8 +337,8 @@ def test_blocks_of_128_join_a_full_cache(impl, case, budget):
 
 @law("KD-6", of=PROMPT, examples=2, case=paper_cases((16_384, 32_769, 8320)), budget=paper_budgets)
 def test_a_prompt_of_hundreds_of_blocks_keeps_what_is_distinct(impl, case, budget):
-    """In blocks of 128, one key in 32 points another way: every one of them is kept, in whatever block it
-    came.
+    """In blocks of 128, one key in 32 points another way:
+    every one of them is kept, in whatever block it came.
     """
     distinct = np.arange(case.length) % 32 == case.seed % 32
     keys = np.zeros_like(case.keys)

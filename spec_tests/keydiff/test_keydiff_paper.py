@@ -96,8 +96,8 @@ def test_the_pairwise_problem_is_not_solved():
 
 @law("KD-O", case=cases(min_length=2, max_length=5), seed=seeds())
 def test_the_rewriting_of_the_objective_holds(case, seed):
-    """The sum over S x S of the cosines is N sum_{i in S} khat_i . mu(S): this step of the derivation is
-    exact.
+    """The sum over S x S of the cosines is N sum_{i in S}
+    khat_i . mu(S): this step of the derivation is exact.
     """
     kept = np.random.default_rng(seed).random(case.keys.shape[:3]).argsort(axis=-1) < max(
         1, case.keys.shape[2] // 2
@@ -111,8 +111,8 @@ def test_the_rewriting_of_the_objective_holds(case, seed):
 
 @law("KD-O", case=cases(min_length=2, max_length=5))
 def test_the_mean_of_a_random_subset_is_near_the_mean(case):
-    """Over all subsets of N of T unit keys, |mu(S) - mu|^2 is (1 - |mu|^2) (T - N) / (N (T - 1)) on
-    average.
+    """Over all subsets of N of T unit keys, |mu(S) - mu|^2
+    is (1 - |mu|^2) (T - N) / (N (T - 1)) on average.
     """
     directions, mean = keydiff.unit(case.keys), keydiff.anchor(case.keys)
     length = case.keys.shape[2]
@@ -225,8 +225,8 @@ def test_the_printed_total_leaves_out_d_products(length, head_dim):
 
 @law("KD-T4")
 def test_the_anchor_makes_the_score_linear():
-    """Doubling the keys doubles the operations of KD-8 but for a constant, and quadruples those of the
-    pairwise form.
+    """Doubling the keys doubles the operations of KD-8 but
+    for a constant, and quadruples those of the pairwise form.
     """
     linear = [sum(count(keydiff_theory.score_step_by_step, n, 8)) for n in (64, 128, 256)]
     assert linear[2] - linear[1] == 2 * (linear[1] - linear[0])
@@ -240,8 +240,8 @@ def test_the_anchor_makes_the_score_linear():
     budget=st.integers(2, 8),
 )
 def test_the_pairwise_form_keeps_the_same_cache(case, budget):
-    """Block by block both forms keep the same tokens: whatever sets their rows of table 2 apart, it is not
-    the method.
+    """Block by block both forms keep the same tokens: whatever
+    sets their rows of table 2 apart, it is not the method.
     """
     arguments: dict[str, Any] = {"budget": budget, "block_size": 4}
     plain = keydiff.process_prompt(case.keys, case.values, **arguments)
@@ -251,8 +251,8 @@ def test_the_pairwise_form_keeps_the_same_cache(case, budget):
 
 @law("KD-T2")
 def test_the_printed_rows_of_the_anchors_differ():
-    """Table 2: both other rows differ from KeyDiff's in all four columns, by up to .33 and .39, and lead
-    in three.
+    """Table 2: both other rows differ from KeyDiff's in all
+    four columns, by up to .33 and .39, and lead in three.
     """
     table = np.array(
         [[35.09, 40.28, 41.88, 42.40], [35.24, 40.61, 41.87, 42.45], [35.43, 40.67, 41.89, 42.26]]
@@ -325,8 +325,8 @@ def test_a_heavy_key_need_not_be_aligned():
 
 @law("KD-C1S")
 def test_the_bound_says_nothing_at_usual_sizes():
-    """At 8,192 keys, half of all attention on one key and norms up to 20 the cosine is bounded by -.55
-    only.
+    """At 8,192 keys, half of all attention on one key and
+    norms up to 20 the cosine is bounded by -.55 only.
     """
     assert keydiff_theory.alignment_bound(8192, 0.5, 20.0) == pytest.approx(-0.549, abs=1e-3)
 

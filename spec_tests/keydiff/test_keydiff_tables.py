@@ -1,5 +1,5 @@
-"""Laws of KeyDiff's tables (KD-T1, KD-T5 to KD-T11): every average recomputed, and what the text says of
-the numbers.
+"""Laws of KeyDiff's tables (KD-T1, KD-T5 to KD-T11): every
+average recomputed, and what the text says of the numbers.
 """
 
 import itertools
@@ -47,16 +47,16 @@ def lengths() -> dict[str, list[int]]:
 
 
 def ratios() -> dict[str, list[int]]:
-    """Each dataset, and their average, to its compression ratios at 2K, 4K, 6K and 8K, in hundredths
-    (table 6).
+    """Each dataset, and their average, to its compression
+    ratios at 2K, 4K, 6K and 8K, in hundredths (table 6).
     """
     rows = [list(cells.values()) for cells in printed("keydiff_lengths")]
     return {row[0]: [round(100 * float(text)) for text in row[7:]] for row in rows}
 
 
 def is_mean(average: int, numbers: Collection[int]) -> bool:
-    """Whether `average` is the mean, rounded either way to a whole hundredth (a half may have gone up or
-    down).
+    """Whether `average` is the mean, rounded either way to
+    a whole hundredth (a half may have gone up or down).
     """
     return 2 * abs(average * len(numbers) - sum(numbers)) <= len(numbers)
 
@@ -105,8 +105,8 @@ def test_the_loss_at_8k_is_not_four_hundredths_of_a_per_cent():
 
 @law("KD-T1")
 def test_the_loss_at_6k_is_about_what_is_printed():
-    """At 6K the loss is 1.40 and 1.31 % on table 1, within the printed 1.5 %; on all tasks it is 1.11 and
-    1.94 %.
+    """At 6K the loss is 1.40 and 1.31 % on table 1, within
+    the printed 1.5 %; on all tasks it is 1.11 and 1.94 %.
     """
     tables = [*map(english_averages, FULL), *map(averages, FULL)]
     assert [round(shortfall(table, "6K"), 2) for table in tables] == [1.40, 1.31, 1.11, 1.94]
@@ -141,8 +141,8 @@ def test_keydiff_leads_with_a_smaller_budget_from_4k():
 
 @law("KD-T1")
 def test_passage_retrieval_is_not_near_the_full_cache_on_the_small_model():
-    """At 2K passage retrieval keeps 96.00 of 99.50 on the 8B model, but 60.50 of 96.50, 63 %, on the 3B
-    model.
+    """At 2K passage retrieval keeps 96.00 of 99.50 on the
+    8B model, but 60.50 of 96.50, 63 %, on the 3B model.
     """
     shares = [
         rows["KeyDiff", "2K"].tasks["PR-en"] / rows["Full", "-"].tasks["PR-en"] for rows in map(scores, FULL)
@@ -246,16 +246,16 @@ def test_the_averages_of_table_7_hold():
 
 @law("KD-T7")
 def test_the_sink_rows_of_two_models_are_one():
-    """The four rows of Sink for the 8B model are those of the 3B model, number by number; no other row
-    occurs twice.
+    """The four rows of Sink for the 8B model are those of the
+    3B model, number by number; no other row occurs twice.
     """
     large, small = map(scores, ONE_SHOT)
     assert [key for key in large if large[key] in small.values()] == [("Sink", budget) for budget in BUDGETS]
 
 
 def shares_of(percentage: int, numbers: Iterable[int]) -> list[int]:
-    """Those numbers of examples of which some whole number makes this percentage (in hundredths), as it is
-    rounded.
+    """Those numbers of examples of which some whole number
+    makes this percentage (in hundredths), as it is rounded.
     """
     return [
         number
@@ -298,8 +298,8 @@ def test_200_examples_fit_the_full_table_and_not_table_7():
 
 @law("KD-T7")
 def test_without_blocks_h2o_retrieves_more_than_the_full_cache():
-    """PR-en on the 8B model at 2K: H2O has 5.88 with blocks, 100.00 without, and the full cache of all
-    examples 99.50.
+    """PR-en on the 8B model at 2K: H2O has 5.88 with blocks,
+    100.00 without, and the full cache of all examples 99.50.
     """
     without, blocks = scores(ONE_SHOT[0]), scores(FULL[0])
     assert [rows["H2O", "2K"].tasks["PR-en"] for rows in (blocks, without)] == [588, 10000]

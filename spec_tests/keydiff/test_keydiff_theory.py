@@ -1,5 +1,5 @@
-"""Laws of KeyDiff's variants (KD-T2, KD-T3, KD-T11), its operation count (KD-A1), and the bounds of its
-appendix C.
+"""Laws of KeyDiff's variants (KD-T2, KD-T3, KD-T11), its
+operation count (KD-A1), and the bounds of its appendix C.
 """
 
 import statistics
@@ -48,8 +48,8 @@ def test_the_median_is_taken_channel_by_channel(impl, case):
 
 @law("KD-T2", of=MEDIAN, case=cases(), seed=seeds())
 def test_one_far_key_hardly_moves_the_median(impl, case, seed):
-    """Each key twice and one key far beyond them: however far, it leaves the median and the scores as they
-    are.
+    """Each key twice and one key far beyond them: however
+    far, it leaves the median and the scores as they are.
     """
     keys = np.clip(np.round(case.keys), -8, 8)
     far, farther = (np.concatenate([keys, keys, keys[:, :, :1] * factor], axis=2) for factor in (256, 1024))
@@ -126,8 +126,8 @@ def test_the_dot_product_variant_is_quadratic(impl, case, exponent):
 
 @law("KD-T3", of=DOT)
 def test_the_dot_product_variant_depends_on_the_length_of_a_key(impl):
-    """Keys (1,0), (0,1), (1,1) and (3,0): the longest scores least, -3.75; a twelfth as long it scores
-    most, -9/64.
+    """Keys (1,0), (0,1), (1,1) and (3,0): the longest scores
+    least, -3.75; a twelfth as long it scores most, -9/64.
     """
     for length, expected in ((3.0, [-1.25, -0.5, -1.75, -3.75]), (0.25, [-0.5625, -0.5, -1.0625, -0.140625])):
         agrees(

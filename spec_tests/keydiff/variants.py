@@ -69,8 +69,8 @@ def torch_rounding_each_step(keys):
 
 @control(SCORE, array_library="torch", dtypes=ALL)
 def torch_padded_and_permuted(keys):
-    """Tokens before heads, filled up to whole tiles of 16 with rubbish that is masked, sums in float32 or
-    wider.
+    """Tokens before heads, filled up to whole tiles of 16
+    with rubbish that is masked, sums in float32 or wider.
     """
     length = keys.shape[-2]
     by_token = keys.movedim(-2, 0)
@@ -181,8 +181,8 @@ def best_places(scores, budget):
 
 @control(BLOCK, dtypes=NUMPY)
 def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
-    """The order by a stable sort of minus the scores of another implementation, the kept places sorted
-    again.
+    """The order by a stable sort of minus the scores of
+    another implementation, the kept places sorted again.
     """
     joined = written_into_a_buffer(cache, keys, values)
     joined = joined._replace(keys=joined.keys.astype(keys.dtype), values=joined.values.astype(keys.dtype))
@@ -191,8 +191,8 @@ def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
 
 @control(PROMPT, dtypes=NUMPY)
 def places_of_the_prompt(keys, values, *, budget, block_size, scorer=None):
-    """Only the places of the prompt are carried from block to block; the numbers are gathered once, at the
-    end.
+    """Only the places of the prompt are carried from block
+    to block; the numbers are gathered once, at the end.
     """
     length = keys.shape[-2]
     whole = Cache(keys, values, np.broadcast_to(np.arange(length), keys.shape[:-1]), length)

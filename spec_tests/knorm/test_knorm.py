@@ -37,8 +37,8 @@ def test_a_three_four_key_scores_minus_five(impl, channels):
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(kinds=("moving_mean", "minute", "vast", "sinks")))
 def test_every_key_of_a_long_prompt_has_its_norm(impl, case):
-    """Of thousands of keys, at scales from 1e-7 to 1e4, each scores minus the root of the sum of its
-    squares.
+    """Of thousands of keys, at scales from 1e-7 to 1e4,
+    each scores minus the root of the sum of its squares.
     """
     keys = of_dtype(impl, case.keys)
     expected = -np.sqrt(sum(np.square(keys[..., channel]) for channel in range(keys.shape[-1])))
@@ -48,8 +48,8 @@ def test_every_key_of_a_long_prompt_has_its_norm(impl, case):
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(lengths=(4095, 8191), head_dims=(256, 128)))
 def test_small_squares_beside_a_large_one_count(impl, case):
-    """A square of 2^14, wherever it stands, beside many that a sum in float16, or in bfloat16, loses one
-    by one.
+    """A square of 2^14, wherever it stands, beside many
+    that a sum in float16, or in bfloat16, loses one by one.
     """
     tokens = np.arange(case.length)
     small = np.where(tokens < case.length // 2, 2.75, 7.5)[:, None]

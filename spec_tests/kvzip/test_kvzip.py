@@ -22,8 +22,8 @@ def by_hand(keys, queries, replay_keys):
 
 
 def largest(weights, keys):
-    """Of weights [B, H_q, M, T] the largest of the queries and the heads that read a KV head, [B, H_kv,
-    T].
+    """Of weights [B, H_q, M, T] the largest of the queries
+    and the heads that read a KV head, [B, H_kv, T].
     """
     return weights.max(axis=2).reshape(*keys.shape[:2], -1, keys.shape[2]).max(axis=2)
 
@@ -38,8 +38,8 @@ def test_the_replay_sees_the_text_and_itself_up_to_each_token(impl, case, seed, 
 
 @law("KZ-2", of=SCORE, case=cases(max_length=33), seed=seeds(), count=counts)
 def test_the_score_is_the_largest_attention_of_any_query_of_the_replay(impl, case, seed, count):
-    """The maximum over the queries of the replay and the query heads of the group; also computed query by
-    query.
+    """The maximum over the queries of the replay and the
+    query heads of the group; also computed query by query.
     """
     states, keys = replay(case, seed, count), impl.round(case.keys)
     agrees(
@@ -49,8 +49,8 @@ def test_the_score_is_the_largest_attention_of_any_query_of_the_replay(impl, cas
 
 @law("KZ-2", of=SCORE, case=seeded_cases(max_length=33), seed=seeds(), count=st.sampled_from([2, 5]))
 def test_a_longer_replay_never_lowers_a_score(impl, case, seed, count):
-    """The replay's first tokens alone give no token more: what comes later cannot be seen, and a maximum
-    only grows.
+    """The replay's first tokens alone give no token more:
+    what comes later cannot be seen, and a maximum only grows.
     """
     queries, replay_keys = replay(case, seed, count)
     part = impl.kvzip.score(case.keys, queries[:, :, :-1], replay_keys[:, :, :-1])
@@ -83,8 +83,8 @@ def test_what_the_replay_attends_to_itself_is_missing(impl):
 
 @law("KZ-2", of=SCORE)
 def test_query_head_h_reads_kv_head_h_over_g(impl):
-    """Queries of heads 0 and 1 see KV head 0, those of heads 2 and 3 see KV head 1; one head that looks is
-    enough.
+    """Queries of heads 0 and 1 see KV head 0, those of heads
+    2 and 3 see KV head 1; one head that looks is enough.
     """
     keys, queries = np.zeros((1, 2, 2, width(impl))), np.zeros((1, 4, 1, width(impl)))
     keys[0, :, 0, 0] = 16

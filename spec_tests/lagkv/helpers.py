@@ -43,8 +43,8 @@ def by_oracle(impl, path=SCORE, takes=4):
 
 
 def check_partitions(kept, keys, values, percent, sink, lag, scored):
-    """Raise Violation unless sinks and window are kept and each partition before the last keeps its best
-    floor(rL) tokens.
+    """Raise Violation unless sinks and window are kept and each
+    partition before the last keeps its best floor(rL) tokens.
 
     scored gives the scores, and what they may be wrong by, of the keys and the values of the partitions but
     the last, and of those of their successors.

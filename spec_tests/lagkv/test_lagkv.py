@@ -43,8 +43,8 @@ def score_by_hand(states, next_states):
 
 
 def check_loops(impl, case):
-    """Raise Violation unless the score is that of equations 7 to 11 written as loops over tokens and
-    channels.
+    """Raise Violation unless the score is that of equations
+    7 to 11 written as loops over tokens and channels.
     """
     # Multiples of an eighth: no range of a channel is so small that the comparison to 1e-12 would measure
     # rounding.
@@ -67,8 +67,8 @@ def test_score_equals_the_plain_loops(impl, case):
 
 @law("LK-11", of=SCORE, case=cases())
 def test_score_is_the_sum_of_the_scores_of_keys_and_values(impl, case):
-    """score(K) + score(V), each the softmax over the tokens of the standard deviation (ddof=1) of the
-    normalised channels.
+    """score(K) + score(V), each the softmax over the tokens of
+    the standard deviation (ddof=1) of the normalised channels.
     """
     agrees(impl, SCORE, *partitions(case))
 
@@ -158,8 +158,8 @@ def test_normalised_values_are_not_clipped(impl):
 
 @law("LK-9", of=SCORE, case=cases(kinds=("ties", "duplicate_keys")), seed=seeds())
 def test_the_order_of_the_channels_does_not_matter(impl, case, seed):
-    """Channels permuted alike in both partitions, keys and values each in its own way, leave the score as
-    it was.
+    """Channels permuted alike in both partitions, keys and
+    values each in its own way, leave the score as it was.
     """
     generator = np.random.default_rng(seed)
     k_order, v_order = (generator.permutation(states.shape[-1]) for states in (case.keys, case.values))
@@ -234,8 +234,8 @@ def test_one_channel_does_not_vary(impl, case, keys_too):
 
 @law("LK-11", of=SCORE, case=cases(min_length=2))
 def test_heads_do_not_see_each_other(impl, case):
-    """Each head of each batch item is scored by its own tokens: alone it scores what it scores among
-    others.
+    """Each head of each batch item is scored by its own
+    tokens: alone it scores what it scores among others.
     """
     same_alone(impl, SCORE, *partitions(case))
 
@@ -289,8 +289,8 @@ def test_retained_length_at_its_edges(impl):
 
 @law("LK-12", of=(SELECT, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_the_kept_mask_has_the_retained_length(impl, case, percent, sink, lag):
-    """Every head keeps retained_length(T) tokens, the sinks and everything from the last partition on
-    among them.
+    """Every head keeps retained_length(T) tokens, the sinks
+    and everything from the last partition on among them.
     """
     kept = impl.lagkv.select(case.keys, case.values, **asked(percent, sink, lag))
     require_mask(kept, case.keys.shape[:3], "the selection")
@@ -340,8 +340,8 @@ def test_the_compression_ratio_is_the_share_removed(impl, length, percent, sink,
 
 @law("LK-13", of=RETAINED, percent=hundredths, sink=any_sink, lag=any_lag, partitions=st.integers(2, 10**6))
 def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, partitions):
-    """1 - floor(rL)/L is approached like 1/L_s: the gap is (1 - floor(rL)/L) (S + L + (L_s - S) mod L) /
-    L_s, exactly.
+    """1 - floor(rL)/L is approached like 1/L_s: the gap is (1
+    - floor(rL)/L) (S + L + (L_s - S) mod L) / L_s, exactly.
     """
     length = sink + partitions * lag + lag // 2
     left = impl.lagkv.retained_length(length, keep_ratio=percent / 100, sink_size=sink, lag_size=lag)
@@ -357,8 +357,8 @@ def test_the_compression_ratio_tends_to_its_limit(impl, percent, sink, lag, part
 
 @law("LK-13", of="lagkv.compression_ratio")
 def test_the_compression_ratio_is_not_monotone(impl):
-    """With S=16, L=128, r=.5 the ratio is .235 at 272 tokens, falls to .160 at 399 and rises to .320 at
-    400.
+    """With S=16, L=128, r=.5 the ratio is .235 at 272
+    tokens, falls to .160 at 399 and rises to .320 at 400.
     """
     got = [
         impl.lagkv.compression_ratio(n, keep_ratio=0.5, sink_size=16, lag_size=128) for n in (272, 399, 400)
@@ -416,8 +416,8 @@ def test_a_cache_that_stays_whole_is_explained(impl, sink, lag, more):
     lag=st.sampled_from([1, 2, 3, 4]),
 )
 def test_equal_tokens_are_kept_from_the_left(impl, case, percent, sink, lag):
-    """Of equal scores the lower position is kept: where all tokens are alike, the first floor(rL) of each
-    partition.
+    """Of equal scores the lower position is kept: where all
+    tokens are alike, the first floor(rL) of each partition.
     """
     keys, values = (
         np.broadcast_to(states[:, :, :1], states.shape).copy() for states in (case.keys, case.values)
@@ -450,8 +450,8 @@ def test_the_floor_of_rl_is_exact(impl, percent, lag, sink):
 
 @law("LK-12", of=SELECT, case=tiny_cases(min_length=5), sink=sinks, lag=st.sampled_from([1, 2]))
 def test_the_extreme_ratios(impl, case, sink, lag):
-    """keep_ratio 1 keeps everything; keep_ratio 0 leaves the sinks and what follows the last compressed
-    partition.
+    """keep_ratio 1 keeps everything; keep_ratio 0 leaves the
+    sinks and what follows the last compressed partition.
     """
     settings, place = {"sink_size": sink, "lag_size": lag}, np.arange(case.keys.shape[2])
     last = max(0, (place.size - sink) // lag - 1) * lag + sink
@@ -473,8 +473,8 @@ def test_the_extreme_ratios(impl, case, sink, lag):
     lag=st.sampled_from([1, 2, 3, 4]),
 )
 def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink, lag):
-    """What a partition keeps is decided by itself and the next one: other tokens further on change
-    nothing.
+    """What a partition keeps is decided by itself and
+    the next one: other tokens further on change nothing.
     """
     before = impl.lagkv.select(case.keys, case.values, **asked(percent, sink, lag))
     decided = sink + ((case.length - sink) // lag // 2) * lag
@@ -489,8 +489,8 @@ def test_tokens_after_the_next_partition_do_not_matter(impl, case, percent, sink
 
 @law("LK-12", of=SELECT, seed=seeds())
 def test_two_heads_of_any_length_keep_their_own(impl, seed):
-    """Two heads with one sink and partitions of four keep the best half of each, at every length from 9 to
-    16.
+    """Two heads with one sink and partitions of four keep
+    the best half of each, at every length from 9 to 16.
     """
     for length in range(9, 17):
         case = Case(seed=seed, num_kv_heads=2, length=length)

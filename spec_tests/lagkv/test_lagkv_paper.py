@@ -1,5 +1,5 @@
-"""What LagKV's paper says, recomputed from its own numbers: tables 1 to 3 (LK-T) and the claims of its
-text (LK-S).
+"""What LagKV's paper says, recomputed from its own numbers:
+tables 1 to 3 (LK-T) and the claims of its text (LK-S).
 """
 
 from fractions import Fraction
@@ -39,8 +39,8 @@ def longbench(model):
 
 
 def possible(number, percentages):
-    """Whether all these percentages, rounded twice to tenths, can be shares of `number` yes-or-no
-    examples.
+    """Whether all these percentages, rounded twice to
+    tenths, can be shares of `number` yes-or-no examples.
     """
     return all(abs(100 * round(share * number / 100) / number - share) <= 0.0551 for share in percentages)
 
@@ -85,8 +85,8 @@ def test_table_2_is_measured_on_other_examples_than_table_1():
 
 @law("LK-S1")
 def test_lagkv_has_the_best_average_everywhere():
-    """At each of the four ratios and for both models the average of LagKV is above those of SnapKV and
-    StreamingLLM.
+    """At each of the four ratios and for both models the
+    average of LagKV is above those of SnapKV and StreamingLLM.
     """
     for table in map(ruler, MODELS):
         for ratio in (0.25, 0.5, 0.75, 0.875):
@@ -98,8 +98,8 @@ def test_lagkv_has_the_best_average_everywhere():
 
 @law("LK-S1")
 def test_lagkv_is_not_best_at_every_task():
-    """Of 104 cells LagKV is strictly best in 65 and behind in 34; at MK3 a sliding window beats it in all
-    eight rows.
+    """Of 104 cells LagKV is strictly best in 65 and behind in
+    34; at MK3 a sliding window beats it in all eight rows.
     """
     best = behind = 0
     for table in map(ruler, MODELS):
@@ -114,8 +114,8 @@ def test_lagkv_is_not_best_at_every_task():
 
 @law("LK-T3")
 def test_longbench_averages_weigh_categories_by_their_tasks():
-    """LB Avg. is the mean over 15 tasks, weights 3, 3, 3, 3, 1, 2: no other weights up to 6 give the 26
-    printed numbers.
+    """LB Avg. is the mean over 15 tasks, weights 3, 3, 3, 3,
+    1, 2: no other weights up to 6 give the 26 printed numbers.
     """
     rows = np.array([row for model in MODELS for row in longbench(model).values()])
 
@@ -149,8 +149,8 @@ def test_half_as_much_again_as_h2o_in_one_figure_only():
 
 @law("LK-S2")
 def test_four_times_is_not_the_same_compression():
-    """L=1024 and r=4x compress 8,192 tokens 2.29 times and 16,384 tokens 2.91 times: H2O at 4x keeps fewer
-    tokens.
+    """L=1024 and r=4x compress 8,192 tokens 2.29 times and
+    16,384 tokens 2.91 times: H2O at 4x keeps fewer tokens.
     """
     for length, left, factor in ((8192, 3584, 2.29), (16384, 5632, 2.91)):
         got = retained_length(length, keep_ratio=0.25, sink_size=16, lag_size=1024)
@@ -179,8 +179,8 @@ def test_ninety_percent_of_longbench_remain():
 
 @law("LK-S4")
 def test_qwen_falls_below_85_percent():
-    """At L=128 and r=8x Llama keeps 89.4 % and Qwen 84.96 %, "at least 85 %" to the per cent that the text
-    gives.
+    """At L=128 and r=8x Llama keeps 89.4 % and Qwen 84.96
+    %, "at least 85 %" to the per cent that the text gives.
     """
     llama, qwen = map(longbench, MODELS)
     assert llama[128, 8][6] / llama[0, 1][6] == pytest.approx(0.894, abs=0.0005)
@@ -200,8 +200,8 @@ def test_qwen_falls_below_85_percent():
     times=st.integers(2, 8),
 )
 def test_a_divisor_as_lag_never_retains_more(length, percent, sink, lag, times):
-    """Where the smaller lag divides the larger one, as 128, 512 and 1024 do, it compresses at least as
-    much.
+    """Where the smaller lag divides the larger one, as
+    128, 512 and 1024 do, it compresses at least as much.
     """
     keep_ratio = Fraction(percent, 100)
     small = retained_length(length, keep_ratio=keep_ratio, sink_size=sink, lag_size=lag)
@@ -222,8 +222,8 @@ def test_a_smaller_lag_can_compress_less():
 
 @law("LK-S6")
 def test_short_contexts_are_never_compressed():
-    """With S=16 and L=1024 nothing is evicted below 2,064 tokens, and the last 1,024 to 2,047 tokens are
-    always whole.
+    """With S=16 and L=1024 nothing is evicted below 2,064
+    tokens, and the last 1,024 to 2,047 tokens are always whole.
     """
     assert retained_length(2063, keep_ratio=0.125) == 2063
     assert retained_length(2064, keep_ratio=0.125) == 16 + 128 + 1024
@@ -233,8 +233,8 @@ def test_short_contexts_are_never_compressed():
 
 @law("LK-S6")
 def test_a_grid_that_gives_27_percent():
-    """Two of ten lengths under 2K and eleven depths of which one is at the end: 2/10 + 8/10 * 1/11 = 27.3
-    %.
+    """Two of ten lengths under 2K and eleven depths of
+    which one is at the end: 2/10 + 8/10 * 1/11 = 27.3 %.
     """
     short = Fraction(2, 10)
     assert round(float(100 * (short + (1 - short) / 11)), 1) == 27.3
@@ -242,8 +242,8 @@ def test_a_grid_that_gives_27_percent():
 
 @law("LK-S6")
 def test_the_bottom_line_depends_on_the_lengths():
-    """At 3,087 tokens the window is 2,047: passkeys in the last two thirds are whole too, not at 100 %
-    depth alone.
+    """At 3,087 tokens the window is 2,047: passkeys in the
+    last two thirds are whole too, not at 100 % depth alone.
     """
     window = retained_length(3087, keep_ratio=0) - 16
     assert window == 2047
@@ -263,8 +263,8 @@ def test_a_sixth_is_not_0167():
 
 @law("LK-S7")
 def test_a_ratio_of_a_partition_is_not_the_ratio_of_the_cache():
-    """r = 8x at L=1024 compresses 16,384 tokens 4.3 times, at L=128 7.2 times; 8 times is the limit of
-    long contexts.
+    """r = 8x at L=1024 compresses 16,384 tokens 4.3 times, at
+    L=128 7.2 times; 8 times is the limit of long contexts.
     """
     for lag, factor in ((1024, 4.27), (128, 7.21)):
         assert 16384 / retained_length(16384, keep_ratio=0.125, lag_size=lag) == pytest.approx(
@@ -335,8 +335,8 @@ def test_qwen_falls_faster_at_small_partitions():
 
 @law("LK-S12")
 def test_the_product_alone_does_not_decide():
-    """rL = 64 comes from L=512, 8x and from L=128, 2x: 68.3 against 92.8 (Llama), 30.0 against 65.9
-    (Qwen).
+    """rL = 64 comes from L=512, 8x and from L=128, 2x:
+    68.3 against 92.8 (Llama), 30.0 against 65.9 (Qwen).
     """
     for model, deep, shallow in (("Llama", 68.25, 92.76), ("Qwen", 30.0, 65.93)):
         table = longbench(model)

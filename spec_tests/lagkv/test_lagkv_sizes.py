@@ -41,9 +41,9 @@ def of_contrast(case):
     """Exact partitions at the scale of the case, in which a few neighbouring tokens have all weight but
     1e-20 or so.
 
-    These are the last ones by their keys, and any by their values. The range of the next partition is made by
-    one token, its last or any; all others are alike. Signs take turns, so that those few tokens vary alike in
-    any arithmetic.
+    These are the last ones by their keys, and any by their values. The range of
+    the next partition is made by one token, its last or any; all others are alike.
+    Signs take turns, so that those few tokens vary alike in any arithmetic.
     """
     tokens = np.arange(case.length)[:, None]
     signs = (-1.0) ** (tokens + np.arange(case.head_dim)), (-1.0) ** (tokens + np.arange(case.value_dim))
@@ -73,8 +73,8 @@ def check_score(impl, case):
 
 @law("LK-9", of=SCORE, examples=2, case=long_cases(ANY_SCALE, lengths=(4097, 8191, 1024)))
 def test_a_range_of_any_size_normalises(impl, case):
-    """Channels whose range is 1e-7 or 1e5 are divided by it all the same: nothing but a range of 0 counts
-    as constant.
+    """Channels whose range is 1e-7 or 1e5 are divided by it
+    all the same: nothing but a range of 0 counts as constant.
     """
     check_score(impl, case)
 
@@ -86,8 +86,8 @@ def test_a_range_of_any_size_normalises(impl, case):
     case=long_cases(("moving_mean", "normal", "sinks"), lengths=(8191, 4097, 1024)),
 )
 def test_a_partition_of_thousands_of_tokens_has_one_range_and_one_softmax(impl, case):
-    """The range is that of all tokens of the next partition, and the scores of all tokens are normalised
-    together.
+    """The range is that of all tokens of the next partition,
+    and the scores of all tokens are normalised together.
     """
     check_score(impl, case)
 
@@ -104,8 +104,8 @@ def one_shot(impl, keys, values, **settings):
 
 
 def streamed(impl, keys, values, *, sink_size, lag_size, **settings):
-    """The mask that a stream ends with: the first chunk of the paper, S + 2L tokens, then up to L at a
-    time.
+    """The mask that a stream ends with: the first chunk
+    of the paper, S + 2L tokens, then up to L at a time.
     """
     lengths = np.random.default_rng(lag_size).integers(
         lag_size // 2, lag_size + 1, size=2 * keys.shape[2] // lag_size
@@ -161,8 +161,8 @@ def check_larger_half(impl, case, choose, percent, sink, lag):
 
 @law("LK-12", of=SELECT, examples=2, case=long_cases(ANY_SCALE, lengths=(32_769, 8191, 4097)), **SIZES)
 def test_every_partition_of_a_long_prompt_keeps_its_best(impl, case, percent, sink, lag):
-    """Of dozens of partitions, each but the last keeps its best floor(rL) tokens; the sinks and the window
-    stay.
+    """Of dozens of partitions, each but the last keeps its
+    best floor(rL) tokens; the sinks and the window stay.
     """
     check_best(impl, case, one_shot, percent, sink, lag)
 
@@ -183,8 +183,8 @@ def test_every_partition_of_a_long_prompt_keeps_its_larger_half(impl, case, perc
 
 @law("LK-12", of=SELECT, examples=3, case=paper_cases(), **SIZES)
 def test_the_prompts_of_the_paper_are_compressed_whole(impl, case, percent, sink, lag):
-    """Prompts of 16K to 128K at the paper's settings and with up to 256 sinks: every partition keeps its
-    best.
+    """Prompts of 16K to 128K at the paper's settings and
+    with up to 256 sinks: every partition keeps its best.
     """
     check_best(impl, case, one_shot, percent, sink, lag)
     check_larger_half(impl, case, one_shot, percent, sink, lag)

@@ -74,8 +74,8 @@ def test_attention_weights_are_a_causal_softmax(impl, case):
 
 @law("LK-4", of=PROJECT, case=seeded_cases(max_length=17), seed=seeds())
 def test_a_new_token_projects_as_in_the_prompt(impl, case, seed):
-    """The q, k and v of the newest token are the last rows of Q, K and V: a projection sees one token at a
-    time.
+    """The q, k and v of the newest token are the last rows
+    of Q, K and V: a projection sees one token at a time.
     """
     generator = np.random.default_rng(seed)
     weights = [impl.round(generator.normal(size=(case.head_dim, 3))) for _ in range(3)]
@@ -104,8 +104,8 @@ def test_the_newest_queries_attend_to_themselves_too(impl, case, seed):
 
 @law("LK-6", of=(WEIGHTS, APPEND), case=seeded_cases(min_length=2, max_length=17), seed=seeds())
 def test_cached_decoding_is_uncached_attention(impl, case, seed):
-    """The newest queries over the cache, themselves included, have the weights that they have in the whole
-    matrix.
+    """The newest queries over the cache, themselves included,
+    have the weights that they have in the whole matrix.
     """
     new = int(np.random.default_rng(seed).integers(1, case.length))
     cached = impl.lagkv.append(case.keys[:, :, :-new], case.keys[:, :, -new:])
@@ -115,8 +115,8 @@ def test_cached_decoding_is_uncached_attention(impl, case, seed):
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, seed):
-    """However the tokens come, each partition keeps its best floor(rL) tokens, judged against the whole
-    next partition.
+    """However the tokens come, each partition keeps its best
+    floor(rL) tokens, judged against the whole next partition.
     """
     *_, (kept, end, _) = streamed(impl, case, percent, sink, lag, seed)
     ascending = (np.diff(end.positions, axis=-1) > 0).all()
@@ -126,8 +126,8 @@ def test_any_chunking_keeps_what_one_shot_keeps(impl, case, percent, sink, lag, 
 
 @law("LK-R", of=STEP, case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink, lag, seed):
-    """Row n holds the key and the value of the token at position n of that head, unchanged, after every
-    step.
+    """Row n holds the key and the value of the token at
+    position n of that head, unchanged, after every step.
     """
     for _, state, _ in streamed(impl, case, percent, sink, lag, seed):
         holds_tokens(state, impl.round(case.keys), impl.round(case.values))
@@ -135,8 +135,8 @@ def test_rows_of_the_stream_are_tokens_of_the_sequence(impl, case, percent, sink
 
 @law("LK-R", of=(STEP, RETAINED), case=caches, percent=hundredths, sink=sinks, lag=lags, seed=seeds())
 def test_an_evicted_token_never_returns(impl, case, percent, sink, lag, seed):
-    """After each step the cache is what it was, less some tokens, with the new ones; its length is that of
-    LK-12.
+    """After each step the cache is what it was, less some
+    tokens, with the new ones; its length is that of LK-12.
     """
     place, before, seen = np.arange(case.length), np.zeros(case.keys.shape[:3], dtype=bool), 0
     for kept, state, stop in streamed(impl, case, percent, sink, lag, seed):
@@ -229,8 +229,8 @@ def test_local_selection_keeps_the_best_of_each_partition(impl, case, percent, s
 
 @law("LK-15", of=LOCAL_SCORE)
 def test_the_local_range_is_not_the_next_one(impl):
-    """A token at the edge of its own partition but in the middle of the next one scores differently in the
-    two.
+    """A token at the edge of its own partition but in the
+    middle of the next one scores differently in the two.
     """
     keys, following = np.array([[[[0.0, 0], [1, 0], [0, 1]]]]), np.array([[[[0.0, 0], [8, 1], [4, 0]]]])
     local, lagged = agrees(impl, LOCAL_SCORE, keys, keys), oracle(SCORE)(keys, keys, following, following)
@@ -244,8 +244,8 @@ def test_the_local_range_is_not_the_next_one(impl):
 
 @law("LK-16", of=NORM_SELECT, case=caches, percent=hundredths, sink=sinks, lag=lags)
 def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
-    """From the third layer on each partition keeps its floor(rL) keys of smallest norm; the values play no
-    part.
+    """From the third layer on each partition keeps its
+    floor(rL) keys of smallest norm; the values play no part.
     """
     settings = {"layer": 2} | asked(percent, sink, lag)
     kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
@@ -257,8 +257,8 @@ def test_norm_selection_keeps_the_smallest_keys(impl, case, percent, sink, lag):
 
 @law("LK-16", of=NORM_SELECT, case=caches, layer=st.integers(0, 4), skipped=st.integers(0, 4))
 def test_the_first_layers_keep_everything(impl, case, layer, skipped):
-    """Layers 0 and 1 are left whole, or as many as skipped_layers says; the layer after them is
-    compressed.
+    """Layers 0 and 1 are left whole, or as many as
+    skipped_layers says; the layer after them is compressed.
     """
     for given, first in (({}, 2), ({"skipped_layers": skipped}, skipped)):
         settings = {"layer": layer, "keep_ratio": 0, "sink_size": 0, "lag_size": 2} | given

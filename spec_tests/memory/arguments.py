@@ -89,8 +89,8 @@ def moments_of(case: Case) -> momentkv.Moments:
 
 
 def in_pages(case: Case) -> cache.PagedCache:
-    """Each sequence in a page of its own, of which the last token is missing: `kept` is a mask over its
-    places.
+    """Each sequence in a page of its own, of which the last
+    token is missing: `kept` is a mask over its places.
     """
     keys, values = (states.swapaxes(1, 2) for states in (case.keys, case.values))
     positions = np.broadcast_to(np.arange(case.length)[:, None], keys.shape[:3])
@@ -157,16 +157,13 @@ NAMED: dict[str, Callable[[Case], np.ndarray]] = {
 }
 
 
-def line_of(path: str) -> tuple[Argument, ...]:
-    """The arrays and states of a function, in the order of its signature."""
-    return arguments(path)
-
-
 @functools.cache
 def batched(path: str) -> frozenset[str]:
     """The arguments of a function whose first axis is the batch, as they are drawn here."""
     return frozenset(
-        each.name for each in line_of(path) if each.own[:1] == ("B",) or (each.lead and not _is_shared(each))
+        each.name
+        for each in arguments(path)
+        if each.own[:1] == ("B",) or (each.lead and not _is_shared(each))
     )
 
 
@@ -206,7 +203,7 @@ def drawn(impl: Implementation, path: str, case: Case, *, ragged: bool) -> dict[
     head than of another.
     """
     generator = np.random.default_rng(case.seed)
-    line = {each.name: each for each in line_of(path)}
+    line = {each.name: each for each in arguments(path)}
     given: dict[str, Any] = {}
     for name, parameter in signature_of(path).parameters.items():
         required = parameter.default is parameter.empty

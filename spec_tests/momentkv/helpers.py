@@ -41,8 +41,8 @@ def moments_in_loops(keys, values, evicted):
 
 
 def held(impl, moments):
-    """The moments, where the dtype under test can hold them; otherwise the case says nothing about the
-    implementation.
+    """The moments, where the dtype under test can hold them;
+    otherwise the case says nothing about the implementation.
     """
     if not all(np.isfinite(field).all() for field in impl.rounded(moments)):
         impl.unrepresentable()
@@ -50,8 +50,8 @@ def held(impl, moments):
 
 
 def situation(impl, case, seed):
-    """The arguments of score: the retained tokens are those of the case, the evicted ones some of its next
-    partition.
+    """The arguments of score: the retained tokens are those
+    of the case, the evicted ones some of its next partition.
     """
     moments = held(
         impl, moments_of(case.next_keys, case.next_values, some(case, seed, case.next_keys.shape[:3]))
@@ -79,8 +79,8 @@ def heads_apart(impl, path, query, *states):
 
 
 def recovers(impl, moments, pick, **another_way):
-    """`agrees` where no quotient is exact by luck: n (S / n - vbar kbar^T) rounds where S - s_v kbar does
-    not.
+    """`agrees` where no quotient is exact by luck: n (S /
+    n - vbar kbar^T) rounds where S - s_v kbar does not.
     """
     third = moments._replace(**{name: getattr(moments, name) * 4 / 3 for name in Moments._fields[1:]})
     more = impl.allowance("momentkv.recover", third, pick=pick).errors()
@@ -115,8 +115,8 @@ def refuses_misfits(impl, path, bad):
 
 
 def turn(seed, query, keys, values, moments):
-    """Channels of keys (with query and moments) exchanged and mirrored, and those of the values in another
-    way.
+    """Channels of keys (with query and moments) exchanged
+    and mirrored, and those of the values in another way.
     """
     generator = np.random.default_rng(seed)
     of_keys, of_values = (mirrored(generator, states.shape[-1]) for states in (keys, values))
@@ -126,8 +126,8 @@ def turn(seed, query, keys, values, moments):
 
 
 def scale_values(impl, values, moments, factor):
-    """The values and their moments as the dtype holds them, and both multiplied by the factor, a power of
-    two.
+    """The values and their moments as the dtype holds them,
+    and both multiplied by the factor, a power of two.
     """
     values, moments = impl.rounded((values, moments))
     scaled = moments._replace(
@@ -137,8 +137,8 @@ def scale_values(impl, values, moments, factor):
 
 
 def attends(impl, query, keys, values, kept, moments, *, by=agrees, **another_way):
-    """`agrees` of the output, or `same`: 1 - what_R, as equation 12 prints it, rounds at 1, however small the
-    weight is.
+    """`agrees` of the output, or `same`: 1 - what_R, as equation
+    12 prints it, rounds at 1, however small the weight is.
     """
     of_each_query = Moments(*(field[:, :, None] for field in moments))
     estimate = momentkv.approximate_evicted(
@@ -149,8 +149,8 @@ def attends(impl, query, keys, values, kept, moments, *, by=agrees, **another_wa
 
 
 def attend_in_loops(query, keys, values, kept, moments):
-    """Plain loops over the kept tokens; then each query head whose KV head has evicted tokens mixes their
-    estimate in.
+    """Plain loops over the kept tokens; then each query head
+    whose KV head has evicted tokens mixes their estimate in.
     """
     output, logarithms = attention_by_hand(query[:, :, None], keys, values, kept)
     for item, reader in np.ndindex(query.shape[:2]):

@@ -38,8 +38,8 @@ def right_moments(impl, path, *arguments):
 
 @law("MK-22", of=UPDATE, case=cases(), seed=seeds())
 def test_the_moments_are_four_sums_over_the_evicted_tokens(impl, case, seed):
-    """Count, sum of keys, sum of values, and sum of v k^T (rows of values, columns of keys), added to what
-    was there.
+    """Count, sum of keys, sum of values, and sum of v k^T
+    (rows of values, columns of keys), added to what was there.
     """
     before = held(
         impl, moments_of(case.next_keys, case.next_values, some(case, seed + 1, case.next_keys.shape[:3]))
@@ -144,8 +144,8 @@ def test_the_covariance_is_the_centred_sum(impl, case, seed):
 
 @law("MK-C2", of="momentkv.recover", power=st.integers(0, 24))
 def test_no_entry_of_the_covariance_is_too_small_to_count(impl, power):
-    """Keys 2 and -2 with values 2^-p and -2^-p: Stilde is 2^(2-p), however small; nothing below 1e-6 is
-    cut.
+    """Keys 2 and -2 with values 2^-p and -2^-p: Stilde
+    is 2^(2-p), however small; nothing below 1e-6 is cut.
     """
     keys = np.array([[[[2.0], [-2.0]]]])
     expected = np.array([[[[2.0 ** (2 - power)]]]])
@@ -257,8 +257,8 @@ def test_scores_move_with_their_tokens(impl, case, seed):
 
 @law("MK-10", of=SCORE, case=cases(), seed=seeds())
 def test_turning_keys_or_values_changes_no_score(impl, case, seed):
-    """One orthogonal map of keys, query and moments, and another of the values, leave the scores as they
-    are.
+    """One orthogonal map of keys, query and moments, and
+    another of the values, leave the scores as they are.
     """
     states = situation(impl, case, seed)
     same(

@@ -1,5 +1,5 @@
-"""Laws of MomentKV: the corrected attention (MK-2, MK-9 to MK-12, MK-37) and its zeroth-order variant
-(MK-T4).
+"""Laws of MomentKV: the corrected attention (MK-2, MK-9
+to MK-12, MK-37) and its zeroth-order variant (MK-T4).
 """
 
 from evictionary.reference import momentkv, momentkv_theory
@@ -82,8 +82,8 @@ def loses_nothing(impl, query, keys, values, kept):
 
 @law("MK-12", of=ATTEND, case=short_cases, seed=seeds())
 def test_equal_evicted_keys_lose_nothing(impl, case, seed):
-    """Where the evicted keys of a head are equal, the output is that of the full cache: one token is a
-    special case.
+    """Where the evicted keys of a head are equal, the output
+    is that of the full cache: one token is a special case.
     """
     query, keys, values, kept = whole(case, seed)
     loses_nothing(impl, query, np.where(kept[..., None], keys, keys[:, :, :1]), values, kept)
@@ -161,8 +161,8 @@ def test_moving_all_values_moves_the_output(impl, case, seed, shift):
 
 @law("MK-37", of=ATTEND, case=cases(), seed=seeds(), side=st.sampled_from(["kept", "evicted", "both"]))
 def test_logits_of_ten_thousand_do_not_overflow(impl, case, seed, side):
-    """With logits of 1e4 on the kept side, on the evicted side, or on both, the output is finite and
-    right.
+    """With logits of 1e4 on the kept side, on the evicted
+    side, or on both, the output is finite and right.
     """
     lift = largest_product(impl, case.keys.shape[-1]) / 100
     states = case.queries[:, :, 0] / 64, case.keys / 64, case.next_keys / 64
@@ -179,8 +179,8 @@ def test_logits_of_ten_thousand_do_not_overflow(impl, case, seed, side):
 
 @law("MK-12", of=ATTEND, case=cases(), seed=seeds())
 def test_turning_keys_or_values_turns_the_output_alike(impl, case, seed):
-    """One orthogonal map of keys, query and moments changes nothing; another of the values maps the
-    output.
+    """One orthogonal map of keys, query and moments
+    changes nothing; another of the values maps the output.
     """
     query, keys, values, kept, moments = states = kept_situation(impl, case, seed)
     *turned, turned_moments, of_values = turn(seed, query, keys, values, moments)

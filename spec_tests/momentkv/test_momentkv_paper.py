@@ -42,8 +42,8 @@ def outputs(query, keys, values, kept):
 
 
 def at_most(numbers, bound, size=1.0):
-    """Whether no number is above its bound, but for what float64 rounds off the bound, or off numbers of this
-    size.
+    """Whether no number is above its bound, but for what
+    float64 rounds off the bound, or off numbers of this size.
     """
     return np.all(numbers <= bound + 1e-12 * (np.abs(bound) + size))
 
@@ -53,8 +53,8 @@ def at_most(numbers, bound, size=1.0):
 
 @law("MK-7S")
 def test_the_amplification_depends_on_the_mass():
-    """At a right angle between two sub-outputs of length 1 gamma is 2 at w_E = 1/2 and tends to sqrt(2) as
-    w_E vanishes.
+    """At a right angle between two sub-outputs of length 1 gamma
+    is 2 at w_E = 1/2 and tends to sqrt(2) as w_E vanishes.
     """
     retained, evicted = np.array([1.0, 0]), np.array([0.0, 1])
     at = [float(theory.amplification(retained, evicted, np.array(mass))) for mass in (0.5, 1e-6)]
@@ -88,8 +88,8 @@ def test_sub_outputs_that_cancel_have_no_bound():
 
 @law("MK-7")
 def test_the_terms_at_a_right_angle():
-    """At theta = 90 degrees the parallel part has length |f_R| and the perpendicular one |f_E|, as
-    printed.
+    """At theta = 90 degrees the parallel part has length
+    |f_R| and the perpendicular one |f_E|, as printed.
     """
     parallel, perpendicular = theory.split_divergence(np.array([3.0, 0]), np.array([0.0, 2]))
     assert np.linalg.norm(parallel) == 3 and np.linalg.norm(perpendicular) == 2
@@ -120,8 +120,8 @@ def test_halving_the_query_quarters_the_error(case):
 
 @law("MK-9")
 def test_the_approximation_may_leave_the_convex_hull():
-    """Evicted keys +-1 with values +-1: at q = 5 the approximation is 5, and the evicted output never
-    exceeds 1.
+    """Evicted keys +-1 with values +-1: at q = 5 the
+    approximation is 5, and the evicted output never exceeds 1.
     """
     keys = values = np.array([[1.0], [-1]])
     assert momentkv.approximate_evicted(np.array([5.0]), moments_of(keys, values)) == 5
@@ -203,8 +203,8 @@ def test_the_inverse_of_the_denominator_errs_by_the_fourth_power(case):
 
 @law("MK-28", case=evicted_sets, size=sizes)
 def test_the_approximation_error_has_a_closed_form(case, size):
-    """f_E - fhat_E = (R_num - R_den fhat_E) / B exactly; the printed terms differ from it by A R_den^2 /
-    (n^2 B).
+    """f_E - fhat_E = (R_num - R_den fhat_E) / B exactly;
+    the printed terms differ from it by A R_den^2 / (n^2 B).
     """
     query, keys, values, terms = expanded(case, size)
     exact = theory.centred_output(query, keys, values) - (terms.mean_part + terms.linear_part) / terms.count
@@ -271,8 +271,8 @@ def test_high_attention_does_not_protect_a_token():
 
 @law("MK-10S")
 def test_a_small_residual_does_not_keep_the_spread_small():
-    """After k = 0, v = 1 the token k = 10, v = 1 is evicted before k = 0, v = 2: the spread grows from 0
-    to 5.
+    """After k = 0, v = 1 the token k = 10, v = 1 is evicted
+    before k = 0, v = 2: the spread grows from 0 to 5.
     """
     first_keys, first_values = single([[0.0]], [[1.0]])
     keys, values = single([[0.0], [10.0]], [[2.0], [1.0]])
@@ -285,8 +285,8 @@ def test_a_small_residual_does_not_keep_the_spread_small():
 
 @law("MK-10R")
 def test_the_residual_is_not_that_of_a_regression():
-    """Where v = k a regression leaves nothing; the moment residual of key 2 after keys -2 and 2 is 2 - 8 =
-    -6.
+    """Where v = k a regression leaves nothing; the moment
+    residual of key 2 after keys -2 and 2 is 2 - 8 = -6.
     """
     keys = np.array([[-2.0], [2.0]])
     moments = moments_of(keys, keys)
@@ -322,8 +322,8 @@ def distance_at_least(offsets, columns, keys):
 
 @law("MK-10R", case=evicted_sets)
 def test_a_small_residual_means_near_the_affine_subspace(case):
-    """|r_j| is at least the distance of v_j from vbar + the column space of Stilde: this direction of the
-    reading holds.
+    """|r_j| is at least the distance of v_j from vbar + the
+    column space of Stilde: this direction of the reading holds.
     """
     moments = moments_of(case.next_keys, case.next_values)
     mean_value, covariance = (field[0, 0] for field in momentkv.recover(moments)[1:])
@@ -366,8 +366,8 @@ def test_for_many_gaussian_logits_the_ratio_is_exponential_in_the_variance():
 
 @law("MK-S6")
 def test_a_large_spread_does_not_follow_the_formula_of_a_small_one():
-    """Logits +-10: 1 + Var / 2 is 51, and Z_E / Zhat_E is cosh 10 = 11,013. For -1, 1/2, 1/2 the ratio is
-    the smaller.
+    """Logits +-10: 1 + Var / 2 is 51, and Z_E / Zhat_E is cosh
+    10 = 11,013. For -1, 1/2, 1/2 the ratio is the smaller.
     """
     query = np.ones(1)
     for logits, formula, ratio in (([10.0, -10], 51, 11_013.2), ([-1, 0.5, 0.5], 1.25, 1.2218)):
@@ -385,8 +385,8 @@ def test_the_third_line_of_the_weight_bias_divides_once_too_often():
 
 @law("MK-35", retained=st.integers(1, 80), estimate=st.integers(1, 80), excess=st.integers(0, 80))
 def test_the_product_of_the_weights_is_at_most_a_quarter(retained, estimate, excess):
-    """w_R what_E <= what_R what_E <= 1/4, reached only without a bias; and w_R -> what_R mends the printed
-    line.
+    """w_R what_E <= what_R what_E <= 1/4, reached only
+    without a bias; and w_R -> what_R mends the printed line.
     """
     retained_weight, estimated = retained / (retained + estimate + excess), estimate / (retained + estimate)
     assert retained_weight * estimated <= 0.25
@@ -490,8 +490,8 @@ def test_the_first_eviction_divides_zero_by_zero():
 
 @law("MK-A1")
 def test_a_step_without_eviction_reads_means_that_were_never_set():
-    """With evicted tokens and room in the cache, as after a prompt below its budget, lines 22 and 23 use
-    undefined means.
+    """With evicted tokens and room in the cache, as after a
+    prompt below its budget, lines 22 and 23 use undefined means.
     """
     keys, new = np.array([[1.0], [2]]), np.ones(1)
     with pytest.raises(UnboundLocalError):
@@ -500,8 +500,8 @@ def test_a_step_without_eviction_reads_means_that_were_never_set():
 
 @law("MK-A1")
 def test_the_output_mixes_with_stale_means():
-    """After v = 0 the token v = 1 with an equal key is evicted: the output is 5/3, exactly; as printed it
-    is 4/3.
+    """After v = 0 the token v = 1 with an equal key is
+    evicted: the output is 5/3, exactly; as printed it is 4/3.
     """
     keys, values = np.array([[0.0]]), np.array([[4.0]])
     arguments = np.ones(1), np.zeros(1), np.ones(1), keys, values, moments_of(keys, keys), 1
@@ -539,8 +539,8 @@ def test_with_nothing_evicted_the_printed_step_is_attention():
 
 @law("MK-A1", seed=seeds())
 def test_the_printed_step_mixes_as_its_lines_say(seed):
-    """One eviction: the sums grow by that token, the means and Stilde are those before it, and n_e counts
-    it already.
+    """One eviction: the sums grow by that token, the means
+    and Stilde are those before it, and n_e counts it already.
     """
     generator = np.random.default_rng(seed)
     gone_keys, gone_values, query, new_key, new_value, keys, values = (
@@ -648,8 +648,8 @@ def hundredths(numbers):
 
 @law("MK-T1")
 def test_momentkv_leads_every_average():
-    """Table 1: the highest average at every budget, margins over Ada-KV 1.35, .80, .72, .59 and .95, .52,
-    .35, .05.
+    """Table 1: the highest average at every budget, margins
+    over Ada-KV 1.35, .80, .72, .59 and .95, .52, .35, .05.
     """
     for rows in AVERAGES.values():
         best = np.max([row for name, row in rows.items() if name != "MomentKV"], axis=0)
@@ -674,8 +674,8 @@ def test_the_averages_are_not_those_of_the_six_categories():
 
 @law("MK-T1")
 def test_no_weighting_of_the_categories_gives_the_averages():
-    """One combination of the four averages is below what any weighted mean gives, by more than rounding
-    explains.
+    """One combination of the four averages is below what
+    any weighted mean gives, by more than rounding explains.
     """
     combination = np.array([84 - 98, 98, -88 + 168, -168])  # of Ada-KV and MomentKV on LLaMA, then on Qwen
     categories = combination @ np.array([ADA["llama"], OURS["llama"], ADA["qwen"], OURS["qwen"]])
@@ -757,8 +757,8 @@ def test_the_ratio_of_the_components_is_not_stable():
 
 @law("MK-T3")
 def test_the_last_row_of_the_ablation_has_another_baseline():
-    """Both together equal MomentKV of table 1, which has Ada-KV's budgets: which alone give +1.82 over
-    SnapKV.
+    """Both together equal MomentKV of table 1, which has
+    Ada-KV's budgets: which alone give +1.82 over SnapKV.
     """
     assert AVERAGES["llama"]["MomentKV"][:3] == BOTH and AVERAGES["llama"]["SnapKV"][:3] == BASE
     assert hundredths(np.subtract(AVERAGES["llama"]["Ada-KV"][:3], BASE)) == [1.82, 1.29, 0.26]
@@ -796,8 +796,8 @@ def test_the_sizes_of_the_moments():
 
 @law("MK-T5")
 def test_the_share_of_the_cache_is_eight_times_the_printed_one():
-    """(d + 2) / (2 L) is 50.8 % at L = 128 and 6.3 % at 1024 for both models; below 1 % only from L = 6501
-    on.
+    """(d + 2) / (2 L) is 50.8 % at L = 128 and 6.3 % at
+    1024 for both models; below 1 % only from L = 6501 on.
     """
     assert [round(100 * theory.share_of_cache(128, budget), 1) for budget in (128, 256, 512, 1024)] == [
         50.8,
@@ -816,8 +816,8 @@ def test_the_share_of_the_cache_is_eight_times_the_printed_one():
 
 @law("MK-T5")
 def test_the_moments_take_the_room_of_65_tokens():
-    """With both vectors the moments are worth (d + 2) / 2 = 65 KV pairs, not 128; in float32 130 pairs of
-    16 bits.
+    """With both vectors the moments are worth (d + 2) / 2 =
+    65 KV pairs, not 128; in float32 130 pairs of 16 bits.
     """
     assert theory.numbers_stored(128) / (2 * 128) == 65
     assert theory.numbers_stored(128) * 4 / (2 * 128 * 2) == 130
@@ -825,8 +825,8 @@ def test_the_moments_take_the_room_of_65_tokens():
 
 @law("MK-T6")
 def test_the_operations_of_a_step():
-    """The residuals of L tokens take L d^2 products, the correction d^2; d^2 + 2d numbers exceed L up to
-    16640.
+    """The residuals of L tokens take L d^2 products, the
+    correction d^2; d^2 + 2d numbers exceed L up to 16640.
     """
     multiplied = []
 
@@ -860,8 +860,8 @@ def test_the_recovered_share_of_the_gap():
 
 @law("MK-T7")
 def test_the_recovered_share_on_the_other_model_is_not_comparable():
-    """On Qwen3-4B the same formula gives 64 %, 124 % and 1167 %, and at L = 1024 the gap itself is
-    negative.
+    """On Qwen3-4B the same formula gives 64 %, 124 % and
+    1167 %, and at L = 1024 the gap itself is negative.
     """
     ours, ada = (np.array(AVERAGES["qwen"][name]) for name in ("MomentKV", "Ada-KV"))
     gap = FULL["qwen"] - ada
@@ -879,8 +879,8 @@ def test_the_gains_by_category():
 
 @law("MK-T8")
 def test_the_largest_gains_are_not_on_qa_and_few_shot_alone():
-    """Synthetic tasks gain most on Qwen3-4B (1.25) and more than multi-doc QA on LLaMA-3.1-8B (1.30
-    against .80).
+    """Synthetic tasks gain most on Qwen3-4B (1.25) and more
+    than multi-doc QA on LLaMA-3.1-8B (1.30 against .80).
     """
     assert int(np.argmax(GAINS["qwen"])) == 4
     assert GAINS["llama"][4] > GAINS["llama"][1] and GAINS["qwen"][4] > max(GAINS["qwen"][:3])

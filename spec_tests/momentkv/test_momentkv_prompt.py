@@ -132,8 +132,8 @@ def test_the_head_that_attends_to_the_free_tokens_gets_the_free_places(impl, kee
     bad=st.sampled_from(["protected", "floor_ratio"]),
 )
 def test_a_shared_prompt_that_does_not_fit_is_refused(impl, bad):
-    """A budget below the first token and the window, and a floor_ratio above 1, raise ValueError naming
-    the argument.
+    """A budget below the first token and the window, and a
+    floor_ratio above 1, raise ValueError naming the argument.
     """
     assume(impl.reads_numbers or bad != "protected")
     states = np.ones((1, 2, 6, 2))

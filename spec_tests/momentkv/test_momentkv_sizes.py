@@ -1,5 +1,5 @@
-"""Laws of MomentKV with hundreds and thousands of retained and evicted tokens: MK-9, MK-10, MK-12, MK-23,
-MK-25, MK-P.
+"""Laws of MomentKV with hundreds and thousands of retained
+and evicted tokens: MK-9, MK-10, MK-12, MK-23, MK-25, MK-P.
 """
 
 from evictionary.reference.momentkv import Moments, Recovered, no_moments
@@ -40,8 +40,8 @@ def sums(keys, values, evicted):
 
 
 def long_situation(impl, case, share):
-    """Keys and values of a long prompt, a query, what of them is evicted, and its moments, as the dtype
-    represents them.
+    """Keys and values of a long prompt, a query, what of them
+    is evicted, and its moments, as the dtype represents them.
     """
     query, keys, values = impl.rounded((case.queries[:, :, 0], case.keys, case.values))
     evicted = np.random.default_rng(case.seed).random(keys.shape[:3]) < share
@@ -147,8 +147,8 @@ def mixed_in_parts(impl, query, keys, values, kept, moments):
 
 @law("MK-12", of=ATTEND, examples=2, case=long_cases(LONG_KINDS, groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_thousands_of_tokens_and_their_moments_mix(impl, case):
-    """The retained part is added up from parts of thousands of tokens, the estimate of the evicted ones
-    joins it.
+    """The retained part is added up from parts of thousands
+    of tokens, the estimate of the evicted ones joins it.
     """
     query, keys, values, evicted, moments = long_situation(impl, case, 0.4)
     expected, slack = mixed_in_parts(impl, query, keys, values, ~evicted, moments)
@@ -258,8 +258,8 @@ def exact_states(case):
 
 @law("MK-25", of=UPDATE, examples=1, seed=seeds())
 def test_moments_at_the_budgets_of_the_paper_are_their_sums(impl, seed):
-    """Of 64 to 1,024 tokens of whole numbers, of a batch of three: the four sums, exactly, also on top of
-    others.
+    """Of 64 to 1,024 tokens of whole numbers, of a batch of
+    three: the four sums, exactly, also on top of others.
     """
     for case in narrow(impl, seed):
         _, keys, values, evicted, expected = exact_states(case)

@@ -98,8 +98,8 @@ def check_eviction(impl, case, seed):
 
 @law("MK-A1", of=STEP, case=cases(kinds=KINDS), seed=seeds())
 def test_a_step_evicts_the_lowest_score(impl, case, seed):
-    """Over budget by one, each head evicts one token, the new one perhaps, and none that stays scores
-    less.
+    """Over budget by one, each head evicts one token,
+    the new one perhaps, and none that stays scores less.
     """
     check_eviction(impl, case, seed)
 
@@ -113,8 +113,8 @@ def values_left(impl, values, budget):
 
 @law("MK-A1", of=STEP, examples=1, seed=seeds())
 def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
-    """The same at budgets of 64 to 1,024 tokens, of a batch of three; of values alike but for one, that
-    one goes.
+    """The same at budgets of 64 to 1,024 tokens, of a batch
+    of three; of values alike but for one, that one goes.
     """
     for case in narrow(impl, seed):
         check_eviction(impl, case, seed)
@@ -127,8 +127,8 @@ def test_steps_at_the_budgets_of_the_paper_evict_the_lowest_score(impl, seed):
 
 @law("MK-A1", of=STEP)
 def test_each_eviction_is_scored_anew(impl):
-    """Of the values 1, 1.5, -1.25 at equal attention 1 goes first; then 1.5 is the nearer to its mean, and
-    -1.25 stays.
+    """Of the values 1, 1.5, -1.25 at equal attention 1 goes
+    first; then 1.5 is the nearer to its mean, and -1.25 stays.
     """
     values = np.array([[[[1.0], [1.5], [-1.25]]]])
     left = values_left(impl, values, 1)
@@ -179,8 +179,8 @@ def test_the_prompt_keeps_its_first_token_and_its_window(impl, case, seed, spare
 
 @law("MK-P", of=SELECT_PROMPT, examples=1, seed=seeds())
 def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
-    """The same for a window of 32 tokens, chunks of 4 and budgets of 64 to 1,024, of prompts that are 67
-    tokens longer.
+    """The same for a window of 32 tokens, chunks of 4 and
+    budgets of 64 to 1,024, of prompts that are 67 tokens longer.
     """
     for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], group=2):
         check_prompt(impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67))

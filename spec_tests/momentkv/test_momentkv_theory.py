@@ -1,5 +1,5 @@
-"""Laws of the functions in momentkv_theory: each equation of sections 2, 3 and the appendices, against
-plain loops.
+"""Laws of the functions in momentkv_theory: each equation
+of sections 2, 3 and the appendices, against plain loops.
 """
 
 from evictionary.reference.momentkv_theory import Expansion, logits_of
@@ -34,8 +34,8 @@ def one_query(impl, case):
 
 
 def halves(impl, case, seed):
-    """The same with a mask that keeps at least one token and evicts at least one; a case of one token is
-    doubled.
+    """The same with a mask that keeps at least one token
+    and evicts at least one; a case of one token is doubled.
     """
     query, keys, values = one_query(impl, case)
     if keys.shape[2] == 1:
@@ -144,8 +144,8 @@ def test_the_eviction_error_is_mass_times_divergence(impl, retained, evicted, sh
 
 @law("MK-5", of="momentkv_theory.split_divergence", retained=vectors.filter(np.any), evicted=vectors)
 def test_the_divergence_splits_along_the_retained_output(impl, retained, evicted):
-    """Parallel part (|f_E| cos / |f_R| - 1) f_R and perpendicular part of length |f_E| sin; together f_E -
-    f_R.
+    """Parallel part (|f_E| cos / |f_R| - 1) f_R and
+    perpendicular part of length |f_E| sin; together f_E - f_R.
     """
     size, other = np.linalg.norm(retained), np.linalg.norm(evicted)
     cosine = float(retained[0] @ evicted[0]) / (size * other) if other else 0.0
@@ -490,8 +490,8 @@ def test_the_output_error_has_two_sources(impl, sides, share, estimated):
     part=fractions,
 )
 def test_an_estimate_within_the_largest_harmless_error_never_hurts(impl, sides, share, part):
-    """|f_E - f_R|: no estimate at this distance from f_E, on any side, leaves a larger error than f_R
-    does.
+    """|f_E - f_R|: no estimate at this distance from f_E,
+    on any side, leaves a larger error than f_R does.
     """
     retained, evicted, towards = sides
     distance = lengths(evicted - retained)

@@ -38,8 +38,8 @@ for path, name, form in (
 
 @control(UPDATE, dtypes=NUMPY)
 def one_matrix(moments, keys, values, evicted):
-    """All four sums in one product: [1, v]^T [1, k] over tiles of 16 tokens, the last one padded with
-    masked rows.
+    """All four sums in one product: [1, v]^T [1, k] over
+    tiles of 16 tokens, the last one padded with masked rows.
     """
     mask = evicted[..., None].astype(keys.dtype)
     left, right = (np.concatenate([np.ones_like(mask), states], axis=-1) * mask for states in (values, keys))
@@ -85,8 +85,8 @@ tiled = control(SCORE, dtypes=NUMPY, name="tiled")(
 
 @control(SCORE, dtypes=NUMPY)
 def affine_model(query, keys, values, moments):
-    """Value, mean value and slope as one product [v, 1, k] W, tokens on the first axis, weights by a
-    log-sum-exp.
+    """Value, mean value and slope as one product [v, 1, k]
+    W, tokens on the first axis, weights by a log-sum-exp.
     """
     batch, heads, _, head_dim = keys.shape
     _, mean_value, covariance = forms.means_by_maximum(moments)
@@ -150,8 +150,8 @@ def one_more_token(query, keys, values, kept, moments):
 
 @control(ATTEND, dtypes=NUMPY)
 def running_maximum(query, keys, values, kept, moments):
-    """Only the kept rows read, from the end, with a running maximum, sum and output, and merged with the
-    estimate.
+    """Only the kept rows read, from the end, with a running
+    maximum, sum and output, and merged with the estimate.
     """
     grouped, value, logit = estimate(query, keys, moments)
     output = np.zeros((*grouped.shape[:3], values.shape[-1]), keys.dtype)
@@ -165,8 +165,8 @@ def running_maximum(query, keys, values, kept, moments):
 
 @control(ATTEND, dtypes=NUMPY)
 def split_in_two(query, keys, values, kept, moments):
-    """Odd and even tokens attended apart, on a storage padded to 16, and merged with the estimate by their
-    log-sum-exps.
+    """Odd and even tokens attended apart, on a storage padded
+    to 16, and merged with the estimate by their log-sum-exps.
     """
     grouped, *evicted = estimate(query, keys, moments)
     padding = [(0, 0), (0, 0), (0, -keys.shape[2] % 16)]

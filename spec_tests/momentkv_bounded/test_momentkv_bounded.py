@@ -40,8 +40,8 @@ def attention(query, keys, values, seen=True):
 
 
 def decoding(case, seed, shift, scale):
-    """The arguments of attend, and the outputs of full attention, of the retained tokens alone and of
-    MomentKV.
+    """The arguments of attend, and the outputs of full
+    attention, of the retained tokens alone and of MomentKV.
     """
     query, keys, values, kept = whole(case, seed + 1)
     query = query * scale
@@ -58,8 +58,8 @@ def decoding(case, seed, shift, scale):
 
 
 def no_farther(impl, path, *arguments, other, truth, values, what):
-    """Raise Violation unless the answer is the oracle's, and no farther from the truth than the other one
-    is.
+    """Raise Violation unless the answer is the oracle's,
+    and no farther from the truth than the other one is.
     """
     got = agrees(impl, path, *arguments)
     worse = lengths(got - truth) - lengths(other - truth)
@@ -68,8 +68,8 @@ def no_farther(impl, path, *arguments, other, truth, values, what):
 
 
 def encloses(impl, path, *arguments, least, most, what):
-    """Raise Violation unless both bounds are the oracle's and hold what loops find, from the least to the
-    most.
+    """Raise Violation unless both bounds are the oracle's
+    and hold what loops find, from the least to the most.
     """
     low, high = agrees(impl, path, *arguments)
     error = [1e-9 + within(impl, pick, roundings=0) for pick in (0, 1)]
@@ -160,8 +160,8 @@ def test_the_evicted_output_is_in_its_box(impl, case, shift, scale):
 
 @law("MB-4", of=BOX)
 def test_two_tokens_reach_the_side_of_the_box(impl):
-    """Keys -1 and 1, values 0 and 2, query 1: f_E is in 1 + [-1, 1] sinh(1), cut at 0 and 2; for 1/2 by
-    sinh(1/2).
+    """Keys -1 and 1, values 0 and 2, query 1: f_E is in 1 +
+    [-1, 1] sinh(1), cut at 0 and 2; for 1/2 by sinh(1/2).
     """
     keys, values = np.array([[[[-1.0], [1]]] * 2]), np.array([[[[0.0], [2]]] * 2])
     low, high = impl.momentkv_bounded.evicted_bounds(np.array([[[1.0], [0.5]]]), *held(keys, values))
@@ -181,8 +181,8 @@ def test_the_box_of_no_token_is_zero(impl):
 
 @law("MB-5", of=ESTIMATE, case=short_cases, shift=shifts, scale=scales)
 def test_the_bounded_estimate_is_never_farther_from_the_evicted_output(impl, case, shift, scale):
-    """It is in the box, it is MomentKV's where that is in the box, and it is never farther from f_E than
-    MomentKV's.
+    """It is in the box, it is MomentKV's where that is in the
+    box, and it is never farther from f_E than MomentKV's.
     """
     query, keys, values, *bounds = evicted_set(case, shift, scale)
     paper, exact = momentkv.approximate_evicted(query, bounds[0]), oracle(ESTIMATE)(query, *bounds)
@@ -267,8 +267,8 @@ def safe_share(step, corners):
 
 
 def outputs_by_hand(query, kept, gone):
-    """MB-6 and MB-7 from the tokens themselves, with plain numbers: one retained token, so f_R is its
-    value.
+    """MB-6 and MB-7 from the tokens themselves, with plain
+    numbers: one retained token, so f_R is its value.
     """
     count, logits = len(gone), [query * key for key, *_ in gone]
     mean, least, largest = sum(logits) / count, min(logits), max(logits)

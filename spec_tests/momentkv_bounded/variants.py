@@ -17,8 +17,8 @@ def head_by_head(bounds, keys, values, evicted):
 
 
 def by_reader(query, keys, values, kept, moments, bounds):
-    """For each query head, one after the other: f_R, MomentKV's output, the least and the largest possible
-    output.
+    """For each query head, one after the other: f_R, MomentKV's
+    output, the least and the largest possible output.
     """
     root, group = math.sqrt(keys.shape[-1]), query.shape[1] // keys.shape[1]
     for item, reader in np.ndindex(*query.shape[:2]):
@@ -56,8 +56,8 @@ def gathered(outputs, query, values):
 
 @control("momentkv_bounded.attend")
 def nearest_output(query, keys, values, kept, moments, bounds):
-    """The output itself moved into the box of outputs, one query head after the other, the weights as
-    quotients.
+    """The output itself moved into the box of outputs, one
+    query head after the other, the weights as quotients.
     """
     parts = by_reader(query, keys, values, kept, moments, bounds)
     return gathered(

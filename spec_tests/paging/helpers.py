@@ -16,8 +16,8 @@ def slots_of(paged: PagedCache, item: int) -> list[tuple[int, int]]:
 
 
 def pages_of(paged: PagedCache, item: int, lengths: np.ndarray) -> list[int]:
-    """The pages in which a sequence holds a token, in their order, if its heads have these lengths [B,
-    H_kv].
+    """The pages in which a sequence holds a token, in
+    their order, if its heads have these lengths [B, H_kv].
     """
     return list(dict.fromkeys(page for page, _ in slots_of(paged, item)[: lengths[item].max()]))
 
@@ -32,8 +32,8 @@ def held(paged: PagedCache, pool: np.ndarray, lengths: np.ndarray) -> Iterator[n
 def in_pages(case, seed: int, least: int = 0) -> PagedCache:
     """The tokens of a case in pages that lie in any order, of heads that hold `least` tokens or more.
 
-    Every slot without a token is NaN. Two pages are nobody's, and behind the last page of a sequence stands
-    any page.
+    Every slot without a token is NaN. Two pages are nobody's,
+    and behind the last page of a sequence stands any page.
     """
     generator = np.random.default_rng(seed)
     batch, heads, length = case.keys.shape[:3]

@@ -26,8 +26,8 @@ CASES = seeded_cases(max_length=33).map(lambda case: replace(case, batch=case.ba
 
 
 def check_moved(impl, paged, kept, name):
-    """Raise Violation unless the first places of each head hold what the kept places of this pool held, in
-    their order.
+    """Raise Violation unless the first places of each head hold
+    what the kept places of this pool held, in their order.
     """
     after, _ = impl.paging.compact_pages(paged, kept)
     pool = getattr(impl.rounded(paged), name)
@@ -82,8 +82,8 @@ def test_pages_hold_the_tokens_in_the_order_of_their_places(impl, case, seed):
 
 
 def check_attend(impl, case, queries, paged, visible, pick):
-    """Raise Violation unless attention over the pages is that of plain loops over the visible tokens of
-    the case.
+    """Raise Violation unless attention over the pages is
+    that of plain loops over the visible tokens of the case.
     """
     keys, values = impl.rounded((case.keys, case.values))
     by_hand = attention_by_hand(queries, keys, values, visible)[pick]
@@ -102,8 +102,8 @@ def check_attend(impl, case, queries, paged, visible, pick):
 
 @law("PAGE-3", of=ATTEND, case=CASES, seed=seeds(), pick=st.integers(0, 1))
 def test_attention_over_pages_is_that_over_their_tokens(impl, case, seed, pick):
-    """Output and log-sum-exp are those of the tokens that each head holds; NaN in every other slot does
-    not matter.
+    """Output and log-sum-exp are those of the tokens that
+    each head holds; NaN in every other slot does not matter.
     """
     paged = in_pages(case, seed, least=1)
     check_attend(
@@ -113,8 +113,8 @@ def test_attention_over_pages_is_that_over_their_tokens(impl, case, seed, pick):
 
 @law("PAGE-3", of=(COMPACT, ATTEND), case=CASES, seed=seeds())
 def test_attention_after_compaction_is_that_over_the_kept_tokens(impl, case, seed):
-    """Compacted pages are attended to as the tokens of the mask: what is left of the evicted ones has no
-    weight.
+    """Compacted pages are attended to as the tokens of the
+    mask: what is left of the evicted ones has no weight.
     """
     paged, kept = drawn(case, seed, least=1)
     visible = np.zeros(case.keys.shape[:3], dtype=bool)
@@ -137,8 +137,8 @@ def test_thousands_of_tokens_move_in_their_order(impl, case, seed):
 
 @law("PAGE-5", of=COMPACT, case=CASES, seed=seeds(), name=st.sampled_from(["values", "positions"]))
 def test_values_and_positions_move_with_the_keys(impl, case, seed, name):
-    """The places that hold the keys of the kept tokens hold their values, and their positions as they
-    were.
+    """The places that hold the keys of the kept tokens
+    hold their values, and their positions as they were.
     """
     check_moved(impl, *drawn(case, seed), name)
 
@@ -160,8 +160,8 @@ def test_the_logical_length_and_the_dtype_stay(impl, case, seed):
 
 @law("PAGE-6", of=COMPACT, case=CASES, seed=seeds())
 def test_each_head_has_the_length_that_it_keeps(impl, case, seed):
-    """The physical length counts the kept tokens of the head; what the mask says beyond its length does
-    not count.
+    """The physical length counts the kept tokens of the head;
+    what the mask says beyond its length does not count.
     """
     paged, kept = drawn(case, seed)
     equal(
@@ -191,8 +191,8 @@ def test_the_first_pages_of_the_block_table_stay(impl, case, seed):
 
 @law("PAGE-8", of=COMPACT, case=CASES, seed=seeds())
 def test_pages_of_others_stay_bit_for_bit(impl, case, seed):
-    """The first sequence evicts and the others keep all: no slot of another page changes, one without a
-    token neither.
+    """The first sequence evicts and the others keep all: no
+    slot of another page changes, one without a token neither.
     """
     paged, kept = drawn(case, seed)
     kept[1:] = True

@@ -51,8 +51,8 @@ def through_a_staging_buffer(paged, kept):
 
 @control(COMPACT, array_library="torch", dtypes=ALL)
 def by_a_stable_sort(paged, kept):
-    """Kept places come first in a stable sort of the evicted ones; whole rows of slots are gathered and
-    written back.
+    """Kept places come first in a stable sort of the evicted
+    ones; whole rows of slots are gathered and written back.
     """
     size, places = paged.keys.shape[1], torch.arange(kept.shape[-1])
     kept = kept & (places < paged.lengths[..., None])

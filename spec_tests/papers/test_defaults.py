@@ -25,8 +25,8 @@ from evictionary.spec_tests.judge.law import law
 
 
 def defaults(module):
-    """{function: {argument: default}} of the numbers that the functions of a module take where none is
-    given.
+    """{function: {argument: default}} of the numbers that
+    the functions of a module take where none is given.
     """
     found = {}
     for name, function in inspect.getmembers(module, inspect.isfunction):
@@ -42,8 +42,8 @@ ROPE = {"horizon": 512, "theta": 10000.0}
 
 @law("EA-10")
 def test_the_settings_of_expected_attention():
-    """512 positions ahead, theta = 10000, epsilon = 0.02, 128 buffered queries, a compression every 512
-    tokens.
+    """512 positions ahead, theta = 10000, epsilon = 0.02,
+    128 buffered queries, a compression every 512 tokens.
     """
     buffer, epsilon = {"buffer_size": 128}, {"epsilon": 0.02}
     assert defaults(expected_attention) == {

@@ -36,8 +36,8 @@ OTHERWISE = ("another", "crash", "none")
 
 
 def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
-    """The laws that call the mutant's function, of one requirement or of all; those of its own requirement
-    come first.
+    """The laws that call the mutant's function, of one requirement
+    or of all; those of its own requirement come first.
     """
     found = (
         law
@@ -225,8 +225,8 @@ LONG_EVERY = 23
 
 
 def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = False) -> list[str]:
-    """The laws that a correct variant fails at one seed, each with what it said; none is what they are
-    for.
+    """The laws that a correct variant fails at one seed,
+    each with what it said; none is what they are for.
 
     bare is the variant as a kernel author writes it: it checks no argument, takes some sizes only, and owes
     the mathematics alone.
@@ -253,8 +253,8 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
 
 
 def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = False) -> int:
-    """Run every correct variant over the seeds, as it is and bare; print each alarm at once, write
-    docs/controls.json.
+    """Run every correct variant over the seeds, as it is and
+    bare; print each alarm at once, write docs/controls.json.
 
     Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A
     run that was stopped goes on with the next seed, unless laws, variants or their number of inputs have

@@ -122,8 +122,8 @@ def planted(path: str, wrong: Callable[..., Any]) -> Iterator[None]:
 
 
 def fails(law: Law, max_examples: int) -> bool:
-    """Whether a law that is put to the reference fails: by an assertion, by an error, or because it never
-    ends.
+    """Whether a law that is put to the reference fails: by
+    an assertion, by an error, or because it never ends.
     """
     test = prepared(law, max_examples=max_examples, seed=None)
     try:
@@ -174,8 +174,8 @@ def same(right: Any, other: Any) -> bool:
 
 
 def recorded(path: str, laws: list[Law]) -> list[Arguments]:
-    """The arguments with which these laws call a function, some calls of each law; float64 alone, not the
-    other arithmetics.
+    """The arguments with which these laws call a function, some
+    calls of each law; float64 alone, not the other arithmetics.
     """
     right, kept = copied(oracle(path)), 0
     found: list[Arguments] = []
@@ -226,8 +226,8 @@ def beyond(path: str, wrong: Callable[..., Any], size: int) -> Callable[..., Any
 
 
 def judge(path: str, mistakes: list[tuple[str, str]], names: list[str], above: int = 0) -> list[Result]:
-    """Put each mistake in one function, (what, how made), to the laws that run it, until the first law
-    sees it.
+    """Put each mistake in one function, (what, how made),
+    to the laws that run it, until the first law sees it.
 
     above, a size up to which the function stays right.
     """

@@ -161,15 +161,15 @@ def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str
 
 
 def edited_source(path: str, edits: Iterable[tuple[str, str]]) -> str:
-    """The source of the function `path` of the reference, with the edits made; ValueError as `edited_text`
-    says.
+    """The source of the function `path` of the reference,
+    with the edits made; ValueError as `edited_text` says.
     """
     return edited_text(path, inspect.getsource(oracle(path)), edits)
 
 
 def edited_text(path: str, source: str, edits: Iterable[tuple[str, str]]) -> str:
-    """The source with the edits made. Raises ValueError where a text to be replaced does not stand in it
-    exactly once.
+    """The source with the edits made. Raises ValueError where
+    a text to be replaced does not stand in it exactly once.
     """
     for was, now in edits:
         require(
@@ -314,8 +314,8 @@ def control(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Register the decorated function as a correct `of`, under its name or another.
 
-    max_length, for one whose memory or time is their square; edges is false for one that decides degenerate
-    inputs otherwise.
+    max_length, for one whose memory or time is their square; edges
+    is false for one that decides degenerate inputs otherwise.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,8 +328,8 @@ def control(
 
 
 def put_together(forms: types.ModuleType, function: str, **chosen: Any) -> Callable[..., Any]:
-    """The part `function` of a file of forms, where each part is the form chosen for it, or else the
-    first.
+    """The part `function` of a file of forms, where each
+    part is the form chosen for it, or else the first.
     """
     scope = again(forms)
     scope |= {part: scope.get(form.__name__, form) for part, form in chosen.items()}

@@ -127,8 +127,8 @@ def _first_line(statement: ast.AST) -> str:
 def _places(
     holder: ast.AST, statement: ast.AST
 ) -> Iterator[tuple[Callable[[ast.AST], None], ast.AST, ast.AST]]:
-    """Every node below `holder` that may be replaced: how to put another in its place, the node, and its
-    statement.
+    """Every node below `holder` that may be replaced: how to
+    put another in its place, the node, and its statement.
     """
     for field, value in ast.iter_fields(holder):
         if field in ("annotation", "returns", "args", "decorator_list") and isinstance(

@@ -6,8 +6,8 @@ DIRECTION, CALIBRATE, SCORE = "q_filters.main_direction", "q_filters.calibrate",
 
 
 def error(impl):
-    """What a component of a direction may be wrong by: a decomposition in float32 or wider, and the
-    output's rounding.
+    """What a component of a direction may be wrong by: a
+    decomposition in float32 or wider, and the output's rounding.
     """
     return 32 * max(accumulating(impl), 2.0**-22) + final_rounding(impl)
 
@@ -55,8 +55,8 @@ def test_the_majority_decides_and_not_the_sum(impl):
 
 @law("QF-1", of=DIRECTION)
 def test_the_length_of_a_query_has_no_vote(impl):
-    """Three queries (1/2, 0) and two (-3/4, 0), in either order and turned around: short queries decide by
-    their number.
+    """Three queries (1/2, 0) and two (-3/4, 0), in either order
+    and turned around: short queries decide by their number.
     """
     queries = np.array([[0.5, 0], [0.5, 0], [0.5, 0], [-0.75, 0], [-0.75, 0]])
     got = impl.q_filters.main_direction(np.stack([queries, queries[::-1], -queries, -queries[::-1]]))
@@ -65,8 +65,8 @@ def test_the_length_of_a_query_has_no_vote(impl):
 
 @law("QF-1", of=DIRECTION)
 def test_the_direction_is_not_that_of_the_mean(impl):
-    """(1, 3), (1, 3), (1, -3): the mean is (1, 1), but the channel of the threes holds most of the
-    squares.
+    """(1, 3), (1, 3), (1, -3): the mean is (1, 1), but
+    the channel of the threes holds most of the squares.
     """
     got = impl.q_filters.main_direction(np.array([[1.0, 3], [1, 3], [1, -3]]))
     # the eigenvector of [[3, 3], [3, 27]]
@@ -76,8 +76,8 @@ def test_the_direction_is_not_that_of_the_mean(impl):
 
 @law("QF-1", of=DIRECTION)
 def test_the_mean_is_not_taken_away(impl):
-    """(3, 1), (3, 1), (3, -1), (3, -1): channel 0 holds the squares. Without their mean, (3, 0), channel 1
-    would.
+    """(3, 1), (3, 1), (3, -1), (3, -1): channel 0 holds the
+    squares. Without their mean, (3, 0), channel 1 would.
     """
     got = impl.q_filters.main_direction(np.array([[3.0, 1], [3, 1], [3, -1], [3, -1]]))
     near(got, np.array([1.0, 0]), error(impl), "the direction")
@@ -85,8 +85,8 @@ def test_the_mean_is_not_taken_away(impl):
 
 @law("QF-2", of=CALIBRATE)
 def test_the_filter_is_the_mean_of_the_group(impl):
-    """Query heads 0 and 1 read KV head 0: along (1, 0) and (0, 1) their mean is (1/2, 1/2); heads 2 and 3
-    cancel.
+    """Query heads 0 and 1 read KV head 0: along (1, 0) and
+    (0, 1) their mean is (1/2, 1/2); heads 2 and 3 cancel.
     """
     axes = np.array([[2.0, 0], [0, 3], [5, 0], [-1, 0]])
     got = impl.q_filters.calibrate(np.repeat(axes[None, :, None], 3, axis=2), 2)
@@ -95,8 +95,8 @@ def test_the_filter_is_the_mean_of_the_group(impl):
 
 @law("QF-2", of=(CALIBRATE, DIRECTION), case=seeded_cases(kinds=("drift",), min_length=5), seed=seeds())
 def test_each_filter_is_that_of_its_own_heads(impl, case, seed):
-    """Head by head: the mean of the main directions of the readers of each KV head; its length is at most
-    1.
+    """Head by head: the mean of the main directions of
+    the readers of each KV head; its length is at most 1.
     """
     draw = np.random.default_rng(seed)
     shape = (case.batch, case.group * case.num_kv_heads, case.length, case.head_dim)
@@ -157,8 +157,8 @@ def test_heads_that_no_group_divides_are_refused(impl, heads):
 
 @law("QF-3", of=SCORE, examples=3, case=long_cases(kinds=("vast", "moving_mean", "minute", "sinks")))
 def test_every_key_of_a_long_prompt_is_projected(impl, case):
-    """Of thousands of keys, at scales from 1e-7 to 1e4, each scores the sum of its products with the
-    filter.
+    """Of thousands of keys, at scales from 1e-7 to 1e4,
+    each scores the sum of its products with the filter.
     """
     keys, filters = of_dtype(impl, case.keys), impl.round(case.queries[:, : case.num_kv_heads, 0])
     expected = sum(keys[..., channel] * filters[..., channel, None] for channel in range(case.head_dim))

@@ -16,8 +16,8 @@ def by_eigenvectors(queries):
 
 @control(CALIBRATE, array_library="torch", dtypes=("float64", "float32"))
 def torch_svd(queries, num_kv_heads):
-    """torch's decomposition of each head; the sign from the first left vector, as the public code finds
-    it.
+    """torch's decomposition of each head; the sign from
+    the first left vector, as the public code finds it.
     """
     left, _, right = torch.linalg.svd(queries.double(), full_matrices=False)
     sign = torch.where((left[..., 0] > 0).double().mean(dim=-1) > 0.5, 1.0, -1.0)

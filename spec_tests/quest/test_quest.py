@@ -10,8 +10,8 @@ sizes = st.sampled_from([16, 1, 2, 3, 7, 40])
 
 
 def box(keys, page_size):
-    """The least and the largest number of each channel of each page, [2, B, H_kv, P, D]: the ends of what is
-    sorted.
+    """The least and the largest number of each channel of
+    each page, [2, B, H_kv, P, D]: the ends of what is sorted.
     """
     starts = range(0, keys.shape[2], page_size)
     pages = [np.sort(keys[:, :, start : start + page_size], axis=2) for start in starts]
@@ -19,8 +19,8 @@ def box(keys, page_size):
 
 
 def bounds_by_hand(query, low, high):
-    """Each query head beside its pages, [B, H_q, P]: the end of a channel by the sign of the query, summed
-    without rounding.
+    """Each query head beside its pages, [B, H_q, P]: the end of
+    a channel by the sign of the query, summed without rounding.
     """
     low, high = (for_each_reader(each, query) for each in (low, high))
     return np.apply_along_axis(math.fsum, -1, query[:, :, None] * np.where(query[:, :, None] > 0, high, low))
@@ -159,8 +159,8 @@ def test_bad_settings_are_refused(impl, bad):
 
 @law("QU-4", of=ATTEND, case=cases(), seed=seeds(), share=shares())
 def test_the_output_is_the_attention_over_the_chosen_tokens_alone(impl, case, seed, share):
-    """Of each query head over its own tokens, which are taken out of the cache. With all tokens it is the
-    full attention.
+    """Of each query head over its own tokens, which are taken
+    out of the cache. With all tokens it is the full attention.
     """
     query, keys, values = impl.round(case.queries[:, :, 0]), impl.round(case.keys), impl.round(case.values)
     attended = np.random.default_rng(seed).random((*query.shape[:2], keys.shape[2])) < share

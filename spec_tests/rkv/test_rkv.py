@@ -22,8 +22,8 @@ def cosines(keys):
 
 
 def counted(similarity, threshold=0.5, otherwise=()):
-    """The redundancy of one head, row by row: what each key says of the others, its latest similar one
-    left out.
+    """The redundancy of one head, row by row: what each key
+    says of the others, its latest similar one left out.
 
     otherwise is what a row without a similar key leaves out: nothing, or token 0.
     """
@@ -47,8 +47,8 @@ def by_hand(keys, margin=1e-4):
 
 
 def doubt(impl, keys, share=1.0):
-    """What is allowed more where two keys may be similar or not: each such row moves one column mean by at
-    most 1/T.
+    """What is allowed more where two keys may be similar or
+    not: each such row moves one column mean by at most 1/T.
     """
     # an implementation may round the cosines too
     expected, doubtful = by_hand(keys, max(1e-4, 2 * final_rounding(impl)))
@@ -73,8 +73,8 @@ def test_similarities_are_cosines_without_the_diagonal(impl, case):
     rows=st.lists(st.lists(st.integers(-4, 4), min_size=4, max_size=4), min_size=4, max_size=4),
 )
 def test_each_row_loses_its_latest_similar_key_alone(impl, rows):
-    """Of cosines in quarters, those above 1/2 are similar: the last of them in each row becomes 0, and
-    nothing else.
+    """Of cosines in quarters, those above 1/2 are similar:
+    the last of them in each row becomes 0, and nothing else.
     """
     similarity = np.array(rows) / 4
     expected = similarity.copy()
@@ -87,8 +87,8 @@ def test_each_row_loses_its_latest_similar_key_alone(impl, rows):
 
 @law("RK-3", of=REDUNDANCY, case=cases())
 def test_redundancy_is_the_softmax_of_the_column_means(impl, case):
-    """What the other keys say of a key, its latest similar one left out of each row; also counted row by
-    row.
+    """What the other keys say of a key, its latest similar
+    one left out of each row; also counted row by row.
     """
     keys = impl.round(case.keys)
     expected, doubtful = by_hand(keys)
@@ -184,8 +184,8 @@ def test_the_attention_within_the_window_is_not_counted(impl):
 
 @law("RK-5", of=(SCORE, "selection.top_k"), case=cases(), seed=seeds(), window_size=windows, share=shares())
 def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window_size, share):
-    """lambda I - (1 - lambda) R before the window, more than all of it in the window, and top-k keeps the
-    window.
+    """lambda I - (1 - lambda) R before the window, more than
+    all of it in the window, and top-k keeps the window.
     """
     states = prompt_queries(case, seed), impl.round(case.keys)
     settings, more = (
@@ -198,8 +198,8 @@ def test_the_score_weighs_importance_against_redundancy(impl, case, seed, window
 
 @law("RK-5", of=SCORE)
 def test_the_defaults_are_those_of_the_public_code(impl):
-    """Of 16 tokens, zero keys: the last 8 are kept, each other has the attention 1/8 and the redundancy
-    1/16.
+    """Of 16 tokens, zero keys: the last 8 are kept, each
+    other has the attention 1/8 and the redundancy 1/16.
     """
     states = np.ones((1, 1, 16, width(impl))), np.zeros((1, 1, 16, width(impl)))
     expected = np.where(np.arange(16) < 8, 0.07 / 8 - 0.93 / 16, np.inf)[None, None]
@@ -249,8 +249,8 @@ def test_bad_settings_are_refused(impl, bad):
     case=long_cases(kinds=("duplicate_keys",), lengths=(1025, 767), head_dims=(64, 80)),
 )
 def test_copies_among_a_thousand_keys_are_counted(impl, case):
-    """Each of a few distinct keys stands hundreds of times: every copy resembles all but the latest, which
-    is forgiven.
+    """Each of a few distinct keys stands hundreds of times:
+    every copy resembles all but the latest, which is forgiven.
     """
     expected = by_hand(impl.round(case.keys))[0]
     got = impl.rkv.redundancy(case.keys)
@@ -300,8 +300,8 @@ def test_every_token_of_a_long_prompt_has_its_importance(impl, case):
 
 
 def weighed(impl, queries, keys):
-    """The scores before a window of one token, and what they may be wrong by: the importance is, and all
-    is rounded.
+    """The scores before a window of one token, and what they
+    may be wrong by: the importance is, and all is rounded.
     """
     attended = impl.allowance(IMPORTANCE, queries, keys, window_size=1)
     repeated = by_hand(impl.round(keys))[0]
@@ -317,8 +317,8 @@ def weighed(impl, queries, keys):
     case=long_cases(kinds=("duplicate_keys",), groups=(8, 1), lengths=(1025, 767), head_dims=(64, 80)),
 )
 def test_a_thousand_tokens_have_their_scores(impl, case):
-    """0.07 of the attention of the last query less 0.93 of the redundancy, which counts the last token
-    too.
+    """0.07 of the attention of the last query less 0.93
+    of the redundancy, which counts the last token too.
     """
     expected, slack = weighed(impl, case.queries, case.keys)
     got = scored(impl, case.queries, case.keys, window_size=1)
@@ -345,8 +345,8 @@ def test_the_released_code_leaves_out_token_0_where_no_key_is_similar(impl, case
 
 @law("RK-6", of=RELEASED)
 def test_the_released_code_finds_token_0_the_least_redundant(impl):
-    """(1, 0), (0, 1), (-1, 0): no two are similar, so no row counts token 0, and the means are 0, 0 and
-    -1/3.
+    """(1, 0), (0, 1), (-1, 0): no two are similar, so no
+    row counts token 0, and the means are 0, 0 and -1/3.
     """
     keys, queries = np.array([[[[1.0, 0], [0, 1], [-1, 0]]]]), np.zeros((1, 1, 1, 2))
     settings: dict = {"window_size": 1, "kernel_size": 1, "importance_share": 0.0}

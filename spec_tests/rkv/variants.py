@@ -10,8 +10,8 @@ REDUNDANCY, IMPORTANCE, SCORE = "rkv.redundancy", "rkv.importance", "rkv.score"
 
 @control(REDUNDANCY, dtypes=NUMPY)
 def row_by_row(keys, *, threshold=0.5):
-    """One key after the other says what it thinks of the others; its latest similar key is found from the
-    end.
+    """One key after the other says what it thinks of the
+    others; its latest similar key is found from the end.
     """
     norms = np.sqrt(np.einsum("...d,...d->...", keys, keys))
     directions = keys / np.where(norms == 0, 1, norms)[..., None]
@@ -96,8 +96,8 @@ control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_r
 @control("rkv_variants.released_score", dtypes=NUMPY)
 @before_a_window_of(8)
 def released_by_rows(queries, keys, *, kernel_size=7, importance_share=0.07, threshold=0.5):
-    """The score of the reference, and what token 0 gains where no key is similar put right in the column
-    sums.
+    """The score of the reference, and what token 0 gains
+    where no key is similar put right in the column sums.
     """
     attended = rkv.importance(queries, keys, window_size=queries.shape[2], kernel_size=kernel_size)
     similarity = rkv.similarities(keys)

@@ -88,8 +88,8 @@ def test_each_head_turns_by_its_own_positions(impl, case, seed, batch, shape):
 
 @law("ROPE-2", of=ROTATE)
 def test_a_quarter_turn_moves_the_first_half_to_the_second(impl):
-    """At D = 4 and position 1, channel 0 turns by 1 radian into channel 2; channel 1 turns by 0.01 into
-    channel 3.
+    """At D = 4 and position 1, channel 0 turns by 1 radian
+    into channel 2; channel 1 turns by 0.01 into channel 3.
     """
     channels = width(impl, 4)
     for channel, angle in ((0, 1.0), (1, 1e4 ** (-2 / channels))):
@@ -178,8 +178,8 @@ def test_rotations_add_up(impl, case, first, second):
 
 @law("ROPE-5", of=ROTATE, case=seeded_cases(head_dims=EVEN_DIMS, min_length=2), seed=seeds())
 def test_each_token_turns_by_its_own_position(impl, case, seed):
-    """Positions need not be consecutive or ascending: tokens permuted with their positions give the
-    permuted result.
+    """Positions need not be consecutive or ascending: tokens
+    permuted with their positions give the permuted result.
     """
     generator = np.random.default_rng(seed)
     positions = generator.integers(0, 5000, size=case.length)
@@ -198,8 +198,8 @@ def test_each_token_turns_by_its_own_position(impl, case, seed):
     theta=thetas,
 )
 def test_tokens_turn_by_any_position_up_to_131072(impl, case, theta):
-    """Thousands of tokens at positions up to 131,072, in any order: each pair turns as a complex number by
-    its angle.
+    """Thousands of tokens at positions up to 131,072, in any
+    order: each pair turns as a complex number by its angle.
     """
     states = of_dtype(impl, case.keys)
     positions = np.random.default_rng(case.seed).integers(0, 2**17 + 1, size=case.length)

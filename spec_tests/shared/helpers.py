@@ -32,8 +32,8 @@ def without(path: str, argument: str) -> Callable[[Any], str]:
 
 
 def refuse(impl: Implementation, path: str, wrong: Misfit) -> None:
-    """Raise Violation unless the call is refused by the name of the argument, or a NaN shows where that is
-    enough.
+    """Raise Violation unless the call is refused by the name
+    of the argument, or a NaN shows where that is enough.
     """
     parameters = inspect.signature(oracle(path)).parameters
     by_name = {
@@ -96,8 +96,8 @@ def latest(shape, count):
 
 
 def window_scored(impl, path, queries, keys, *values, **settings):
-    """The scores, infinite in a window that scores more than all tokens before it, as it may by any
-    number.
+    """The scores, infinite in a window that scores more
+    than all tokens before it, as it may by any number.
     """
     default = inspect.signature(oracle(path)).parameters["window_size"].default
     got = impl.call(path, queries, keys, *values, **settings)
@@ -118,8 +118,8 @@ def check_window(impl, path, states, share, more=0.0, **settings):
 
 
 def or_a_trace(weights):
-    """The weights, and a millionth of the largest in place of those below it: an implementation may lose
-    them.
+    """The weights, and a millionth of the largest in place
+    of those below it: an implementation may lose them.
     """
     return np.maximum(weights, 1e-6 * weights.max())
 
@@ -161,8 +161,8 @@ def attention_by_hand(queries, keys, values, kept):
 
 
 def sorted_choice(scores, count, protected):
-    """The `count` first of each row by a stable sort: the protected before the others, then by falling
-    score.
+    """The `count` first of each row by a stable sort: the
+    protected before the others, then by falling score.
     """
     by_score = np.argsort(-scores, axis=-1, kind="stable")
     second = np.argsort(~np.take_along_axis(protected, by_score, axis=-1), axis=-1, kind="stable")

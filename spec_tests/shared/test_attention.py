@@ -1,5 +1,5 @@
-"""Laws of attention: over a compressed cache, ATT-1 to ATT-4; by groups of query heads, ATT-5; causal,
-ATT-6.
+"""Laws of attention: over a compressed cache, ATT-1 to
+ATT-4; by groups of query heads, ATT-5; causal, ATT-6.
 """
 
 from evictionary.reference import attention, cache as reference_cache
@@ -30,8 +30,8 @@ def check_attend(impl, case, seed, pick, what):
 
 @law("ATT-1", of="attention.attend", case=CASES, seed=seeds())
 def test_output_is_softmax_attention_over_the_kept_tokens(impl, case, seed):
-    """Query head h attends, with scale 1/sqrt(D), over the kept tokens of KV head h // G, and over no
-    other.
+    """Query head h attends, with scale 1/sqrt(D), over
+    the kept tokens of KV head h // G, and over no other.
     """
     check_attend(impl, case, seed, 0, "the output")
 
@@ -43,8 +43,8 @@ def test_log_sum_exp_is_that_of_the_scaled_logits(impl, case, seed):
 
 
 def heads_without_tokens(impl, case):
-    """Output and log-sum-exp of the query heads whose KV head keeps nothing, where none keeps any, and beside
-    full heads.
+    """Output and log-sum-exp of the query heads whose KV head
+    keeps nothing, where none keeps any, and beside full heads.
     """
     none = np.zeros(case.keys.shape[:3], dtype=bool)
     alternating = none | (np.arange(case.keys.shape[1]) % 2 == 0)[:, None]
@@ -55,8 +55,8 @@ def heads_without_tokens(impl, case):
 
 @law("ATT-1", of="attention.attend", case=CASES)
 def test_a_head_that_keeps_nothing_gives_zero(impl, case):
-    """Its output is 0, not NaN, beside full heads too: methods whose heads have budgets of their own make
-    such heads.
+    """Its output is 0, not NaN, beside full heads too: methods
+    whose heads have budgets of their own make such heads.
     """
     for output, _ in heads_without_tokens(impl, case):
         equal(output, np.zeros(output.shape), "the output over no token is not 0")
@@ -123,8 +123,8 @@ def test_large_logits_stay_finite(impl, case):
 
 @law("ATT-5", of=BY_GROUP, case=seeded_cases(min_length=3))
 def test_each_query_head_stands_beside_its_kv_head(impl, case):
-    """Query head h stands at [h // G, h % G], its numbers unchanged; the keys get an axis of one, which a
-    group shares.
+    """Query head h stands at [h // G, h % G], its numbers
+    unchanged; the keys get an axis of one, which a group shares.
     """
     queries, keys = impl.rounded((case.queries, case.keys))
     grouped, shared = impl.attention.by_group(queries, keys)
@@ -184,8 +184,8 @@ def long_attention(impl, case):
 
 @law("ATT-1", of="attention.attend", examples=2, case=long_cases(groups=GROUPS, lengths=SPLIT_LENGTHS))
 def test_attention_over_a_long_cache_adds_up_its_parts(impl, case):
-    """Over thousands of kept tokens the output is that of parts, each weighted by its share of the
-    softmax.
+    """Over thousands of kept tokens the output is that
+    of parts, each weighted by its share of the softmax.
     """
     queries, cache, expected, slack, _, _ = long_attention(impl, case)
     near(impl.attention.attend(queries, cache)[0], expected, slack, "the output over a long cache")
@@ -206,8 +206,8 @@ def test_log_sum_exp_of_a_long_cache_adds_up_its_parts(impl, case):
     last=st.sampled_from([33, 1, 16]),
 )
 def test_the_last_queries_see_all_of_a_long_prompt(impl, case, last):
-    """Each of the last queries of a long prompt attends to every token up to its own, as computed query by
-    query.
+    """Each of the last queries of a long prompt attends to
+    every token up to its own, as computed query by query.
     """
     shape = (1, case.num_kv_heads, last, case.head_dim)
     queries, keys = impl.round(np.random.default_rng(case.seed).normal(size=shape)), impl.round(case.keys)

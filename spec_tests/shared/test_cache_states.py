@@ -1,5 +1,5 @@
-"""A cache in use: tokens appended, evicted, compressed and attended to in any order, against plain lists
-(CACHE-4).
+"""A cache in use: tokens appended, evicted, compressed and
+attended to in any order, against plain lists (CACHE-4).
 """
 
 from hypothesis import settings
@@ -46,8 +46,8 @@ class CacheInUse(RuleBasedStateMachine):
     @precondition(lambda self: self.kept.any())
     @rule(budget=st.integers(1, 8), scores=st.lists(NUMBERS, min_size=8, max_size=8))
     def evict(self, budget: int, scores: list[float]) -> None:
-        """Each head keeps its sinks and the best of what it still holds; what is gone scores minus
-        infinity.
+        """Each head keeps its sinks and the best of what
+        it still holds; what is gone scores minus infinity.
         """
         held = min(budget, *(len(positions) for positions in self.model))
         sinks = np.broadcast_to(np.arange(self.kept.shape[2]) < min(self.sink_size, held), self.kept.shape)

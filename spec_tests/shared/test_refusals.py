@@ -1,5 +1,5 @@
-"""What does not fit is refused: a law for each function that checks its arguments, made from its
-signature.
+"""What does not fit is refused: a law for each function
+that checks its arguments, made from its signature.
 """
 
 from collections.abc import Callable

@@ -83,8 +83,8 @@ def test_a_budget_beyond_the_cache_keeps_all(impl, scores, extra):
 
 @law("SEL-2", of="selection.top_k", examples=5, seed=seeds(), share=shares())
 def test_scores_of_every_size_rank(impl, seed, share):
-    """Powers of two up to the largest that the dtype holds, their negatives and both infinities are told
-    apart.
+    """Powers of two up to the largest that the dtype holds,
+    their negatives and both infinities are told apart.
     """
     largest = {"float16": 15, "float64": 1023}.get(impl.dtype, 127)
     powers = np.append(2.0 ** np.arange(1 - largest, largest + 1), np.inf)
@@ -117,8 +117,8 @@ def test_protected_tokens_are_kept_first(impl, scores, data):
 
 @law("SEL-4", of="selection.top_k")
 def test_each_row_protects_its_own(impl):
-    """Six rows protect the same token with a budget of one: one token in each row, however many rows there
-    are.
+    """Six rows protect the same token with a budget of one:
+    one token in each row, however many rows there are.
     """
     protected = np.array([[[False, False, True]] * 3] * 2)
     got = impl.selection.top_k(np.zeros((2, 3, 3)), 1, protected)
@@ -194,8 +194,8 @@ def test_a_hundred_thousand_equal_scores_are_counted(impl, case):
 
 @law("SEL-4", of="selection.top_k", examples=5, case=long_rows(), share=shares())
 def test_protected_tokens_of_a_long_row_are_kept_first(impl, case, share):
-    """Some two thousand protected tokens, in the padding too, are kept, and the best of the others up to
-    the budget.
+    """Some two thousand protected tokens, in the padding too,
+    are kept, and the best of the others up to the budget.
     """
     scores = masked_rows(impl, case, share)
     # whoever sets protected scores to infinity could not tell them apart

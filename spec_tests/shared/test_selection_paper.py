@@ -1,5 +1,5 @@
-"""A law about exact budgets that judges no implementation (SEL-1): a ratio is read as the decimal that was
-written.
+"""A law about exact budgets that judges no implementation
+(SEL-1): a ratio is read as the decimal that was written.
 """
 
 from fractions import Fraction

@@ -71,8 +71,8 @@ def in_float32(function):
 
 
 def through_float32(function):
-    """Computes at least in float32; what it answers is rounded to the dtype of its last argument of real
-    numbers.
+    """Computes at least in float32; what it answers is
+    rounded to the dtype of its last argument of real numbers.
     """
 
     @functools.wraps(function)
@@ -138,8 +138,8 @@ def torch_stable_sort(scores, budget, protected=None):
 
 @control(TOP_K, array_library="torch", dtypes=ALL, edges=False)
 def torch_topk(scores, budget, protected=None):
-    """torch.topk, which keeps any of equal scores; the protected stand above all others, and are counted
-    first.
+    """torch.topk, which keeps any of equal scores; the
+    protected stand above all others, and are counted first.
     """
     kept = torch.zeros(scores.shape, dtype=torch.bool) if protected is None else protected.clone()
     for row in np.ndindex(*scores.shape[:-1]):
@@ -222,8 +222,8 @@ def merged(*parts):
 
 
 def each_head(attention):
-    """`attend` by the attention of the readers of one head [G, M, D] to its rows, and the log-sum-exp
-    beside it.
+    """`attend` by the attention of the readers of one head
+    [G, M, D] to its rows, and the log-sum-exp beside it.
     """
 
     @functools.wraps(attention)
@@ -286,8 +286,8 @@ def hidden(num_queries, length):
 
 
 def torch_weights(queries, keys):
-    """Causal attention [B, H_q, M, T] in the dtype of the keys throughout, the keys repeated for each
-    query head.
+    """Causal attention [B, H_q, M, T] in the dtype of the
+    keys throughout, the keys repeated for each query head.
     """
     repeated = keys.repeat_interleave(queries.shape[1] // keys.shape[1], dim=1)
     logits = queries @ repeated.mT / math.sqrt(keys.shape[-1])
@@ -397,8 +397,8 @@ def torch_positions(keys, *, sink_size=4):
 
 
 def own_of(scores, budget, floor_ratio, protected) -> tuple[int, np.ndarray, np.ndarray]:
-    """The budget, the protected tokens [B, H_kv, T], and how many tokens each head keeps for itself [B,
-    H_kv, 1].
+    """The budget, the protected tokens [B, H_kv, T], and
+    how many tokens each head keeps for itself [B, H_kv, 1].
     """
     ratio, budget = Fraction(str(floor_ratio)), min(budget, scores.shape[2])
     protected = np.zeros(scores.shape, dtype=bool) if protected is None else np.asarray(protected)

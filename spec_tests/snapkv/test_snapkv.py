@@ -137,8 +137,8 @@ def test_the_window_scores_all_of_128k_tokens(impl, case):
 
 @law("SN-1", of=SCORE, examples=3, case=long_cases(groups=(4, 1), lengths=(16_385, 4097, 8191)))
 def test_the_window_scores_all_of_a_long_prompt(impl, case):
-    """Over thousands of tokens before the window: the mean attention of its 32 queries, pooled over 7
-    neighbours.
+    """Over thousands of tokens before the window: the mean
+    attention of its 32 queries, pooled over 7 neighbours.
     """
     check_long_prompt(impl, case)
 

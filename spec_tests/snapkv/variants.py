@@ -69,8 +69,8 @@ def torch_pooled(weights, kernel_size):
 @control(SCORE, dtypes=NUMPY)
 @before_a_window_of(32)
 def tiled(queries, keys, *, kernel_size=7):
-    """Tiles of 16 tokens with a running maximum and sum; group and window added up query by query; a
-    convolution.
+    """Tiles of 16 tokens with a running maximum and sum;
+    group and window added up query by query; a convolution.
     """
     weights = streamed(queries, keys)[..., : -queries.shape[2]]
     rows = weights.reshape(*keys.shape[:2], -1, weights.shape[-1])
@@ -105,8 +105,8 @@ control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_r
 
 @control(SCORE, array_library="torch", dtypes=("float64", "float32"))
 def torch_all_queries(queries, keys, *, window_size=32, kernel_size=7):
-    """The attention of all the queries, of which the window is cut out, pooled by a convolution of the
-    padded rows.
+    """The attention of all the queries, of which the window
+    is cut out, pooled by a convolution of the padded rows.
     """
     window = min(window_size, keys.shape[2])
     before = keys.shape[2] - window

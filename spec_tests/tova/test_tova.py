@@ -12,8 +12,8 @@ def last_queries(case):
 
 
 def over_heads(keys):
-    """The mean of weights [B, H_q, 1, T] over the query heads, once for each KV head of the keys [B, H_kv,
-    T, D].
+    """The mean of weights [B, H_q, 1, T] over the query
+    heads, once for each KV head of the keys [B, H_kv, T, D].
     """
     return lambda weights: np.broadcast_to(weights.mean(axis=1), keys.shape[:3])
 
@@ -31,8 +31,8 @@ def test_score_is_the_mean_attention_of_the_last_query(impl, case):
 
 @law("TO-1", of=(SCORE, "selection.top_k"), case=seeded_cases(min_length=2), share=shares())
 def test_the_layer_keeps_one_set(impl, case, share):
-    """Every KV head has the same scores, which sum to 1, and so keeps the same tokens; none of them is
-    protected.
+    """Every KV head has the same scores, which sum to 1,
+    and so keeps the same tokens; none of them is protected.
     """
     queries = last_queries(case)
     allowed = impl.allowance(SCORE, queries, case.keys)
@@ -106,8 +106,8 @@ def test_query_head_h_reads_kv_head_h_over_g(impl):
 
 @law("TO-1", of=SCORE, size=st.sampled_from([1.0, 1e4]))
 def test_large_logits_and_single_tokens_are_finite(impl, size):
-    """Logits of 1e4 give the best token all of the weight; one token has a score of 1; zero vectors share
-    equally.
+    """Logits of 1e4 give the best token all of the weight;
+    one token has a score of 1; zero vectors share equally.
     """
     queries = np.full((1, 1, 1, 4), np.sqrt(size))
     sharp = impl.tova.score(queries, np.sqrt(size) * np.array([[[[1.0] * 4, [-1.0] * 4]]]))
@@ -130,8 +130,8 @@ def test_the_last_query_scores_all_of_128k_tokens(impl, case):
 
 @law("TO-1", of=SCORE, examples=3, case=long_cases(groups=(16, 4, 1), lengths=SPLIT_LENGTHS))
 def test_the_last_query_scores_all_of_a_long_prompt(impl, case):
-    """Over thousands of tokens the weights of each query head are normalised together, and averaged over
-    all heads.
+    """Over thousands of tokens the weights of each query head
+    are normalised together, and averaged over all heads.
     """
     check_long_prompt(impl, case)
 

@@ -26,8 +26,8 @@ def calibrated(case, seed):
 
 @law("TA-1", of=STATISTICS, case=seeded_cases(head_dims=EVEN_DIMS))
 def test_the_slack_is_what_the_mean_hides_of_the_lengths(impl, case):
-    """The mean query, and for each pair the mean length less the length of the mean, which is never
-    negative.
+    """The mean query, and for each pair the mean length
+    less the length of the mean, which is never negative.
     """
     states = pairs(impl.round(case.keys))
     size = float(np.abs(states).max())
@@ -55,8 +55,8 @@ def test_opposite_queries_have_no_mean_and_their_length_as_slack(impl):
     max_offset=st.sampled_from([1, 2, 3, 64, 65_536]),
 )
 def test_the_average_is_over_the_powers_of_two(impl, case, position, max_offset):
-    """The mean query turned to the positions p + 1, p + 2, p + 4, ... and averaged, one position after the
-    other.
+    """The mean query turned to the positions p + 1, p + 2,
+    p + 4, ... and averaged, one position after the other.
     """
     mean = impl.round(case.keys[:, :, 0])
     offsets = [2**power for power in range(17) if 2**power <= max_offset]
@@ -83,8 +83,8 @@ def test_the_last_offset_is_65536_by_default(impl):
     position=positions,
 )
 def test_with_constant_queries_s_is_the_exact_logit(impl, case, position):
-    """Of equal queries nothing is hidden: S is q . k at each future position, averaged, for keys that RoPE
-    has turned.
+    """Of equal queries nothing is hidden: S is q . k at each
+    future position, averaged, for keys that RoPE has turned.
     """
     query, keys = impl.round(case.queries[:, :1, :1]), impl.round(case.keys[:, :1])
     places = np.arange(case.length)
@@ -147,8 +147,8 @@ def test_the_cosines_of_the_paper_are_a_product(impl):
 
 @law("TA-4", of=SCORE, case=seeded_cases(head_dims=EVEN_DIMS, min_length=2, kinds=TRAITS), seed=seeds())
 def test_each_head_is_standardised_and_the_largest_of_the_group_counts(impl, case, seed):
-    """(S - mean) / std over the tokens for each query head, then the maximum; also head by head from
-    complex pairs.
+    """(S - mean) / std over the tokens for each query head,
+    then the maximum; also head by head from complex pairs.
     """
     direction, slack = calibrated(case, seed)
     keys, group = impl.round(case.keys), direction.shape[1] // case.num_kv_heads

@@ -1,7 +1,7 @@
 """Which function stands for each requirement, and whether each has a law; the site has it as a page.
 
-The ids of a function are those that its docstring begins with: `KD-7: ...`, `LK-7..11: ...`, `EA-1, EA-2:
-...`.
+The ids of a function are those that its docstring begins
+with: `KD-7: ...`, `LK-7..11: ...`, `EA-1, EA-2: ...`.
 """
 
 import functools
@@ -48,8 +48,8 @@ def functions() -> dict[str, list[str]]:
 
 
 def uncovered() -> list[str]:
-    """Say what is missing: an id without function, law or reason; an id in a docstring that no requirement
-    has.
+    """Say what is missing: an id without function, law or
+    reason; an id in a docstring that no requirement has.
     """
     laws = {law.requirement.id for law in load_laws().values()}
     return [

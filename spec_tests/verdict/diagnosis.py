@@ -1,5 +1,5 @@
-"""Which planted mistake an implementation makes: the one whose numbers it gives, where larger inputs leave
-no other.
+"""Which planted mistake an implementation makes: the one
+whose numbers it gives, where larger inputs leave no other.
 
 On the smallest input many mistakes coincide: a mean over too few tokens and one with wrong weights may be the
 same number. So the law is asked again, of larger inputs, and a mistake is named only where it is the only one
@@ -205,8 +205,8 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
 
 
 def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:
-    """Whether the answer has the axes of tokens and heads exchanged, or the code takes them so in its
-    arguments.
+    """Whether the answer has the axes of tokens and heads
+    exchanged, or the code takes them so in its arguments.
     """
     got = call.result
     if right.ndim < 3 or got.ndim != right.ndim:

@@ -144,8 +144,8 @@ def unanswered(law: Law, subject: Any, what: str, line: str = "") -> str:
 
 
 def unanswerable(implementation: Implementation, error: BaseException) -> tuple[str, str] | None:
-    """Why an error is no answer to a law, and where it was raised; None for one that says something of the
-    mathematics.
+    """Why an error is no answer to a law, and where it was
+    raised; None for one that says something of the mathematics.
     """
     if isinstance(error, ProgramFailed) or (isinstance(error, NotAsked) and error.__cause__ is None):
         return str(error), ""
@@ -244,8 +244,8 @@ print("got     ", impl.{path}(*args, **kwargs))"""
 
 
 def repro_of_a_relation(law: Law, implementation: Implementation) -> str:
-    """A program that asks a law of two answers again, and prints both; empty where it would be a page of
-    numbers.
+    """A program that asks a law of two answers again, and
+    prints both; empty where it would be a page of numbers.
     """
     stated = _stated(law, implementation)
     if stated is None:
@@ -302,8 +302,8 @@ def _is_stated(value: Any) -> bool:
 
 
 def _from_case(value: Any, cases: dict[str, Case], implementation: Implementation) -> str:
-    """`impl.round(case.keys)` where a large array is one of the drawn case, so that nobody reads ten
-    thousand numbers.
+    """`impl.round(case.keys)` where a large array is one of
+    the drawn case, so that nobody reads ten thousand numbers.
     """
     if not isinstance(value, np.ndarray) or value.size <= 64 or not cases:
         return ""

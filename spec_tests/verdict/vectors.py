@@ -77,8 +77,8 @@ class Example:
 
     @property
     def dtypes(self) -> tuple[str, ...]:
-        """Those whose tolerances are written: numbers that half precision holds, float32 and float64 hold
-        too.
+        """Those whose tolerances are written: numbers that
+        half precision holds, float32 and float64 hold too.
         """
         return tuple(dict.fromkeys((*DTYPES, self.dtype)))
 
@@ -262,8 +262,8 @@ def laws_of(methods: list[str] | None = None) -> list[Law]:
 def generate(
     laws: list[Law], advance: Callable[[str], None], dtype: str = "float32", domain: Domain | None = None
 ) -> dict[str, dict[str, Any]]:
-    """The file of each requirement of these laws, by its name; `advance` is told of each law and each
-    requirement.
+    """The file of each requirement of these laws, by its
+    name; `advance` is told of each law and each requirement.
 
     Every number of an input is exact at dtype, and the inputs lie inside the domain.
     """

@@ -157,8 +157,8 @@ class Verdict:
                     entry["outcome"], entry["reason"] = "expected failure", self.expected[matched.pop()]
 
     def _excuse(self, column: str) -> None:
-        """A law that needs a function whose own requirement fails is not judged; nor is an edge whose
-        mathematics fails.
+        """A law that needs a function whose own requirement fails
+        is not judged; nor is an edge whose mathematics fails.
         """
         place = {name: index for index, name in enumerate(REQUIREMENTS)}
         failed = {

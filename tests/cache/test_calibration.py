@@ -75,8 +75,8 @@ def test_the_file_reaches_each_head_and_the_prompt_calibrates_without_one(
 
 
 def test_duo_attention_reads_its_gates_from_the_file(model: LlamaForCausalLM, tmp_path: Path) -> None:
-    """Gates that were trained: of each layer one head streams; later tokens push earlier ones out of its
-    window.
+    """Gates that were trained: of each layer one head
+    streams; later tokens push earlier ones out of its window.
     """
     gates = {
         layer: state | {"gates": torch.tensor([[0.9, 0.1]])} for layer, state in of_text(model, TEXT).items()

@@ -120,8 +120,8 @@ def test_few_leave_a_layer_as_if_all_were_shared_out_anew() -> None:
 
 
 def stepping(length: int, *, hidden: bool = False) -> tuple[tuple[torch.Tensor, ...], Moments]:
-    """A query, a new token, a full cache of one head and its moments; `hidden` residuals have nothing in the
-    first channels.
+    """A query, a new token, a full cache of one head and its
+    moments; `hidden` residuals have nothing in the first channels.
     """
     draw = torch.Generator().manual_seed(2)
     query, new_key, new_value = (torch.randn(1, 1, 64, generator=draw).double() for _ in range(3))

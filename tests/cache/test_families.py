@@ -403,8 +403,8 @@ def with_attention(family: str, attention: str, monkeypatch: pytest.MonkeyPatch)
 def test_flex_and_the_flash_kinds_do_what_sdpa_does(
     attention: str, family: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A prompt in blocks, later tokens alone and together, and a padded batch; flex_attention runs without
-    its compiler.
+    """A prompt in blocks, later tokens alone and together, and
+    a padded batch; flex_attention runs without its compiler.
     """
     ids, given = padded(48, 43, width=48)
     mask, positions = given.values()

@@ -100,8 +100,8 @@ def test_a_prompt_and_later_tokens_have_the_gradient_of_their_loss(wide: Any, na
 def slope_of(
     model: Any, name: str, weights: Sequence[torch.Tensor], kept: Any
 ) -> tuple[float, list[torch.Tensor]]:
-    """How fast the loss moves with some weights along a direction, the first that leaves the choice as it
-    is.
+    """How fast the loss moves with some weights along a
+    direction, the first that leaves the choice as it is.
     """
     generator = torch.Generator().manual_seed(0)
     for _ in range(20):
@@ -130,8 +130,8 @@ def flat(model: Any, name: str) -> list[float]:
 
 
 def test_the_kernels_leave_the_gradients_as_they_are() -> None:
-    """In the interpreter the prompt is read and compressed with the kernels. The tokens after it want a
-    gradient.
+    """In the interpreter the prompt is read and compressed
+    with the kernels. The tokens after it want a gradient.
     """
     program = (
         "import json, sys; from test_gradients import *; "

@@ -1,5 +1,5 @@
-"""Methods by name and by file: what their functions receive, their options, and what is said when they go
-wrong.
+"""Methods by name and by file: what their functions
+receive, their options, and what is said when they go wrong.
 """
 
 import functools

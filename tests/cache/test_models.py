@@ -60,8 +60,8 @@ def test_what_is_refused_is_wrong_in_transformers_itself() -> None:
 
 @pytest.mark.parametrize("phase", masked.PHASES)
 def test_a_model_that_goes_through_its_layers_again_and_again(phase: str) -> None:
-    """HRM has a place in the cache for each time. It magnifies the rounding of float32, so it is compared
-    in float64.
+    """HRM has a place in the cache for each time. It magnifies
+    the rounding of float32, so it is compared in float64.
     """
     model = random_model(HrmTextConfig(**{**SMALL, "num_hidden_layers": 2})).double()
     found = masked.difference(model, "keydiff", **masked.PHASES[phase])
@@ -208,8 +208,8 @@ SOFTMAXES = {"capped": Softmax(0.7), "with sinks": Softmax(None, SINKS), "both":
 def test_methods_read_the_probabilities_of_the_model(
     name: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """H2O, SnapKV, TOVA, KVzip, CriticalKV, MomentKV and DropKV, each from the probabilities as they are
-    written out.
+    """H2O, SnapKV, TOVA, KVzip, CriticalKV, MomentKV and
+    DropKV, each from the probabilities as they are written out.
     """
     monkeypatch.setattr(h2o, "TILE", 1)  # the prompt in one tile of rows, or in several
     monkeypatch.setattr(h2o, "LEAST_ROWS", rows)
@@ -258,8 +258,8 @@ def test_expected_attention_counts_a_sink_among_the_expected_weights() -> None:
 
 
 def test_moments_and_a_sink_share_one_softmax() -> None:
-    """The tokens that stay, those that went by their moments, and the sink, which adds nothing to the
-    output.
+    """The tokens that stay, those that went by their
+    moments, and the sink, which adds nothing to the output.
     """
     kept = torch.arange(LENGTH).expand(1, HEADS, LENGTH) % 3 == 0
     layer = EvictingLayer()

@@ -53,8 +53,8 @@ def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
 
 
 def test_the_output_projection_of_each_head_adds_up_to_the_models(model: LlamaForCausalLM) -> None:
-    """What `w_o` is for a method: the states of the heads, each times its own, sum to the model's
-    projection.
+    """What `w_o` is for a method: the states of the heads,
+    each times its own, sum to the model's projection.
     """
     module = attention_modules(model)[0]
     w_o = output_projection(module, torch.empty(8))
@@ -203,8 +203,8 @@ COMPOSED = [
 def test_each_stored_key_is_the_key_of_the_position_it_claims(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch, method: str, amount: dict[str, Any]
 ) -> None:
-    """In all layers, after a prompt, blocks and single tokens, of rows with padding too; no position is
-    claimed twice.
+    """In all layers, after a prompt, blocks and single tokens,
+    of rows with padding too; no position is claimed twice.
     """
     handed: dict[int, list[torch.Tensor]] = {}
     own = EvictingCache.update
@@ -284,8 +284,8 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
 def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_written(
     model: LlamaForCausalLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at the new token alone: that one is refused if it is not finite, before anything is
-    written.
+    """It looks at the new token alone: that one is refused
+    if it is not finite, before anything is written.
     """
     cache, looked_at, own = cached(model, IDS[:, :30], "momentkv", budget=12), [], checks.is_finite
     monkeypatch.setattr(checks, "is_finite", lambda states: looked_at.append(states.numel()) or own(states))
@@ -306,8 +306,8 @@ def test_a_step_of_momentkv_does_not_check_again_what_the_step_before_has_writte
 
 
 def test_momentkv_shares_the_budget_of_a_prompt_as_the_paper_has_it(model: LlamaForCausalLM) -> None:
-    """MK-P2, the first layer against the reference: what each head keeps, and the moments of what it
-    evicts.
+    """MK-P2, the first layer against the reference: what
+    each head keeps, and the moments of what it evicts.
     """
     queries, keys, values = first_layer_with_queries(model)
     layer = cached(model, IDS, "momentkv+ada_kv", budget=20).layers[0]

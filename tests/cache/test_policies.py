@@ -1,5 +1,5 @@
-"""What methods do in a cache beside choosing tokens: whose it is, what it keeps, and that old files are
-read.
+"""What methods do in a cache beside choosing tokens:
+whose it is, what it keeps, and that old files are read.
 """
 
 import re

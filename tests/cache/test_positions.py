@@ -54,8 +54,8 @@ def select_places(keys, layer_index):
 
 @dataclass(frozen=True)
 class Rule:
-    """Keep one of `step` tokens, and the last one if these are none. The steps of heads, rows or layers
-    may differ.
+    """Keep one of `step` tokens, and the last one if these
+    are none. The steps of heads, rows or layers may differ.
     """
 
     first: int
@@ -151,16 +151,16 @@ class Text:
         )
 
     def given(self, count: int) -> dict[str, torch.Tensor]:
-        """What `generate` says of padding and positions to a model that reads the last `count` tokens with
-        a cache.
+        """What `generate` says of padding and positions to a
+        model that reads the last `count` tokens with a cache.
         """
         places = torch.arange(self.seen)
         positions = (places - self.padding[:, None]).clamp(min=0)[:, -count:]
         return {"attention_mask": (places >= self.padding[:, None]).long(), "position_ids": positions}
 
     def logits(self, model: LlamaForCausalLM) -> torch.Tensor:
-        """[B, T, vocabulary], of the whole text; padding, which no one reads, sees itself, so that it is
-        no NaN.
+        """[B, T, vocabulary], of the whole text; padding,
+        which no one reads, sees itself, so that it is no NaN.
         """
         visible = self.visible | torch.eye(self.seen, dtype=torch.bool)
         return masked_logits(

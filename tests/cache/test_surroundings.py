@@ -1,5 +1,5 @@
-"""What people put around a model and a cache: wrappers, threads, other precisions, images, gradients, an
-interruption.
+"""What people put around a model and a cache: wrappers,
+threads, other precisions, images, gradients, an interruption.
 """
 
 import copy

@@ -1,5 +1,5 @@
-"""Models whose weights are no plain tensors at hand: offloaded by accelerate, packed, behind an adapter, or
-nowhere.
+"""Models whose weights are no plain tensors at hand: offloaded
+by accelerate, packed, behind an adapter, or nowhere.
 
 torchao, PEFT and others are not installed for the tests. What stands in for them refuses what they refuse.
 """
@@ -227,8 +227,8 @@ def test_a_gguf_file_is_loaded_by_its_name(tmp_path: Path, model: LlamaForCausal
 
 
 class Packed(torch.Tensor):
-    """Eight bits and a scale for each row, as torchao packs a weight: it can be multiplied and unpacked, no
-    more.
+    """Eight bits and a scale for each row, as torchao packs
+    a weight: it can be multiplied and unpacked, no more.
     """
 
     codes: torch.Tensor

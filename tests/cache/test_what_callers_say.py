@@ -124,8 +124,8 @@ BLOCKS_BEGIN_AGAIN = (
 
 @pytest.mark.parametrize("method", METHODS)
 def test_generate_names_the_mask_that_it_was_given(model: LlamaForCausalLM, method: str | None) -> None:
-    """It drops a mask of ones in newer versions, and so the model never sees its length; in older ones it
-    does.
+    """It drops a mask of ones in newer versions, and so
+    the model never sees its length; in older ones it does.
     """
     stored = int(prompted(model, method).tokens_kept)
     for ids in (IDS[:, PROMPT : PROMPT + 1], IDS[:, PROMPT : PROMPT + 4], IDS):

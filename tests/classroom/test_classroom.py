@@ -212,8 +212,8 @@ def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
 
 @pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
-    """One mistake shows on few inputs: with 10 for each law it passes, at this seed, the step that it gets
-    wrong.
+    """One mistake shows on few inputs: with 10 for each law
+    it passes, at this seed, the step that it gets wrong.
     """
     mistake, settings = load_mutants()["gvote.ranked_together"], {"secret": b"3", "examples": 10}
     wrong = bundled("gvote", mistake)

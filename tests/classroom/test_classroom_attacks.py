@@ -218,8 +218,8 @@ def test_the_filter_of_system_calls() -> None:
 
 
 def test_an_error_carries_five_hundred_characters_out_in_all(tmp_path: Path) -> None:
-    """A forged frame has three texts; each may be as long as one of the student's messages, and all may
-    not.
+    """A forged frame has three texts; each may be as long
+    as one of the student's messages, and all may not.
     """
     forged = attacks.SOURCES["a frame of three long messages"]
     with child_of(tmp_path, forged) as child, pytest.raises(StudentError, match="xxx") as error:
@@ -360,8 +360,8 @@ def test_what_crosses_arrives_as_it_was_sent() -> None:
 
 
 def test_an_alarm_is_no_answer(tmp_path: Path) -> None:
-    """The time limit of a law ends a child that the grader waits for: half of an answer may be left in its
-    pipe.
+    """The time limit of a law ends a child that the grader
+    waits for: half of an answer may be left in its pipe.
     """
     with child_of(tmp_path, "import time\n\n\ndef score(keys):\n    time.sleep(60)\n") as child:
         with pytest.raises(TimedOut), time_limit(1):

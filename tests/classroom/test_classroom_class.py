@@ -1,5 +1,5 @@
-"""A class: what is written for each submission, grading in one command, the commands of students and
-instructors.
+"""A class: what is written for each submission, grading
+in one command, the commands of students and instructors.
 """
 
 import csv
@@ -277,8 +277,8 @@ def test_what_the_instructor_is_told_of_names() -> None:
 
 
 def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
-    """Every platform takes a table of ids and points, and every spreadsheet computes what begins as a
-    formula does.
+    """Every platform takes a table of ids and points, and
+    every spreadsheet computes what begins as a formula does.
     """
     grade = graded("def anchor(keys):\n    raise RuntimeError('=1+1')\n", tmp_path)
     named = [
@@ -708,8 +708,8 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
 
 
 def test_the_dockerfile_has_the_form_of_one() -> None:
-    """No daemon is needed for this: each instruction is one, what is copied is there, and the page builds
-    this file.
+    """No daemon is needed for this: each instruction is one,
+    what is copied is there, and the page builds this file.
     """
     path = Path(classes.__file__).parent / "Dockerfile"
     whole = text_of(path).replace("\\\n", "")

@@ -1,5 +1,5 @@
-"""Files that once had full marks or a message that misled: each loses its step now, and its author is told
-why.
+"""Files that once had full marks or a message that misled:
+each loses its step now, and its author is told why.
 """
 
 import re
@@ -19,8 +19,8 @@ from evictionary.spec_tests.judge.law import load_laws
 
 
 class Wrong(NamedTuple):
-    """A right file whose `function` has another body, or without a function a whole file; the step that it
-    loses.
+    """A right file whose `function` has another body, or
+    without a function a whole file; the step that it loses.
 
     `told` are words of the message or the script, with | between them. `law` is a part of the names of the
     laws that are asked.
@@ -253,8 +253,8 @@ def test_a_difference_of_chance_costs_a_quarter_at_most() -> None:
 
 @pytest.mark.parametrize("name", NUMPY)
 def test_the_words_of_a_refusal_are_those_of_the_handout(name: str) -> None:
-    """Whoever names the argument as the handout does is understood: each law of a refusal asks for one of
-    its words.
+    """Whoever names the argument as the handout does is
+    understood: each law of a refusal asks for one of its words.
     """
     one, asked = assignments.load(name), set()
     words = set(re.findall(r"`(\w+)`", (one.folder / "README.md").read_text(encoding="utf-8")))

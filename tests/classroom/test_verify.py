@@ -75,8 +75,8 @@ def test_right_code_is_correct(base: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_full_machine_accuses_nobody(tmp_path: Path) -> None:
-    """Six programs beside it that compute: a process that waits for its turn has not remembered its
-    answers.
+    """Six programs beside it that compute: a process that
+    waits for its turn has not remembered its answers.
     """
     with ExitStack() as beside:
         for _ in range(6):
@@ -94,8 +94,8 @@ def test_a_full_machine_accuses_nobody(tmp_path: Path) -> None:
     ids=["a state", "a fraction", "a text"],
 )
 def test_states_fractions_and_texts_are_answers(answer: Any) -> None:
-    """A step of MomentKV returns a state inside a tuple, and LagKV's ratio is a fraction: both were once
-    no arrays.
+    """A step of MomentKV returns a state inside a tuple, and
+    LagKV's ratio is a fraction: both were once no arrays.
     """
     assert grading._of_the_form("step", answer, answer, 8) is answer
 

@@ -1,5 +1,5 @@
-"""Kernels with one mistake each that Triton's interpreter runs as if nothing were: `make compiled` names
-the line.
+"""Kernels with one mistake each that Triton's interpreter
+runs as if nothing were: `make compiled` names the line.
 
 A mistake is a comment on its line: `# fault: KIND`. A function calls its kernel on tensors of its own and
 returns the result.
@@ -139,8 +139,8 @@ def _compact(keys, kept, slots, out, length, head_dim: tl.constexpr):
 
 
 def compaction_in_place(device):
-    """Kept tokens move to the front of the same tensor: one is written where another program has not read
-    yet.
+    """Kept tokens move to the front of the same tensor:
+    one is written where another program has not read yet.
     """
     keys = torch.arange(32.0, device=device).reshape(8, 4)
     kept = torch.tensor([0, 1, 0, 1, 1, 0, 1, 1], dtype=torch.int32, device=device)

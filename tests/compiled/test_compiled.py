@@ -1,5 +1,5 @@
-"""What `--device compiled` says of wrong kernels: the kind of fault and the line. `make compiled` runs
-these.
+"""What `--device compiled` says of wrong kernels: the
+kind of fault and the line. `make compiled` runs these.
 """
 
 import json
@@ -53,8 +53,8 @@ def faulty(name: str):
 
 
 def named(kind: str) -> list[tuple[str, int]]:
-    """Functions of faulty.py whose kernel, which stands above, has a line that is marked with the kind of
-    fault.
+    """Functions of faulty.py whose kernel, which stands
+    above, has a line that is marked with the kind of fault.
     """
     found, marked = [], 0
     for number, line in enumerate(LINES, start=1):

@@ -222,8 +222,8 @@ IS_CALLED: dict[str, Any] = {
 
 @pytest.fixture
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """transformers copies the program to a folder of its own before it imports it, and looks at no network
-    here.
+    """transformers copies the program to a folder of its
+    own before it imports it, and looks at no network here.
     """
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))

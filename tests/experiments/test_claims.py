@@ -182,8 +182,8 @@ def test_intervals_have_the_width_of_a_mean_of_drawn_kinds_and_texts() -> None:
 
 
 def test_fewer_than_a_dozen_texts_give_no_interval_and_no_verdict() -> None:
-    """Twelve equal texts give one of no width; eleven texts give none, however far from the bound the
-    value lies.
+    """Twelve equal texts give one of no width; eleven texts
+    give none, however far from the bound the value lies.
     """
     claim = claim_of("it > 0", possible_if=("it > 1",))
     for count, verdict in ((11, UNDECIDED), (12, HOLDS)):
@@ -326,8 +326,8 @@ def test_keydiff_volume_by_hand() -> None:
 
 
 def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
-    """Equal evicted keys: the moments are exact. All keys orthogonal to the query: every output is a plain
-    mean.
+    """Equal evicted keys: the moments are exact. All keys
+    orthogonal to the query: every output is a plain mean.
     """
     draw = np.random.default_rng(0)
     query, keys, values = (draw.normal(size=(1, 2, count, 4)) for count in (3, 9, 9))
@@ -343,8 +343,8 @@ def test_momentkv_errors_are_zero_where_the_theory_says_so() -> None:
 
 
 def test_selection_by_steps_is_phase_1_of_algorithm_1() -> None:
-    """Token by token as the reference decodes; without moments, and with values of length one, where no
-    residual selects.
+    """Token by token as the reference decodes; without moments,
+    and with values of length one, where no residual selects.
     """
     draw = torch.Generator().manual_seed(1)
     queries, keys, values = (
@@ -491,8 +491,8 @@ def test_answers_of_a_batch_are_the_models_own(lab: Lab) -> None:
 
 
 def test_layers_of_different_lengths_read_everything_they_hold(model: LlamaForCausalLM) -> None:
-    """The first layer whole and the second without its first half, against an explicit mask in the same
-    model.
+    """The first layer whole and the second without its
+    first half, against an explicit mask in the same model.
     """
     ids, full = IDS[:, :40], DynamicCache()
     read(model, ids[:, :30], full)
@@ -587,8 +587,8 @@ def test_what_is_written(result: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_the_stored_results_follow_from_their_measurements() -> None:
-    """docs/claims holds a real run: today's rules make the stored verdicts and intervals of the stored
-    measurements.
+    """docs/claims holds a real run: today's rules make the
+    stored verdicts and intervals of the stored measurements.
     """
     folder = ROOT / "docs" / "claims"
     result = json.loads((folder / "results.json").read_text())

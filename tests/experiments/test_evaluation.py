@@ -1,5 +1,5 @@
-"""The evaluation: resumable without loss, the same whoever computes it, honest about failures, and its
-reports.
+"""The evaluation: resumable without loss, the same whoever
+computes it, honest about failures, and its reports.
 """
 
 import html
@@ -27,8 +27,8 @@ NAMES = ["passkey7", "copy"]
 
 
 def plan_for(model: Path, **changes: Any) -> Plan:
-    """Twelve measurements: two prompts, each with the full cache, a budget and a ratio of KeyDiff, and
-    random eviction.
+    """Twelve measurements: two prompts, each with the full
+    cache, a budget and a ratio of KeyDiff, and random eviction.
     """
     settings: dict[str, Any] = {
         "methods": [("keydiff", {})],
@@ -127,8 +127,8 @@ def test_a_method_that_fails_is_recorded_and_tried_again(model_folder: Path, tmp
 def test_a_cache_that_did_not_shrink_as_asked_has_no_score(
     model_folder: Path, tmp_path: Path, name: str, traits: str, fails: bool
 ) -> None:
-    """A method that keeps everything, or a token too many, is refused, unless it says that it sets its own
-    budget.
+    """A method that keeps everything, or a token too many,
+    is refused, unless it says that it sets its own budget.
     """
     plan = plan_for(
         model_folder, methods=[(str(tmp_path / name), {})], tasks=["passkey7"], ratios=[], budgets=[40]
@@ -295,8 +295,8 @@ def test_the_help_names_every_task() -> None:
 def test_the_course_project_measures_perplexity(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The starter of tutorials/project: its decode loop has the perplexity of one forward over the whole
-    text.
+    """The starter of tutorials/project: its decode loop
+    has the perplexity of one forward over the whole text.
     """
     script = runpy.run_path(
         str(Path(__file__).parents[2] / "tutorials" / "project" / "starter" / "measure.py")

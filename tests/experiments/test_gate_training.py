@@ -1,5 +1,5 @@
-"""The training of DuoAttention's gates: what it computes, that a killed one loses nothing, and what is
-refused.
+"""The training of DuoAttention's gates: what it computes,
+that a killed one loses nothing, and what is refused.
 """
 
 import os

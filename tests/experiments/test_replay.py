@@ -31,8 +31,8 @@ def test_the_kept_tokens_are_those_of_the_prompt_followed_by_itself(model: Llama
 
 
 def test_nothing_of_the_replay_stays(model: LlamaForCausalLM) -> None:
-    """The full cache, the bytes and the answer are those without a replay; a compressed one has its own
-    positions.
+    """The full cache, the bytes and the answer are those
+    without a replay; a compressed one has its own positions.
     """
     plain, full = cached(model, IDS, None), cached(model, IDS, None, record=REPLAY)
     assert (full.get_seq_length(), full.nbytes) == (60, plain.nbytes)

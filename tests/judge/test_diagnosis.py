@@ -1,5 +1,5 @@
-"""A mistake is named only where the numbers leave no other, and a NaN is traced to the division that made
-it.
+"""A mistake is named only where the numbers leave no
+other, and a NaN is traced to the division that made it.
 """
 
 import numpy as np

@@ -1,5 +1,5 @@
-"""`evictionary judge`: what an implementation says of itself is respected, and three classes of law are
-told apart.
+"""`evictionary judge`: what an implementation says of itself
+is respected, and three classes of law are told apart.
 """
 
 import inspect
@@ -212,8 +212,8 @@ def test_an_expected_failure_is_none_and_an_idle_line_is_told(file: Path, tmp_pa
 
 
 def test_a_right_function_that_answers_in_float32_is_told_of_its_dtype(file: Path) -> None:
-    """A file of NumPy is judged in float64, where a kernel that computes in float32 is wrong in the eighth
-    digit.
+    """A file of NumPy is judged in float64, where a kernel
+    that computes in float32 is wrong in the eighth digit.
     """
     file.write_text(UNCHECKED.replace("(keys):", "(keys):\n    keys = keys.astype(np.float32)") + DOMAIN)
     law = ("--law", "test_score_is_minus_the_cosine_to_the_anchor")

@@ -1,5 +1,5 @@
-"""The laws of memory: they reach every function of the contract, and no name of a parameter switches them
-off.
+"""The laws of memory: they reach every function of the
+contract, and no name of a parameter switches them off.
 """
 
 import types

@@ -67,8 +67,8 @@ JUDGING = sorted(name for name, law in load_laws().items() if law.functions and 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", JUDGING)
 def test_every_law_kills_a_mutant_or_says_why_it_is_there(name: str) -> None:
-    """A law of every seam is tried on the mistakes that are planted for it, and these come first for the
-    others.
+    """A law of every seam is tried on the mistakes that are
+    planted for it, and these come first for the others.
     """
     law = load_laws()[name]
     own, others = (

@@ -73,8 +73,8 @@ WIDE = {
 
 
 def shares(name: str, dtype: str) -> list[float]:
-    """Of each comparison of a law, the mean error that is allowed in parts of the mean number that is
-    expected.
+    """Of each comparison of a law, the mean error that is
+    allowed in parts of the mean number that is expected.
     """
     tolerance.LISTENERS.append(found := [])
     try:
@@ -105,8 +105,8 @@ def test_no_law_allows_as_much_as_it_expects(name: str, dtype: str) -> None:
 def test_channels_are_added_and_never_taken(
     sizes: tuple[int, int], head_dims: tuple[int, ...], found: int | None
 ) -> None:
-    """A factor of four comes first; more channels of keys or values than there is room for leave the law
-    out.
+    """A factor of four comes first; more channels of keys
+    or values than there is room for leave the law out.
     """
     states = {"keys": np.ones((1, 1, 3, sizes[0])), "values": np.ones((1, 1, 3, sizes[1]))}
     wide = widened("momentkv.no_moments", oracle("momentkv.no_moments"), states, Domain(head_dim=head_dims))
@@ -133,8 +133,8 @@ def test_a_kernel_may_multiply_before_it_divides() -> None:
 
 
 def test_at_most_three_of_a_hundred_mistakes_live_and_each_for_a_reason() -> None:
-    """What docs/power.json stores of each dtype and number of channels, and the reasons that the kill
-    matrix gives.
+    """What docs/power.json stores of each dtype and number
+    of channels, and the reasons that the kill matrix gives.
     """
     reasons = {
         name

@@ -1,5 +1,5 @@
-"""A program in any language is judged over its standard input and output, and whatever it does wrong is
-one sentence.
+"""A program in any language is judged over its standard
+input and output, and whatever it does wrong is one sentence.
 """
 
 import functools
@@ -101,8 +101,8 @@ COMPILERS = {
 
 
 def clients() -> dict[str, str]:
-    """How to start each client; those whose language is not here are left out, and the first needs
-    nothing.
+    """How to start each client; those whose language is
+    not here are left out, and the first needs nothing.
     """
     starts = {
         "python": f"{sys.executable} {CLIENTS / 'keydiff.py'}",

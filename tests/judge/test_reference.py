@@ -71,8 +71,8 @@ def test_a_line_of_the_contract_names_the_arguments_of_its_function(path: str) -
 
 
 def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
-    """It names the argument, the shape got, the axes wanted, the axis with its size, and where that was
-    first seen.
+    """It names the argument, the shape got, the axes wanted,
+    the axis with its size, and where that was first seen.
     """
     keys, values = np.ones((1, 2, 3, 4)), np.ones((1, 2, 5, 4))
     message = r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"

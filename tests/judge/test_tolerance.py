@@ -1,5 +1,5 @@
-"""What counts as equal, tried on what must not: constants, shuffled rows, NaN; and on what must: other
-correct arithmetics.
+"""What counts as equal, tried on what must not: constants,
+shuffled rows, NaN; and on what must: other correct arithmetics.
 """
 
 import ast
@@ -170,8 +170,8 @@ def test_few_runs_say_what_all_runs_say(dtype: str, share: float) -> None:
 
 
 def test_two_logarithms_of_ten_thousand_are_subtracted() -> None:
-    """Half of the random runs round both alike and make no error: enough of them are made to meet one that
-    does.
+    """Half of the random runs round both alike and make no
+    error: enough of them are made to meet one that does.
     """
     keys = np.array([[[[100.0078125], [100.015625]], [[100.0078125], [99.96875]]]])
     values = np.array([[[[0.0], [3.0]], [[2.0], [-1.0]]]])

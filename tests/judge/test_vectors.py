@@ -149,8 +149,8 @@ def test_mistakes_that_show_in_the_same_cases_get_one_that_tells_them_apart() ->
 
 
 def test_half_precision_and_a_domain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every input is exact in bfloat16 and has the channels of the domain; each case tells what bfloat16
-    allows.
+    """Every input is exact in bfloat16 and has the channels
+    of the domain; each case tells what bfloat16 allows.
     """
     monkeypatch.setattr(vectors, "load_mutants", dict)
     laws = [law for law in vectors.laws_of(["keydiff"]) if law.name.endswith(PART[0])]

@@ -424,8 +424,8 @@ IDS = torch.randint(3, 259, (1, PROMPT + STEPS), generator=torch.Generator().man
 
 
 class Watch(TorchDispatchMode):
-    """Counts the operations for which the host waits, and those that write `large` bytes or more into one
-    tensor.
+    """Counts the operations for which the host waits, and
+    those that write `large` bytes or more into one tensor.
     """
 
     def __init__(self, large: int) -> None:
@@ -499,8 +499,8 @@ def test_a_decoded_token_waits_for_nothing_and_copies_no_cache(
     kernels: set[str],
     copies: int,
 ) -> None:
-    """`copies`: how often, in all steps, K and V of a layer move to larger storage, which grows by an
-    eighth.
+    """`copies`: how often, in all steps, K and V of a
+    layer move to larger storage, which grows by an eighth.
     """
     model = tiny_llama(max_position_embeddings=4096)
     with cached(model, IDS[:, :PROMPT], method, **settings) as cache:
@@ -557,8 +557,8 @@ CACHES = {
 def test_the_attention_of_the_largest_sizes_fits_a_gpu(
     launched: list[tuple[str, tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch, size: str
 ) -> None:
-    """The limits of CUDA's grids, which Triton's interpreter does not know, and the memory beside the
-    output.
+    """The limits of CUDA's grids, which Triton's interpreter
+    does not know, and the memory beside the output.
     """
     batch, num_query_heads, num_kv_heads, num_queries, stored, length = CACHES[size]
     floats = Mock(side_effect=lambda like, *shape: meta(*shape))

@@ -48,8 +48,8 @@ def arguments(kernel: ast.FunctionDef) -> set[str]:
 
 @pytest.mark.parametrize("folder", ["kernels", "teaching"])
 def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
-    """On a GPU an argument that is 1 is a constant without methods, such as `to`; the interpreter cannot
-    see it.
+    """On a GPU an argument that is 1 is a constant without
+    methods, such as `to`; the interpreter cannot see it.
     """
     kernels = kernels_of(folder)
     launched = {
@@ -145,8 +145,8 @@ def test_every_kernel_fits_on_cards_with_less_memory(stem: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", KERNELS)
 def test_first_configuration_compiles_for_every_target(stem: str) -> None:
-    """The first configuration of a kernel file keeps every rule of `compiling` on sm_80, sm_90, sm_100 and
-    gfx942.
+    """The first configuration of a kernel file keeps every
+    rule of `compiling` on sm_80, sm_90, sm_100 and gfx942.
     """
     found = compiled(*COMPILING, stem)
     require_kept(found, {"sm_80", "sm_90", "sm_100", "gfx942"})
@@ -162,8 +162,8 @@ def test_first_configuration_compiles_for_every_target(stem: str) -> None:
 
 @pytest.mark.slow
 def test_inspection_sees_what_it_is_there_for(tmp_path: pathlib.Path) -> None:
-    """A kernel that loads half-precision numbers one at a time and spills its registers is reported for
-    both.
+    """A kernel that loads half-precision numbers one at
+    a time and spills its registers is reported for both.
     """
     (tmp_path / "probe.py").write_text(PROBE, encoding="utf-8")
     (report,) = compiled(tmp_path / "probe.py")

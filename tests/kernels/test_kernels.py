@@ -1,5 +1,5 @@
-"""The kernels in Triton's interpreter, beside the laws: `TRITON_INTERPRET=1 pytest
-tests/kernels/test_kernels.py`.
+"""The kernels in Triton's interpreter, beside the laws:
+`TRITON_INTERPRET=1 pytest tests/kernels/test_kernels.py`.
 
 The laws judge the kernels through `optimized` in a run with TRITON_INTERPRET=1. Here stands what no law asks:
 that the entries launch their kernels, sizes beyond a tile, any layout in memory, offsets beyond 2^31, NaN as
@@ -139,8 +139,8 @@ def ragged(s: States) -> Any:
 
 
 def in_pages(s: States) -> PagedCache:
-    """The states as pools, each sequence a page; the last sequence holds half of its tokens, none if there
-    is one.
+    """The states as pools, each sequence a page; the last
+    sequence holds half of its tokens, none if there is one.
     """
     keys, values = (states.transpose(1, 2) for states in (s.keys, s.values))
     batch, length, heads, _ = keys.shape
@@ -486,8 +486,8 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
 def test_votes_of_all_kinds_are_counted_alike(
     length: int, longest: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights in 64ths, of which every sum is exact: ties, zeros, no mass, several tiles; then votes among
-    few scores.
+    """Weights in 64ths, of which every sum is exact: ties,
+    zeros, no mass, several tiles; then votes among few scores.
     """
     monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", longest)
     weights = torch.randint(0, 5, (3, length)) / 64
@@ -534,8 +534,8 @@ def test_queries_are_turned_back_from_near_and_far(theta: float) -> None:
 
 
 def test_carried_angles_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seventy-five tiles in one split: each carries the angles of the one before it, and the sixty-fifth
-    begins anew.
+    """Seventy-five tiles in one split: each carries the angles
+    of the one before it, and the sixty-fifth begins anew.
     """
     monkeypatch.setattr(KERNELS["expected_attention_statistics"], "LEAST_TOKENS_OF_A_SPLIT", 1200)
     queries = drawn((1, 1, 1, 1, 1200, 16, 1)).keys
@@ -545,8 +545,8 @@ def test_carried_angles_do_not_drift(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_kept_anchor_does_not_drift() -> None:
-    """60 steps of block prompt processing, a third of the keys alike: the sum that was kept scores as one
-    taken afresh.
+    """60 steps of block prompt processing, a third of the keys
+    alike: the sum that was kept scores as one taken afresh.
     """
     kept_keys, common = torch.randn(1, 2, 96, 64), torch.randn(64)
     anchor = keydiff.anchor_sum(kept_keys)
@@ -562,8 +562,8 @@ def test_a_kept_anchor_does_not_drift() -> None:
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("length", [1, 40, 200])
 def test_of_equal_tokens_the_latest_goes(dtype: torch.dtype, length: int) -> None:
-    """In a tile, in a split or beside the cache. Halves, and a power of two of evicted tokens: no order of
-    addition matters.
+    """In a tile, in a split or beside the cache. Halves, and a
+    power of two of evicted tokens: no order of addition matters.
     """
     keys, values = (torch.randn(1, 2, 1, 24).round().to(dtype).repeat(1, 1, length, 1) / 2 for _ in range(2))
     positions = torch.stack([torch.randperm(length), torch.randperm(length) + 5]).view(1, 2, length)
@@ -728,8 +728,8 @@ def test_the_other_methods_read_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 30.0, 1000.0])
 def test_logits_of_any_size(scale: float) -> None:
-    """Attention that is flat, and attention that is all on one token: no sum underflows, and none
-    overflows.
+    """Attention that is flat, and attention that is all
+    on one token: no sum underflows, and none overflows.
     """
     queries, keys = normal(1, 2, 33, 16) * scale, normal(1, 1, 60, 16)
     assert_near(h2o.score(queries, keys), h2o.score(queries.double(), keys.double()), 4e-6 * max(1.0, scale))

@@ -74,8 +74,8 @@ def test_the_kernels_of_a_file_are_short(stem: str) -> None:
 
 @pytest.mark.slow
 def test_the_functions_launch_every_kernel_and_none_spills_on_an_h100() -> None:
-    """Compiled for sm_90 in a process without Triton's interpreter: no register of any kernel goes to
-    memory.
+    """Compiled for sm_90 in a process without Triton's
+    interpreter: no register of any kernel goes to memory.
     """
     found = compiled("-c", COMPILE, fused=True)
     assert [report for report in found if report["spills"] or report["stack"]] == []

@@ -1,5 +1,5 @@
-"""Looks at the built site in a real browser: `python -m tests.site.site_browser build/site`, part of `make
-docs-check`.
+"""Looks at the built site in a real browser:
+`python -m tests.site.site_browser build/site`, part of `make docs-check`.
 
 Each page is opened from its file at two widths. A page fails where the console has an error, where a request
 fails or leaves the folder, where a formula is not typeset, where Markdown is shown as it was written, or

@@ -55,8 +55,8 @@ def test_every_relative_link_leads_somewhere(page: Path) -> None:
 
 @every_page
 def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
-    """A formatter once took the mark of a quotation for Python and put spaces into it, and the page showed
-    the mark.
+    """A formatter once took the mark of a quotation for Python
+    and put spaces into it, and the page showed the mark.
     """
     marks = re.findall(r"^ *--8 *<.*$", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
     quoted = {mark: re.fullmatch(r' *--8<-- "(\S+)"', mark) for mark in marks}
@@ -306,8 +306,8 @@ def test_sentences_are_told_from_code_tables_and_headings() -> None:
 
 @every_page
 def test_a_page_is_no_harder_to_read_than_it_was(page: Path) -> None:
-    """Whoever rewrites a page lowers its limits, so that it does not go back; a new page has the common
-    ones.
+    """Whoever rewrites a page lowers its limits, so that
+    it does not go back; a new page has the common ones.
     """
     text, name = page.read_text(encoding="utf-8"), page.relative_to(ROOT).as_posix()
     limits, (mean, long) = RULES["pages"].get(name, RULES["new_page"]), measured(text)

@@ -62,8 +62,8 @@ def test_masks_come_back_from_their_text() -> None:
 
 
 def test_the_data_is_what_optimized_and_reference_keep(tokenizer: PreTrainedTokenizerFast) -> None:
-    """Of a tiny model, where everything can be computed twice; main() does the same with the embedded
-    model.
+    """Of a tiny model, where everything can be computed
+    twice; main() does the same with the embedded model.
     """
     model = tiny_llama(max_position_embeddings=2048).double()
     prompt = passkey.make(tokenizer, depth=0.4, tokens=120)

@@ -33,8 +33,8 @@ BOOK = "Clara Winter kept the lighthouse of Skerry for forty years. She wrote a 
 
 
 def understood(command: str) -> None:
-    """Let the command line be read without carrying it out. Raises where an option, an argument or a value
-    is unknown.
+    """Let the command line be read without carrying it out.
+    Raises where an option, an argument or a value is unknown.
     """
     words = shlex.split(command)[1:]
     program: Any = typer.main.get_command(app)

@@ -1,5 +1,5 @@
-"""KeyDiff in Triton as different people write it, in parts, as the files `forms.py` of the methods have
-them.
+"""KeyDiff in Triton as different people write it, in
+parts, as the files `forms.py` of the methods have them.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""Attacks of hostile submissions to the KeyDiff assignment: each must get no points and an ordinary result
-file.
+"""Attacks of hostile submissions to the KeyDiff assignment:
+each must get no points and an ordinary result file.
 """
 
 import io

@@ -200,8 +200,8 @@ FAMILIES: dict[str, Any] = {
 def random_model(
     config: PretrainedConfig, of: Callable[..., Any] = AutoModelForCausalLM.from_config, **named: Any
 ) -> Any:
-    """A model with random weights that are always the same, by the function that makes it from its
-    configuration.
+    """A model with random weights that are always the same,
+    by the function that makes it from its configuration.
     """
     torch.manual_seed(0)
     return of(copy.deepcopy(config), **named).eval()

@@ -1,5 +1,5 @@
-"""What the tests of the classroom share: right and wrong files, to hand them in, to judge them, to grade
-them.
+"""What the tests of the classroom share: right and wrong
+files, to hand them in, to judge them, to grade them.
 """
 
 import importlib

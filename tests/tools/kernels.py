@@ -1,5 +1,5 @@
-"""What the tests of the kernels share: the files of kernels, which functions are kernels, and how to
-compile them.
+"""What the tests of the kernels share: the files of kernels,
+which functions are kernels, and how to compile them.
 """
 
 import importlib
@@ -25,16 +25,16 @@ def launched_by_a_grid() -> set[str]:
 
 
 def compiled(*arguments: object, fused: bool = False, code: int | None = 0) -> list[dict[str, Any]]:
-    """The JSON lines of a program without Triton's interpreter, which would take the place of the
-    compiler.
+    """The JSON lines of a program without Triton's
+    interpreter, which would take the place of the compiler.
     """
     environment = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": int(fused), "PYTHONPATH": ROOT}
     return [json.loads(line) for line in python(*arguments, code=code, **environment).stdout.splitlines()]
 
 
 def assert_close(got: Any, wanted: Any, bound: float) -> None:
-    """Whole numbers and masks are equal; other numbers differ by at most `bound` of the largest one of
-    their tensor.
+    """Whole numbers and masks are equal; other numbers differ
+    by at most `bound` of the largest one of their tensor.
     """
     for mine, exact in zip(tree_leaves(got), tree_leaves(wanted), strict=True):
         assert mine.shape == exact.shape

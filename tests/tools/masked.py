@@ -77,8 +77,8 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
 
 
 def _held(cache: EvictingCache, index: int, batch: int) -> torch.Tensor:
-    """What each head of a layer holds of the tokens that it has seen, [B, H_kv, seen], or one head of
-    none.
+    """What each head of a layer holds of the tokens that
+    it has seen, [B, H_kv, seen], or one head of none.
     """
     layer = cache.layers[index]
     if layer.keys is None:
@@ -90,8 +90,8 @@ def _held(cache: EvictingCache, index: int, batch: int) -> torch.Tensor:
 
 
 def table() -> Iterator[str]:
-    """The lines of a table, models by phases: the largest difference over the methods, of the largest
-    logit.
+    """The lines of a table, models by phases: the largest
+    difference over the methods, of the largest logit.
     """
     yield from (
         f"| logits differ by at most | {' | '.join(PHASES)} | of logits up to |",

@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[2]
 
 
 def blocks(page: Path, languages: str) -> list[str]:
-    """The fenced blocks of a page in these languages, separated by |; an empty name is a block without a
-    language.
+    """The fenced blocks of a page in these languages, separated
+    by |; an empty name is a block without a language.
     """
     fences = re.findall(
         r"^ *(`{3,})([^`\n]*)\n(.*?)^ *\1$", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE
@@ -18,8 +18,8 @@ def blocks(page: Path, languages: str) -> list[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """The lines of a page that call `evictionary`, in a block or as code inside a sentence, without
-    comments.
+    """The lines of a page that call `evictionary`, in a
+    block or as code inside a sentence, without comments.
     """
     lines = [
         line.strip().removeprefix("$ ")
@@ -36,8 +36,8 @@ def _joined(block: str) -> list[str]:
 
 
 def pictures_of(path: Path) -> int:
-    """The number of pictures of an HTML page. Fail if the page loads anything: each picture has to be
-    inside.
+    """The number of pictures of an HTML page. Fail if the
+    page loads anything: each picture has to be inside.
     """
     page = path.read_text(encoding="utf-8")
     html.parser.HTMLParser().feed(page)

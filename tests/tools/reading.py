@@ -112,8 +112,8 @@ def generate(
 
 
 def padded(*lengths: int, width: int = 30) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Rows of IDS, of these lengths, padded on the left to `width`, and the arguments of the model that
-    say so.
+    """Rows of IDS, of these lengths, padded on the left to
+    `width`, and the arguments of the model that say so.
     """
     mask = torch.stack([torch.arange(width) >= width - length for length in lengths]).long()
     ids = torch.cat([IDS[:, 10 * row : 10 * row + width] for row in range(len(lengths))]) * mask

@@ -1,9 +1,9 @@
 """An artificial class: right, wrong and hostile submissions, to test the grader.
 
-`python -m tests.tools.synthetic FOLDER --count 200` writes submissions to the KeyDiff assignment: every
-attack of `attacks.py`; half of the other submissions are right, and half have one planted mistake each.
-`evictionary grade FOLDER --assignment keydiff --output GRADES` grades them, and `--report GRADES` writes
-docs/classroom/class.md.
+`python -m tests.tools.synthetic FOLDER --count 200` writes submissions to the KeyDiff
+assignment: every attack of `attacks.py`; half of the other submissions are right, and half
+have one planted mistake each. `evictionary grade FOLDER --assignment keydiff --output GRADES`
+grades them, and `--report GRADES` writes docs/classroom/class.md.
 """
 
 import itertools
@@ -62,9 +62,9 @@ def hand_in(name: str, mistake: str) -> tuple[bool, bool, str]:
     """Submit a planted mistake: whether a step of its requirement is lost, whether its misconception is
     named, and what is told.
 
-    Only the steps of that requirement are judged: the other steps say nothing about it and take most of the
-    time. What is told is empty, or where these steps accept the mistake or do not name it, what the whole
-    assignment says.
+    Only the steps of that requirement are judged: the other steps say nothing
+    about it and take most of the time. What is told is empty, or where these
+    steps accept the mistake or do not name it, what the whole assignment says.
     """
     one, mutant = assignments.load(name), load_mutants()[mistake]
 
@@ -119,8 +119,8 @@ separates it from every other planted mistake, and only for the first step that 
 
 
 def write_report(grades: Path) -> None:
-    """Write docs/classroom/class.md: the points of a class that `write_class` wrote, and what became of
-    each attack.
+    """Write docs/classroom/class.md: the points of a class
+    that `write_class` wrote, and what became of each attack.
     """
     points: dict[int, Counter[str]] = defaultdict(Counter)
     hostile, seconds, told = [], [], []

@@ -1,5 +1,5 @@
-"""H2O's authors: `H2OKVCache_LayerWise` sums the attention that it is given, and keeps heavy hitters and
-recent tokens.
+"""H2O's authors: `H2OKVCache_LayerWise` sums the attention
+that it is given, and keeps heavy hitters and recent tokens.
 """
 
 import contextlib

@@ -1,5 +1,5 @@
-"""The classes of KVCache-Factory that the adapters call, each with `update_kv(keys, queries, values, mask,
-groups)`.
+"""The classes of KVCache-Factory that the adapters call,
+each with `update_kv(keys, queries, values, mask, groups)`.
 """
 
 from conformance.borrowed import take

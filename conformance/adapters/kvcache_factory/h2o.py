@@ -1,5 +1,5 @@
-"""KVCache-Factory's `H2OKVCluster`: column sums of the prompt's attention, with the window as the recent
-half.
+"""KVCache-Factory's `H2OKVCluster`: column sums of the
+prompt's attention, with the window as the recent half.
 """
 
 from conformance.adapters.kvcache_factory.clusters import H2OKVCluster

@@ -1,5 +1,5 @@
-"""KVCache-Factory's `PyramidKVCluster`: what each layer keeps of a long prompt beside a window of one
-token.
+"""KVCache-Factory's `PyramidKVCluster`: what each layer
+keeps of a long prompt beside a window of one token.
 """
 
 import torch

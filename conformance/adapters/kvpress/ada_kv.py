@@ -1,5 +1,5 @@
-"""kvpress's `AdaKVPress` around given scores: it leaves the cache whole and says which tokens attention shall
-not see.
+"""kvpress's `AdaKVPress` around given scores: it leaves the
+cache whole and says which tokens attention shall not see.
 """
 
 import torch

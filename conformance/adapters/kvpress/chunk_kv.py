@@ -1,5 +1,5 @@
-"""kvpress's `ChunkKVPress` around given scores, for one head of one text at a time and budgets of whole
-chunks.
+"""kvpress's `ChunkKVPress` around given scores, for one
+head of one text at a time and budgets of whole chunks.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""kvpress's `ExpectedAttentionPress` without its sinks: the score of given statistics, and their averaging
-over RoPE.
+"""kvpress's `ExpectedAttentionPress` without its sinks: the
+score of given statistics, and their averaging over RoPE.
 """
 
 from types import SimpleNamespace

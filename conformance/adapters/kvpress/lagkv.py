@@ -1,5 +1,5 @@
-"""kvpress's `LagKVPress`: its scores are ranks inside each partition, so it is judged by what a top-k of
-them keeps.
+"""kvpress's `LagKVPress`: its scores are ranks inside each
+partition, so it is judged by what a top-k of them keeps.
 """
 
 from kvpress import LagKVPress

@@ -1,5 +1,5 @@
-"""kvpress's `PyramidKVPress`: the budget that it gives each layer of a long prompt, with a window of one
-token.
+"""kvpress's `PyramidKVPress`: the budget that it gives
+each layer of a long prompt, with a window of one token.
 """
 
 from types import SimpleNamespace

@@ -9,8 +9,8 @@ L2KV = take("lagkv", "l2_kv.py", "L2KV", DynamicCache=OldDynamicCache).L2KV
 
 
 def kept(cache, keys, values, sinks, layer=0):
-    """The kept tokens [B, H, T]: sinks, what was gathered, and the tail; the rows of the cache are looked
-    at, too.
+    """The kept tokens [B, H, T]: sinks, what was gathered,
+    and the tail; the rows of the cache are looked at, too.
     """
     leave_out(keys.shape[3] != values.shape[3], "values of other channels than the keys")
     length = keys.shape[2]

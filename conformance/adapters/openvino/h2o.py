@@ -1,5 +1,5 @@
-"""OpenVINO's `KVCacheCompressor` in its H2O mode, token by token: what it accumulates over all heads of a
-layer.
+"""OpenVINO's `KVCacheCompressor` in its H2O mode, token
+by token: what it accumulates over all heads of a layer.
 """
 
 from contextlib import contextmanager

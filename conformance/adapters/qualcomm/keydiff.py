@@ -1,5 +1,5 @@
-"""KeyDiff in C++ for phones: `keyDiffScores`, compiled with a line of C linkage around it and called
-through ctypes.
+"""KeyDiff in C++ for phones: `keyDiffScores`, compiled with
+a line of C linkage around it and called through ctypes.
 """
 
 import ctypes

@@ -1,5 +1,5 @@
-"""StreamingLLM's authors: `StartRecentKVCache` keeps so many tokens from the start and so many from the
-end.
+"""StreamingLLM's authors: `StartRecentKVCache` keeps
+so many tokens from the start and so many from the end.
 """
 
 import contextlib

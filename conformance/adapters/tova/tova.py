@@ -1,5 +1,5 @@
-"""TOVA's authors: `TOVACache.reduce` takes the attention of the step and keeps what its last query attends
-to.
+"""TOVA's authors: `TOVACache.reduce` takes the attention
+of the step and keeps what its last query attends to.
 """
 
 from conformance.borrowed import OldDynamicCache, causal_attention, ranked_by, take

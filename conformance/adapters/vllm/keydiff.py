@@ -42,8 +42,8 @@ def process_block(cache, keys, values, *, budget):
 
 
 def _compacted(keys, values, budget):
-    """Keys and values [H, T, D] of one text through a cache whose pages lie in reversed order; [2, H, n,
-    D].
+    """Keys and values [H, T, D] of one text through a
+    cache whose pages lie in reversed order; [2, H, n, D].
     """
     pages = -(-keys.shape[1] // PAGE)
     table = np.arange(pages)[::-1].copy()

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 
 
 def unit(vectors):
-    """The directions of [..., D]; a vector of zero stays zero. Scaled first, so that no square over- or
-    underflows.
+    """The directions of [..., D]; a vector of zero stays
+    zero. Scaled first, so that no square over- or underflows.
     """
     largest = jnp.abs(vectors).max(axis=-1, keepdims=True)
     vectors = vectors / jnp.where(largest == 0, 1, largest)

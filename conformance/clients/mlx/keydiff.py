@@ -4,8 +4,8 @@ import mlx.core as mx
 
 
 def unit(vectors):
-    """The directions of [..., D]; a vector of zero stays zero. Scaled first, so that no square over- or
-    underflows.
+    """The directions of [..., D]; a vector of zero stays
+    zero. Scaled first, so that no square over- or underflows.
     """
     largest = mx.abs(vectors).max(axis=-1, keepdims=True)
     vectors = vectors / mx.where(largest == 0, 1, largest)

@@ -11,9 +11,9 @@ def estimate_gates(
     """The gate of each KV head, [B, H_kv]: the area under the cumulated attention of the mean query on
     `length` mean keys.
 
-    query_mean [B, H_q, D] and key_mean [B, H_kv, D] are means before RoPE; query head h reads KV head h //
-    (H_q / H_kv), and the gate of a KV head is the mean over its group. In RoPE channel i turns with channel i
-    + D/2.
+    query_mean [B, H_q, D] and key_mean [B, H_kv, D] are means before RoPE;
+    query head h reads KV head h // (H_q / H_kv), and the gate of a KV head
+    is the mean over its group. In RoPE channel i turns with channel i + D/2.
     """
     raise NotImplementedError
 

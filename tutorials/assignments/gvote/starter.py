@@ -4,15 +4,15 @@ import numpy as np
 
 
 def attention_weights(query: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    """softmax(q k / sqrt(D)): query [..., D] and keys [..., T, D], a head of keys for each query, to [...,
-    T].
+    """softmax(q k / sqrt(D)): query [..., D] and keys
+    [..., T, D], a head of keys for each query, to [..., T].
     """
     raise NotImplementedError
 
 
 def nucleus(attention: np.ndarray, p: float) -> np.ndarray:
-    """The smallest set of tokens whose weights reach the share p of their row: attention [..., T] to a
-    boolean mask.
+    """The smallest set of tokens whose weights reach the share
+    p of their row: attention [..., T] to a boolean mask.
 
     Of equal weights the earlier token counts first; at least one token is in the set. Mass is relative to the
     sum of the row. Raises ValueError for p outside [0, 1] and for negative weights.

@@ -1,13 +1,13 @@
-"""KeyDiff: keep the keys that point away from the average direction. Write the four functions; NumPy alone
-is needed.
+"""KeyDiff: keep the keys that point away from the average
+direction. Write the four functions; NumPy alone is needed.
 """
 
 import numpy as np
 
 
 def anchor(keys: np.ndarray) -> np.ndarray:
-    """The mean of the unit keys: keys [..., T, D] to [..., D]. A zero key counts as a token of direction
-    0.
+    """The mean of the unit keys: keys [..., T, D] to
+    [..., D]. A zero key counts as a token of direction 0.
     """
     raise NotImplementedError
 
@@ -27,7 +27,7 @@ def similarity_matrix(keys: np.ndarray) -> np.ndarray:
 
 
 def pairwise_score(keys: np.ndarray) -> np.ndarray:
-    """Minus the sum of the cosines of a key with every key, itself among them: keys [..., T, D] to [...,
-    T].
+    """Minus the sum of the cosines of a key with every
+    key, itself among them: keys [..., T, D] to [..., T].
     """
     raise NotImplementedError

@@ -1,5 +1,5 @@
-"""LagKV: a partition of the cache is scored against the next one, and keeps its best tokens. NumPy alone
-is needed.
+"""LagKV: a partition of the cache is scored against the
+next one, and keeps its best tokens. NumPy alone is needed.
 """
 
 from fractions import Fraction
@@ -8,13 +8,13 @@ import numpy as np
 
 
 def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_values: np.ndarray) -> np.ndarray:
-    """The score of each token of one partition: score(keys) + score(values), each against the next
-    partition.
+    """The score of each token of one partition: score(keys)
+    + score(values), each against the next partition.
 
-    keys [..., L, D], values [..., L, D_v], next_keys [..., L', D], next_values [..., L', D_v]; returns [...,
-    L], higher = keep. A channel that is constant in the next partition normalises to 0; the deviation is that
-    of a sample (ddof=1). Raises ValueError where the shapes disagree, with the name of the argument in its
-    message.
+    keys [..., L, D], values [..., L, D_v], next_keys [..., L', D], next_values
+    [..., L', D_v]; returns [..., L], higher = keep. A channel that is constant in the
+    next partition normalises to 0; the deviation is that of a sample (ddof=1). Raises
+    ValueError where the shapes disagree, with the name of the argument in its message.
     """
     raise NotImplementedError
 
@@ -24,8 +24,8 @@ def retained_length(
 ) -> int:
     """How many of `length` tokens are left: all of them below sink_size + 2 * lag_size.
 
-    floor(keep_ratio * lag_size) is exact: 0.29 of 100 is 29. Raises ValueError naming an argument out of
-    range.
+    floor(keep_ratio * lag_size) is exact: 0.29 of 100 is
+    29. Raises ValueError naming an argument out of range.
     """
     raise NotImplementedError
 

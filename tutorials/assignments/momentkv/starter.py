@@ -35,8 +35,8 @@ def score(query: np.ndarray, keys: np.ndarray, values: np.ndarray, moments: Mome
 def attend(
     query: np.ndarray, keys: np.ndarray, values: np.ndarray, kept: np.ndarray, moments: Moments
 ) -> np.ndarray:
-    """The output [B, H_q, D_v]: attention over the kept tokens mixed with the estimate for the evicted
-    ones.
+    """The output [B, H_q, D_v]: attention over the kept
+    tokens mixed with the estimate for the evicted ones.
 
     kept [B, H_kv, T], boolean; what is not kept is not read. The weights in the log domain. With no moments
     it is plain attention over the kept; a head that keeps nothing and has no moments gives 0. Raises

@@ -1,5 +1,5 @@
-"""Perplexity and runtime with a compressed KV cache: `python measure.py --text book.txt --methods full
-keydiff scorer.py`.
+"""Perplexity and runtime with a compressed KV cache:
+`python measure.py --text book.txt --methods full keydiff scorer.py`.
 
 The model reads the first tokens of the text as a prompt; then it is given the true next token, one at a time,
 and its cross-entropy is summed. Perplexity is the exponential of the mean.
@@ -20,8 +20,8 @@ from evictionary.store import table
 
 @torch.no_grad()
 def measure(model: Any, ids: torch.Tensor, prompt: int, cache: EvictingCache) -> dict[str, float]:
-    """Read ids [1, T] with the cache, the first `prompt` of them at once; the perplexity is that of the
-    others.
+    """Read ids [1, T] with the cache, the first `prompt`
+    of them at once; the perplexity is that of the others.
     """
     started = time.perf_counter()
     logits = model(ids[:, :prompt], **cache.argument, use_cache=True, logits_to_keep=1).logits[0, -1]
