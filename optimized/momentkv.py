@@ -12,6 +12,7 @@ from torch.linalg import vector_norm
 from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count
+from evictionary.reference.contract import contract_of
 
 from . import ada_kv, gradients
 from .attention import grouped_logits, row_products
@@ -82,9 +83,8 @@ def compress_prompt(
     once for both, and wait for the GPU once, to learn how many tokens are kept. Raises ValueError naming the
     argument, and on a CPU for NaN or infinite numbers.
     """
-    require_fit("cache.compress", keys, values, kept)
-    if moments is not None:
-        require_fit("momentkv.update", moments, keys, values, ~kept)
+    line = f"{contract_of('cache.compress').line}, moments?: Moments B H_kv"
+    require_fit(line, keys, values, kept, moments)
     before = zero_moments(keys, values) if moments is None else _wide(moments, keys)
     if kernels := _kernels(keys, values, before):
         return kernels.compress_prompt(keys, values, kept, before)

@@ -218,6 +218,7 @@ def arguments(said: str) -> tuple[Argument, ...]:
     return contract_of(said).arguments
 
 
+@functools.cache
 def contract_of(path: str) -> Contract:
     """What the signature of a function of the reference says, whether it checks or not."""
     stem, name = path.split(".")
