@@ -106,11 +106,15 @@ def _imports(signature: str, function: Any) -> list[tuple[str, str]]:
     """The imports that a signature needs, a module and a name, or no module: NumPy, typing, and classes and
     constants of the reference, but no function of it.
     """
+    from evictionary.reference import contract
+
     found = []
     for name in set(re.findall(r"\b[A-Za-z_]\w*", signature)):
         value = inspect.unwrap(function).__globals__.get(name)
         if isinstance(value, types.ModuleType):
             found.append(("", value.__name__ + f" as {name}" * (value.__name__ != name)))
         elif value is not None and not isinstance(value, types.FunctionType):
-            found.append((getattr(value, "__module__", function.__module__), name))
+            is_notation = value is getattr(contract, name, None)
+            own = value.__module__ if is_notation or isinstance(value, type) else function.__module__
+            found.append((own, name))
     return found
