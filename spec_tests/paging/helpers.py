@@ -32,8 +32,9 @@ def held(paged: PagedCache, pool: np.ndarray, lengths: np.ndarray) -> Iterator[n
 def in_pages(case, seed: int, least: int = 0) -> PagedCache:
     """The tokens of a case in pages that lie in any order, of heads that hold `least` tokens or more.
 
-    Every slot without a token is NaN. Two pages are nobody's,
-    and behind the last page of a sequence stands any page.
+    A slot without a token holds NaN, or at every other seed a number, as memory
+    that was used does: who reads it then gets wrong numbers and no error. Two pages
+    are nobody's, and behind the last page of a sequence stands any page.
     """
     generator = np.random.default_rng(seed)
     batch, heads, length = case.keys.shape[:3]
@@ -44,7 +45,8 @@ def in_pages(case, seed: int, least: int = 0) -> PagedCache:
         generator.permuted(np.tile(np.arange(2 * length), (batch, heads, 1)), axis=-1)[..., :length]
     )
     shape = (table.size + 2, size, heads)
-    pools = [np.full(shape + states.shape[3:], np.nan) for states in (case.keys, case.values)] + [
+    left = 3.0 if seed % 2 else np.nan
+    pools = [np.full(shape + states.shape[3:], left) for states in (case.keys, case.values)] + [
         np.zeros(shape, dtype=np.int64)
     ]
     paged = PagedCache(pools[0], pools[1], pools[2], table, lengths, np.full(batch, 2 * length))

@@ -102,8 +102,8 @@ def check_attend(impl, case, queries, paged, visible, pick):
 
 @law("PAGE-3", of=ATTEND, case=CASES, seed=seeds(), pick=st.integers(0, 1))
 def test_attention_over_pages_is_that_over_their_tokens(impl, case, seed, pick):
-    """Output and log-sum-exp are those of the tokens that
-    each head holds; NaN in every other slot does not matter.
+    """Output and log-sum-exp are those of the tokens that each
+    head holds; what every other slot holds does not matter.
     """
     paged = in_pages(case, seed, least=1)
     check_attend(

@@ -120,7 +120,8 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
     text = (tmp_path / "keydiff.py").read_text()
     assert re.findall("^(?:def |from |import ).*", text, re.MULTILINE) == [
         "import numpy as np",
-        "def score(keys: np.ndarray) -> np.ndarray:",
+        "from evictionary.reference.contract import Real",
+        'def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:',
     ]
     says(asked("judge", "--starter", "keydiff", code=2).stderr, "is not written over")
     assert (tmp_path / "keydiff.py").read_text() == text
