@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from evictionary.reference.contract import Argument, Axes, arguments, contract_of
+from evictionary.reference.contract import Argument, Axes, arguments, contract_of, naming
 
 from . import gradients
 
@@ -18,29 +18,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def fits(*, free: tuple[str, ...] = (), finite: bool = True) -> Callable[[Function], Function]:
-    """Check the arguments of a function as the signature of the same function in `reference` says:
-    `require_fit` for its tensors, with its settings, and the range of each setting.
+    """Check the arguments of a function as the signature of the same function in `reference` says: its
+    tensors as `require_fit` does, which free and finite are for, and the range of each setting.
     """
 
     def decorate(function: Function) -> Function:
         path = f"{function.__module__.split('.')[-1]}.{function.__name__}"
-        parameters = inspect.signature(function).parameters
-        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+        by_name = naming(inspect.signature(function))
 
         @functools.wraps(function)
         def checked(*args: Any, **kwargs: Any) -> Any:
-            named = dict(zip(parameters, args, strict=False)) | kwargs
-            given = defaults | named
-            if len(named) < len(args) + len(kwargs) or given.keys() != parameters.keys():
-                return function(*args, **kwargs)  # an argument too many or too few: Python says it
-            said = contract_of(path)
+            said, given = contract_of(path), by_name(*args, **kwargs)
             if said.arguments:
-                tensors = (given[each.name] for each in said.arguments)
-                require_fit(path, *tensors, free=free, finite=finite)
-            for name, allowed in said.settings.items():
-                if name in given:
-                    given[name] = allowed.read(name, given[name])
-            return function(**given)
+                require_fit(path, *(given[each.name] for each in said.arguments), free=free, finite=finite)
+            return function(**said.settled(given))
 
         return checked  # type: ignore[return-value]
 

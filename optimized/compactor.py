@@ -107,8 +107,8 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     Returns [..., T], float32 (float64 for float64); each chunk sums to its length. Raises ValueError naming
     the argument, and on a CPU for NaN or infinite numbers. Source: non_causal_chunked_attn.
     """
-    size, dtype = chunk_size, working_dtype(keys)
-    chunks = zip(queries.split(size, dim=-2), keys.split(size, dim=-2), strict=True)
+    dtype = working_dtype(keys)
+    chunks = zip(queries.split(chunk_size, dim=-2), keys.split(chunk_size, dim=-2), strict=True)
     received = [(rows.to(dtype) @ own.to(dtype).mT).softmax(dim=-1).sum(dim=-2) for rows, own in chunks]
     return torch.cat(received, dim=-1)
 

@@ -33,7 +33,7 @@ import inspect
 import math
 import pkgutil
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeVar, get_args, get_type_hints
@@ -124,10 +124,9 @@ class Contract:
         }
 
     @functools.cached_property
-    def required(self) -> set[str]:
-        """The names of the arguments without a default."""
-        parameters = self.signature.parameters.items()
-        return {name for name, each in parameters if each.default is each.empty}
+    def by_name(self) -> Callable[..., dict[str, Any]]:
+        """What gives the arguments of a call by name."""
+        return naming(self.signature)
 
     @property
     def line(self) -> str:
@@ -136,25 +135,39 @@ class Contract:
 
     def read(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The arguments of a call by name, as the function wants them; ValueError as `contract` says."""
-        names = self.signature.parameters.keys()
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if len(given) < len(args) + len(kwargs) or not self.required <= given.keys() <= names:
-            self.signature.bind(*args, **kwargs)  # an argument too many or too few: Python says it
-        axes = Axes()
-        for argument in self.arguments:
-            if argument.name in given:
-                given[argument.name] = _read(argument, given[argument.name], axes)
-        axes.relate()
-        for name, wanted in self.settings.items():
-            if name in given:
-                given[name] = wanted.read(name, given[name])
+        given = self.by_name(*args, **kwargs)
+        read = arrays(self.arguments, given)
+        return self.settled(given) | read
+
+    def settled(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with each setting as the function wants it. Raises ValueError naming a setting."""
+        found = {name: own.read(name, given[name]) for name, own in self.settings.items() if name in given}
+        return given | found
+
+
+def naming(signature: inspect.Signature) -> Callable[..., dict[str, Any]]:
+    """What gives the arguments of a call by name, defaults too. It raises TypeError for an argument too many
+    or too few, as Python says it.
+    """
+    names = signature.parameters.keys()
+    defaults = {
+        name: each.default for name, each in signature.parameters.items() if each.default is not each.empty
+    }
+
+    def by_name(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        named = dict(zip(names, args, strict=False)) | kwargs
+        given = defaults | named
+        if len(named) < len(args) + len(kwargs) or given.keys() != names:
+            signature.bind(*args, **kwargs)
         return given
 
+    return by_name
 
-def arrays(line: str, *given: Any) -> tuple[Any, ...]:
-    """Arrays and states as a line wants them, in its order; ValueError as `contract` says."""
-    axes, wanted = Axes(), arguments(line)
-    found = tuple(_read(each, value, axes) for each, value in zip(wanted, given, strict=True))
+
+def arrays(wanted: Iterable[Argument], given: dict[str, Any]) -> dict[str, Any]:
+    """Arrays and states by name, as they are wanted; ValueError as `contract` says."""
+    axes = Axes()
+    found = {each.name: _read(each, given[each.name], axes) for each in wanted}
     axes.relate()
     return found
 
@@ -301,7 +314,8 @@ def _argument_of_line(name: str, text: str) -> Argument:
     return Argument(name.removesuffix("?"), kind, tuple(axes), name.endswith("?"), state)
 
 
-PARITIES = ("odd", "even")
+PARITIES = {"odd": (1.0, checks.as_odd), "even": (2.0, checks.as_even)}
+"""The least number of each, and what reads it."""
 
 
 @dataclass(frozen=True)
@@ -315,7 +329,7 @@ class Range:
     def limits(self) -> tuple[float, float, bool, bool]:
         """The least and the largest number, and whether each of them belongs to the range."""
         if self.text in PARITIES:
-            return PARITIES.index(self.text) + 1.0, math.inf, True, False
+            return PARITIES[self.text][0], math.inf, True, False
         if at_least := re.fullmatch(r"(>=?) (\S+)", self.text):
             return float(at_least[2]), math.inf, at_least[1] == ">=", False
         between = re.fullmatch(r"([\[(])(\S+), (\S+)([\])])", self.text)
@@ -342,9 +356,9 @@ class Range:
         """The value as its function wants it. Raises ValueError naming the setting."""
         if value is None and self.optional:
             return None
-        low, high, closed_low, closed_high = self.limits
         if self.text in PARITIES:
-            return {"odd": checks.as_odd, "even": checks.as_even}[self.text](name, value)
+            return PARITIES[self.text][1](name, value)
+        low, high, closed_low, closed_high = self.limits
         if self.whole:
             return checks.as_count(name, value, low=int(low), high=None if high == math.inf else int(high))
         if closed_high and high == math.inf:

@@ -38,8 +38,8 @@ def contract(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print what a function takes and gives: signature,
-    axes, dtypes, equations, number of laws (property tests).
+    """Print what a function takes and gives: signature, axes, ranges of
+    settings, dtypes, equations, number of laws (property tests).
     """
     with exit_codes(), doing("loading the laws"):
         listed = starter.functions_of(function)

@@ -83,8 +83,8 @@ def suite_version() -> dict[str, str]:
     return {"version": number, "sha256": digest.hexdigest()}
 
 
-# What every verdict depends on beside the laws and the mathematics of its own method. A new method adds lines
-# to contract.py, which change no verdict of another.
+# What every verdict depends on beside the laws and the mathematics of its own method. contract.py is left
+# out: it hands on what it is given, and tests hold what it refuses.
 COMMON = tuple(
     [
         SUITE.parent / "reference" / f"{name}.py"

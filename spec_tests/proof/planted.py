@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from evictionary.errors import require
-from evictionary.reference.contract import contract
+from evictionary.reference.contract import contract, naming
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import STEMS, Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, SUITE, import_all
@@ -150,9 +150,12 @@ def given_to(
     function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of a call by name, defaults too, and names for lines that compute with them."""
-    bound = inspect.signature(function).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return bound.arguments, inspect.unwrap(function).__globals__ | bound.arguments
+    given = naming(inspect.signature(function))(*args, **kwargs)
+    return given, inspect.unwrap(function).__globals__ | given
+
+
+AROUND = {each.__name__: each for each in (made_to_fit, never_refused)}
+"""What the source of such a mistake names above the check."""
 
 
 def edits_of(was: str | list[str], now: str | list[str]) -> tuple[tuple[str, str], ...]:
@@ -189,11 +192,9 @@ def copied(
     assert isinstance(own, types.FunctionType)
     scope = own.__globals__ if scope is None else scope
     copy = types.FunctionType(code or own.__code__, scope, own.__name__, own.__defaults__, own.__closure__)
-    copy.__kwdefaults__, copy.__annotations__, copy.__module__ = (
-        own.__kwdefaults__,
-        own.__annotations__,
-        own.__module__,
-    )
+    copy.__kwdefaults__ = own.__kwdefaults__
+    copy.__annotations__ = own.__annotations__
+    copy.__module__ = own.__module__
     return copy if own is function else contract(copy)
 
 
@@ -217,11 +218,11 @@ def edited(of: str, path: str, edits: tuple[tuple[str, str], ...]) -> Callable[.
     )
     source = edited_source(path, edits)
     scope = again(module)  # what calls the edited function finds it
-    scope |= {"made_to_fit": made_to_fit, "never_refused": never_refused}
+    scope |= AROUND
     if target is module:
         exec("from __future__ import annotations\n" + source, scope)
     else:
-        own = vars(target) | {"made_to_fit": made_to_fit, "never_refused": never_refused}
+        own = vars(target) | AROUND
         exec("from __future__ import annotations\n" + source, own)
         scope[path.split(".")[1]] = own[path.split(".")[1]]
     # a mistake dies by its numbers, not by a warning

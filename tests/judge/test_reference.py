@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from tools import refused
 
 from evictionary.methods import catalogue
 from evictionary.reference import checks
-from evictionary.reference.contract import arguments, arrays, contracts, states
+from evictionary.reference.contract import Setting, arguments, arrays, contract, contracts, states
 from evictionary.spec_tests.judge.implementation import oracle
 
 REFERENCE = Path(checks.__file__).parent
@@ -70,13 +71,27 @@ def test_a_line_of_the_contract_names_the_arguments_of_its_function(path: str) -
     assert named == [name for name in inspect.signature(oracle(path)).parameters if name in named]
 
 
+def taken(line: str, *given: object) -> dict[str, object]:
+    """What a line makes of arrays and states in its order."""
+    wanted = arguments(line)
+    return arrays(wanted, dict(zip((each.name for each in wanted), given, strict=True)))
+
+
+def test_a_setting_that_is_left_out_is_the_decimal_number_too() -> None:
+    def share(p: Setting[float | Fraction, "[0, 1]"] = 0.29) -> Fraction | float:
+        return p
+
+    checked = contract(share)
+    assert [checked(), checked(0.29), checked(p=Fraction(29, 100))] == [Fraction(29, 100)] * 3
+
+
 def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
     """It names the argument, the shape got, the axes wanted,
     the axis with its size, and where that was first seen.
     """
     keys, values = np.ones((1, 2, 3, 4)), np.ones((1, 2, 5, 4))
     message = r"values: got shape \(1, 2, 5, 4\), wanted \[B, H_kv, T, D_v\] with T = 3, as in keys"
-    refused(lambda: arrays("lagkv.select", keys, values), message, ValueError)
+    refused(lambda: taken("lagkv.select", keys, values), message, ValueError)
 
 
 @pytest.mark.parametrize(
@@ -95,13 +110,13 @@ def test_the_axes_of_an_error_are_those_of_the_contract() -> None:
     ],
 )
 def test_axes_that_do_not_fit_are_refused(line: str, shapes: list[tuple[int, ...]], message: str) -> None:
-    refused(lambda: arrays(line, *map(np.ones, shapes)), message, ValueError)
+    refused(lambda: taken(line, *map(np.ones, shapes)), message, ValueError)
 
 
 def test_axes_that_fit_are_taken() -> None:
     line = "a: * M<=T D%2, b: * T D, c: N>=0, d?: open T"
-    arrays(line, np.ones((2, 1, 3, 4)), np.ones((5, 3, 4)), np.ones(0), None)
-    arrays(line, np.ones((2, 4)), np.ones((3, 4)), np.ones(7), np.array([np.inf, 1, -np.inf]))
+    taken(line, np.ones((2, 1, 3, 4)), np.ones((5, 3, 4)), np.ones(0), None)
+    taken(line, np.ones((2, 4)), np.ones((3, 4)), np.ones(7), np.array([np.inf, 1, -np.inf]))
 
 
 @pytest.mark.parametrize(
@@ -118,10 +133,10 @@ def test_axes_that_fit_are_taken() -> None:
     ],
 )
 def test_numbers_of_another_kind_are_refused(kind: str, given: list[object], message: str) -> None:
-    refused(lambda: arrays(f"a: {kind}", np.array(given)), f"a: got .*{message}", ValueError)
+    refused(lambda: taken(f"a: {kind}", np.array(given)), f"a: got .*{message}", ValueError)
 
 
 def test_a_state_that_is_none_is_refused_by_the_names_of_its_fields() -> None:
     message = r"a: got tuple, wanted Moments\(count, key_sum, value_sum, value_key_sum\)"
-    refused(lambda: arrays("a: Moments ...", (1, 2)), message, ValueError)
+    refused(lambda: taken("a: Moments ...", (1, 2)), message, ValueError)
     assert {argument.kind for path in contracts() for argument in arguments(path)} >= set(states())
