@@ -50,10 +50,10 @@ def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Te
     Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at least 1.
     Returns kept [..., T], boolean. Raises ValueError naming the argument, and on a CPU for NaN.
     """
-    window, length = window_size, scores.shape[-1]
+    length = scores.shape[-1]
     places = torch.arange(length, device=scores.device)
     # In float64, for a score may lie nearer to the threshold than its dtype can say of the threshold.
-    return (scores.double() >= float(threshold)) | (places >= length - window)
+    return (scores.double() >= threshold) | (places >= length - window_size)
 
 
 def score(

@@ -129,10 +129,9 @@ def score(
     all infinite where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or
     infinite numbers. Source: the public code, whose defaults these are.
     """
-    share = float(importance_share)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if keys.shape[2] > window_size:
         attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
         repeated = redundancy(keys, threshold=threshold)[..., :-window_size]
-        scores[..., :-window_size] = share * attended - (1 - share) * repeated
+        scores[..., :-window_size] = importance_share * attended - (1 - importance_share) * repeated
     return scores

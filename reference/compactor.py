@@ -105,8 +105,7 @@ def chunk_attention(
     Args: queries and keys, after RoPE; chunk_size, at least 1, the last chunk may be shorter.
     Returns [..., T]; each chunk sums to its length. Source: non_causal_chunked_attn.
     """
-    size = chunk_size
-    chunks = [slice(start, start + size) for start in range(0, keys.shape[-2], size)]
+    chunks = [slice(start, start + chunk_size) for start in range(0, keys.shape[-2], chunk_size)]
     logits = (queries[..., one, :] @ np.swapaxes(keys[..., one, :], -1, -2) for one in chunks)
     return np.concatenate([softmax(each).sum(axis=-2) for each in logits], axis=-1)
 
