@@ -14,7 +14,7 @@ from typing import Any
 
 import typer
 
-from docs_build import facts
+from docs_build import facts, sizes
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -282,6 +282,8 @@ MARKERS: dict[str, Callable[..., str]] = {
     "code": code,
     "included": included,
     "reached": reached,
+    "sizes_of_models": sizes.beside_models,
+    "sizes_of_functions": sizes.of_functions,
 }
 
 

@@ -21,6 +21,7 @@ The kinds: `Real`, finite numbers; `Weight`, of at least 0; `Share`, from 0 to 1
 A `Setting` says its range: `>= 1`, `> 0`, `odd`, `even`, `[0, 1)`, or `[-inf, inf]`, where infinity counts
 as a number. Its type says what the function gets: an int, a float, or the decimal number as it was written,
 where the type is `float | Fraction`.
+Behind the range stand the values that papers use beside the default: `Setting[int, ">= 1", 128]`.
 
 What may be None has None in its type. `@contract` checks; without it a signature says, and nothing checks.
 """
@@ -63,8 +64,9 @@ else:
         def __init__(self, name: str) -> None:
             self.name = name
 
-        def __getitem__(self, said: tuple[Any, str]) -> Any:
-            return Annotated[said[0], Said(self.name, said[1])]
+        def __getitem__(self, said: tuple[Any, ...]) -> Any:
+            type_, text, *values = said
+            return Annotated[type_, Said(self.name, text, tuple(values))]
 
     Real, Weight, Share, Cosine, Open, Memory, Mask, Whole, State, Setting = map(
         Kind, ("real", "weight", "share", "cosine", "open", "memory", "bool", "whole", "state", "setting")
@@ -118,7 +120,7 @@ class Contract:
     def settings(self) -> dict[str, Range]:
         """The settings that have a range, by name."""
         return {
-            name: Range(type_, said.text)
+            name: Range(type_, said.text, said.values)
             for name, (type_, said) in self.said.items()
             if said.kind == "setting"
         }
@@ -187,10 +189,13 @@ def _read(argument: Argument, value: Any, axes: Axes) -> Any:
 
 
 class Said(NamedTuple):
-    """What a signature says beside a type: a kind, and the axes of an array or the range of a setting."""
+    """What a signature says beside a type: a kind, and the axes of an array or the range of a setting with
+    the values that papers use.
+    """
 
     kind: str
     text: str
+    values: tuple[float, ...] = ()
 
 
 def _said(annotation: Any) -> tuple[Any, Said] | None:
@@ -320,10 +325,13 @@ PARITIES = {"odd": (1.0, checks.as_odd), "even": (2.0, checks.as_even)}
 
 @dataclass(frozen=True)
 class Range:
-    """What a setting may be: the type that its function gets, and the range as the signature says it."""
+    """What a setting may be: the type that its function gets, the range as the signature says it, and the
+    values that papers use.
+    """
 
     type: Any
     text: str
+    values: tuple[float, ...] = ()
 
     @functools.cached_property
     def limits(self) -> tuple[float, float, bool, bool]:

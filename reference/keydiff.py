@@ -102,7 +102,7 @@ def process_prompt(
     values: Real[np.ndarray, "... T D_v"],
     *,
     budget: Setting[int, ">= 1"],
-    block_size: Setting[int, ">= 1"],
+    block_size: Setting[int, ">= 1", 1, 128],
     scorer: ArrayMap = score,
 ) -> Cache:
     r"""KD-6: block prompt processing of T tokens in blocks of B, the last one shorter: at most N +

@@ -94,7 +94,7 @@ def select(
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
 ) -> np.ndarray:
     r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
     last partition onwards.
@@ -123,7 +123,7 @@ def retained_length(
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
 ) -> int:
     r"""LK-12: `L_R = S + floor(rL) (floor((L_s - S) / L) - 1) + L + (L_s - S) mod L` for
     `L_s >= S + 2L`, else `L_s`.
@@ -144,7 +144,7 @@ def compression_ratio(
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
 ) -> float:
     r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed: below `1 - floor(rL) / L`, or 0 as that is
     at r = 1.
@@ -160,7 +160,7 @@ def keep_ratio_for(
     budget: Setting[int, ">= 1"],
     *,
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
 ) -> Fraction:
     r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0
     if there is none.
@@ -209,7 +209,7 @@ def step(
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
 ) -> Stream:
     r"""LK-R: append new tokens, then compress every partition after the static part that has a
     whole partition behind it.

@@ -28,7 +28,7 @@ def local_select(
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
 ) -> np.ndarray:
     r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were.
     Source: section 4.4.
@@ -46,7 +46,7 @@ def norm_select(
     layer: Setting[int, ">= 0"],
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1"] = 1024,
+    lag_size: Setting[int, ">= 1", 128] = 1024,
     skipped_layers: Setting[int, ">= 0"] = 2,
 ) -> np.ndarray:
     r"""LK-16: `select` with `score_i = -|k_i|`, and

@@ -403,6 +403,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
             if subject.device == compiled.DEVICE:
                 result.user_properties.append(("compiled", dict(compiled.COUNTED)))
                 compiled.COUNTED.update(dict.fromkeys(compiled.COUNTED, 0))
+            result.user_properties.append(("reach", dict(subject.reach)))
+            subject.reach.clear()
             subject.outside = ""  # what this law asked outside the domain excuses no other
     return result
 

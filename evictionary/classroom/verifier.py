@@ -26,7 +26,6 @@ from evictionary.classroom.grading import NO_EXECUTOR, TWO_ANSWERS, ByLaws, lack
 from evictionary.errors import require
 from evictionary.reference.contract import contract_of
 from evictionary.spec_tests.judge import compiled
-from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.cases import Case, seeds
 from evictionary.spec_tests.judge.degenerate import EDGE, REFUSAL
 from evictionary.spec_tests.judge.domain import Domain, OutsideDomain
@@ -63,8 +62,6 @@ UNCOUNTED = (EDGE, REFUSAL)  # as `evictionary judge` has it without --strict
 MODELS = ((4, 8, 4, 317, 128), (2, 4, 7, 523, 128), (1, 8, 5, 1000, 128), (1, 16, 1, 411, 80))
 # Of mathematics that costs more than a matrix of all pairs, and in an interpreter, fewer tokens do.
 AFFORDABLE, FEW_TOKENS = 0.03, 33
-# How much numbers are moved to see whether a selection is near a tie, in roundings.
-NEAR = 16
 # What a file is asked in where neither it nor the caller says it: every dtype of a model for torch.
 DTYPES = {"numpy": ("float64",), "torch": ("float32", "bfloat16", "float16")}
 WITHOUT_BFLOAT16 = "Triton's interpreter computes with NumPy, which has no bfloat16"
@@ -342,7 +339,9 @@ class Untrusted(ByLaws):
                 seconds[word].append(child.remote.busy() - before)
                 if word != "idle":
                     with contextlib.suppress(OutsideDomain):
-                        agree(judged, path, arguments, expected, got, "is wrong while its time is taken")
+                        memory.agree(
+                            judged, path, arguments, expected, got, "is wrong while its time is taken"
+                        )
         return seconds
 
     def timed(self, path: str) -> Case:
@@ -367,59 +366,6 @@ class Untrusted(ByLaws):
                 self.said |= {name: plain(text) for name, text in report.said(self.failed, judged, error)}
 
 
-def agree(impl: Any, path: str, given: dict[str, Any], expected: Any, got: Any, otherwise: str) -> None:
-    """Raise Violation unless an answer is that of the mathematics: numbers within rounding, and anything
-    else exactly. A selection that a rounding may decide says nothing.
-    """
-    expected, got = _arrays(expected), _arrays(got)
-    if memory.same_bits(expected, got):
-        return
-    exact, own = ([each for each in memory.leaves(one) if each.dtype.kind != "f"] for one in (expected, got))
-    if exact and not memory.same_bits(exact, own):
-        if is_near_a_tie(impl, path, given, exact):
-            return
-        raise Violation(f"{path} {otherwise}", expected, got)
-    memory.agree_within_rounding(impl, path, given, expected, got, otherwise)
-
-
-def _arrays(answer: Any) -> Any:
-    """An answer with its numbers as arrays."""
-    if isinstance(answer, tuple | list):
-        return tuple(map(_arrays, answer))
-    return np.asarray(answer) if isinstance(answer, int | float | np.generic) else answer
-
-
-def is_near_a_tie(impl: Any, path: str, given: dict[str, Any], exact: list[Any]) -> bool:
-    """Whether what is counted or selected is another where the numbers move by some roundings."""
-    generator = np.random.default_rng(0)
-
-    def moved(value: Any) -> Any:
-        if isinstance(value, tuple):
-            return type(value)(*map(moved, value))
-        if not isinstance(value, np.ndarray) or value.dtype.kind != "f":
-            return value
-        return value * (1 + NEAR * EPSILON[impl.dtype] * generator.uniform(-1, 1, size=value.shape))
-
-    for _ in range(6):
-        other = {name: moved(value) for name, value in given.items()}
-        if not fits(path, other):
-            continue
-        with np.errstate(all="ignore"):
-            answer = memory.leaves(_arrays(oracle(path)(**other)))
-        if not memory.same_bits([each for each in answer if each.dtype.kind != "f"], exact):
-            return True
-    return False
-
-
-def require_right(impl: Any, path: str, given: dict[str, Any], otherwise: str) -> None:
-    """Raise Violation unless the answer to these arguments is that of the mathematics; NaN says nothing."""
-    with np.errstate(all="ignore"):
-        expected = oracle(path)(**given)
-    if not memory.holds_nan(expected):
-        got = memory.ask(impl, path, memory.natives_of(impl, given))
-        agree(impl, path, given, expected, got, otherwise)
-
-
 def inside(impl: Any, case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each function with arguments of a case, where the domain has them. Raises OutsideDomain for none."""
     asked = False
@@ -438,7 +384,7 @@ def in_turn(impl: Any, case: Case, seed: int) -> None:
     """
     generator = np.random.default_rng(seed)
     for path, arguments in inside(impl, case):
-        require_right(impl, path, arguments, "is wrong")
+        memory.require_right(impl, path, arguments, "is wrong")
         for name in (each.name for each in contract_of(path).arguments):
             array = arguments.get(name)
             if not isinstance(array, np.ndarray) or array.dtype.kind != "f" or not array.size:
@@ -454,7 +400,7 @@ def in_turn(impl: Any, case: Case, seed: int) -> None:
             for other in (one_changed, two_exchanged):
                 asked = {**arguments, name: other}
                 if fits(path, asked):
-                    require_right(impl, path, asked, f"does not see that {name} has changed")
+                    memory.require_right(impl, path, asked, f"does not see that {name} has changed")
 
 
 SENTENCE = "An input in which one number is another, or two have changed places, has an answer of its own."
@@ -482,7 +428,7 @@ def of_a_model(batch: int, num_kv_heads: int, group: int, length: int, head_dim:
             one = impl.domain.fitted({"case": replace(case, length=FEW_TOKENS) if short else case})["case"]
             given = arguments_of(impl, path, one)
             if given is not None and not impl.domain.excludes(given, path):
-                require_right(impl, path, given, f"is wrong with {told}")
+                memory.require_right(impl, path, given, f"is wrong with {told}")
 
     told = (
         f"batch {batch}, {num_kv_heads} KV heads, a group of {group}, {length} tokens and {head_dim} channels"

@@ -36,6 +36,7 @@ from evictionary.spec_tests.judge.libraries import (
     to_numpy,
 )
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
+from evictionary.spec_tests.judge.reach import Reach, extend
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation, allowance
 from evictionary.spec_tests.judge.watch import WATCH, NotAsked
@@ -126,7 +127,7 @@ class Implementation:
     law at hand; strict where a refusal has to be in our words; compares_order while scores count as an order;
     outside says what was asked outside the domain, outside_of how often each law asked there and nowhere
     else; drawn are the inputs of the example at hand. calls are those of the example at hand, history the
-    latest of all.
+    latest of all; reach says how large the inputs were since it was last cleared.
     """
 
     name: str
@@ -147,6 +148,7 @@ class Implementation:
     drawn: dict[str, Any] = field(default_factory=dict)
     calls: list[Call] = field(default_factory=list)
     history: deque[Call] = field(default_factory=lambda: deque(maxlen=64))
+    reach: Reach = field(default_factory=dict)
 
     def __repr__(self) -> str:
         return f"{self.name} ({self.array_library}, {self.device}, {self.dtype})"
@@ -232,6 +234,7 @@ class Implementation:
             raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)
         self.history.append(call)
+        extend(self.reach, path, call.arguments)
         if "ranks" in self.conventions and name.endswith("score") and not self.compares_order:
             raise OutsideDomain("its scores say the order of the tokens alone", always=True)
         if "beyond_budget" in self.conventions and call.arguments.get("protected") is not None:

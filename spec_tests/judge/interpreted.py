@@ -4,7 +4,13 @@ The child of the classroom loads this file by its path: it imports nothing of ou
 """
 
 import functools
+import os
 from typing import Any
+
+
+def is_used() -> bool:
+    """Whether kernels run in the interpreter, which takes a second for a millisecond."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @functools.cache

@@ -107,15 +107,69 @@ def laws_version(folder: str) -> str:
     own = [path for path in laws if path.stem == "helpers" or path.stem.startswith("test_")]
     digest = hashlib.sha256()
     for path in sorted({*mathematics, *own, *COMMON}):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
-                and ast.get_docstring(node, clean=False) is not None
-            ):
-                node.body[0] = ast.Pass()
-        digest.update(f"{path.name}\0{ast.unparse(tree)}\0".encode())
+        digest.update(f"{path.name}\0{ast.unparse(_tree(path))}\0".encode())
     return digest.hexdigest()
+
+
+@functools.cache
+def law_version(name: str, folder: str) -> str:
+    """A digest of the code by which one law judges the mistakes of a folder: the law with what stands beside
+    it in its file, the helpers of its folder, the mathematics of both, and COMMON.
+
+    It covers no other law. A law that is made from the contract depends on what the contract refuses too.
+    """
+    test = name.partition("::")[2]
+    file = SUITE / LAWS[name].path
+    helpers = [path for path in file.parent.glob("*.py") if path.stem not in OF_PROOF]
+    beside = [path for path in helpers if not path.stem.startswith("test_")]
+    mathematics = [
+        path
+        for each in dict.fromkeys((file.parent.name, folder))
+        for path in SUITE.parent.glob(f"reference/{each}*.py")
+    ]
+    is_made = test not in {law for law, _ in _pieces(file)}
+    refusing = [SUITE.parent / "reference" / "contract.py", SUITE / "judge" / "misfits.py"] if is_made else []
+    return _digest(sorted({*mathematics, *beside, *COMMON, *refusing}), file, test)
+
+
+OF_PROOF = ("forms", "mutants", "variants")
+"""Files of a folder that judge nothing."""
+
+
+def _digest(paths: Iterable[Path], file: Path, only: str) -> str:
+    """A digest of what files say; of `file`, of what is no law and of the one law `only`."""
+    said = [(path.name, text) for path in paths for _, text in _pieces(path)]
+    said += [(file.name, text) for law, text in _pieces(file) if law in ("", only)]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _pieces(path: Path) -> list[tuple[str, str]]:
+    """What a file says: each law with its name, and all else with an empty one."""
+    return [(_law_name(node), ast.unparse(node)) for node in _tree(path).body]
+
+
+def _tree(path: Path) -> ast.Module:
+    """The code of a file, without comments, docstrings, and values that papers use of a setting."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
+            and ast.get_docstring(node, clean=False) is not None
+        ):
+            node.body[0] = ast.Pass()
+        is_setting = isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Setting"
+        if is_setting and isinstance(node.slice, ast.Tuple):
+            del node.slice.elts[2:]
+    return tree
+
+
+def _law_name(node: ast.stmt) -> str:
+    """The name of a function that is decorated as a law; empty for anything else."""
+    if not isinstance(node, ast.FunctionDef):
+        return ""
+    decorators = [each.func for each in node.decorator_list if isinstance(each, ast.Call)]
+    return node.name if any(getattr(each, "id", "") == "law" for each in decorators) else ""
 
 
 @dataclass(frozen=True)

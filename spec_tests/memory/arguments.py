@@ -7,7 +7,7 @@ generic numbers. Settings have one value each, with which a text of eight tokens
 import functools
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -173,16 +173,20 @@ def signature_of(path: str) -> inspect.Signature:
     return inspect.signature(oracle(path))
 
 
-def arguments_of(impl: Implementation, path: str, case: Case) -> dict[str, Any] | None:
+def arguments_of(
+    impl: Implementation, path: str, case: Case, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
     """Arguments of a function by name, its settings among them, in the sizes of a case and rounded to the
     dtype; None where a method takes no such case, such as one token.
+
+    The settings are for short texts. With `settings`, those are taken, and the defaults of all others.
     """
     try:
         with np.errstate(all="ignore"):  # a state that is made of large logits overflows
-            ragged = drawn(impl, path, case, ragged=True)
+            ragged = drawn(impl, path, case, settings, ragged=True)
             if fits(path, ragged):
                 return ragged
-            alike = drawn(impl, path, case, ragged=False)
+            alike = drawn(impl, path, case, settings, ragged=False)
     except (KeyError, ValueError):  # nothing says an argument, or there is no state of such a case
         return None
     return alike if fits(path, alike) else None
@@ -198,7 +202,9 @@ def fits(path: str, given: dict[str, Any]) -> bool:
     return True
 
 
-def drawn(impl: Implementation, path: str, case: Case, *, ragged: bool) -> dict[str, Any]:
+def drawn(
+    impl: Implementation, path: str, case: Case, settings: Mapping[str, Any] | None = None, *, ragged: bool
+) -> dict[str, Any]:
     """The same, whether the mathematics takes them or not; ragged, with masks that keep more tokens of one
     head than of another.
     """
@@ -209,11 +215,13 @@ def drawn(impl: Implementation, path: str, case: Case, *, ragged: bool) -> dict[
         required = parameter.default is parameter.empty
         if name in line and (required or not line[name].optional):
             given[name] = _made(line[name], case, generator, ragged)
+        elif settings and name in settings:
+            given[name] = settings[name]
         elif name == "lag_size" and impl.domain.lag_size:
             given[name] = impl.domain.lag_size[0]
         elif required and name in NAMED:  # a new method, which has no line yet
             given[name] = NAMED[name](case)
-        elif required or name in GIVEN:
+        elif required or (name in GIVEN and settings is None):
             given[name] = OF_CASE[name](case) if name in OF_CASE else SETTINGS[name]
     if {"low", "high"} <= line.keys():
         given["high"] = given["low"] + np.abs(given["high"])
@@ -255,6 +263,9 @@ def _is_shared(argument: Argument) -> bool:
     return argument.lead == "*" and argument.name.endswith("_weight")
 
 
+MOST_LAYERS = 64
+
+
 def _size(axis: str, case: Case) -> int:
     sizes = {
         "B": case.batch,
@@ -263,7 +274,7 @@ def _size(axis: str, case: Case) -> int:
         "T": case.length,
         "n": case.length,
         "R": case.length + 3,  # more rows than columns, so that one solution is the best
-        "L": case.length,
+        "L": min(case.length, MOST_LAYERS),
         "M": min(case.length, case.num_queries),
         "S": 3 * case.num_queries,
         "D": case.head_dim,

@@ -21,7 +21,7 @@ from evictionary.progress import tracked
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import ANY
-from evictionary.spec_tests.judge.law import SUITE, Law, laws_version, load_laws, suite_version
+from evictionary.spec_tests.judge.law import SUITE, Law, law_version, laws_version, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import outcome as at_once
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
 from evictionary.store import grouped, put
@@ -48,12 +48,19 @@ def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
     return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
 
 
-def row(name: str, max_examples: int) -> dict[str, str]:
-    """What each law that calls its function says of one mutant, by the name of the law."""
+def row(name: str, max_examples: int, asked: Sequence[str], known: dict[str, str]) -> dict[str, str]:
+    """What each law that calls its function says of one mutant, by the name of the law; those that are not
+    asked again say what is known.
+    """
     mutant = load_mutants()[name]
     implementation = mutant.implementation()
     laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
-    outcomes = {law.name: outcome(law, implementation, max_examples=max_examples)[0] for law in laws}
+    outcomes = {
+        law.name: known[law.name]
+        if law.name in known and law.name not in asked
+        else outcome(law, implementation, max_examples=max_examples)[0]
+        for law in laws
+    }
     mine = [law for law in laws if law.requirement.id == mutant.killed_by]
     if all(outcomes[law.name] == "passed" for law in mine):
         # A mistake that few inputs show gets a longer look before it counts as a survivor, as in the tests.
@@ -135,7 +142,7 @@ def by_each_folder(
 
 
 def kill_matrix() -> dict[str, Any]:
-    """The stored matrix: of each folder the laws by which it was judged, and the rows of its mutants."""
+    """The stored matrix: of each folder the versions of its mutants and laws, and the rows of its mutants."""
     return dict(json.loads(lzma.decompress(MATRIX.read_bytes())))
 
 
@@ -175,14 +182,48 @@ def what_breaks() -> dict[str, list[tuple[Law, list[str]]]]:
     return found
 
 
+def versions(folder: str) -> dict[str, dict[str, str]]:
+    """What the rows of a folder are made by: a digest of each of its mutants, and of each law that is asked
+    about one of them.
+    """
+    mutants = [load_mutants()[name] for name in by_folder()[folder]]
+    laws = {law.name for mutant in mutants for law in laws_for(mutant)}
+    return {
+        "mutants": {mutant.name: mutant.version for mutant in mutants},
+        "laws": {name: law_version(name, folder) for name in sorted(laws)},
+    }
+
+
+def to_ask(name: str, known: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
+    """The laws of one mutant that are others since its row was made; all, where the mutant is another."""
+    laws = [law.name for law in laws_for(load_mutants()[name])]
+    if known["mutants"].get(name) != now["mutants"][name]:
+        return laws
+    return [law for law in laws if known["laws"].get(law) != now["laws"][law]]
+
+
+NOTHING: dict[str, dict[str, str]] = {"mutants": {}, "laws": {}}
+
+
 def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
-    """Judge the mutants of some folders by all laws, or of those whose laws or mutants have changed since.
+    """Judge the mutants of some folders by all laws, or every mutant by the laws that have changed since.
 
     Writes docs/kill_matrix.json.xz after each folder, and returns how many are not killed.
     """
     content = kill_matrix() if MATRIX.exists() else {"judged": {}, "mutants": {}, "max_examples": {}}
-    for folder, found in by_each_folder(only, content["judged"], row, (max_examples,), jobs):
-        content["mutants"][folder], content["max_examples"][folder] = found, max_examples
+    for folder in only or sorted(by_folder()):
+        now, known = versions(folder), NOTHING if only else content["judged"].get(folder, NOTHING)
+        if known == now:
+            continue
+        before = content["mutants"].get(folder, {})
+        calls = [
+            (name, max_examples, asked, before.get(name, {}))
+            for name in by_folder()[folder]
+            for asked in [to_ask(name, known, now)]
+        ]
+        found = in_processes(jobs, row, calls, f"{folder} ({sum(len(call[2]) for call in calls)} laws)")
+        content["mutants"][folder] = dict(zip(by_folder()[folder], found, strict=True))
+        content["judged"][folder], content["max_examples"][folder] = now, max_examples
         put(MATRIX, lzma.compress(json.dumps(content, sort_keys=True).encode()))
     survivors = [name for name, outcomes in rows().items() if verdict(name, outcomes) != "killed"]
     print(f"not killed by their own laws: {', '.join(survivors) or 'none'}")
@@ -239,7 +280,7 @@ def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = Fal
     owed = (
         law
         for law in load_laws().values()
-        if control.of in law.functions and not law.missing(implementation)[0]
+        if (control.of in law.functions or ANY in law.functions) and not law.missing(implementation)[0]
         if law.kind == MATHEMATICS or not bare
         if law.kind != EDGE or control.edges
         if not law.examples or not seed % LONG_EVERY

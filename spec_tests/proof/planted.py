@@ -8,6 +8,7 @@ correct but different.
 
 import copy
 import functools
+import hashlib
 import importlib
 import inspect
 import tomllib
@@ -48,6 +49,13 @@ class Mutant:
     def function(self) -> Callable[..., Any]:
         """What is called in the place of the right function."""
         return self.written or edited(self.of, self.edited or self.of, self.edits)
+
+    @property
+    def version(self) -> str:
+        """A digest of what is wrong, and of the requirement that it breaks."""
+        source = inspect.getsource(self.written) if self.written else ""
+        told = (self.of, self.killed_by, self.array_library, self.edits, self.edited, self.above, source)
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
     def implementation(self, dtype: str | None = None) -> Implementation:
         """The reference with this one function replaced, judged at a dtype: without one at float64, and

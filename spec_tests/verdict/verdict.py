@@ -22,8 +22,9 @@ import pytest
 
 from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.degenerate import EDGE, KINDS, MATHEMATICS, MEMORY, REFUSAL
-from evictionary.spec_tests.judge.implementation import NO_GPU, Implementation
+from evictionary.spec_tests.judge.implementation import ANY, NO_GPU, Implementation
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws, suite_version
+from evictionary.spec_tests.judge.reach import Reach, in_a_line, merge
 from evictionary.spec_tests.judge.watch import NO_MORE
 from evictionary.spec_tests.verdict.coverage import functions as functions_by_requirement
 from evictionary.store import grouped
@@ -99,6 +100,7 @@ class Verdict:
         self.strict = config.getoption("strict")
         self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.executed: dict[str, Counter[str]] = defaultdict(Counter)
+        self.reach: dict[str, Reach] = defaultdict(dict)
         self.others = self.other_failures = 0
         self.reasons: dict[tuple[str, str], tuple[str, str]] = {}
         for outcome in ("passed", "failed", "error"):
@@ -111,6 +113,7 @@ class Verdict:
                     continue
                 requirement, column, name, kind, functions = properties["law"]
                 self.executed[column].update(properties.get("compiled", {}))
+                merge(self.reach[column], properties.get("reach", {}))
                 if reason := properties.get("not applicable"):
                     self.reasons.setdefault((requirement, column), ("not applicable", reason))
                     continue
@@ -344,6 +347,8 @@ class Verdict:
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
             if executed := self._executed(one):
                 terminal.write_line(f"  {'executed':15}{executed}")
+            if asked := in_a_line(self.reach[column]):
+                terminal.write_line(f"  {'asked up to':15}{asked}")
             for word in ("not applicable", "variant"):
                 found = grouped(
                     (why, name)
@@ -356,11 +361,12 @@ class Verdict:
         order, laws = list(REQUIREMENTS), load_laws()
         failures = [
             # The most basic law comes first: by its place in the specification, the definition before what
-            # follows from it.
+            # follows from it, and what is asked of any function last.
             (
                 not self._counts(entry),
                 NO_MORE in entry["message"] or NO_GPU in entry["message"],
                 KINDS.index(entry["kind"]),
+                ANY in entry["functions"],
                 order.index(name),
                 laws[entry["law"]].relates,
                 laws[entry["law"]].place,
@@ -431,6 +437,7 @@ class Verdict:
                 if implementation.device == compiled.DEVICE
                 else {}
             ),
+            "asked": self.reach[column],
             "counts": {word: counts[word] for word in WORDS},
             "requirements": requirements,
         }

@@ -23,6 +23,7 @@ from evictionary.spec_tests.judge.implementation import (
 from evictionary.spec_tests.judge.law import Law, load_laws
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.memory import arguments, helpers
+from evictionary.spec_tests.memory.test_memory_sizes import ALL_PAIRS, LEAST_SQUARES
 
 FUNCTIONS = contract_functions()
 LAWS = {name: law for name, law in load_laws().items() if law.path.startswith("memory/")}
@@ -139,7 +140,12 @@ def test_memory_is_judged_whatever_the_parameters_are_called(path: str, called: 
         }
         assert path in found[requirement], (mistake, found)
     right = oracle(path)
-    assert {*asked(of_one(path, odd(path, right))).values()} == {("passed", "")}
+    answered = asked(of_one(path, odd(path, right)))
+    silent = {name for name, (word, _) in answered.items() if word == "not asked"}
+    of_sizes = {name for name in LAWS if "test_memory_sizes" in name}
+    dear = {name for name in of_sizes if "hundreds_of_tokens" in name and path in ALL_PAIRS}
+    assert silent == (of_sizes if path in LEAST_SQUARES else dear)
+    assert {word for name, (word, _) in answered.items() if name not in silent} == {"passed"}
 
 
 @pytest.mark.parametrize("path", ["quest.bounds", "keydiff.score", "kvzap.dms"])
@@ -219,3 +225,35 @@ def test_a_law_of_memory_asks_inside_the_domain(name: str) -> None:
     """A kernel for 64 channels is asked at 64, and no law is left out because its own case has four."""
     kernel = load("optimized", domain=Domain.read({"head_dim": (64,), "group": (4,)}), methods=("keydiff",))
     assert outcome(LAWS[name], kernel, max_examples=3) == ("passed", "")
+
+
+def beyond(size: int, axis: int) -> Callable[..., Any]:
+    """The norms of keys, with zeros from a place of an axis on."""
+
+    def wrong(keys: np.ndarray) -> np.ndarray:
+        scores = oracle("knorm.score")(keys)
+        scores[(slice(None),) * axis + (slice(size, None),)] = 0
+        return scores
+
+    return wrong
+
+
+@pytest.mark.parametrize(
+    ("function", "breaks"),
+    [
+        (beyond(8, axis=1), "test_kv_heads_of_models"),
+        (beyond(4, axis=0), "test_batches_of_models"),
+        (beyond(512, axis=2), "test_texts_of_hundreds_of_tokens"),
+        (lambda keys: oracle("knorm.score")(keys[..., :128]), "test_channels_of_models"),
+    ],
+)
+def test_a_law_of_sizes_tells_which_size_is_wrong(function: Callable[..., Any], breaks: str) -> None:
+    found = asked(of_one("knorm.score", function), "test_memory_sizes")
+    killed = {name.partition("::")[2]: said for name, (word, said) in found.items() if word == "killed"}
+    assert {*killed} >= {breaks} and killed[breaks].startswith("knorm.score is wrong with ")
+    assert {*killed} <= {breaks, "test_settings_of_papers_and_models"}
+
+
+def test_laws_of_sizes_say_nothing_of_what_is_wrong_at_every_size() -> None:
+    found = asked(of_one("knorm.score", lambda keys: 2 * oracle("knorm.score")(keys)), "test_memory_sizes")
+    assert {word for word, _ in found.values()} == {"not asked"}

@@ -2,16 +2,18 @@
 
 import functools
 import json
+import lzma
 import tomllib
+import types
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 import pytest
 import typer
-from tools import refused, sampled
+from tools import refused, sampled, saved
 
-from evictionary.spec_tests.judge import tolerance
+from evictionary.spec_tests.judge import law, tolerance
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
@@ -170,14 +172,51 @@ def test_mistakes_of_one_folder_are_judged_again_alone(
     )
 
 
-def test_the_matrix_judges_again_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    every, version = len(load_mutants()), matrix.laws_version
+def test_the_matrix_asks_again_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A law that has changed is asked about every mistake, a new mistake of every law, and nothing else."""
+    version, asked = matrix.law_version, dict[str, list[str]]()
+
+    def row(name: str, _: int, laws: list[str], known: dict[str, str]) -> dict[str, str]:
+        asked[name] = laws
+        return known | dict.fromkeys(laws, "killed")
+
+    def again() -> dict[str, list[str]]:
+        asked.clear()
+        assert matrix.run_matrix(1, 1, []) == 0
+        return {name: laws for name, laws in asked.items() if laws}
+
     monkeypatch.setattr(matrix, "MATRIX", tmp_path / "matrix.json.xz")
-    monkeypatch.setattr(matrix, "row", lambda name, *_: {"another law": "killed"})
-    assert matrix.run_matrix(1, 1, []) == every
-    names = matrix.by_folder()["h2o"]
-    own = {name: matrix.laws_for(load_mutants()[name])[0].name for name in names}
-    monkeypatch.setattr(matrix, "laws_version", lambda folder: version(folder) + "0" * (folder == "h2o"))
-    monkeypatch.setattr(matrix, "row", lambda name, *_: {own[name]: "killed"})
-    assert matrix.run_matrix(1, 1, []) == every - len(names)
-    assert matrix.kill_matrix()["mutants"]["h2o"] == {name: {law: "killed"} for name, law in own.items()}
+    monkeypatch.setattr(matrix, "row", row)
+    everything = {name: [law.name for law in matrix.laws_for(each)] for name, each in load_mutants().items()}
+    assert again() == everything
+    assert again() == {}
+    changed = everything["h2o.later_tokens_seen"][0]
+    monkeypatch.setattr(
+        matrix, "law_version", lambda name, folder: version(name, folder) + "0" * (name == changed)
+    )
+    assert again() == {name: [changed] for name, laws in everything.items() if changed in laws}
+    content = matrix.kill_matrix()
+    del content["judged"]["h2o"]["mutants"]["h2o.later_tokens_seen"]
+    matrix.put(matrix.MATRIX, lzma.compress(json.dumps(content).encode()))
+    assert again() == {"h2o.later_tokens_seen": everything["h2o.later_tokens_seen"]}
+
+
+def test_a_law_has_the_version_of_its_own_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another law of the file, a comment and a value that papers use do not change it; a helper does."""
+    monkeypatch.setattr(law, "SUITE", tmp_path / "spec_tests")
+    one = '@law("KN-1", of="knorm.score")\ndef test_one(impl):\n    assert impl\n'
+    name = "test_knorm::test_one"
+    monkeypatch.setitem(law.LAWS, name, types.SimpleNamespace(path="knorm/test_knorm.py"))
+
+    def digest(beside: str = "", setting: str = "") -> str:
+        saved(tmp_path / "spec_tests" / "knorm" / "test_knorm.py", one + beside)
+        saved(tmp_path / "reference" / "knorm.py", f'def score(p: Setting[int, ">= 1"{setting}]): return p')
+        law.law_version.cache_clear()
+        law._pieces.cache_clear()
+        return law.law_version(name, "knorm")
+
+    plain = digest()
+    assert plain == digest(one.replace("one", "other")) == digest("# why\n") == digest(setting=", 3")
+    assert plain != digest("HELP = 1\n")
+    law.law_version.cache_clear()
+    law._pieces.cache_clear()

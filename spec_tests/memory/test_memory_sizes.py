@@ -1,0 +1,227 @@
+"""Laws of real sizes, whatever a function computes: MEM-10.
+
+The laws of an equation ask for what a person checks by hand. These ask every function of the contract for the
+sizes of models, one large axis at a time: such a case costs milliseconds. They fail where a function is right
+at small sizes and wrong at a large one; of what is wrong at both, the laws of its equation say.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from evictionary.spec_tests.judge import compiled, interpreted
+from evictionary.spec_tests.judge.domain import OutsideDomain
+from evictionary.spec_tests.judge.implementation import STEPS
+from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.judge.watch import NotAsked
+from evictionary.spec_tests.memory.arguments import arguments_of, signature_of
+from evictionary.spec_tests.memory.helpers import agree, as_called, holds_nan, in_turn
+from evictionary.spec_tests.memory.models import sizes, values_in_use
+
+SMALL = Case(batch=1, num_kv_heads=2, group=2, length=24, head_dim=4, value_dim=4, num_queries=2)
+"""The usual sizes, of which one at a time is another."""
+
+KV_HEADS = sizes("num_kv_heads", 1, 2, 4, 5, 8, 16)
+GROUPS = [size for size in sizes("group", *range(1, 9), 16) if size != SMALL.group]
+BATCHES = [2, 3, 4, 8]
+CHANNELS = sizes("head_dim", 32, 80, 96)
+LENGTHS = [300, 511, 1000]
+
+LEAST_SQUARES = {
+    f"attention_matching.{name}" for name in ("active_set", "bounded_least_squares", "fit_bias", "fit_values")
+}
+"""Answers of which others are almost as good: the laws of their equations judge what is left over."""
+
+ALL_PAIRS = {
+    "cake.budgets": "it takes the budgets of layers, and no tokens",
+    "cake_theory.cascade": "it compresses once for each layer",
+    "cam.merge_values": "each token has a share of each later one",
+    "cam.probabilities": "each token has a share of each later one",
+    "cam.shares": "each token has a share of each later one",
+    "cam.spread": "each token has a share of each later one",
+    "compactor.chunk_attention": "its chunks are of four tokens here; of 256 it is asked with its default",
+    "compactor.score": "its chunks are of four tokens here; of 256 it is asked with its default",
+    "keydiff.pairwise_score": "it compares each key with each other",
+    "keydiff.process_prompt": "its blocks are of three tokens here; of 128 it is asked with the paper's",
+    "keydiff.similarity_matrix": "it compares each key with each other",
+    "keydiff_theory.causal_attention": "each token attends to each earlier one",
+    "kvzip.top_r": "it tries each number of tokens",
+    "momentkv.decode_step": "it decodes one token after another",
+}
+"""What costs more than a pass over the tokens is asked for few of them, and why."""
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds())
+def test_kv_heads_of_models(impl, seed):
+    """A function that is right with two KV heads is right with as many as models have: 1, 4, 5, 8, 16."""
+    ask_sizes(impl, seed, "KV heads", "num_kv_heads", KV_HEADS)
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds())
+def test_groups_of_models(impl, seed):
+    """A function that is right with two query heads of each KV head is right with 1 to 8 of them, and 16."""
+    ask_sizes(impl, seed, "query heads of each KV head", "group", GROUPS)
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds())
+def test_batches_of_models(impl, seed):
+    """A function that is right for one sequence is right for a batch of up to eight."""
+    ask_sizes(impl, seed, "sequences", "batch", BATCHES)
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds())
+def test_channels_of_models(impl, seed):
+    """A function that is right with four channels is right with as many as models have: 32 to 256."""
+    ask_sizes(impl, seed, "channels", "head_dim", CHANNELS)
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds())
+def test_texts_of_hundreds_of_tokens(impl, seed):
+    """A function that is right for 24 tokens is right for 300 to 1,000, which no tile divides."""
+    ask_sizes(impl, seed, "tokens", "length", LENGTHS)
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds(), kind_of_keys=st.sampled_from(["outlier_channel", "sinks"]))
+def test_norms_of_models(impl, seed, kind_of_keys):
+    """A function that is right for keys and values of normal numbers is right for those of a model, which
+    have a channel of fifty to a hundred times the others.
+    """
+    wide = replace(SMALL, seed=seed, head_dim=64, value_dim=64)
+    large = replace(wide, kind=kind_of_keys)
+    right_at(
+        impl, wide, (Question(path, large, "such norms") for path in in_turn(impl.asked_of_memory(), large))
+    )
+
+
+@law("MEM-10", of=ANY, examples=2, seed=seeds())
+def test_settings_of_papers_and_models(impl, seed):
+    """A function that is right with settings for a short text is right with its defaults and with the
+    settings that papers and models use, one at a time.
+    """
+    right_at(impl, replace(SMALL, seed=seed), in_use(impl, seed))
+
+
+@dataclass(frozen=True)
+class Question:
+    """A function, the sizes at which it is asked, and what is large about them in words. With settings, they
+    and the defaults are taken in place of those for a short text.
+    """
+
+    path: str
+    case: Case
+    told: str
+    settings: Mapping[str, Any] | None = None
+
+
+def ask_sizes(impl: Implementation, seed: int, unit: str, axis: str, wanted: list[int]) -> None:
+    """Ask every function for each of these sizes of one axis."""
+    small = replace(SMALL, seed=seed)
+    right_at(impl, small, of_axis(impl, small, unit, axis, wanted))
+
+
+def of_axis(impl: Implementation, small: Case, unit: str, axis: str, wanted: list[int]) -> Iterator[Question]:
+    """The questions with other sizes of one axis."""
+    for size in wanted:
+        if axis == "length" and size > longest(impl):
+            continue
+        case = replace(small, **{axis: size})
+        if axis == "head_dim":
+            case = replace(case, value_dim=size)
+        for path in functions(impl, case):
+            if axis != "length" or path not in ALL_PAIRS:
+                yield Question(path, case, f"{size} {unit}")
+
+
+def in_use(impl: Implementation, seed: int) -> Iterator[Question]:
+    """The questions with each value of each setting that is in use; one of a function without settings."""
+    for path in functions(impl, replace(SMALL, seed=seed)):
+        values = [
+            (name, value) for name in signature_of(path).parameters for value in values_in_use(path, name)
+        ]
+        if not values:
+            yield Question(path, replace(LONG, seed=seed), f"{LONG.length} tokens", {})
+        for name, value in values:
+            length = max(LONG.length, 3 * value + 44 if isinstance(value, int) else 0)
+            case = replace(LONG, seed=seed, length=min(length, longest(impl)))
+            yield Question(path, case, f"{name}={value!r}", {name: value})
+
+
+LONG = Case(length=LENGTHS[0], head_dim=8, value_dim=8, num_queries=LENGTHS[0])
+"""One head, a few pairs of channels, and queries for every window."""
+
+MOST_TOKENS = 3200
+"""Enough for two partitions of LagKV's 1,024 tokens, and what comes behind them."""
+
+
+def is_slow(impl: Implementation) -> bool:
+    """Whether a call takes a second that takes a millisecond elsewhere."""
+    return interpreted.is_used() or impl.device == compiled.DEVICE
+
+
+def functions(impl: Implementation, case: Case) -> list[str]:
+    """The functions that a case is asked of: all, or where that takes long, some of a large package."""
+    return in_turn(impl.asked_of_memory(), case) if is_slow(impl) else impl.asked_of_memory()
+
+
+def longest(impl: Implementation) -> int:
+    """How many tokens are asked at most."""
+    return LENGTHS[0] if is_slow(impl) else MOST_TOKENS
+
+
+def right_at(impl: Implementation, small: Case, questions: Iterable[Question]) -> None:
+    """Raise what a function does wrong where it is asked for something large, unless it is wrong at small
+    sizes too. Raises OutsideDomain where nothing could be asked.
+    """
+    asked = False
+    for question in questions:
+        given = given_for(impl, question)
+        if given is None or question.path in LEAST_SQUARES:
+            continue
+        error = wrong(impl, question.path, given, f"is wrong with {question.told}")
+        if error is not None:
+            calls = impl.calls[-1:]
+            usual = given_for(impl, Question(question.path, small, ""))
+            if usual is not None and wrong(impl, question.path, usual, "is wrong") is not None:
+                continue
+            impl.calls[:] = calls
+            raise error
+        asked = True
+    if not asked:
+        raise OutsideDomain("no function that is right at small sizes takes such arguments")
+
+
+def given_for(impl: Implementation, question: Question) -> dict[str, Any] | None:
+    """The arguments of a question, or None where the domain or the mathematics takes none."""
+    case = impl.domain.fitted({"case": question.case})["case"]
+    given = arguments_of(impl, question.path, case, question.settings)
+    return None if given is None or impl.domain.excludes(given, question.path) else given
+
+
+def wrong(impl: Implementation, path: str, given: dict[str, Any], otherwise: str) -> Violation | None:
+    """What does not hold where the answer is not that of the mathematics; None where it is, and where nothing
+    can be said of it: the mathematics gives NaN, a rounding decides, or the dtype cannot hold the numbers.
+
+    Raises Violation where the function raises, unless it is a step that no law names.
+    """
+    with np.errstate(all="ignore"):
+        expected = oracle(path)(**given)
+    if holds_nan(expected):
+        return None
+    args, kwargs = as_called(path, given)
+    try:
+        got = impl.call(path, *args, **kwargs)
+        agree(impl, path, given, expected, tuple(got) if isinstance(got, Iterator) else got, otherwise)
+    except OutsideDomain:
+        return None
+    except Violation as violation:
+        return violation
+    except Exception as error:
+        if isinstance(error, NotAsked) or error in compiled.STOPPED + compiled.UNEXECUTED:
+            raise
+        if compiled.fault(error):
+            raise
+        said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        violation = Violation(f"{path} raises {said}", "an answer", said)
+        if path in STEPS:
+            return violation
+        raise violation from error
+    return None
