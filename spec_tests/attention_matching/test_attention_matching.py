@@ -123,12 +123,6 @@ def test_every_token_of_a_long_text_has_its_score(impl, case):
     rounds_to(impl, got, share, "the share", terms=64, size=share)
 
 
-@law("AM-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, 1.5]))
-def test_a_bad_budget_is_refused(impl, budget):
-    """A budget below 1 or one that is not whole raises ValueError."""
-    refused(impl, "budget", SELECT, np.ones((1, 1, 3, 2)), np.ones((1, 1, 1, 2)), budget=budget)
-
-
 @law("AM-2", of=BOUNDED, seed=seeds(), lines=counts, columns=st.sampled_from([1, 2, 3, 9]))
 def test_no_weights_between_the_bounds_do_better(impl, seed, lines, columns):
     """A straight line below the squared error bounds what any other weights could gain: it is nothing."""

@@ -1,7 +1,7 @@
 """Laws of CaM: CAM-1 to CAM-5."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import draw_mask, refuses
+from evictionary.spec_tests.shared.helpers import draw_mask
 
 SHARES, PROBABILITIES, SPREAD, MERGE = "cam.shares", "cam.probabilities", "cam.spread", "cam.merge_values"
 sizes = st.sampled_from([1, 2, 3, 8, 32, 100])
@@ -152,10 +152,3 @@ def test_the_expected_output_is_that_of_the_whole_text(impl, case, seed, merge_s
     parts = attention[..., None] * np.stack([kept[..., None] * got, values, np.abs(values) + np.abs(got)])
     output, wanted, size = parts.sum(axis=3)
     rounds_to(impl, output, wanted, "the expected output", roundings=2, terms=values.shape[2], size=size)
-
-
-@law("CAM-1", of=(SPREAD, PROBABILITIES), kind="refusal", merge_size=st.sampled_from([0, -1, 1.5]))
-def test_a_bad_merge_size_is_refused(impl, merge_size):
-    """Fewer than one token, and a number that is not whole, raise ValueError naming the argument."""
-    refuses(impl, SPREAD, "merge_size", merge_size)
-    refuses(impl, PROBABILITIES, "merge_size", merge_size)

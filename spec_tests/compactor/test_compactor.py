@@ -1,7 +1,6 @@
 """Laws of Compactor: CO-1 to CO-5."""
 
 from evictionary.spec_tests.judge.prelude import *
-from evictionary.spec_tests.shared.helpers import refuses
 
 LEVERAGE, SKETCHED, CHUNKS, SCORE = (
     f"compactor.{name}" for name in ("leverage", "sketched_leverage", "chunk_attention", "score")
@@ -193,15 +192,3 @@ def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case,
     items = [[each[[item]] for each in states] for item in range(case.batch)]
     alone = [impl.compactor.score(*item, compression_ratio=0.5) for item in items]
     same(impl, SCORE, *states, got=np.concatenate(alone), compression_ratio=0.5)
-
-
-@law(
-    "CO-5",
-    of=(SCORE, LEVERAGE),
-    kind="refusal",
-    name=st.sampled_from(["compression_ratio", "sink_size", "recent_size", "chunk_size"]),
-)
-def test_bad_settings_are_refused(impl, name):
-    """A ratio, a number of tokens, a size of a chunk and a ridge below 0 raise ValueError naming them."""
-    refuses(impl, SCORE, name, -1, sink_size=1, recent_size=1)
-    refuses(impl, LEVERAGE, "ridge", -1.0)

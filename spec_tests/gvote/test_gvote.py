@@ -229,33 +229,6 @@ def test_small_logits_still_rank(impl):
     equal(got, [[[False, False, True, True]]], "small logits count as equal")
 
 
-FITTING: dict[str, Any] = {
-    "query": np.ones((1, 2, 4)),
-    "keys": np.ones((1, 2, 3, 4)),
-    "sampled_queries": np.ones((1, 2, 5, 4)),
-    "p": 0.9,
-}
-BAD: dict[str, dict[str, Any]] = {
-    "query": {"query": np.ones((1, 2, 6))},
-    "keys": {"keys": np.full((1, 2, 3, 4), np.nan)},
-    "sampled_queries": {"sampled_queries": np.ones((1, 1, 5, 4))},
-    "query|queries": {"query": np.ones((1, 3, 4)), "sampled_queries": np.ones((1, 3, 5, 4))},
-    "p": {"p": 1.5},
-}
-
-
-@law("GV-A11", of=SELECT, kind="refusal", bad=st.sampled_from(list(BAD)))
-def test_arguments_that_do_not_fit_are_refused(impl, bad):
-    """Wrong channels, NaN, samples of other heads, query heads
-    that no group divides, or p above 1 raise ValueError.
-    """
-    assume(impl.reads_numbers or bad != "keys")
-    *states, p = (FITTING | BAD[bad]).values()
-    # Where the states disagree, nobody can know which of them is wrong.
-    named = bad if bad in ("keys", "p") else "query|queries|keys"
-    refused(impl, named, SELECT, *states, p=p)
-
-
 def logits_of_samples(impl, keys, hidden, weight, noise, sink_size, horizon, theta):
     """The logits [B, H_q, S, T] of lines 4 to 10, an allowance: an angle that is a little off moves them by
     the lengths of query and key.

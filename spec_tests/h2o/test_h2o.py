@@ -112,25 +112,6 @@ def test_a_recent_heavy_hitter_takes_no_place_of_another(impl):
     equal(kept, [[[True, False, True, True, True, True]]], "a recent token takes the place of another")
 
 
-@law("H2-1", of=SELECT, kind="refusal", budget=st.sampled_from([0, -1, 1.5]))
-def test_a_bad_budget_is_refused(impl, budget):
-    """A budget below 1 or one that is not whole raises ValueError."""
-    refused(impl, "budget", SELECT, np.ones((1, 1, 3, 2)), np.ones((1, 1, 3, 2)), budget=budget)
-
-
-@law(
-    "H2-1",
-    of=SCORE,
-    kind="refusal",
-    shape=st.sampled_from([(1, 3, 1, 4), (1, 2, 1, 5), (2, 2, 1, 4), (1, 2, 4, 4), (1, 2, 0, 4), (2, 1, 4)]),
-)
-def test_queries_that_do_not_fit_are_refused(impl, shape):
-    """Heads that no group divides, other channels or batch, more queries than tokens, none, or too few
-    axes raise ValueError.
-    """
-    refused(impl, "queries", SCORE, np.ones(shape), np.ones((1, 2, 3, 4)))
-
-
 def long_prompt(impl, case):
     """Queries of every token of a prompt of a thousand, the keys, the attention received query by query,
     and its slack.

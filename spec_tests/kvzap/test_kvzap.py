@@ -53,17 +53,6 @@ def test_a_higher_threshold_keeps_a_part_of_what_a_lower_one_keeps(impl, seed, l
     equal(kept[-1].sum(axis=-1), min(window_size, length), "infinity keeps more than the window")
 
 
-@law(
-    "ZA-1",
-    of=DMS,
-    kind="refusal",
-    bad=st.sampled_from([("window_size", 0), ("window_size", 1.5), ("threshold", np.nan)]),
-)
-def test_bad_settings_are_refused(impl, bad):
-    """An empty window, a broken one, and a threshold of NaN raise ValueError."""
-    refuses(impl, DMS, *bad)
-
-
 @law("ZA-2", of=SCORE, case=seeded_cases(), seed=seeds(), heads=st.integers(1, 3))
 def test_the_score_is_the_product_with_the_weights_and_a_bias(impl, case, seed, heads):
     """Number by number, with the weights of each KV head, so two surrogates added score their sum."""
@@ -167,10 +156,10 @@ def test_a_linear_target_is_found_and_the_ridge_shrinks_it(impl, ridge):
     rounds_to(impl, offset, bias, "the bias", roundings=16)
 
 
-@law("ZA-4", of=FIT, kind="refusal", ridge=st.sampled_from([0.0, -1.0, np.nan, np.inf]))
-def test_a_ridge_that_is_not_above_0_is_refused(impl, ridge):
-    """Without one, fewer tokens than channels have no best weights."""
-    refused(impl, "ridge", FIT, np.ones((1, 2, 3)), np.ones((1, 1, 2)), ridge=ridge)
+@law("ZA-4", of=FIT, kind="refusal", why="no generated law tries infinity, and no planted mistake takes it")
+def test_an_infinite_ridge_is_refused(impl):
+    """A ridge of infinity raises ValueError."""
+    refuses(impl, FIT, "ridge", np.inf)
 
 
 @law("ZA-5", of=SELECT, seed=seeds(), length=lengths_of, threshold=thresholds, window_size=windows)

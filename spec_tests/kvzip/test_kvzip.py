@@ -127,12 +127,6 @@ def test_two_layers_of_long_rows_share_one_budget(impl, case, budget):
     check_shared(impl, impl.round(np.stack([case.keys[..., 0], case.next_keys[..., 0]])), budget)
 
 
-@law("KZ-3", of=TOP_R, kind="refusal", budget=st.sampled_from([0, 1.5]))
-def test_a_bad_budget_is_refused(impl, budget):
-    """A budget below 1 or one that is not whole raises ValueError."""
-    refused(impl, "budget", TOP_R, np.ones((1, 1, 1, 3)), budget)
-
-
 @law("KZ-2", of=SCORE, examples=2, case=long_cases(groups=(2, 1), lengths=(4097, 2049), head_dims=(64, 80)))
 def test_every_token_of_a_long_text_has_its_largest_attention(impl, case):
     """Of thousands of tokens: the largest attention of a replay of three, query by query."""

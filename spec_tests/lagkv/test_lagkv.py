@@ -17,7 +17,6 @@ from evictionary.spec_tests.lagkv.helpers import (
     lags,
     sinks,
 )
-from evictionary.spec_tests.shared.helpers import refuses
 
 # What the formula is asked for goes beyond the papers' own settings: 1,024 tokens a partition, 16 sinks,
 # prompts of 128K.
@@ -496,24 +495,3 @@ def test_two_heads_of_any_length_keep_their_own(impl, seed):
         case = Case(seed=seed, num_kv_heads=2, length=length)
         kept = impl.lagkv.select(case.keys, case.values, **asked(50, 1, 4))
         check_partitions(kept, case.keys, case.values, 50, 1, 4, by_oracle(impl))
-
-
-BAD = [("keep_ratio", 1.5), ("sink_size", -1), ("lag_size", 0)]
-
-
-@law("LK-12", of=SELECT, kind="refusal", bad=st.sampled_from(BAD))
-def test_bad_settings_are_refused(impl, bad):
-    """keep_ratio above 1, a negative sink_size or a lag_size of 0 raise ValueError naming the argument."""
-    refuses(impl, SELECT, *bad)
-
-
-@law("LK-11", of=SCORE, kind="refusal")
-def test_disagreeing_shapes_are_refused(impl):
-    """Values of another number of tokens than the keys raise ValueError."""
-    refuses(impl, SCORE, "values", np.ones((1, 2, 5, 3)))
-
-
-@law("LK-11", of=SCORE, kind="refusal", name=st.sampled_from(["next_keys", "next_values"]))
-def test_a_next_partition_of_other_channels_is_refused(impl, name):
-    """The next partition must have the channels of this one; ValueError names the argument that has not."""
-    refuses(impl, SCORE, name, np.ones((1, 2, 2, 5)))

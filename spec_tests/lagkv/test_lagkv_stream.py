@@ -15,7 +15,7 @@ from evictionary.spec_tests.lagkv.helpers import (
     sinks,
     states_at,
 )
-from evictionary.spec_tests.shared.helpers import holds_tokens, refuses
+from evictionary.spec_tests.shared.helpers import holds_tokens
 
 PROJECT, WEIGHTS, OUTPUT = (
     f"lagkv_theory.{name}" for name in ("project", "attention_weights", "attention_output")
@@ -186,18 +186,6 @@ def test_a_step_leaves_the_stream_that_it_was_given(impl, case, lag):
         equal(got, wanted, "a step changed the stream that it was given")
 
 
-@law(
-    "LK-R",
-    of=STEP,
-    kind="refusal",
-    bad=st.sampled_from([("keep_ratio", -0.1), ("sink_size", -1), ("lag_size", 0)]),
-)
-def test_what_does_not_fit_the_stream_is_refused(impl, bad):
-    """Bad settings raise ValueError naming the argument."""
-    states, settings = [np.ones((1, 2, 6, 3))] * 2, asked(50, 1, 2)
-    refused(impl, bad[0], STEP, impl.lagkv.step(None, *states, **settings), *states, **settings | dict([bad]))
-
-
 @law("LK-14", of=LOCAL_SCORE, case=cases())
 def test_local_score_is_the_score_against_itself(impl, case):
     """LocalKV takes minimum and maximum from the partition that it scores."""
@@ -264,12 +252,3 @@ def test_the_first_layers_keep_everything(impl, case, layer, skipped):
         settings = {"layer": layer, "keep_ratio": 0, "sink_size": 0, "lag_size": 2} | given
         kept = impl.lagkv_variants.norm_select(case.keys, case.values, **settings)
         equal(kept.all(), layer < first or case.length < 4, f"layer {layer} with the first {first} skipped")
-
-
-BAD = [("layer", -1), ("keep_ratio", 1.5), ("lag_size", 0)]
-
-
-@law("LK-16", of=NORM_SELECT, kind="refusal", bad=st.sampled_from(BAD))
-def test_bad_settings_of_the_variant_are_refused(impl, bad):
-    """A negative layer and the bad settings of select raise ValueError naming the argument."""
-    refuses(impl, NORM_SELECT, *bad)

@@ -105,15 +105,6 @@ def score_in_loops(query, keys, values, moments):
     return scores
 
 
-def refuses_misfits(impl, path, bad):
-    """Raise Violation unless each call is refused in which the axes of this argument, or its heads, do not
-    fit the others.
-    """
-    for wrong in misfits(path):
-        if wrong.argument == bad and not wrong.reads_numbers:
-            refused(impl, wrong.named.replace("query", "query|queries"), path, *wrong.given.values())
-
-
 def turn(seed, query, keys, values, moments):
     """Channels of keys (with query and moments) exchanged
     and mirrored, and those of the values in another way.

@@ -13,7 +13,6 @@ from evictionary.spec_tests.momentkv.helpers import (
     heads_apart,
     held,
     moments_of,
-    refuses_misfits,
     scale_values,
     short_cases,
     situation,
@@ -22,12 +21,6 @@ from evictionary.spec_tests.momentkv.helpers import (
     whole,
 )
 from evictionary.spec_tests.shared.helpers import attention_by_hand
-
-
-@law("MK-12", of=ATTEND, kind="refusal", bad=st.sampled_from(["kept", "moments", "query", "values"]))
-def test_bad_arguments_are_refused(impl, bad):
-    """A mask, moments, a query or values that do not fit raise ValueError naming the argument."""
-    refuses_misfits(impl, ATTEND, bad)
 
 
 def kept_situation(impl, case, seed):

@@ -124,26 +124,9 @@ def test_the_head_that_attends_to_the_free_tokens_gets_the_free_places(impl, kee
     equal(kept, expected, "the heads share the free places otherwise, or keep other tokens in them")
 
 
-@law(
-    "MK-P2",
-    of=SELECT_PROMPT,
-    kind="refusal",
-    not_for=no_sharing,
-    bad=st.sampled_from(["protected", "floor_ratio"]),
-)
-def test_a_shared_prompt_that_does_not_fit_is_refused(impl, bad):
-    """A budget below the first token and the window, and a
-    floor_ratio above 1, raise ValueError naming the argument.
-    """
-    assume(impl.reads_numbers or bad != "protected")
+@law("MK-P2", of=SELECT_PROMPT, kind="refusal", not_for=no_sharing)
+def test_a_shared_budget_below_the_protected_tokens_is_refused(impl):
+    """Two places in a head, for a first token and a window of two, raise ValueError."""
     states = np.ones((1, 2, 6, 2))
-    refused(
-        impl,
-        bad,
-        SELECT_PROMPT,
-        states[:, :, :2],
-        states,
-        states,
-        2 if bad == "protected" else 4,
-        floor_ratio=1.5 if bad == "floor_ratio" else 0.2,
-    )
+    if impl.reads_numbers:
+        refused(impl, "protected", SELECT_PROMPT, states[:, :, :2], states, states, 2, floor_ratio=0.2)

@@ -17,7 +17,6 @@ from evictionary.spec_tests.momentkv.helpers import (
     situation,
     whole,
 )
-from evictionary.spec_tests.shared.helpers import refuses
 
 ATTEND, STEP = "momentkv.attend", "momentkv.decode_step"
 
@@ -146,12 +145,6 @@ def test_of_equal_scores_the_earlier_token_stays(impl, signs):
     )
 
 
-@law("MK-A1", of=STEP, kind="refusal")
-def test_bad_steps_are_refused(impl):
-    """A budget of 0 raises ValueError naming the argument."""
-    refuses(impl, STEP, "budget", 0)
-
-
 @law("MK-P", of=SCORE_PROMPT, case=cases(max_length=33), seed=seeds(), chunk=st.sampled_from([1, 2, 4, None]))
 def test_the_prompt_score_is_causal_attention_times_the_norm_of_the_value(impl, case, seed, chunk):
     """alpha, causal within the window, is averaged over window and group; the products over each chunk, of
@@ -184,9 +177,3 @@ def test_prompts_at_the_budgets_of_the_paper_keep_their_best(impl, seed):
     """
     for case in narrow(impl, seed, [budget + 67 for budget in BUDGETS], group=2):
         check_prompt(impl, prompt(case, seed, 32), lambda safe, length=case.length: max(safe, length - 67))
-
-
-@law("MK-P", of=SCORE_PROMPT, kind="refusal")
-def test_bad_prompts_are_refused(impl):
-    """A chunk of 0 raises ValueError naming the argument."""
-    refuses(impl, SCORE_PROMPT, "chunk_size", 0)

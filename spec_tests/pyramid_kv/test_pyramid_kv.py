@@ -107,28 +107,3 @@ def test_three_layers_beside_a_window_of_four(impl):
 def test_three_layers_of_ten(impl):
     """Budget 10, three layers, beta 2: 15, 10 and 5, exactly."""
     equal(list(impl.pyramid_kv.budgets(10, 3, beta=2)), [15, 10, 5], "other budgets")
-
-
-@law(
-    "PY-1",
-    of=PYRAMID,
-    kind="refusal",
-    bad=st.sampled_from([("budget", 0, 4, 2.0), ("num_layers", 4, 0, 2.0), ("beta", 4, 4, 0.5)]),
-)
-def test_bad_settings_are_refused(impl, bad):
-    """A budget or a number of layers below 1, and a beta below 1, raise ValueError naming the argument."""
-    name, budget, num_layers, beta = bad
-    refused(impl, name, PYRAMID, budget, num_layers, beta=beta)
-
-
-@law(
-    "PY-2",
-    of=PYRAMID,
-    not_for=without(PYRAMID, "length"),
-    kind="refusal",
-    bad=st.sampled_from([("length", 0), ("length", 2.5), ("window_size", -1)]),
-)
-def test_a_length_and_a_window_out_of_range_are_refused(impl, bad):
-    """A length below 1 or a broken one, and a negative window, raise ValueError naming the argument."""
-    name, value = bad
-    refused(impl, name, PYRAMID, 4, 4, **{name: value})

@@ -12,11 +12,13 @@ from evictionary.spec_tests.verdict.coverage import ids_of
 
 # Where a function stands for several requirements, the one that its other laws are of.
 REQUIREMENT = {
+    "ada_kv.select": "AD-1",
     "expected_attention.score": "EA-9",
     "gvote.select": "GV-A11",
     "lagkv.keep_ratio_for": "LK-13",
     "lagkv_theory.attention_weights": "LK-6",
     "momentkv.attend": "MK-12",
+    "pyramid_kv.budgets": "PY-1",
     "rope.rotate": "ROPE-2",
 }
 

@@ -34,12 +34,6 @@ def test_only_positions_count(impl, case):
     equal(second, first, "the score depends on the keys")
 
 
-@law("SL-1", of="streaming_llm.score", kind="refusal")
-def test_a_negative_sink_size_is_refused(impl):
-    """sink_size below 0 raises ValueError."""
-    refused(impl, "sink_size", "streaming_llm.score", np.ones((1, 1, 3, 2)), sink_size=-1)
-
-
 @law(
     "SL-1",
     of="streaming_llm.score",

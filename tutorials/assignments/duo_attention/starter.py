@@ -29,7 +29,7 @@ def select(
     """The kept tokens, boolean [B, H_kv, T]: all in heads with a gate of at least the threshold, both ends
     in the others.
 
-    keys [B, H_kv, T, D], of which only the shape matters; gates [B, H_kv]. Raises ValueError naming the
-    argument that does not fit.
+    keys [B, H_kv, T, D], whose numbers decide nothing; gates [B, H_kv]. Raises ValueError naming the argument
+    that does not fit.
     """
     raise NotImplementedError

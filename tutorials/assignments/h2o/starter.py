@@ -9,9 +9,9 @@ def score(queries: np.ndarray, keys: np.ndarray) -> np.ndarray:
     """The attention that each token receives from all
     queries, mean over the group: [B, H_kv, T], higher = keep.
 
-    queries [B, H_q, M, D] are those of the last M tokens, keys [B, H_kv, T, D]; query head h reads KV head h
-    // (H_q / H_kv). No array of M x T numbers is stored. Raises ValueError, with the word "queries" in its
-    message, for queries that do not fit.
+    queries [B, H_q, M, D] are those of the last M tokens, keys [B, H_kv, T, D];
+    query head h reads KV head h // (H_q / H_kv). No array of M x T numbers is
+    stored. Raises ValueError naming the argument that does not fit.
     """
     raise NotImplementedError
 
@@ -20,7 +20,6 @@ def select(queries: np.ndarray, keys: np.ndarray, *, budget: int) -> np.ndarray:
     """The kept tokens, boolean [B, H_kv, T]: the last
     ceil(budget / 2), and the highest scores among the others.
 
-    A budget above T keeps all. Raises ValueError, with the word "budget" in its message, for a budget that is
-    below 1 or not whole.
+    A budget above T keeps all. Raises ValueError naming the argument that does not fit.
     """
     raise NotImplementedError

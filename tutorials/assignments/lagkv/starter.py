@@ -14,7 +14,7 @@ def score(keys: np.ndarray, values: np.ndarray, next_keys: np.ndarray, next_valu
     keys [..., L, D], values [..., L, D_v], next_keys [..., L', D], next_values
     [..., L', D_v]; returns [..., L], higher = keep. A channel that is constant in the
     next partition normalises to 0; the deviation is that of a sample (ddof=1). Raises
-    ValueError where the shapes disagree, with the name of the argument in its message.
+    ValueError naming the argument that does not fit.
     """
     raise NotImplementedError
 
