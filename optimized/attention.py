@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from . import kernels
 from .checks import fits, require_finite, require_same_kind, working_dtype
-from .kernels.launching import kernels_for
 from .softmax import capped, weights
 from .states import CompressedCache
 
@@ -42,8 +42,8 @@ def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
     group = num_query_heads // num_kv_heads
-    if kernels := kernels_for("attention", queries, cache.values, beside=cache):
-        return kernels.attend(queries, cache)
+    if kernels.take("attention", queries, cache.values, beside=cache):
+        return kernels.attention.attend(queries, cache)
     dtype = working_dtype(queries)
     shape = (batch, num_query_heads, num_queries)
     spans = rows_of_heads(cache)

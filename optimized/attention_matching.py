@@ -14,10 +14,9 @@ import torch
 from evictionary.reference.attention_matching import HIGH, LOW
 from evictionary.reference.checks import as_count
 
-from . import gradients
+from . import gradients, kernels
 from .attention import grouped_logits
 from .checks import fits, require_fit, working_dtype
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import weights as softmax
 
@@ -241,9 +240,9 @@ def attend(
     [B, H_kv, n], in any floating dtype. Returns [B, H_q, M, D_v] in the dtype of queries. Raises ValueError
     naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    if kernels := kernels_for("attention", queries, keys, values, beside=bias):
-        # no causal mask: each query as a head of its own
-        output, _ = kernels.attend(queries.flatten(1, 2)[:, :, None], None, (keys, values), bias=bias)
+    if kernels.take("attention", queries, keys, values, beside=bias):
+        each = queries.flatten(1, 2)[:, :, None]  # no causal mask: each query as a head of its own
+        output, _ = kernels.attention.attend(each, None, (keys, values), bias=bias)
         return output.view(*queries.shape[:3], -1)
     logits = grouped_logits(queries, keys)
     weights = softmax(logits + bias.to(logits)[:, :, None, None])

@@ -4,8 +4,8 @@ tokens and nothing else (requirements CACHE-1 to CACHE-3).
 
 import torch
 
+from . import kernels
 from .checks import fits
-from .kernels.launching import kernels_for
 from .states import CompressedCache
 
 __all__ = ["CompressedCache", "compress"]
@@ -20,8 +20,8 @@ def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> Co
     Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean,
     and on a CPU for NaN or infinite numbers.
     """
-    if kernels := kernels_for("cache", keys, values):
-        return kernels.compress(keys, values, kept)
+    if kernels.take("cache", keys, values):
+        return kernels.cache.compress(keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage.
     positions = kept.nonzero()[:, 2].contiguous()
     return CompressedCache(keys[kept], values[kept], positions, kept.sum(dim=-1))

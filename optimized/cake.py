@@ -7,9 +7,9 @@ import torch
 from evictionary.reference import cake
 from evictionary.reference.checks import as_window
 
+from . import kernels
 from .attention import grouped_attention
 from .checks import fits
-from .kernels.launching import kernels_for
 
 LONGEST_WINDOW = 64  # queries whose weights a program of the kernel has at once
 
@@ -35,9 +35,9 @@ def preference(
     length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
     window = as_window(window_size, queries.shape[2], length)
     spread, moved = (keys.new_zeros(len(keys), dtype=torch.float64) for _ in range(2))
-    kernels = kernels_for("received_attention", queries, keys) if window <= LONGEST_WINDOW else None
-    if kernels and window < length:
-        spread, moved = kernels.measure_window(queries[:, :, -window:], keys)
+    fits = window < length and window <= LONGEST_WINDOW
+    if fits and kernels.take("received_attention", queries, keys):
+        spread, moved = kernels.received_attention.measure_window(queries[:, :, -window:], keys)
     else:
         for head in range(keys.shape[1] if window < length else 0):
             readers = queries[:, head * group : (head + 1) * group, -window:]

@@ -7,8 +7,8 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count
 
+from . import kernels
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 
 @fits(free=("attention", "draws"))
@@ -66,8 +66,8 @@ def spread(
     0 to 1, those of kept tokens do not count; merge_size. Returns [..., T, D_v]
     in the dtype of the values. Raises ValueError naming the argument.
     """
-    if kernels := kernels_for("cam", values, beside=weights):
-        return kernels.spread(values, kept, *stretches(kept, weights.float(), merge_size))
+    if kernels.take("cam", values, beside=weights):
+        return kernels.cam.spread(values, kept, *stretches(kept, weights.float(), merge_size))
     parts, first, _ = stretches(kept, weights.double(), merge_size)
     # Sums in float64 hide no small value behind a large one of long ago.
     sums = pad((values.double() * parts[..., None]).cumsum(dim=-2), (0, 0, 1, 0))

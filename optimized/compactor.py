@@ -12,9 +12,8 @@ from torch.linalg import vector_norm
 from evictionary.reference.checks import as_count
 from evictionary.reference.compactor import CUTOFF
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 from .snapkv import average_pool
 
 
@@ -118,8 +117,8 @@ def group_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     [B, H_kv, T].
     """
     size = as_count("chunk_size", chunk_size, low=1)
-    if kernels := kernels_for("received_attention", queries, keys):
-        return kernels.score_chunks(queries, keys, size)
+    if kernels.take("received_attention", queries, keys):
+        return kernels.received_attention.score_chunks(queries, keys, size)
     return chunk_attention(queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], chunk_size=size).mean(
         dim=2
     )

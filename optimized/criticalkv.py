@@ -12,10 +12,10 @@ import torch
 
 from evictionary.reference.checks import require_window
 
+from . import kernels
 from .attention import grouped_attention
 from .checks import fits, working_dtype
 from .cpu import BLOCK
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -29,8 +29,8 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     that belong to each query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for
     float64). Raises ValueError naming the argument that does not fit.
     """
-    if kernels := kernels_for("criticalkv", values, beside=w_o):
-        return kernels.projected_norms(values, w_o)
+    if kernels.take("criticalkv", values, beside=w_o):
+        return kernels.criticalkv.projected_norms(values, w_o)
     heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
     norms = values.new_zeros(values.shape[:3], dtype=dtype)

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_window
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 from .snapkv import average_pool
 from .softmax import with_sink
 
@@ -86,8 +86,10 @@ def score(
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
         last = queries[:, :, -window:]
-        kernels = kernels_for("dropkv", queries, keys, values)
-        changes = kernels.sum_squares(last, keys, values) if kernels else squares(last, keys, values)
+        if kernels.take("dropkv", queries, keys, values):
+            changes = kernels.dropkv.sum_squares(last, keys, values)
+        else:
+            changes = squares(last, keys, values)
         # Decision: the scores of the window are pooled with the others, as the public code does; SnapKV's are
         # not.
         scores[..., : length - window] = average_pool(changes, kernel_size)[..., : length - window]

@@ -10,7 +10,7 @@ import torch
 
 from evictionary.reference.checks import require_between
 
-from . import gradients
+from . import gradients, kernels
 from .checks import (
     converted,
     fits,
@@ -21,7 +21,6 @@ from .checks import (
     working_dtype,
     working_room,
 )
-from .kernels.launching import kernels_for
 from .knorm import score as norm_score
 from .rope import frequencies, rotate, turn
 from .softmax import weights
@@ -42,9 +41,9 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     in float32 (float64 for float64). Raises ValueError for a wrongly shaped or integer `queries`, and on a
     CPU for NaN or infinite numbers. Source: section 2.2; `compute_statistics` in listing 1.
     """
-    if kernels := kernels_for("expected_attention", queries):
+    if kernels.take("expected_attention", queries):
         require_finite("queries", queries)
-        return kernels.query_statistics(queries)
+        return kernels.expected_attention.query_statistics(queries)
     mean, covariance = _by_head(queries, None, 0.0)
     require_finite_by(mean, queries=queries)
     return mean, covariance
@@ -106,8 +105,8 @@ def unrotated_statistics(
     """
     require_fit("queries: ... N D%2", queries)
     _require_rotation(queries, positions, theta)
-    if kernels := kernels_for("expected_attention", queries):
-        return kernels.unrotated_statistics(queries, positions, theta)
+    if kernels.take("expected_attention", queries):
+        return kernels.expected_attention.unrotated_statistics(queries, positions, theta)
     return _by_head(queries, positions.expand(queries.shape[:-1]), theta)
 
 
@@ -182,8 +181,8 @@ def score(
     statistics = ("query_mean", "query_covariance")
     require_fit("expected_attention.score", keys, values, query_mean, query_covariance, free=statistics)
     require_between("epsilon", epsilon, 0)
-    if kernels := kernels_for("expected_attention", keys, values, beside=(query_mean, query_covariance)):
-        return kernels.score(keys, values, query_mean, query_covariance, epsilon)
+    if kernels.take("expected_attention", keys, values, beside=(query_mean, query_covariance)):
+        return kernels.expected_attention.score(keys, values, query_mean, query_covariance, epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
     expected = weights(expected_logits(keys, query_mean, query_covariance)).mean(dim=2)
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.

@@ -5,9 +5,9 @@ current query needs.
 import numpy
 import torch
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, require_finite, working_dtype
-from .kernels.launching import kernels_for
 
 
 @fits()
@@ -20,8 +20,8 @@ def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     section 3.2, step 1; Algorithm 1, line 2.
     """
     beyond = float(1 - p)
-    if kernels := kernels_for("gvote", attention, longest=None):
-        return kernels.nucleus(attention, beyond)
+    if kernels.take("gvote", attention, longest=None):
+        return kernels.gvote.nucleus(attention, beyond)
     return highest(attention, nucleus_sizes(attention, beyond))
 
 
@@ -47,8 +47,8 @@ def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     kept [..., T]. Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget
     and for NaN or infinite scores.
     """
-    if kernels := kernels_for("gvote", scores, longest=None):
-        return kernels.top_each(scores, budgets)
+    if kernels.take("gvote", scores, longest=None):
+        return kernels.gvote.top_each(scores, budgets)
     return highest(scores, budgets)
 
 
@@ -90,8 +90,8 @@ def select(
     fit, and on a CPU for NaN or infinite numbers. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
     beyond = float(1 - p)
-    if kernels := kernels_for("gvote", keys):
-        return kernels.select(query, keys, sampled_queries, beyond)
+    if kernels.take("gvote", keys):
+        return kernels.gvote.select(query, keys, sampled_queries, beyond)
     keys = keys.to(working_dtype(keys))  # once, not for every sample
     attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
     require_finite("attention", attention)  # the logits of finite states may overflow

@@ -9,10 +9,9 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from . import gradients
+from . import gradients, kernels
 from .attention import grouped_attention
 from .checks import converted, fits, require_fit, working_dtype, working_room
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import capped, current
 
@@ -39,8 +38,8 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
 def received_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return `score` of queries and keys that are already checked."""
-    if kernels := kernels_for("received_attention", queries, keys):
-        return kernels.score(queries, keys)
+    if kernels.take("received_attention", queries, keys):
+        return kernels.received_attention.score(queries, keys)
     return _walked(queries, keys)[1]
 
 
@@ -55,8 +54,8 @@ def attend_and_score(
     queries, and the scores. Raises ValueError as `score`.
     """
     require_fit("dropkv.score", queries, keys, values)
-    if kernels := kernels_for("received_attention", queries, keys, values):
-        return kernels.attend_and_score(queries, keys, values)
+    if kernels.take("received_attention", queries, keys, values):
+        return kernels.received_attention.attend_and_score(queries, keys, values)
     return _walked(queries, keys, values)
 
 

@@ -1,15 +1,13 @@
 r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the cache."""
 
 import math
-from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
 
-from . import gradients
+from . import gradients, kernels
 from .checks import require_finite, require_fit, require_same_kind, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, headwise, rescaled
-from .kernels.launching import kernels_for
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -24,8 +22,8 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
     `keys`, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
-    if kernels := _kernels("keys", keys):
-        return kernels.score(keys)
+    if _kernels_take("keys", keys):
+        return kernels.keydiff.score(keys)
     if gradients.are_wanted(keys):
         return _minus_cosine(*_summed_anywhere("keys", keys))
     scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
@@ -58,10 +56,10 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     0), float32 (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
-    kernels = _kernels("keys", keys, beside=anchor)
+    in_kernels = _kernels_take("keys", keys, beside=anchor)
     _require_anchor(anchor, keys)
-    if kernels:
-        return kernels.score_with_anchor(keys, anchor)
+    if in_kernels:
+        return kernels.keydiff.score_with_anchor(keys, anchor)
     return _minus_cosine(*_summed("keys", keys)[:2], anchor)
 
 
@@ -98,20 +96,20 @@ def update_anchor(
 
 def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
     """`anchor_sum` of an argument with this name."""
-    if kernels := _kernels(name, keys):
-        return kernels.anchor_sum(keys)
+    if _kernels_take(name, keys):
+        return kernels.keydiff.anchor_sum(keys)
     return _summed(name, keys)[2]
 
 
-def _kernels(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> ModuleType | None:
-    """Return the kernels if they take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
+def _kernels_take(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> bool:
+    """Return whether the kernels take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
     path sees NaN in the norms it computes.
     """
     require_fit(f"{name}: ... T D", keys, finite=False)
-    kernels = kernels_for("keydiff", keys, beside=beside)
-    if kernels:
+    taken = kernels.take("keydiff", keys, beside=beside)
+    if taken:
         require_finite(name, keys)
-    return kernels
+    return taken
 
 
 def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:

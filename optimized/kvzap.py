@@ -10,10 +10,9 @@ import torch
 
 from evictionary.reference.kvzap import FLOOR
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
-from .kernels.launching import kernels_for
 from .kvzip import replay_attention_in_blocks
 
 
@@ -68,8 +67,8 @@ def score(
     given = hidden_states, surrogate_weights, surrogate_bias
     require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"), finite=False)
     weights, bias = (each.to(working_dtype(hidden_states)) for each in given[1:])
-    if kernels := kernels_for("kvzap", hidden_states, longest=None, beside=(weights, bias)):
-        scores = kernels.score(hidden_states, weights, bias)
+    if kernels.take("kvzap", hidden_states, longest=None, beside=(weights, bias)):
+        scores = kernels.kvzap.score(hidden_states, weights, bias)
     elif gradients.are_wanted(hidden_states, weights, bias):
         scores = weights @ hidden_states.to(weights.dtype).mT + bias[..., None]
     else:

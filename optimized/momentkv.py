@@ -4,7 +4,6 @@ attention from them.
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,11 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_count
 from evictionary.reference.contract import contract_of
 
-from . import ada_kv, gradients
+from . import ada_kv, gradients, kernels
 from .attention import grouped_logits, row_products
 from .cache import compress
 from .checks import fits, require_fit, require_same_device, require_shape, working_dtype
 from .h2o import score as received_attention
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import capped, weights
 from .states import CompressedCache, Moments, Step, zero_moments
@@ -58,8 +56,8 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     numbers and for a negative count. Source: equation 25.
     """
     moments = _wide(moments, keys)
-    if kernels := _kernels(keys, values, moments):
-        return kernels.update(moments, keys, values, evicted)
+    if _kernels_take(keys, values, moments):
+        return kernels.momentkv.update(moments, keys, values, evicted)
     dtype = moments.key_sum.dtype
     gone_keys = torch.where(evicted[..., None], keys.to(dtype), 0)
     gone_values = torch.where(evicted[..., None], values.to(dtype), 0)
@@ -86,8 +84,8 @@ def compress_prompt(
     line = f"{contract_of('cache.compress').line}, moments?: Moments B H_kv"
     require_fit(line, keys, values, kept, moments)
     before = zero_moments(keys, values) if moments is None else _wide(moments, keys)
-    if kernels := _kernels(keys, values, before):
-        return kernels.compress_prompt(keys, values, kept, before)
+    if _kernels_take(keys, values, before):
+        return kernels.momentkv.compress_prompt(keys, values, kept, before)
     return compress(keys, values, kept), update(before, keys, values, ~kept)
 
 
@@ -131,8 +129,8 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
     moments = _wide(moments, keys)
-    if kernels := _kernels(keys, values, moments, query):
-        return kernels.score(query, keys, values, moments)
+    if _kernels_take(keys, values, moments, query):
+        return kernels.momentkv.score(query, keys, values, moments)
     return _scores(grouped_logits(query[:, :, None], keys), keys, values, moments)
 
 
@@ -178,8 +176,8 @@ def attend(
     for NaN or infinite numbers. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
     moments = _wide(moments, keys)
-    if kernels := _kernels(keys, values, moments, query):
-        return kernels.attend(query, keys, values, kept, moments)
+    if _kernels_take(keys, values, moments, query):
+        return kernels.momentkv.attend(query, keys, values, kept, moments)
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
     return _mixed(query, pad(logits, (0, 1)), values, moments)
 
@@ -276,8 +274,8 @@ def step_trusted(
     writable = all(
         field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True)
     )
-    if writable and (kernels := _kernels(keys, values, moments, query)):
-        return kernels.step(query, new_key, new_value, keys, values, positions, moments, position)
+    if writable and _kernels_take(keys, values, moments, query):
+        return kernels.momentkv.step(query, new_key, new_value, keys, values, positions, moments, position)
     length, dtype = keys.shape[2], moments.key_sum.dtype
     new_keys, new_values = new_key[:, :, None], new_value[:, :, None]
     logits, scores, places = _lowest_of_layer(query, (keys, new_keys), (values, new_values), moments)
@@ -531,11 +529,11 @@ def _wide(moments: Moments, keys: torch.Tensor) -> Moments:
     return Moments(count.to(torch.int64), *(field.to(dtype) for field in sums))
 
 
-def _kernels(
+def _kernels_take(
     keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None
-) -> ModuleType | None:
-    """Return the kernels if they take these states and moments."""
+) -> bool:
+    """Return whether the kernels take these states and moments."""
     fits = moments.key_sum.dtype == torch.float32 and (
         query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
     )
-    return kernels_for("momentkv", keys, values, beside=(moments, query)) if fits else None
+    return fits and kernels.take("momentkv", keys, values, beside=(moments, query))

@@ -8,10 +8,9 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, require_finite_by, room_for, working_dtype
 from .cpu import BLOCK, blockwise
-from .kernels.launching import kernels_for
 
 
 @fits()
@@ -56,8 +55,8 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     public code, where stored filter and score have the other sign.
     """
     along = q_filters.to(working_dtype(keys))
-    if kernels := kernels_for("projections", keys, beside=along):
-        scores = kernels.project(keys, along)
+    if kernels.take("projections", keys, beside=along):
+        scores = kernels.projections.project(keys, along)
     elif gradients.are_wanted(keys, along):
         scores = (keys.to(along.dtype) * along[:, :, None]).sum(dim=-1)
     else:

@@ -7,9 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from evictionary.reference.checks import as_count
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import PLAIN, current, weights
 
@@ -96,8 +96,8 @@ def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
 
 def bounds_trusted(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """`bounds` without a look at its arguments."""
-    if kernels := kernels_for("quest", query, low, high):
-        return kernels.bounds(query, low, high)
+    if kernels.take("quest", query, low, high):
+        return kernels.quest.bounds(query, low, high)
     rows = query.to(working_dtype(query)).unflatten(1, (low.shape[1], -1))
     # Decision: each query head for itself, also where a group reads one KV head.
     return (rows.clamp(min=0) @ high.to(rows).mT + rows.clamp(max=0) @ low.to(rows).mT).flatten(1, 2)

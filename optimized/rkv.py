@@ -12,9 +12,9 @@ from torch.nn.functional import max_pool1d
 
 from evictionary.reference.checks import require_window
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 # Rows and columns of the similarity matrix of one head at a time.
 BLOCK = 512
@@ -32,8 +32,8 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and
     less where many keys are similar. Raises ValueError for unusable keys.
     """
-    if kernels := kernels_for("rkv", keys):
-        return (kernels.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
+    if kernels.take("rkv", keys):
+        return (kernels.rkv.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
     # the square of 1e30 overflows
     wide = wide / wide.detach().abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)

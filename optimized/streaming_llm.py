@@ -8,8 +8,8 @@ import torch
 
 from evictionary.reference.checks import as_count
 
+from . import kernels
 from .checks import fits, require_fit, working_dtype
-from .kernels.launching import kernels_for
 from .states import CompressedCache
 
 
@@ -41,8 +41,8 @@ def compress(keys: torch.Tensor, values: torch.Tensor, *, budget: int, sink_size
     batch, num_heads, length, _ = keys.shape
     kept = min(as_count("budget", budget, low=0), length)
     sinks = min(as_count("sink_size", sink_size, low=0), kept)
-    if kept and (kernels := kernels_for("streaming_llm", keys, values)):
-        return kernels.compress(keys, values, sinks, kept - sinks)
+    if kept and kernels.take("streaming_llm", keys, values):
+        return kernels.streaming_llm.compress(keys, values, sinks, kept - sinks)
     position = torch.arange(length, device=keys.device)
     index = position[(position < sinks) | (position >= length - kept + sinks)]
     return CompressedCache(

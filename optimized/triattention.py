@@ -7,9 +7,8 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 
 import torch
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 
 def pair_lengths(states: torch.Tensor) -> torch.Tensor:
@@ -48,8 +47,8 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     """
     heads, dtype = keys.shape[1], working_dtype(keys)
     direction, slack = query_direction.to(dtype), query_slack.to(dtype)
-    if kernels := kernels_for("projections", keys, beside=(direction, slack)):
-        rows = kernels.project(keys, direction, slack).unflatten(1, (heads, -1))
+    if kernels.take("projections", keys, beside=(direction, slack)):
+        rows = kernels.projections.project(keys, direction, slack).unflatten(1, (heads, -1))
     else:
         wide = keys.to(dtype)
         rows = direction.unflatten(1, (heads, -1)) @ wide.mT

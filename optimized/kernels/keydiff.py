@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, padded
+from .launching import as_heads, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import head_of, load_tile, power_of_two
 
@@ -41,6 +41,7 @@ ELEMENTS_OF_A_TILE = 8192
 STAGES = tl.constexpr(3)
 
 
+@launcher
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, as `optimized.keydiff.score`."""
     return score_and_sums(keys)[0]
@@ -55,11 +56,13 @@ def score_and_sums(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torc
     return _score(keys, sums, inverses), sums, inverses
 
 
+@launcher
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `T mu = sum_i k_i / |k_i|`, as `optimized.keydiff.anchor_sum`."""
     return _partial_sums(keys, None).sum(dim=1).reshape(*keys.shape[:-2], keys.shape[-1])
 
 
+@launcher
 def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     r"""KD-8 with a given anchor, as `optimized.keydiff.score_with_anchor`: the keys are read once."""
     return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)

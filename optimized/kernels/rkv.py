@@ -22,12 +22,13 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .keydiff import load_keys, score_and_sums
-from .launching import as_heads, floats, is_amd, launch
+from .launching import as_heads, floats, is_amd, launch, launcher
 from .received_attention import tile_of
 from .strided import strided
 from .tiles import head_of
 
 
+@launcher
 def totals(keys: torch.Tensor, threshold: float) -> torch.Tensor:
     r"""RK-1, RK-2: the sum of the cosines of each key
     [..., T, D], without those that are latest: [..., T], float64.
