@@ -24,11 +24,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     """
     if _kernels_take("keys", keys):
         return kernels.keydiff.score(keys)
-    if gradients.are_wanted(keys):
-        return _minus_cosine(*_summed_anywhere("keys", keys))
-    scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
-    headwise(_score_into, keys, scores, weights, room=working_room(keys, BLOCK))
-    return scores if are_safe(weights) else _minus_cosine(*_summed_anywhere("keys", keys))
+    return _score(keys, None)
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -60,7 +56,7 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     _require_anchor(anchor, keys)
     if in_kernels:
         return kernels.keydiff.score_with_anchor(keys, anchor)
-    return _minus_cosine(*_summed("keys", keys)[:2], anchor)
+    return _score(keys, anchor)
 
 
 def update_anchor(
@@ -98,7 +94,12 @@ def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
     """`anchor_sum` of an argument with this name."""
     if _kernels_take(name, keys):
         return kernels.keydiff.anchor_sum(keys)
-    return _summed(name, keys)[2]
+    if not gradients.are_wanted(keys):
+        weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
+        total = _sum_into(keys, weights, working_room(keys, BLOCK))
+        if are_safe(weights):
+            return total
+    return _summed_anywhere(name, keys)[2]
 
 
 def _kernels_take(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> bool:
@@ -122,11 +123,37 @@ def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
         raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
 
 
+def _score(keys: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+    """`score_with_anchor` in torch; without an anchor, with that of the keys."""
+    if not gradients.are_wanted(keys, anchor):
+        scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
+        room = working_room(keys, BLOCK)
+        if anchor is None:
+            headwise(_score_into, keys, scores, weights, room=room)
+        else:
+            _score_into(keys, scores, weights, anchor, room=room)
+        if are_safe(weights):
+            return scores
+    keys, weights, total = _summed_anywhere("keys", keys)
+    return (_against(total if anchor is None else anchor) @ keys.mT).squeeze(-2) * weights
+
+
 def _score_into(
-    keys: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, *, room: torch.Tensor
+    keys: torch.Tensor,
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    anchor: torch.Tensor | None = None,
+    *,
+    room: torch.Tensor,
 ) -> None:
-    """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS."""
-    _minus_cosine_into(keys, weights, _sum_into(keys, weights, room), scores, room)
+    """Write `-w_i k_i . anchor / |anchor|` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS."""
+    total = _sum_into(keys, weights, room)
+    direction = _against(total if anchor is None else anchor)
+
+    def score(block: torch.Tensor, weight: torch.Tensor, part: torch.Tensor) -> None:
+        torch.mul((direction @ block.mT).squeeze(-2), weight, out=part)
+
+    blockwise(score, keys, weights, scores, room=room)
 
 
 def _sum_into(keys: torch.Tensor, weights: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
@@ -141,45 +168,16 @@ def _sum_into(keys: torch.Tensor, weights: torch.Tensor, room: torch.Tensor) -> 
     return total.squeeze(-2)
 
 
-def _minus_cosine_into(
-    keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor, scores: torch.Tensor, room: torch.Tensor
-) -> None:
-    """Write `-w_i k_i . anchor / |anchor|`, [..., T]."""
-    direction = _against(anchor)
-
-    def score(block: torch.Tensor, weight: torch.Tensor, part: torch.Tensor) -> None:
-        torch.mul((direction @ block.mT).squeeze(-2), weight, out=part)
-
-    blockwise(score, keys, weights, scores, room=room)
-
-
 def _against(anchor: torch.Tensor) -> torch.Tensor:
     """`-anchor / |anchor|`, [..., 1, D], 0 for a zero anchor."""
     norm = vector_norm(anchor, dim=-1, keepdim=True)
     return (anchor / -norm.masked_fill(norm == 0, 1))[..., None, :]
 
 
-def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    if gradients.are_wanted(keys, weights, anchor):
-        return (_against(anchor) @ keys.mT).squeeze(-2) * weights
-    scores = torch.empty_like(weights)
-    _minus_cosine_into(keys, weights, anchor, scores, working_room(keys, BLOCK))
-    return scores
-
-
-def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and
-    `sum_i w_i k_i` [..., D].
-    """
-    if gradients.are_wanted(keys):
-        return _summed_anywhere(name, keys)
-    weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
-    total = _sum_into(keys, weights, working_room(keys, BLOCK))
-    return (keys, weights, total) if are_safe(weights) else _summed_anywhere(name, keys)
-
-
 def _summed_anywhere(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_summed` of any finite keys, with those that are not zero rescaled to 1 as their largest component."""
+    """Return the keys, rescaled to 1 as their largest component but for zero keys, `w_i = 1 / |k_i|` [..., T]
+    and `sum_i w_i k_i` [..., D]: of any finite keys, and with a graph.
+    """
     keys, _ = rescaled(name, keys, working_dtype(keys))
     norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
