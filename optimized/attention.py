@@ -24,11 +24,11 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     CPU the keys are read in place, head by head; only the logits are padded to the longest head, and the
     padding has no weight.
 
-    Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
-    Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M] in float32
-    (float64 for float64; natural logarithm, scaled logits). A head that keeps no token gives output 0 and
-    log-sum-exp -inf. Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU
-    for NaN or infinite queries.
+    Args: queries, all later than the cache (no causal mask); cache, from `cache.compress`.
+    Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M]
+    in float32 (float64 for float64; natural logarithm, scaled logits). A head that keeps
+    no token gives output 0 and log-sum-exp -inf. Raises ValueError if queries and cache
+    disagree in shape, dtype or device, and on a CPU for NaN or infinite queries.
     """
     require_finite("queries", queries)
     require_same_kind("cache.keys", cache.keys, "queries", queries)

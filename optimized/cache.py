@@ -15,10 +15,9 @@ __all__ = ["CompressedCache", "compress"]
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean, any number
-    True in each head. Returns the cache in the dtype of its inputs; its tensors share no storage with them.
-    Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean,
-    and on a CPU for NaN or infinite numbers.
+    Args: kept, any number True in each head. Returns the cache in the dtype of its inputs; its tensors share
+    no storage with them. Raises ValueError naming the argument where shapes, dtypes or devices disagree or
+    `kept` is not boolean, and on a CPU for NaN or infinite numbers.
     """
     if kernels.take("cache", keys, values):
         return kernels.cache.compress(keys, values, kept)

@@ -34,11 +34,10 @@ def score(
     leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the attention a of
     CO-3, mean over the group.
 
-    Args: queries [B, H_q, T, D] of all tokens and keys [B, H_kv, T, D], after RoPE, any strides; values [B,
-    H_kv, T, D_v]; unrotated_keys [B, H_kv, T, D] and sketch [B, H_kv, D, k], in any floating dtype;
-    compression_ratio r, the fraction to remove, 0 to 1; sink_size and recent_size, the first and last tokens,
-    at least 0. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError
-    naming the argument, and on a CPU for NaN or infinite numbers. Source: compactor_press.py.
+    Args: queries of all tokens and keys, after RoPE; unrotated_keys and sketch, in any floating dtype;
+    compression_ratio r, the fraction to remove; sink_size and recent_size, the first and last tokens. Returns
+    scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError naming the argument,
+    and on a CPU for NaN or infinite numbers. Source: compactor_press.py.
     """
     first, last = sink_size, keys.shape[2] - recent_size
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
@@ -63,9 +62,9 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys can
     replace key t.
 
-    Args: keys [..., T, D]; ridge r, at least 0. Returns [..., T], from 0 to 1, float32 (float64 for float64);
-    without a ridge they sum to the rank of K. Raises ValueError naming the argument, and on a CPU for NaN or
-    infinite numbers. Source: compute_leverage_scores.
+    Args: ridge r. Returns [..., T], from 0 to 1, float32 (float64 for float64);
+    without a ridge they sum to the rank of K. Raises ValueError naming the argument,
+    and on a CPU for NaN or infinite numbers. Source: compute_leverage_scores.
     """
     wide = keys.double()  # where the singular values of float32 keys keep all their digits
     if ridge:
@@ -87,9 +86,9 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
 def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
-    Args: keys [..., T, D], before RoPE; sketch Phi [..., D, k], each head its own; ridge, at least 0. Returns
-    [..., T], from 0 to 1, of sum at most k, float32 (float64 for float64). Raises ValueError naming the
-    argument, and on a CPU for NaN or infinite numbers. Source: compute_leverage_scores.
+    Args: keys, before RoPE; sketch Phi, each head its own. Returns [..., T], from 0 to 1, of sum at most k,
+    float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite
+    numbers. Source: compute_leverage_scores.
     """
     wide = keys.to(working_dtype(keys))
     return leverage((wide - wide.mean(dim=-2, keepdim=True)) @ sketch.to(wide.dtype), ridge=ridge)
@@ -102,9 +101,9 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
 
     The logits are not divided by `sqrt(D)`, nor capped. One chunk is computed at a time.
 
-    Args: queries and keys [..., T, D], after RoPE; chunk_size, at least 1, the last chunk may be shorter.
-    Returns [..., T], float32 (float64 for float64); each chunk sums to its length. Raises ValueError naming
-    the argument, and on a CPU for NaN or infinite numbers. Source: non_causal_chunked_attn.
+    Args: queries and keys, after RoPE; chunk_size, the last chunk may be shorter. Returns [..., T], float32
+    (float64 for float64); each chunk sums to its length. Raises ValueError naming the argument, and on a CPU
+    for NaN or infinite numbers. Source: non_causal_chunked_attn.
     """
     dtype = working_dtype(keys)
     chunks = zip(queries.split(chunk_size, dim=-2), keys.split(chunk_size, dim=-2), strict=True)

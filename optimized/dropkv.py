@@ -75,8 +75,7 @@ def score(
     r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`
     over the last queries.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
-    H_kv, T, D] and values [B, H_kv, T, D_v], any strides; window_size >= 1; kernel_size K, odd. Returns
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; kernel_size K. Returns
     scores [B, H_kv, T], higher = keep, float32 (float64 for float64); infinity for the window, all infinite
     where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     Source: the public code, whose defaults these are.

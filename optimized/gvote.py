@@ -15,9 +15,8 @@ from .checks import fits, require_finite, working_dtype
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
-    Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises ValueError
-    for a p outside [0, 1], and on a CPU for a negative weight and for NaN or infinite numbers. Source:
-    section 3.2, step 1; Algorithm 1, line 2.
+    Returns a mask [..., T]. Raises ValueError for a p outside [0, 1], and on a CPU for a negative weight and
+    for NaN or infinite numbers. Source: section 3.2, step 1; Algorithm 1, line 2.
     """
     beyond = float(1 - p)
     if kernels.take("gvote", attention, longest=None):
@@ -43,9 +42,8 @@ def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     r"""GV-5, GV-A10: every row keeps its own number of tokens, of equal scores the lower positions.
 
-    Args: scores [..., T]; budgets [...], whole numbers on the same device, more than T keeps all. Returns
-    kept [..., T]. Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget
-    and for NaN or infinite scores.
+    Args: budgets, more than T keeps all. Returns kept [..., T]. Raises ValueError naming the argument that
+    does not fit, and on a CPU for a negative budget and for NaN or infinite scores.
     """
     if kernels.take("gvote", scores, longest=None):
         return kernels.gvote.top_each(scores, budgets)
@@ -84,10 +82,10 @@ def select(
     One sample of every query head is ranked at a time: sorting the logits of all samples at once would take S
     times the memory.
 
-    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D], any strides; sampled_queries
-    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to min(T, S *
-    sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the argument that does not
-    fit, and on a CPU for NaN or infinite numbers. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    Args: query, that of the last prompt token; sampled_queries and keys; all after RoPE. Returns kept
+    [B, H_kv, T], ragged: from max B_0 to min(T, S * sum of B_0) tokens, over the query heads of a group.
+    Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source:
+    section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
     beyond = float(1 - p)
     if kernels.take("gvote", keys):

@@ -28,10 +28,10 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     The attention matrix is computed a tile at a time, and only for the tokens that the queries see.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T,
-    D], any strides. Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64);
-    it costs O(M T). Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
-    Source: section 4.1 of the paper, the accumulated attention score.
+    Args: queries, of the last M tokens, after RoPE (M = T for H2O itself). Returns
+    scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64); it
+    costs O(M T). Raises ValueError naming what does not fit, and on a CPU for NaN or
+    infinite numbers. Source: section 4.1 of the paper, the accumulated attention score.
     """
     return received_attention(queries, keys)
 
@@ -122,9 +122,9 @@ def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.T
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and
     fill the budget with the highest scores among the others.
 
-    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T)
-    True in each row. Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half
-    as in its experiments.
+    Args: those of `score`; budget, more than T keeps all. Returns kept [B, H_kv, T]
+    with min(budget, T) True in each row. Raises ValueError naming the argument.
+    Source: section 4.2 of the paper; half and half as in its experiments.
     """
     return select_scored(score(queries, keys), budget=as_count("budget", budget, low=1))
 

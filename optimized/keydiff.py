@@ -18,9 +18,9 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     of tokens while it is in the processor's cache. Memory is read twice in total, or once if a head fits into
     the last cache, since heads come in turn.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher
-    = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
-    `keys`, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
+    Returns scores [B, H_kv, T] in [-1, 1], higher = keep, float32 (float64 for float64 keys). Raises
+    ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or infinite numbers.
+    Source: section 3.2, equation 8.
     """
     if _kernels_take("keys", keys):
         return kernels.keydiff.score(keys)

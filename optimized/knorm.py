@@ -12,9 +12,9 @@ from .cpu import BLOCK, are_safe, blockwise, rescaled
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher
-    = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
-    `keys`, and on a CPU for NaN or infinite numbers. Source: the paper's abstract and section 3.
+    Returns scores [B, H_kv, T], at most 0, higher = keep, float32 (float64 for float64 keys). Raises
+    ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or infinite numbers.
+    Source: the paper's abstract and section 3.
     """
     if kernels.take("knorm", keys):
         require_finite("keys", keys)

@@ -25,10 +25,9 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     The m-th of the M tokens of the replay sees the text and the replay up to itself. Blocks of queries are
     computed at a time.
 
-    Args: keys [B, H_kv, T, D], any strides; replay_queries [B, H_q, M, D] and replay_keys [B, H_kv, M, D],
-    after RoPE, at the positions after the text. Returns scores [B, H_kv, T], from 0 to 1, higher = keep,
-    float32 (float64 for float64); it costs O(M T). Raises ValueError naming the argument that does not fit,
-    and on a CPU for NaN or infinite numbers.
+    Args: replay_queries and replay_keys, after RoPE, at the positions after the text. Returns scores
+    [B, H_kv, T], from 0 to 1, higher = keep, float32 (float64 for float64); it costs O(M T). Raises
+    ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     if kernels.take("received_attention", keys, replay_queries, replay_keys):
         return kernels.received_attention.score_replay(keys, replay_queries, replay_keys)

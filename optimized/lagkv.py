@@ -77,10 +77,9 @@ def score(
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a
     partition sum to 2.
 
-    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the
-    partition after it. Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError if
-    shapes, dtypes or devices disagree, and on a CPU for NaN or infinite numbers. Source: section 2.2,
-    equations 7 to 11.
+    Args: keys and values of a partition; next_keys and next_values, the partition after it. Returns [..., L],
+    higher = keep, float32 (float64 for float64). Raises ValueError if shapes, dtypes or devices disagree, and
+    on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 11.
     """
     if _kernels_take(keys, values, keys.shape[-2], beside=(next_keys, next_values)):
         return kernels.lagkv.score(keys, values, next_keys, next_values)
@@ -98,7 +97,6 @@ def select(
     One partition is scored at a time, for all heads at once:
     it and its successor stay in the processor's cache.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0; lag_size >= 1.
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming
     the argument, and on a CPU for NaN or infinite numbers. Source: section 2.2 and figure 1.
     """

@@ -42,7 +42,7 @@ class Recovered(NamedTuple):
 
 @fits()
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
-    r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
+    r"""MK-22: the moments of the empty set, for the heads of keys and values."""
     return zero_moments(keys, values)
 
 
@@ -50,10 +50,9 @@ def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any order.
 
-    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T],
-    boolean, True = evicted now. Returns the Moments after, in float32 or the dtype of the moments where that
-    is wider. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
-    numbers and for a negative count. Source: equation 25.
+    Args: moments, before; evicted, True = evicted now. Returns the Moments after, in float32 or the dtype of
+    the moments where that is wider. Raises ValueError naming the argument that does not fit, and on a CPU for
+    NaN or infinite numbers and for a negative count. Source: equation 25.
     """
     moments = _wide(moments, keys)
     if _kernels_take(keys, values, moments):
@@ -122,11 +121,11 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`,
     alpha the attention over the retained keys.
 
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the
-    retained tokens, any strides; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
-    keep, float32 (float64 for float64); alpha is the mean of the probabilities that the query heads of a
-    group give. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
-    numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
+    Args: query, the decode query; keys and values of the retained tokens; moments of
+    the evicted ones. Returns [B, H_kv, T], at least 0, higher = keep, float32 (float64
+    for float64); alpha is the mean of the probabilities that the query heads of a group
+    give. Raises ValueError naming the argument that does not fit, and on a CPU for NaN
+    or infinite numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
     moments = _wide(moments, keys)
     if _kernels_take(keys, values, moments, query):
@@ -169,8 +168,7 @@ def attend(
 
     Its logit is `log n_e + q . kbar / sqrt(d)` (MK-11), its value `vbar + Stilde q / (n_e sqrt(d))` (MK-9).
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T],
-    boolean (other tokens have no weight; if they have been evicted, `moments` holds them); moments of the
+    Args: kept (other tokens have no weight; if they have been evicted, `moments` holds them); moments of the
     evicted tokens. Returns [B, H_q, D_v] in the dtype of query. With no moments it is f_R; a head that keeps
     nothing and has no moments gives 0. Raises ValueError naming the argument that does not fit, and on a CPU
     for NaN or infinite numbers. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
@@ -386,8 +384,7 @@ def decode_step(
     The functional form of `step`: it copies the cache, and returns it in position order. A decoder with a
     fixed budget is faster with `step`.
 
-    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D]
-    and values, any strides, and the moments, before; budget (L), at least 1. The new token may be evicted at
+    Args: the retained keys and values, and the moments, before; budget (L). The new token may be evicted at
     once. Returns a Step that shares no storage with its arguments. Raises ValueError naming the argument, and
     on a CPU for NaN or infinite numbers.
     """
@@ -430,10 +427,10 @@ def score_prompt(
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and the
     group, then over each chunk.
 
-    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among themselves; keys
-    [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that
-    share one score. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the
-    argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
+    Args: queries, those of the last M tokens (32 in the paper), causal among
+    themselves; keys and values of the whole prompt; chunk_size, neighbours that share
+    one score. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError
+    naming the argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
     """
     return _attention_and_score(queries, keys, values, chunk_size)[1]
 

@@ -91,8 +91,7 @@ def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor
     r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU
     they are gathered first.
 
-    Args: queries [B, H_q, M, D], all later than the cache; paged,
-    see PagedCache. Returns and raises as `attention.attend`.
+    Args: queries, all later than the cache; paged, see PagedCache. Returns and raises as `attention.attend`.
     """
     require_finite("queries", queries)
     require_same_kind("paged.keys", paged.keys, "queries", queries)

@@ -16,11 +16,10 @@ __all__ = ["budget", "top_k"]
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: keep the `budget` highest scores of each row, the protected tokens before all others.
 
-    Args: scores [..., T] of any real dtype, infinities allowed; budget, 0 to any number (more than T keeps
-    all); protected [..., T] boolean or None. Returns kept [..., T], boolean, with exactly `min(budget, T)`
-    True in each row. Raises ValueError for a negative budget or one below the protected tokens of a row, and
-    on a CPU for NaN scores. On a GPU, NaN ranks below every number and the protected tokens are not counted:
-    counting them would wait for the GPU.
+    Args: scores of any real dtype, infinities allowed; budget, more than T keeps all. Returns kept [..., T],
+    boolean, with exactly `min(budget, T)` True in each row. Raises ValueError for a negative budget or one
+    below the protected tokens of a row, and on a CPU for NaN scores. On a GPU, NaN ranks below every number
+    and the protected tokens are not counted: counting them would wait for the GPU.
     """
     count = min(budget, scores.shape[-1])
     in_kernels = kernels.take("selection", scores, longest=None)

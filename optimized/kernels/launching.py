@@ -65,8 +65,8 @@ def _warn_once(message: str) -> None:
 
 
 def launcher(function: Callable[Given, Result]) -> Callable[Given, Result]:
-    """Let a function that launches kernels run where its tensors are, and refuse those of which a gradient
-    is wanted.
+    """Let a function that launches kernels run where its
+    tensors are, and refuse those of which a gradient is wanted.
 
     Triton launches on the current device, which need not be that of the tensors: a layer of a model may live
     on another GPU. The first argument, a tensor or a tuple of tensors, says on which device all of them are.
