@@ -102,27 +102,6 @@ def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
     return _summed_anywhere(name, keys)[2]
 
 
-def _kernels_take(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> bool:
-    """Return whether the kernels take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
-    path sees NaN in the norms it computes.
-    """
-    require_fit(f"{name}: ... T D", keys, finite=False)
-    taken = kernels.take("keydiff", keys, beside=beside)
-    if taken:
-        require_finite(name, keys)
-    return taken
-
-
-def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ValueError unless `anchor` [..., D] has one vector
-    for each head of `keys` [..., T, D], in the working dtype.
-    """
-    require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
-    require_finite("anchor", anchor)
-    if anchor.dtype != working_dtype(keys):
-        raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
-
-
 def _score(keys: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
     """`score_with_anchor` in torch; without an anchor, with that of the keys."""
     if not gradients.are_wanted(keys, anchor):
@@ -183,3 +162,24 @@ def _summed_anywhere(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
     weights = 1 / norms.masked_fill(norms == 0, math.inf)
     return keys, weights, (weights[..., None, :] @ keys).squeeze(-2)
+
+
+def _kernels_take(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> bool:
+    """Return whether the kernels take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
+    path sees NaN in the norms it computes.
+    """
+    require_fit(f"{name}: ... T D", keys, finite=False)
+    taken = kernels.take("keydiff", keys, beside=beside)
+    if taken:
+        require_finite(name, keys)
+    return taken
+
+
+def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
+    """Raise ValueError unless `anchor` [..., D] has one vector
+    for each head of `keys` [..., T, D], in the working dtype.
+    """
+    require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
+    require_finite("anchor", anchor)
+    if anchor.dtype != working_dtype(keys):
+        raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
