@@ -24,7 +24,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     """
     if _kernels_take("keys", keys):
         return kernels.keydiff.score(keys)
-    return _score(keys, None)
+    return _minus_cosine(keys)
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     _require_anchor(anchor, keys)
     if in_kernels:
         return kernels.keydiff.score_with_anchor(keys, anchor)
-    return _score(keys, anchor)
+    return _minus_cosine(keys, anchor)
 
 
 def update_anchor(
@@ -102,22 +102,22 @@ def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
     return _summed_anywhere(name, keys)[2]
 
 
-def _score(keys: torch.Tensor, anchor: torch.Tensor | None) -> torch.Tensor:
+def _minus_cosine(keys: torch.Tensor, anchor: torch.Tensor | None = None) -> torch.Tensor:
     """`score_with_anchor` in torch; without an anchor, with that of the keys."""
     if not gradients.are_wanted(keys, anchor):
         scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
         room = working_room(keys, BLOCK)
         if anchor is None:
-            headwise(_score_into, keys, scores, weights, room=room)
+            headwise(_minus_cosine_into, keys, scores, weights, room=room)
         else:
-            _score_into(keys, scores, weights, anchor, room=room)
+            _minus_cosine_into(keys, scores, weights, anchor, room=room)
         if are_safe(weights):
             return scores
     keys, weights, total = _summed_anywhere("keys", keys)
     return (_against(total if anchor is None else anchor) @ keys.mT).squeeze(-2) * weights
 
 
-def _score_into(
+def _minus_cosine_into(
     keys: torch.Tensor,
     scores: torch.Tensor,
     weights: torch.Tensor,
