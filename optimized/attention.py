@@ -6,8 +6,8 @@ import math
 
 import torch
 
+from . import kernels
 from .checks import fits, require_finite, require_same_kind, working_dtype
-from .kernels.launching import kernels_for
 from .softmax import capped, weights
 from .states import CompressedCache
 
@@ -24,11 +24,11 @@ def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor,
     CPU the keys are read in place, head by head; only the logits are padded to the longest head, and the
     padding has no weight.
 
-    Args: queries [B, H_q, M, D], all later than the cache (no causal mask); cache, from `cache.compress`.
-    Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M] in float32
-    (float64 for float64; natural logarithm, scaled logits). A head that keeps no token gives output 0 and
-    log-sum-exp -inf. Raises ValueError if queries and cache disagree in shape, dtype or device, and on a CPU
-    for NaN or infinite queries.
+    Args: queries, all later than the cache (no causal mask); cache, from `cache.compress`.
+    Returns output [B, H_q, M, D_v] in the dtype of the queries and log-sum-exp [B, H_q, M]
+    in float32 (float64 for float64; natural logarithm, scaled logits). A head that keeps
+    no token gives output 0 and log-sum-exp -inf. Raises ValueError if queries and cache
+    disagree in shape, dtype or device, and on a CPU for NaN or infinite queries.
     """
     require_finite("queries", queries)
     require_same_kind("cache.keys", cache.keys, "queries", queries)
@@ -42,8 +42,8 @@ def attend_trusted(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch
     batch, num_query_heads, num_queries, head_dim = queries.shape
     num_kv_heads = cache.lengths.shape[1]
     group = num_query_heads // num_kv_heads
-    if kernels := kernels_for("attention", queries, cache.values, beside=cache):
-        return kernels.attend(queries, cache)
+    if kernels.take("attention", queries, cache.values, beside=cache):
+        return kernels.attention.attend(queries, cache)
     dtype = working_dtype(queries)
     shape = (batch, num_query_heads, num_queries)
     spans = rows_of_heads(cache)

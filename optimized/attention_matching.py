@@ -14,10 +14,9 @@ import torch
 from evictionary.reference.attention_matching import HIGH, LOW
 from evictionary.reference.checks import as_count
 
-from . import gradients
+from . import gradients, kernels
 from .attention import grouped_logits
 from .checks import fits, require_fit, working_dtype
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import weights as softmax
 
@@ -33,8 +32,7 @@ ROUNDS, PASSES = 20, 4
 def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
-    Args: those of `score`; budget >= 1. Returns kept
-    [B, H_kv, T], boolean. Raises ValueError naming the argument.
+    Args: those of `score`. Returns kept [B, H_kv, T], boolean. Raises ValueError naming the argument.
     """
     return top_k(score(keys, replay_queries), as_count("budget", budget, low=1))
 
@@ -44,9 +42,9 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor) -> torch.Tensor:
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference queries,
     those of all query heads of the group.
 
-    Args: keys [B, H_kv, T, D], any strides; replay_queries [B, H_q, M, D], later than all keys, so without a
-    causal mask. Returns [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError naming
-    the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: replay_queries, later than all keys, so without a causal mask. Returns [B, H_kv, T], higher = keep,
+    float32 (float64 for float64). Raises ValueError naming the argument that does not fit, and on a CPU for
+    NaN or infinite numbers.
     """
     squares = keys.new_zeros(keys.shape[:3], dtype=working_dtype(keys))
     for logits in _blocks(replay_queries, keys):
@@ -65,8 +63,8 @@ def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]
 def bounded_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     r"""AM-2: the w in [e^-3, e^3]^n with the least `|A w - y|`.
 
-    Args: matrix A [..., R, n]; target y [..., R]. Returns w [..., n], float32 (float64 for float64). Raises
-    ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: matrix A; target y. Returns w [..., n], float32 (float64 for float64). Raises ValueError naming the
+    argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     wide = matrix.double()
     missing = target.double() - wide.sum(dim=-1)
@@ -167,10 +165,9 @@ def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> t
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at every
     reference query m, each line divided by its largest exponential.
 
-    Args: queries [B, H_q, M, D], the reference queries; keys [B, H_kv, T, D], any strides;
-    kept [B, H_kv, T], boolean, n tokens of each head. Returns the bias [B, H_kv, n] of the
-    kept keys in their order, float32 (float64 for float64). Raises ValueError naming the
-    argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: queries, the reference queries; kept, n tokens of each head. Returns the bias [B, H_kv, n] of the
+    kept keys in their order, float32 (float64 for float64). Raises ValueError naming the argument that does
+    not fit, and on a CPU for NaN or infinite numbers.
     """
     count = _require_equal_heads(kept)
     gram = keys.new_zeros(*keys.shape[:2], count, count, dtype=torch.float64)
@@ -191,9 +188,9 @@ def fit_values(
     r"""AM-4: the C with the least `|X C - Y|`: X = `softmax(s_mj + beta_j)` over the kept keys, Y the outputs
     of the whole cache at the reference queries.
 
-    Args: those of `fit_bias`; values [B, H_kv, T, D_v], any strides; bias [B, H_kv, n], in any floating
-    dtype. Returns C [B, H_kv, n, D_v], float32 (float64 for float64). Raises ValueError naming the argument
-    that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: those of `fit_bias`; bias in any floating dtype. Returns C
+    [B, H_kv, n, D_v], float32 (float64 for float64). Raises ValueError naming
+    the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
     line = "attention_matching.fit_values"
     require_fit(line, queries, keys, values, kept, bias, free=("bias",))
@@ -237,13 +234,13 @@ def attend(
     r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`,
     attention over the kept keys, with the fitted values.
 
-    Args: queries [B, H_q, M, D], later than the cache; keys [B, H_kv, n, D]; values [B, H_kv, n, D_v]; bias
-    [B, H_kv, n], in any floating dtype. Returns [B, H_q, M, D_v] in the dtype of queries. Raises ValueError
-    naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
+    Args: queries, later than the cache; bias in any floating dtype. Returns
+    [B, H_q, M, D_v] in the dtype of queries. Raises ValueError naming the
+    argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    if kernels := kernels_for("attention", queries, keys, values, beside=bias):
-        # no causal mask: each query as a head of its own
-        output, _ = kernels.attend(queries.flatten(1, 2)[:, :, None], None, (keys, values), bias=bias)
+    if kernels.take("attention", queries, keys, values, beside=bias):
+        each = queries.flatten(1, 2)[:, :, None]  # no causal mask: each query as a head of its own
+        output, _ = kernels.attention.attend(each, None, (keys, values), bias=bias)
         return output.view(*queries.shape[:3], -1)
     logits = grouped_logits(queries, keys)
     weights = softmax(logits + bias.to(logits)[:, :, None, None])

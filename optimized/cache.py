@@ -4,8 +4,8 @@ tokens and nothing else (requirements CACHE-1 to CACHE-3).
 
 import torch
 
+from . import kernels
 from .checks import fits
-from .kernels.launching import kernels_for
 from .states import CompressedCache
 
 __all__ = ["CompressedCache", "compress"]
@@ -15,13 +15,12 @@ __all__ = ["CompressedCache", "compress"]
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T], boolean, any number
-    True in each head. Returns the cache in the dtype of its inputs; its tensors share no storage with them.
-    Raises ValueError naming the argument where shapes, dtypes or devices disagree or `kept` is not boolean,
-    and on a CPU for NaN or infinite numbers.
+    Args: kept, any number True in each head. Returns the cache in the dtype of its inputs; its tensors share
+    no storage with them. Raises ValueError naming the argument where shapes, dtypes or devices disagree or
+    `kept` is not boolean, and on a CPU for NaN or infinite numbers.
     """
-    if kernels := kernels_for("cache", keys, values):
-        return kernels.compress(keys, values, kept)
+    if kernels.take("cache", keys, values):
+        return kernels.cache.compress(keys, values, kept)
     # Boolean indexing walks batch, head, position in that order: the order of storage.
     positions = kept.nonzero()[:, 2].contiguous()
     return CompressedCache(keys[kept], values[kept], positions, kept.sum(dim=-1))

@@ -7,9 +7,9 @@ import torch
 from evictionary.reference import cake
 from evictionary.reference.checks import as_window
 
+from . import kernels
 from .attention import grouped_attention
 from .checks import fits
-from .kernels.launching import kernels_for
 
 LONGEST_WINDOW = 64  # queries whose weights a program of the kernel has at once
 
@@ -27,17 +27,16 @@ def preference(
 
     On a CPU the attention of one KV head at a time is in memory.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
-    H_kv, T, D]; window_size, the last queries, which weigh the tokens before them; tau1 and tau2, at least
-    0.1: the higher, the less H or V counts. Returns [B], at least 0, float64; 0 where no token comes before
-    the window. Raises ValueError naming the argument.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; window_size, the last
+    queries, which weigh the tokens before them; tau1 and tau2: the higher, the less H or V counts. Returns
+    [B], at least 0, float64; 0 where no token comes before the window. Raises ValueError naming the argument.
     """
     length, group = keys.shape[2], queries.shape[1] // keys.shape[1]
     window = as_window(window_size, queries.shape[2], length)
     spread, moved = (keys.new_zeros(len(keys), dtype=torch.float64) for _ in range(2))
-    kernels = kernels_for("received_attention", queries, keys) if window <= LONGEST_WINDOW else None
-    if kernels and window < length:
-        spread, moved = kernels.measure_window(queries[:, :, -window:], keys)
+    fits = window < length and window <= LONGEST_WINDOW
+    if fits and kernels.take("received_attention", queries, keys):
+        spread, moved = kernels.received_attention.measure_window(queries[:, :, -window:], keys)
     else:
         for head in range(keys.shape[1] if window < length else 0):
             readers = queries[:, head * group : (head + 1) * group, -window:]
@@ -60,8 +59,7 @@ def budgets(
     r"""CAKE-4: `b_l = w + P_l / (P_0 + .. + P_m) * L (b - w)`:
     the layers that have read the prompt share the total.
 
-    The budgets are exact whole numbers, and the reference's function computes them. Args: preferences [m +
-    1]; the others as there.
+    The budgets are exact whole numbers, and the reference's function computes them.
     """
     given = preferences.detach().double().cpu().numpy()
     return cake.budgets(budget, given, num_layers=num_layers, length=length, window_size=window_size)

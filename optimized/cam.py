@@ -7,8 +7,8 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_count
 
+from . import kernels
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 
 @fits(free=("attention", "draws"))
@@ -23,9 +23,8 @@ def merge_values(
     r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
     probability p_i, or lost.
 
-    Args: values [B, H_kv, T, D_v]; attention [B, H_kv, T], what each token has received, at
-    least 0; kept [B, H_kv, T], boolean, any number in a head; draws u [B, H_kv, T], uniform
-    in [0, 1); merge_size m, the kept tokens that share a value, at least 1. attention and
+    Args: attention, what each token has received; kept, any number in a head; draws u,
+    uniform in [0, 1); merge_size m, the kept tokens that share a value. attention and
     draws may have a dtype of their own. Returns the values, [B, H_kv, T, D_v], of evicted
     tokens as they were; the keys stay. Raises ValueError naming the argument, and on a CPU
     for NaN or infinite numbers. Source: the merge mask of the paper, a Bernoulli variable.
@@ -39,9 +38,8 @@ def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: in
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean of the
     tokens that would share its value.
 
-    Args: attention A [..., T], at least 0; kept [..., T], boolean; merge_size. Returns [..., T], from 0 to 1,
-    in float32, or float64 for float64; 0 for a kept token and where no kept token comes later. Raises
-    ValueError naming the argument. Source: the paper's clamp to [0, 1].
+    Returns [..., T], from 0 to 1, in float32, or float64 for float64; 0 for a kept token and where no kept
+    token comes later. Raises ValueError naming the argument. Source: the paper's clamp to [0, 1].
     """
     attention, size = attention.to(working_dtype(attention)), min(merge_size, kept.shape[-1])
     before, count, order = receivers(kept, merge_size)
@@ -62,12 +60,11 @@ def spread(
 
     With w = p this is the expectation of CAM-4, for which nothing has to be drawn.
 
-    Args: values [..., T, D_v]; kept [..., T], boolean; weights w [..., T], from
-    0 to 1, those of kept tokens do not count; merge_size. Returns [..., T, D_v]
-    in the dtype of the values. Raises ValueError naming the argument.
+    Args: weights w, of which those of kept tokens do not count. Returns [..., T, D_v] in the dtype of the
+    values. Raises ValueError naming the argument.
     """
-    if kernels := kernels_for("cam", values, beside=weights):
-        return kernels.spread(values, kept, *stretches(kept, weights.float(), merge_size))
+    if kernels.take("cam", values, beside=weights):
+        return kernels.cam.spread(values, kept, *stretches(kept, weights.float(), merge_size))
     parts, first, _ = stretches(kept, weights.double(), merge_size)
     # Sums in float64 hide no small value behind a large one of long ago.
     sums = pad((values.double() * parts[..., None]).cumsum(dim=-2), (0, 0, 1, 0))

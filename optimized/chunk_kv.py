@@ -13,9 +13,9 @@ from .checks import fits
 def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-1, CH-3: keep whole chunks, the best first; of the last one that fits in part, its best tokens.
 
-    Args: scores [..., T], infinities allowed; budget, 0 to any number (more than T keeps all); chunk_size, at
-    least 1. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row. Raises ValueError
-    naming the argument out of range, and on a CPU for NaN scores.
+    Args: scores, infinities allowed; budget, more than T keeps all. Returns kept [..., T], boolean, with
+    exactly `min(budget, T)` True in each row. Raises ValueError naming the argument out of range, and on a
+    CPU for NaN scores.
     """
     length = scores.shape[-1]
     # The chunks, best first, and how many tokens come before each.
@@ -32,9 +32,8 @@ def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.
 def chunk_means(scores: torch.Tensor, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.
 
-    Args: scores [..., T]. Returns [..., ceil(T / chunk_size)], in float32, or float64 for float64. Source:
-    arXiv 2502.00299, the score of a chunk. Decision: a chunk with a token of score infinity has that mean,
-    whatever else is in it.
+    Returns [..., ceil(T / chunk_size)], in float32, or float64 for float64. Source: arXiv 2502.00299, the
+    score of a chunk. Decision: a chunk with a token of score infinity has that mean, whatever else is in it.
     """
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     means = _chunks(wide, chunk_size, 0).sum(dim=-1) / _sizes(scores, chunk_size)

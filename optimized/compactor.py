@@ -12,9 +12,8 @@ from torch.linalg import vector_norm
 from evictionary.reference.checks import as_count
 from evictionary.reference.compactor import CUTOFF
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 from .snapkv import average_pool
 
 
@@ -35,11 +34,10 @@ def score(
     leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the attention a of
     CO-3, mean over the group.
 
-    Args: queries [B, H_q, T, D] of all tokens and keys [B, H_kv, T, D], after RoPE, any strides; values [B,
-    H_kv, T, D_v]; unrotated_keys [B, H_kv, T, D] and sketch [B, H_kv, D, k], in any floating dtype;
-    compression_ratio r, the fraction to remove, 0 to 1; sink_size and recent_size, the first and last tokens,
-    at least 0. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError
-    naming the argument, and on a CPU for NaN or infinite numbers. Source: compactor_press.py.
+    Args: queries of all tokens and keys, after RoPE; unrotated_keys and sketch, in any floating dtype;
+    compression_ratio r, the fraction to remove; sink_size and recent_size, the first and last tokens. Returns
+    scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises ValueError naming the argument,
+    and on a CPU for NaN or infinite numbers. Source: compactor_press.py.
     """
     first, last = sink_size, keys.shape[2] - recent_size
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
@@ -64,9 +62,9 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys can
     replace key t.
 
-    Args: keys [..., T, D]; ridge r, at least 0. Returns [..., T], from 0 to 1, float32 (float64 for float64);
-    without a ridge they sum to the rank of K. Raises ValueError naming the argument, and on a CPU for NaN or
-    infinite numbers. Source: compute_leverage_scores.
+    Args: ridge r. Returns [..., T], from 0 to 1, float32 (float64 for float64);
+    without a ridge they sum to the rank of K. Raises ValueError naming the argument,
+    and on a CPU for NaN or infinite numbers. Source: compute_leverage_scores.
     """
     wide = keys.double()  # where the singular values of float32 keys keep all their digits
     if ridge:
@@ -88,9 +86,9 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
 def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
-    Args: keys [..., T, D], before RoPE; sketch Phi [..., D, k], each head its own; ridge, at least 0. Returns
-    [..., T], from 0 to 1, of sum at most k, float32 (float64 for float64). Raises ValueError naming the
-    argument, and on a CPU for NaN or infinite numbers. Source: compute_leverage_scores.
+    Args: keys, before RoPE; sketch Phi, each head its own. Returns [..., T], from 0 to 1, of sum at most k,
+    float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite
+    numbers. Source: compute_leverage_scores.
     """
     wide = keys.to(working_dtype(keys))
     return leverage((wide - wide.mean(dim=-2, keepdim=True)) @ sketch.to(wide.dtype), ridge=ridge)
@@ -103,9 +101,9 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
 
     The logits are not divided by `sqrt(D)`, nor capped. One chunk is computed at a time.
 
-    Args: queries and keys [..., T, D], after RoPE; chunk_size, at least 1, the last chunk may be shorter.
-    Returns [..., T], float32 (float64 for float64); each chunk sums to its length. Raises ValueError naming
-    the argument, and on a CPU for NaN or infinite numbers. Source: non_causal_chunked_attn.
+    Args: queries and keys, after RoPE; chunk_size, the last chunk may be shorter. Returns [..., T], float32
+    (float64 for float64); each chunk sums to its length. Raises ValueError naming the argument, and on a CPU
+    for NaN or infinite numbers. Source: non_causal_chunked_attn.
     """
     dtype = working_dtype(keys)
     chunks = zip(queries.split(chunk_size, dim=-2), keys.split(chunk_size, dim=-2), strict=True)
@@ -118,8 +116,8 @@ def group_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     [B, H_kv, T].
     """
     size = as_count("chunk_size", chunk_size, low=1)
-    if kernels := kernels_for("received_attention", queries, keys):
-        return kernels.score_chunks(queries, keys, size)
+    if kernels.take("received_attention", queries, keys):
+        return kernels.received_attention.score_chunks(queries, keys, size)
     return chunk_attention(queries.unflatten(1, (keys.shape[1], -1)), keys[:, :, None], chunk_size=size).mean(
         dim=2
     )

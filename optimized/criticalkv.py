@@ -12,10 +12,10 @@ import torch
 
 from evictionary.reference.checks import require_window
 
+from . import kernels
 from .attention import grouped_attention
 from .checks import fits, working_dtype
 from .cpu import BLOCK
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -25,12 +25,12 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream,
     for a weight of 1.
 
-    Args: values [B, H_kv, T, D_v], any strides; w_o [H_q, D_v, hidden], the rows of the output projection
-    that belong to each query head, in the dtype of values. Returns [B, H_kv, T], float32 (float64 for
-    float64). Raises ValueError naming the argument that does not fit.
+    Args: w_o, the rows of the output projection that belong to each query
+    head, in the dtype of values. Returns [B, H_kv, T], float32 (float64
+    for float64). Raises ValueError naming the argument that does not fit.
     """
-    if kernels := kernels_for("criticalkv", values, beside=w_o):
-        return kernels.projected_norms(values, w_o)
+    if kernels.take("criticalkv", values, beside=w_o):
+        return kernels.criticalkv.projected_norms(values, w_o)
     heads = values.shape[1]
     group, dtype = w_o.shape[0] // heads, working_dtype(values)
     norms = values.new_zeros(values.shape[:3], dtype=dtype)
@@ -56,9 +56,8 @@ def importance(
     r"""CK-2, CK-3: `a_t = max(b_t, mean_u b_u)`, b the largest attention of a query of the last tokens,
     pooled at an unchanged sum.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T >
-    window_size; kernel_size, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises
-    ValueError naming the argument.
+    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size. Returns
+    [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
     """
     require_window(queries.shape[2], keys.shape[2], window_size)
     group, largest = queries.shape[1] // keys.shape[1], []
@@ -90,11 +89,10 @@ def score(
     r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget` tokens of
     the highest a.
 
-    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep, the
-    window among them; first_share in [0, 1]; epsilon >= 0. Returns scores [B, H_kv, T], higher = keep,
-    float32 (float64 for float64); all infinite where T <= window_size. Raises ValueError naming the argument,
-    and on a CPU for NaN or infinite numbers. Source: the public codes; half and 1e-4 are CriticalKV's
-    defaults, 32 and 5 DefensiveKV's.
+    Args: those of `importance` and `projected_norms`; budget, the tokens that top-k will keep, the window
+    among them. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite where
+    T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source:
+    the public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
     """
     norms = projected_norms(values, w_o)
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))

@@ -12,9 +12,9 @@ from torch.nn.functional import pad
 
 from evictionary.reference.checks import as_window
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 from .snapkv import average_pool
 from .softmax import with_sink
 
@@ -75,8 +75,7 @@ def score(
     r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`
     over the last queries.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
-    H_kv, T, D] and values [B, H_kv, T, D_v], any strides; window_size >= 1; kernel_size K, odd. Returns
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; kernel_size K. Returns
     scores [B, H_kv, T], higher = keep, float32 (float64 for float64); infinity for the window, all infinite
     where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     Source: the public code, whose defaults these are.
@@ -86,8 +85,10 @@ def score(
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if window < length:
         last = queries[:, :, -window:]
-        kernels = kernels_for("dropkv", queries, keys, values)
-        changes = kernels.sum_squares(last, keys, values) if kernels else squares(last, keys, values)
+        if kernels.take("dropkv", queries, keys, values):
+            changes = kernels.dropkv.sum_squares(last, keys, values)
+        else:
+            changes = squares(last, keys, values)
         # Decision: the scores of the window are pooled with the others, as the public code does; SnapKV's are
         # not.
         scores[..., : length - window] = average_pool(changes, kernel_size)[..., : length - window]

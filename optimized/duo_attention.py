@@ -25,9 +25,8 @@ def select(
     r"""DA-2: a head with `g >= threshold` keeps all tokens,
     another one the first `sink_size` and the last `recent_size`.
 
-    Args: keys [B, H_kv, T, D], of which only the shape is read; gates [B, H_kv], trained or estimated;
-    sink_size and recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean. Raises
-    ValueError naming the argument.
+    Args: keys, of which only the shape is read; gates, trained or estimated; sink_size and recent_size,
+    together at least 1. Returns kept [B, H_kv, T], boolean. Raises ValueError naming the argument.
     """
     length = keys.shape[2]
     # Decision: a streaming head keeps a token at least.

@@ -10,7 +10,7 @@ import torch
 
 from evictionary.reference.checks import require_between
 
-from . import gradients
+from . import gradients, kernels
 from .checks import (
     converted,
     fits,
@@ -21,7 +21,6 @@ from .checks import (
     working_dtype,
     working_room,
 )
-from .kernels.launching import kernels_for
 from .knorm import score as norm_score
 from .rope import frequencies, rotate, turn
 from .softmax import weights
@@ -38,13 +37,13 @@ BLOCK_QUERIES, BLOCK_KEYS = 1024, 256
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
 
-    Args: queries [..., N, D], all of one head, any strides. Returns mean [..., D] and covariance [..., D, D]
-    in float32 (float64 for float64). Raises ValueError for a wrongly shaped or integer `queries`, and on a
-    CPU for NaN or infinite numbers. Source: section 2.2; `compute_statistics` in listing 1.
+    Args: queries, all of one head. Returns mean [..., D] and covariance [..., D, D] in float32 (float64 for
+    float64). Raises ValueError for a wrongly shaped or integer `queries`, and on a CPU for NaN or infinite
+    numbers. Source: section 2.2; `compute_statistics` in listing 1.
     """
-    if kernels := kernels_for("expected_attention", queries):
+    if kernels.take("expected_attention", queries):
         require_finite("queries", queries)
-        return kernels.query_statistics(queries)
+        return kernels.expected_attention.query_statistics(queries)
     mean, covariance = _by_head(queries, None, 0.0)
     require_finite_by(mean, queries=queries)
     return mean, covariance
@@ -106,8 +105,8 @@ def unrotated_statistics(
     """
     require_fit("queries: ... N D%2", queries)
     _require_rotation(queries, positions, theta)
-    if kernels := kernels_for("expected_attention", queries):
-        return kernels.unrotated_statistics(queries, positions, theta)
+    if kernels.take("expected_attention", queries):
+        return kernels.expected_attention.unrotated_statistics(queries, positions, theta)
     return _by_head(queries, positions.expand(queries.shape[:-1]), theta)
 
 
@@ -147,10 +146,10 @@ def average_rope(
     Rbar rotates and shrinks pairs of channels, with their mean cosine and sine, so the matrix is never built:
     the rows of Sigma are rotated, then its columns.
 
-    Args: query_mean [B, H_q, D], query_covariance [B, H_q, D, D], before RoPE (any leading axes); position,
-    that of the next token (the tokens seen, evicted ones too); horizon, how many positions from there on;
-    theta, the base of RoPE. Returns both in the same shapes, in float32 (float64 for float64). Raises
-    ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: section 2.2, equation 6.
+    Args: query_mean and query_covariance, before RoPE; position, that of the next token (the tokens seen,
+    evicted ones too); horizon, how many positions from there on; theta, the base of RoPE. Returns both in the
+    same shapes, in float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN
+    or infinite numbers. Source: section 2.2, equation 6.
     """
     head_dim, dtype = query_mean.shape[-1], working_dtype(query_mean)
     if not 0 < theta < math.inf:
@@ -173,17 +172,16 @@ def score(
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
     `ada_kv` on these scores.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; query_mean [B, H_q, D] and
-    query_covariance [B, H_q, D, D], averaged over RoPE by `average_rope`, of any floating dtype; epsilon >= 0
-    (0.02 in the paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep, float32 (float64
-    for float64 keys). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
-    infinite numbers. Source: section 2.2, equations 7 to 9.
+    Args: query_mean and query_covariance, averaged over RoPE by `average_rope`, of any floating dtype;
+    epsilon, 0.02 in the paper, 0 for needle retrieval. Returns scores [B, H_kv, T], higher = keep, float32
+    (float64 for float64 keys). Raises ValueError naming the argument that does not fit, and on a CPU for NaN
+    or infinite numbers. Source: section 2.2, equations 7 to 9.
     """
     statistics = ("query_mean", "query_covariance")
     require_fit("expected_attention.score", keys, values, query_mean, query_covariance, free=statistics)
     require_between("epsilon", epsilon, 0)
-    if kernels := kernels_for("expected_attention", keys, values, beside=(query_mean, query_covariance)):
-        return kernels.score(keys, values, query_mean, query_covariance, epsilon)
+    if kernels.take("expected_attention", keys, values, beside=(query_mean, query_covariance)):
+        return kernels.expected_attention.score(keys, values, query_mean, query_covariance, epsilon)
     # Decision: softmax for each query head, then the mean over the group; each query head attends by itself.
     expected = weights(expected_logits(keys, query_mean, query_covariance)).mean(dim=2)
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.

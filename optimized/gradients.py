@@ -2,11 +2,11 @@ r"""Gradients: the answer of a function carries the graph of its arguments, or t
 
 The rule for every function of `optimized`, whether kernels or torch compute it:
 
-- A gradient is *wanted* where torch records a graph and an argument requires one. There `kernels_for` gives
-  no kernels, for no kernel carries a graph. The torch path computes with functions that torch differentiates.
+- A gradient is *wanted* where torch records a graph and an argument requires one. There `kernels.take` says
+  no, for no kernel carries a graph. The torch path computes with functions that torch differentiates.
 - A mask or whole numbers have no gradient. A function that gives nothing else computes as under
   `torch.no_grad()`, by its decorator.
-- A function that writes into its arguments is refused, as is a kernel that is called past `kernels_for`.
+- A function that writes into its arguments is refused, as is a kernel that is called without `kernels.take`.
 
 `torch.no_grad()`, inference mode and arguments that require no gradient change nothing.
 """

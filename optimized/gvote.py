@@ -5,9 +5,9 @@ current query needs.
 import numpy
 import torch
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, require_finite, working_dtype
-from .kernels.launching import kernels_for
 
 
 @fits()
@@ -15,13 +15,12 @@ from .kernels.launching import kernels_for
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
-    Args: attention [..., T], weights of at least 0; p in [0, 1]. Returns a mask [..., T]. Raises ValueError
-    for a p outside [0, 1], and on a CPU for a negative weight and for NaN or infinite numbers. Source:
-    section 3.2, step 1; Algorithm 1, line 2.
+    Returns a mask [..., T]. Raises ValueError for a p outside [0, 1], and on a CPU for a negative weight and
+    for NaN or infinite numbers. Source: section 3.2, step 1; Algorithm 1, line 2.
     """
     beyond = float(1 - p)
-    if kernels := kernels_for("gvote", attention, longest=None):
-        return kernels.nucleus(attention, beyond)
+    if kernels.take("gvote", attention, longest=None):
+        return kernels.gvote.nucleus(attention, beyond)
     return highest(attention, nucleus_sizes(attention, beyond))
 
 
@@ -43,12 +42,11 @@ def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     r"""GV-5, GV-A10: every row keeps its own number of tokens, of equal scores the lower positions.
 
-    Args: scores [..., T]; budgets [...], whole numbers on the same device, more than T keeps all. Returns
-    kept [..., T]. Raises ValueError naming the argument that does not fit, and on a CPU for a negative budget
-    and for NaN or infinite scores.
+    Args: budgets, more than T keeps all. Returns kept [..., T]. Raises ValueError naming the argument that
+    does not fit, and on a CPU for a negative budget and for NaN or infinite scores.
     """
-    if kernels := kernels_for("gvote", scores, longest=None):
-        return kernels.top_each(scores, budgets)
+    if kernels.take("gvote", scores, longest=None):
+        return kernels.gvote.top_each(scores, budgets)
     return highest(scores, budgets)
 
 
@@ -84,14 +82,14 @@ def select(
     One sample of every query head is ranked at a time: sorting the logits of all samples at once would take S
     times the memory.
 
-    Args: query [B, H_q, D], that of the last prompt token; keys [B, H_kv, T, D], any strides; sampled_queries
-    [B, H_q, S, D]; all after RoPE; p in [0, 1]. Returns kept [B, H_kv, T], ragged: from max B_0 to min(T, S *
-    sum of B_0) tokens, over the query heads of a group. Raises ValueError naming the argument that does not
-    fit, and on a CPU for NaN or infinite numbers. Source: section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    Args: query, that of the last prompt token; sampled_queries and keys; all after RoPE. Returns kept
+    [B, H_kv, T], ragged: from max B_0 to min(T, S * sum of B_0) tokens, over the query heads of a group.
+    Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source:
+    section 3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
     """
     beyond = float(1 - p)
-    if kernels := kernels_for("gvote", keys):
-        return kernels.select(query, keys, sampled_queries, beyond)
+    if kernels.take("gvote", keys):
+        return kernels.gvote.select(query, keys, sampled_queries, beyond)
     keys = keys.to(working_dtype(keys))  # once, not for every sample
     attention = grouped_logits(query[:, :, None], keys).softmax(dim=-1)  # [B, H_kv, G, 1, T]
     require_finite("attention", attention)  # the logits of finite states may overflow

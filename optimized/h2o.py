@@ -9,10 +9,9 @@ import torch
 
 from evictionary.reference.checks import as_count
 
-from . import gradients
+from . import gradients, kernels
 from .attention import grouped_attention
 from .checks import converted, fits, require_fit, working_dtype, working_room
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import capped, current
 
@@ -29,18 +28,18 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
 
     The attention matrix is computed a tile at a time, and only for the tokens that the queries see.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE (M = T for H2O itself); keys [B, H_kv, T,
-    D], any strides. Returns scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64);
-    it costs O(M T). Raises ValueError naming what does not fit, and on a CPU for NaN or infinite numbers.
-    Source: section 4.1 of the paper, the accumulated attention score.
+    Args: queries, of the last M tokens, after RoPE (M = T for H2O itself). Returns
+    scores [B, H_kv, T], higher = keep, summing to M, float32 (float64 for float64); it
+    costs O(M T). Raises ValueError naming what does not fit, and on a CPU for NaN or
+    infinite numbers. Source: section 4.1 of the paper, the accumulated attention score.
     """
     return received_attention(queries, keys)
 
 
 def received_attention(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     """Return `score` of queries and keys that are already checked."""
-    if kernels := kernels_for("received_attention", queries, keys):
-        return kernels.score(queries, keys)
+    if kernels.take("received_attention", queries, keys):
+        return kernels.received_attention.score(queries, keys)
     return _walked(queries, keys)[1]
 
 
@@ -55,8 +54,8 @@ def attend_and_score(
     queries, and the scores. Raises ValueError as `score`.
     """
     require_fit("dropkv.score", queries, keys, values)
-    if kernels := kernels_for("received_attention", queries, keys, values):
-        return kernels.attend_and_score(queries, keys, values)
+    if kernels.take("received_attention", queries, keys, values):
+        return kernels.received_attention.attend_and_score(queries, keys, values)
     return _walked(queries, keys, values)
 
 
@@ -123,9 +122,9 @@ def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.T
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and
     fill the budget with the highest scores among the others.
 
-    Args: those of `score`; budget >= 1, more than T keeps all. Returns kept [B, H_kv, T] with min(budget, T)
-    True in each row. Raises ValueError naming the argument. Source: section 4.2 of the paper; half and half
-    as in its experiments.
+    Args: those of `score`; budget, more than T keeps all. Returns kept [B, H_kv, T]
+    with min(budget, T) True in each row. Raises ValueError naming the argument.
+    Source: section 4.2 of the paper; half and half as in its experiments.
     """
     return select_scored(score(queries, keys), budget=as_count("budget", budget, low=1))
 

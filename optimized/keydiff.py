@@ -1,15 +1,13 @@
 r"""KeyDiff (arXiv 2504.15364): keep the keys that point away from the average direction of the cache."""
 
 import math
-from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
 
-from . import gradients
+from . import gradients, kernels
 from .checks import require_finite, require_fit, require_same_kind, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, headwise, rescaled
-from .kernels.launching import kernels_for
 
 
 def score(keys: torch.Tensor) -> torch.Tensor:
@@ -20,17 +18,13 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     of tokens while it is in the processor's cache. Memory is read twice in total, or once if a head fits into
     the last cache, since heads come in turn.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T] in [-1, 1], higher
-    = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
-    `keys`, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
+    Returns scores [B, H_kv, T] in [-1, 1], higher = keep, float32 (float64 for float64 keys). Raises
+    ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or infinite numbers.
+    Source: section 3.2, equation 8.
     """
-    if kernels := _kernels("keys", keys):
-        return kernels.score(keys)
-    if gradients.are_wanted(keys):
-        return _minus_cosine(*_summed_anywhere("keys", keys))
-    scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
-    headwise(_score_into, keys, scores, weights, room=working_room(keys, BLOCK))
-    return scores if are_safe(weights) else _minus_cosine(*_summed_anywhere("keys", keys))
+    if _kernels_take("keys", keys):
+        return kernels.keydiff.score(keys)
+    return _minus_cosine(keys)
 
 
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
@@ -58,11 +52,11 @@ def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     0), float32 (float64 for float64 keys). Returns scores [B, H_kv, T] as `score`. Raises ValueError naming
     the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: section 3.2, equation 8.
     """
-    kernels = _kernels("keys", keys, beside=anchor)
+    in_kernels = _kernels_take("keys", keys, beside=anchor)
     _require_anchor(anchor, keys)
-    if kernels:
-        return kernels.score_with_anchor(keys, anchor)
-    return _minus_cosine(*_summed("keys", keys)[:2], anchor)
+    if in_kernels:
+        return kernels.keydiff.score_with_anchor(keys, anchor)
+    return _minus_cosine(keys, anchor)
 
 
 def update_anchor(
@@ -98,37 +92,47 @@ def update_anchor(
 
 def _sum(name: str, keys: torch.Tensor) -> torch.Tensor:
     """`anchor_sum` of an argument with this name."""
-    if kernels := _kernels(name, keys):
-        return kernels.anchor_sum(keys)
-    return _summed(name, keys)[2]
+    if _kernels_take(name, keys):
+        return kernels.keydiff.anchor_sum(keys)
+    if not gradients.are_wanted(keys):
+        weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
+        total = _sum_into(keys, weights, working_room(keys, BLOCK))
+        if are_safe(weights):
+            return total
+    return _summed_anywhere(name, keys)[2]
 
 
-def _kernels(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> ModuleType | None:
-    """Return the kernels if they take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
-    path sees NaN in the norms it computes.
-    """
-    require_fit(f"{name}: ... T D", keys, finite=False)
-    kernels = kernels_for("keydiff", keys, beside=beside)
-    if kernels:
-        require_finite(name, keys)
-    return kernels
+def _minus_cosine(keys: torch.Tensor, anchor: torch.Tensor | None = None) -> torch.Tensor:
+    """`score_with_anchor` in torch; without an anchor, with that of the keys."""
+    if not gradients.are_wanted(keys, anchor):
+        scores, weights = (keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys)) for _ in range(2))
+        room = working_room(keys, BLOCK)
+        if anchor is None:
+            headwise(_minus_cosine_into, keys, scores, weights, room=room)
+        else:
+            _minus_cosine_into(keys, scores, weights, anchor, room=room)
+        if are_safe(weights):
+            return scores
+    keys, weights, total = _summed_anywhere("keys", keys)
+    return (_against(total if anchor is None else anchor) @ keys.mT).squeeze(-2) * weights
 
 
-def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
-    """Raise ValueError unless `anchor` [..., D] has one vector
-    for each head of `keys` [..., T, D], in the working dtype.
-    """
-    require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
-    require_finite("anchor", anchor)
-    if anchor.dtype != working_dtype(keys):
-        raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")
-
-
-def _score_into(
-    keys: torch.Tensor, scores: torch.Tensor, weights: torch.Tensor, *, room: torch.Tensor
+def _minus_cosine_into(
+    keys: torch.Tensor,
+    scores: torch.Tensor,
+    weights: torch.Tensor,
+    anchor: torch.Tensor | None = None,
+    *,
+    room: torch.Tensor,
 ) -> None:
-    """Write `score` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS."""
-    _minus_cosine_into(keys, weights, _sum_into(keys, weights, room), scores, room)
+    """Write `-w_i k_i . anchor / |anchor|` and `w_i = 1 / |k_i|`, [..., T], of keys within SAFE_NORMS."""
+    total = _sum_into(keys, weights, room)
+    direction = _against(total if anchor is None else anchor)
+
+    def score(block: torch.Tensor, weight: torch.Tensor, part: torch.Tensor) -> None:
+        torch.mul((direction @ block.mT).squeeze(-2), weight, out=part)
+
+    blockwise(score, keys, weights, scores, room=room)
 
 
 def _sum_into(keys: torch.Tensor, weights: torch.Tensor, room: torch.Tensor) -> torch.Tensor:
@@ -143,47 +147,39 @@ def _sum_into(keys: torch.Tensor, weights: torch.Tensor, room: torch.Tensor) -> 
     return total.squeeze(-2)
 
 
-def _minus_cosine_into(
-    keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor, scores: torch.Tensor, room: torch.Tensor
-) -> None:
-    """Write `-w_i k_i . anchor / |anchor|`, [..., T]."""
-    direction = _against(anchor)
-
-    def score(block: torch.Tensor, weight: torch.Tensor, part: torch.Tensor) -> None:
-        torch.mul((direction @ block.mT).squeeze(-2), weight, out=part)
-
-    blockwise(score, keys, weights, scores, room=room)
-
-
 def _against(anchor: torch.Tensor) -> torch.Tensor:
     """`-anchor / |anchor|`, [..., 1, D], 0 for a zero anchor."""
     norm = vector_norm(anchor, dim=-1, keepdim=True)
     return (anchor / -norm.masked_fill(norm == 0, 1))[..., None, :]
 
 
-def _minus_cosine(keys: torch.Tensor, weights: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    if gradients.are_wanted(keys, weights, anchor):
-        return (_against(anchor) @ keys.mT).squeeze(-2) * weights
-    scores = torch.empty_like(weights)
-    _minus_cosine_into(keys, weights, anchor, scores, working_room(keys, BLOCK))
-    return scores
-
-
-def _summed(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the keys (rescaled where float32 could not square them), `w_i = 1 / |k_i|` [..., T] and
-    `sum_i w_i k_i` [..., D].
-    """
-    if gradients.are_wanted(keys):
-        return _summed_anywhere(name, keys)
-    weights = keys.new_empty(keys.shape[:-1], dtype=working_dtype(keys))
-    total = _sum_into(keys, weights, working_room(keys, BLOCK))
-    return (keys, weights, total) if are_safe(weights) else _summed_anywhere(name, keys)
-
-
 def _summed_anywhere(name: str, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """`_summed` of any finite keys, with those that are not zero rescaled to 1 as their largest component."""
+    """Return the keys, rescaled to 1 as their largest component but for zero keys, `w_i = 1 / |k_i|` [..., T]
+    and `sum_i w_i k_i` [..., D]: of any finite keys, and with a graph.
+    """
     keys, _ = rescaled(name, keys, working_dtype(keys))
     norms = vector_norm(keys, dim=-1)
     # Decision: the cosine with a zero vector is 0, for a zero key as for an anchor whose keys cancel.
     weights = 1 / norms.masked_fill(norms == 0, math.inf)
     return keys, weights, (weights[..., None, :] @ keys).squeeze(-2)
+
+
+def _kernels_take(name: str, keys: torch.Tensor, beside: torch.Tensor | None = None) -> bool:
+    """Return whether the kernels take `keys` [..., T, D], beside an anchor, or raise ValueError; the torch
+    path sees NaN in the norms it computes.
+    """
+    require_fit(f"{name}: ... T D", keys, finite=False)
+    taken = kernels.take("keydiff", keys, beside=beside)
+    if taken:
+        require_finite(name, keys)
+    return taken
+
+
+def _require_anchor(anchor: torch.Tensor, keys: torch.Tensor) -> None:
+    """Raise ValueError unless `anchor` [..., D] has one vector
+    for each head of `keys` [..., T, D], in the working dtype.
+    """
+    require_fit("keys: ... T D, anchor: ... D", keys, anchor, free=("anchor",), finite=False)
+    require_finite("anchor", anchor)
+    if anchor.dtype != working_dtype(keys):
+        raise ValueError(f"anchor: got dtype {anchor.dtype}, wanted {working_dtype(keys)}")

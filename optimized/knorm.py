@@ -3,23 +3,22 @@ r"""KNorm (arXiv 2406.11430), a baseline: keep the keys of smallest norm."""
 import torch
 from torch.linalg import vector_norm
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, require_finite, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, rescaled
-from .kernels.launching import kernels_for
 
 
 @fits(finite=False)
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides. Returns scores [B, H_kv, T], at most 0, higher
-    = keep, float32 (float64 for float64 keys). Raises ValueError for an empty, wrongly shaped or integer
-    `keys`, and on a CPU for NaN or infinite numbers. Source: the paper's abstract and section 3.
+    Returns scores [B, H_kv, T], at most 0, higher = keep, float32 (float64 for float64 keys). Raises
+    ValueError for an empty, wrongly shaped or integer `keys`, and on a CPU for NaN or infinite numbers.
+    Source: the paper's abstract and section 3.
     """
-    if kernels := kernels_for("knorm", keys):
+    if kernels.take("knorm", keys):
         require_finite("keys", keys)
-        return kernels.score(keys)
+        return kernels.knorm.score(keys)
     dtype = working_dtype(keys)
     if keys.is_cuda:
         # For what the kernel does not take. The cast is part of the reduction, and no square of a float32

@@ -10,10 +10,9 @@ import torch
 
 from evictionary.reference.kvzap import FLOOR
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
-from .kernels.launching import kernels_for
 from .kvzip import replay_attention_in_blocks
 
 
@@ -29,10 +28,10 @@ def select(
 ) -> torch.Tensor:
     r"""ZA-5: the last M tokens are judged by `dms` on their `score`; the tokens before them stay.
 
-    Args: keys [B, H_kv, T, D], of which only the shape is read; hidden_states [B, M, hidden], of the last
-    M <= T tokens; surrogate_weights [B, H_kv, hidden] and surrogate_bias [B, H_kv], in any floating dtype;
-    threshold and window_size, those of `dms`. Returns kept [B, H_kv, T], boolean, ragged. Raises ValueError
-    naming the argument, and on a CPU for NaN or infinite numbers.
+    Args: keys, of which only the shape is read; hidden_states, of the last M
+    tokens; surrogate_weights and surrogate_bias, in any floating dtype; threshold
+    and window_size, those of `dms`. Returns kept [B, H_kv, T], boolean, ragged.
+    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     given, free = (hidden_states, surrogate_weights, surrogate_bias), ("surrogate_weights", "surrogate_bias")
     require_fit("kvzap.select", keys, *given, free=("hidden_states", *free))
@@ -47,8 +46,8 @@ def select(
 def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Tensor:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
-    Args: scores [..., T], infinities allowed; threshold, any number or infinity; window_size, at least 1.
-    Returns kept [..., T], boolean. Raises ValueError naming the argument, and on a CPU for NaN.
+    Args: scores, infinities allowed. Returns kept [..., T], boolean. Raises ValueError naming the argument,
+    and on a CPU for NaN.
     """
     length = scores.shape[-1]
     places = torch.arange(length, device=scores.device)
@@ -61,15 +60,15 @@ def score(
 ) -> torch.Tensor:
     r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
 
-    Args: hidden_states [B, T, hidden]; surrogate_weights [B, H_kv, hidden] and surrogate_bias [B, H_kv], in
-    any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises
+    Args: surrogate_weights and surrogate_bias, in any floating dtype. Returns
+    scores [B, H_kv, T], higher = keep, float32 (float64 for float64). Raises
     ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     given = hidden_states, surrogate_weights, surrogate_bias
     require_fit("kvzap.score", *given, free=("surrogate_weights", "surrogate_bias"), finite=False)
     weights, bias = (each.to(working_dtype(hidden_states)) for each in given[1:])
-    if kernels := kernels_for("kvzap", hidden_states, longest=None, beside=(weights, bias)):
-        scores = kernels.score(hidden_states, weights, bias)
+    if kernels.take("kvzap", hidden_states, longest=None, beside=(weights, bias)):
+        scores = kernels.kvzap.score(hidden_states, weights, bias)
     elif gradients.are_wanted(hidden_states, weights, bias):
         scores = weights @ hidden_states.to(weights.dtype).mT + bias[..., None]
     else:
@@ -102,9 +101,8 @@ def target(
     r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a token
     adds and of the state that it is added to (KVzip+). Blocks of queries are computed at a time.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; w_o [H_q, D_v, hidden]; the queries [B, H_q, M, D],
-    keys [B, H_kv, M, D] and hidden states [B, M, hidden] of the replay. Returns [B, H_kv, T], float32
-    (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU
+    for NaN or infinite numbers.
     """
     given = keys, values, w_o, replay_queries, replay_keys, replay_hidden_states
     require_fit("kvzap.target", *given, free=("replay_hidden_states",))
@@ -131,9 +129,9 @@ def fit(
     r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head. In
     float64, for squares lose half of the digits.
 
-    Args: hidden_states [B, T, hidden]; target_scores [B, H_kv, T], in any floating dtype; ridge above 0,
-    which leaves b alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv], float32 (float64 for float64).
-    Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
+    Args: target_scores, in any floating dtype; ridge, which leaves b alone. Returns weights [B, H_kv, hidden]
+    and bias [B, H_kv], float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU for
+    NaN or infinite numbers.
     """
     states, targets = hidden_states.double(), target_scores.double()
     middle, mean = states.mean(dim=1, keepdim=True), targets.mean(dim=2, keepdim=True)

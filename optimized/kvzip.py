@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import torch
 
+from . import kernels
 from .attention import grouped_attention
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 # Entries of the attention matrix at a time.
 TILE = 2**22
@@ -25,13 +25,12 @@ def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.T
     The m-th of the M tokens of the replay sees the text and the replay up to itself. Blocks of queries are
     computed at a time.
 
-    Args: keys [B, H_kv, T, D], any strides; replay_queries [B, H_q, M, D] and replay_keys [B, H_kv, M, D],
-    after RoPE, at the positions after the text. Returns scores [B, H_kv, T], from 0 to 1, higher = keep,
-    float32 (float64 for float64); it costs O(M T). Raises ValueError naming the argument that does not fit,
-    and on a CPU for NaN or infinite numbers.
+    Args: replay_queries and replay_keys, after RoPE, at the positions after the text. Returns scores
+    [B, H_kv, T], from 0 to 1, higher = keep, float32 (float64 for float64); it costs O(M T). Raises
+    ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers.
     """
-    if kernels := kernels_for("received_attention", keys, replay_queries, replay_keys):
-        return kernels.score_replay(keys, replay_queries, replay_keys)
+    if kernels.take("received_attention", keys, replay_queries, replay_keys):
+        return kernels.received_attention.score_replay(keys, replay_queries, replay_keys)
     scores = [keys.new_zeros(keys.shape[::2], dtype=working_dtype(keys))] * keys.shape[1]
     for head, _, weights in replay_attention_in_blocks(keys, replay_queries, replay_keys):
         scores[head] = scores[head].maximum(weights.amax(dim=(1, 2)))

@@ -3,7 +3,6 @@ of the next partition.
 """
 
 import math
-from types import ModuleType
 
 import torch
 from torch.linalg import vector_norm
@@ -16,9 +15,9 @@ from evictionary.reference.lagkv import (
     why_nothing_removed,
 )
 
+from . import kernels
 from .cache import compress as gather
 from .checks import fits, require_fit, working_dtype
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .states import CompressedCache
 
@@ -78,13 +77,12 @@ def score(
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores of a
     partition sum to 2.
 
-    Args: keys [..., L, D], values [..., L, D_v]; next_keys [..., L', D], next_values [..., L', D_v], the
-    partition after it. Returns [..., L], higher = keep, float32 (float64 for float64). Raises ValueError if
-    shapes, dtypes or devices disagree, and on a CPU for NaN or infinite numbers. Source: section 2.2,
-    equations 7 to 11.
+    Args: keys and values of a partition; next_keys and next_values, the partition after it. Returns [..., L],
+    higher = keep, float32 (float64 for float64). Raises ValueError if shapes, dtypes or devices disagree, and
+    on a CPU for NaN or infinite numbers. Source: section 2.2, equations 7 to 11.
     """
-    if kernels := _kernels(keys, values, keys.shape[-2], beside=(next_keys, next_values)):
-        return kernels.score(keys, values, next_keys, next_values)
+    if _kernels_take(keys, values, keys.shape[-2], beside=(next_keys, next_values)):
+        return kernels.lagkv.score(keys, values, next_keys, next_values)
     return variation_score(keys, next_keys) + variation_score(values, next_values)
 
 
@@ -99,7 +97,6 @@ def select(
     One partition is scored at a time, for all heads at once:
     it and its successor stay in the processor's cache.
 
-    Args: keys [B, H_kv, T, D]; values [B, H_kv, T, D_v]; keep_ratio in [0, 1]; sink_size >= 0; lag_size >= 1.
     Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Raises ValueError naming
     the argument, and on a CPU for NaN or infinite numbers. Source: section 2.2 and figure 1.
     """
@@ -109,8 +106,10 @@ def select(
     if left == length:
         return kept
     kept_each = tokens_per_partition(keep_ratio, lag_size)
-    if kernels := _kernels(keys, values, lag_size):
-        return kernels.select(keys, values, kept, sink_size=sink_size, lag_size=lag_size, kept_each=kept_each)
+    if _kernels_take(keys, values, lag_size):
+        return kernels.lagkv.select(
+            keys, values, kept, sink_size=sink_size, lag_size=lag_size, kept_each=kept_each
+        )
     rooms = [
         states.new_empty(states[:, :, :lag_size].shape, dtype=working_dtype(states))
         for states in (keys, values)
@@ -134,17 +133,17 @@ def compress(
     """
     require_fit("lagkv.select", keys, values)
     left = retained_length(keys.shape[2], keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
-    if kernels := _kernels(keys, values, lag_size):
+    if _kernels_take(keys, values, lag_size):
         kept_each = tokens_per_partition(keep_ratio, lag_size)
-        return kernels.compress(
+        return kernels.lagkv.compress(
             keys, values, left, sink_size=sink_size, lag_size=lag_size, kept_each=kept_each
         )
     kept = select(keys, values, keep_ratio=keep_ratio, sink_size=sink_size, lag_size=lag_size)
     return gather(keys, values, kept)
 
 
-def _kernels(
+def _kernels_take(
     keys: torch.Tensor, values: torch.Tensor, lag_size: int, beside: tuple[torch.Tensor, ...] = ()
-) -> ModuleType | None:
-    """Return the kernels if they take these states in partitions of `lag_size` tokens, beside the next."""
-    return kernels_for("lagkv", keys, values, beside=beside) if lag_size <= LONGEST_IN_KERNELS else None
+) -> bool:
+    """Return whether the kernels take these states in partitions of `lag_size` tokens, beside the next."""
+    return lag_size <= LONGEST_IN_KERNELS and kernels.take("lagkv", keys, values, beside=beside)

@@ -4,7 +4,6 @@ attention from them.
 
 import math
 from collections.abc import Callable
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -14,12 +13,11 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_count
 from evictionary.reference.contract import contract_of
 
-from . import ada_kv, gradients
+from . import ada_kv, gradients, kernels
 from .attention import grouped_logits, row_products
 from .cache import compress
 from .checks import fits, require_fit, require_same_device, require_shape, working_dtype
 from .h2o import score as received_attention
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import capped, weights
 from .states import CompressedCache, Moments, Step, zero_moments
@@ -44,7 +42,7 @@ class Recovered(NamedTuple):
 
 @fits()
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
-    r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values [..., T, D_v]."""
+    r"""MK-22: the moments of the empty set, for the heads of keys and values."""
     return zero_moments(keys, values)
 
 
@@ -52,14 +50,13 @@ def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any order.
 
-    Args: moments, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T],
-    boolean, True = evicted now. Returns the Moments after, in float32 or the dtype of the moments where that
-    is wider. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
-    numbers and for a negative count. Source: equation 25.
+    Args: moments, before; evicted, True = evicted now. Returns the Moments after, in float32 or the dtype of
+    the moments where that is wider. Raises ValueError naming the argument that does not fit, and on a CPU for
+    NaN or infinite numbers and for a negative count. Source: equation 25.
     """
     moments = _wide(moments, keys)
-    if kernels := _kernels(keys, values, moments):
-        return kernels.update(moments, keys, values, evicted)
+    if _kernels_take(keys, values, moments):
+        return kernels.momentkv.update(moments, keys, values, evicted)
     dtype = moments.key_sum.dtype
     gone_keys = torch.where(evicted[..., None], keys.to(dtype), 0)
     gone_values = torch.where(evicted[..., None], values.to(dtype), 0)
@@ -86,8 +83,8 @@ def compress_prompt(
     line = f"{contract_of('cache.compress').line}, moments?: Moments B H_kv"
     require_fit(line, keys, values, kept, moments)
     before = zero_moments(keys, values) if moments is None else _wide(moments, keys)
-    if kernels := _kernels(keys, values, before):
-        return kernels.compress_prompt(keys, values, kept, before)
+    if _kernels_take(keys, values, before):
+        return kernels.momentkv.compress_prompt(keys, values, kept, before)
     return compress(keys, values, kept), update(before, keys, values, ~kept)
 
 
@@ -124,15 +121,15 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`,
     alpha the attention over the retained keys.
 
-    Args: query [B, H_q, D], the decode query; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the
-    retained tokens, any strides; moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
-    keep, float32 (float64 for float64); alpha is the mean of the probabilities that the query heads of a
-    group give. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
-    numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
+    Args: query, the decode query; keys and values of the retained tokens; moments of
+    the evicted ones. Returns [B, H_kv, T], at least 0, higher = keep, float32 (float64
+    for float64); alpha is the mean of the probabilities that the query heads of a group
+    give. Raises ValueError naming the argument that does not fit, and on a CPU for NaN
+    or infinite numbers. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
     moments = _wide(moments, keys)
-    if kernels := _kernels(keys, values, moments, query):
-        return kernels.score(query, keys, values, moments)
+    if _kernels_take(keys, values, moments, query):
+        return kernels.momentkv.score(query, keys, values, moments)
     return _scores(grouped_logits(query[:, :, None], keys), keys, values, moments)
 
 
@@ -171,15 +168,14 @@ def attend(
 
     Its logit is `log n_e + q . kbar / sqrt(d)` (MK-11), its value `vbar + Stilde q / (n_e sqrt(d))` (MK-9).
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; kept [B, H_kv, T],
-    boolean (other tokens have no weight; if they have been evicted, `moments` holds them); moments of the
+    Args: kept (other tokens have no weight; if they have been evicted, `moments` holds them); moments of the
     evicted tokens. Returns [B, H_q, D_v] in the dtype of query. With no moments it is f_R; a head that keeps
     nothing and has no moments gives 0. Raises ValueError naming the argument that does not fit, and on a CPU
     for NaN or infinite numbers. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
     moments = _wide(moments, keys)
-    if kernels := _kernels(keys, values, moments, query):
-        return kernels.attend(query, keys, values, kept, moments)
+    if _kernels_take(keys, values, moments, query):
+        return kernels.momentkv.attend(query, keys, values, kept, moments)
     logits = grouped_logits(query[:, :, None], keys).squeeze(3).masked_fill(~kept[:, :, None], -math.inf)
     return _mixed(query, pad(logits, (0, 1)), values, moments)
 
@@ -276,8 +272,8 @@ def step_trusted(
     writable = all(
         field.dtype == dtype and field.is_contiguous() for field, dtype in zip(moments, dtypes, strict=True)
     )
-    if writable and (kernels := _kernels(keys, values, moments, query)):
-        return kernels.step(query, new_key, new_value, keys, values, positions, moments, position)
+    if writable and _kernels_take(keys, values, moments, query):
+        return kernels.momentkv.step(query, new_key, new_value, keys, values, positions, moments, position)
     length, dtype = keys.shape[2], moments.key_sum.dtype
     new_keys, new_values = new_key[:, :, None], new_value[:, :, None]
     logits, scores, places = _lowest_of_layer(query, (keys, new_keys), (values, new_values), moments)
@@ -388,8 +384,7 @@ def decode_step(
     The functional form of `step`: it copies the cache, and returns it in position order. A decoder with a
     fixed budget is faster with `step`.
 
-    Args: query [B, H_q, D]; new_key [B, H_kv, D]; new_value [B, H_kv, D_v]; the retained keys [B, H_kv, T, D]
-    and values, any strides, and the moments, before; budget (L), at least 1. The new token may be evicted at
+    Args: the retained keys and values, and the moments, before; budget (L). The new token may be evicted at
     once. Returns a Step that shares no storage with its arguments. Raises ValueError naming the argument, and
     on a CPU for NaN or infinite numbers.
     """
@@ -432,10 +427,10 @@ def score_prompt(
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and the
     group, then over each chunk.
 
-    Args: queries [B, H_q, W, D], those of the last W tokens (32 in the paper), causal among themselves; keys
-    [B, H_kv, T, D] and values [B, H_kv, T, D_v] of the whole prompt, W <= T; chunk_size, neighbours that
-    share one score. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError naming the
-    argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
+    Args: queries, those of the last M tokens (32 in the paper), causal among
+    themselves; keys and values of the whole prompt; chunk_size, neighbours that share
+    one score. Returns [B, H_kv, T], float32 (float64 for float64). Raises ValueError
+    naming the argument, and on a CPU for NaN or infinite numbers. Source: section 5.1.
     """
     return _attention_and_score(queries, keys, values, chunk_size)[1]
 
@@ -531,11 +526,11 @@ def _wide(moments: Moments, keys: torch.Tensor) -> Moments:
     return Moments(count.to(torch.int64), *(field.to(dtype) for field in sums))
 
 
-def _kernels(
+def _kernels_take(
     keys: torch.Tensor, values: torch.Tensor, moments: Moments, query: torch.Tensor | None = None
-) -> ModuleType | None:
-    """Return the kernels if they take these states and moments."""
+) -> bool:
+    """Return whether the kernels take these states and moments."""
     fits = moments.key_sum.dtype == torch.float32 and (
         query is None or query.shape[1] <= LARGEST_GROUP * keys.shape[1]
     )
-    return kernels_for("momentkv", keys, values, beside=(moments, query)) if fits else None
+    return fits and kernels.take("momentkv", keys, values, beside=(moments, query))

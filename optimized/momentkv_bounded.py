@@ -32,9 +32,7 @@ class Bounds(NamedTuple):
 
 @fits()
 def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
-    r"""MB-1: the bounds of the empty set, for the heads of
-    keys [..., T, D] and values [..., T, D_v], in their dtype.
-    """
+    r"""MB-1: the bounds of the empty set, for the heads of keys and values, in their dtype."""
     key_high, value_high = (torch.full_like(states[..., 0, :], -torch.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
@@ -43,10 +41,9 @@ def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
 def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Bounds:
     r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values alike.
 
-    Args: bounds, before; keys [B, H_kv, T, D]; values [B, H_kv, T, D_v], any strides; evicted [B, H_kv, T],
-    boolean, True = evicted now. Returns the Bounds after, in the wider dtype of the bounds and the states:
-    they are never rounded. Raises ValueError naming the argument that does not fit, and on a CPU for NaN or
-    infinite keys and values.
+    Args: bounds, before; evicted, True = evicted now. Returns the Bounds after, in the wider dtype of the
+    bounds and the states: they are never rounded. Raises ValueError naming the argument that does not fit,
+    and on a CPU for NaN or infinite keys and values.
     """
     kept = ~evicted[..., None]
     return Bounds(

@@ -4,10 +4,9 @@ r"""A cache in pages, and its compaction in place: what an engine does once it h
 
 import torch
 
-from . import gradients
+from . import gradients, kernels
 from .attention import attend
 from .checks import fits, require_finite, require_fit, require_same_kind
-from .kernels.launching import kernels_for
 from .states import CompressedCache, PagedCache
 
 __all__ = ["PagedCache", "attend_pages", "compact_in_place", "compact_pages", "gather_pages", "slot_mapping"]
@@ -44,8 +43,8 @@ def _compact(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.T
     """`compact_in_place` of arguments that fit."""
     held, filled = _held(paged, paged.lengths), _filled(paged)
     _require_own_pages(paged, held)
-    if kernels := kernels_for("paging", paged.keys, paged.values):
-        lengths = kernels.compact(paged, kept)
+    if kernels.take("paging", paged.keys, paged.values):
+        lengths = kernels.paging.compact(paged, kept)
     else:
         kept = kept & filled
         lengths = kept.sum(dim=-1)
@@ -92,13 +91,13 @@ def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor
     r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU
     they are gathered first.
 
-    Args: queries [B, H_q, M, D], all later than the cache; paged,
-    see PagedCache. Returns and raises as `attention.attend`.
+    Args: queries, all later than the cache; paged, see PagedCache. Returns and raises as `attention.attend`.
     """
     require_finite("queries", queries)
     require_same_kind("paged.keys", paged.keys, "queries", queries)
-    if kernels := kernels_for("attention", queries, paged.values, beside=paged):
-        return kernels.attend(queries, PagedCache(*paged))  # whoever calls may have a tuple of another class
+    if kernels.take("attention", queries, paged.values, beside=paged):
+        # whoever calls may have a tuple of another class
+        return kernels.attention.attend(queries, PagedCache(*paged))
     return attend(queries, gather_pages(paged))
 
 

@@ -8,10 +8,9 @@ import torch
 
 from evictionary.reference.checks import group_size
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, require_finite_by, room_for, working_dtype
 from .cpu import BLOCK, blockwise
-from .kernels.launching import kernels_for
 
 
 @fits()
@@ -22,8 +21,7 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
     It is the last eigenvector of the D x D matrix of the queries'
     products, in float64: squares lose half of the digits.
 
-    Args: queries [..., N, D], any strides. Returns [..., D], of length 1, float32 (float64 for float64).
-    Raises ValueError for unusable queries.
+    Returns [..., D], of length 1, float32 (float64 for float64). Raises ValueError for unusable queries.
     """
     wide = queries.double()
     direction = torch.linalg.eigh(wide.mT @ wide).eigenvectors[..., -1]
@@ -38,8 +36,8 @@ def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a
     KV head: the mean of the directions of its query heads.
 
-    Args: queries [B, H_q, N, D], of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length
-    at most 1, float32 (float64 for float64). Raises ValueError naming the argument.
+    Args: queries, of a calibration text, after RoPE. Returns filters [B, H_kv, D], of length at most 1,
+    float32 (float64 for float64). Raises ValueError naming the argument.
     """
     group_size(queries.shape[1], num_kv_heads)
     return main_direction(queries).unflatten(1, (num_kv_heads, -1)).mean(dim=2)
@@ -50,14 +48,14 @@ def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     r"""QF-3: `score_t = f . k_t`, which is proportional to
     the expected logit where queries are spread around f.
 
-    Args: keys [B, H_kv, T, D], after RoPE, any strides; q_filters [B, H_kv, D], of `calibrate`, in any
-    floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises
-    ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source: the
-    public code, where stored filter and score have the other sign.
+    Args: keys, after RoPE; q_filters, of `calibrate`, in any floating dtype. Returns scores [B, H_kv, T],
+    higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument that does not
+    fit, and on a CPU for NaN or infinite numbers. Source: the public code, where stored filter and score have
+    the other sign.
     """
     along = q_filters.to(working_dtype(keys))
-    if kernels := kernels_for("projections", keys, beside=along):
-        scores = kernels.project(keys, along)
+    if kernels.take("projections", keys, beside=along):
+        scores = kernels.projections.project(keys, along)
     elif gradients.are_wanted(keys, along):
         scores = (keys.to(along.dtype) * along[:, :, None]).sum(dim=-1)
     else:

@@ -7,9 +7,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from evictionary.reference.checks import as_count
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 from .selection import top_k
 from .softmax import PLAIN, current, weights
 
@@ -28,10 +28,9 @@ def select(
     r"""QU-3: the tokens that each query head attends to: those of the `budget // page_size` pages with the
     highest bounds, the last page among them.
 
-    Args: query [B, H_q, D], of the last token; keys [B, H_kv, T, D], its own included, any strides;
-    layer_index, counted from 0: the first `skipped_layers` attend to all; budget, tokens for a head, at least
-    1; page_size, tokens of a page, at least 1. Returns [B, H_q, T], boolean. Raises ValueError naming the
-    argument, and on a CPU for NaN or infinite numbers.
+    Args: query, of the last token; keys, its own included; layer_index, counted from 0: the first
+    `skipped_layers` attend to all; budget, tokens for a head; page_size, tokens of a page. Returns
+    [B, H_q, T], boolean. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     length = keys.shape[2]
     low, high = page_bounds(keys, page_size=page_size)
@@ -48,9 +47,9 @@ def select(
 def page_bounds(keys: torch.Tensor, *, page_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
 
-    Args: keys [B, H_kv, T, D], any strides; token t is in page `t // page_size`, so the last may be shorter.
-    Returns m and M, [B, H_kv, P, D] with P = ceil(T / page_size), in the dtype of keys. Raises ValueError
-    naming the argument, and on a CPU for NaN or infinite numbers.
+    Token t is in page `t // page_size`, so the last may be shorter. Returns m and
+    M, [B, H_kv, P, D] with P = ceil(T / page_size), in the dtype of keys. Raises
+    ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     return page_bounds_trusted(keys, page_size)
 
@@ -69,9 +68,9 @@ def append(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""QU-1: the bounds after one more token: the last page is widened, or a new page begins.
 
-    Args: low and high [B, H_kv, P, D], those so far; key [B, H_kv, D]; count, the tokens of the last page, 1
-    to page_size: a page of page_size tokens is full. Returns both, in new tensors. Raises ValueError naming
-    the argument, and on a CPU for NaN or infinite numbers.
+    Args: low and high, those so far; count, the tokens of the last page, up to page_size: a page of page_size
+    tokens is full. Returns both, in new tensors. Raises ValueError naming the argument, and on a CPU for NaN
+    or infinite numbers.
     """
     new, pages = key[:, :, None], torch.arange(low.shape[2], device=low.device)[:, None]
     if as_count("count", count, low=1, high=page_size) == page_size:
@@ -87,17 +86,16 @@ def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
     A positive channel of the query takes the maximum and a negative one the minimum, so U is the sum of two
     products of matrices.
 
-    Args: query [B, H_q, D]; low and high [B, H_kv, P, D], low at most high. Returns [B, H_q, P], without the
-    factor 1 / sqrt(D), in float32 (float64 for float64). Raises ValueError naming the argument, and on a CPU
-    for NaN or infinite numbers.
+    Args: low and high, low at most high. Returns [B, H_q, P], without the factor 1 / sqrt(D), in float32
+    (float64 for float64). Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     return bounds_trusted(query, low, high)
 
 
 def bounds_trusted(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     """`bounds` without a look at its arguments."""
-    if kernels := kernels_for("quest", query, low, high):
-        return kernels.bounds(query, low, high)
+    if kernels.take("quest", query, low, high):
+        return kernels.quest.bounds(query, low, high)
     rows = query.to(working_dtype(query)).unflatten(1, (low.shape[1], -1))
     # Decision: each query head for itself, also where a group reads one KV head.
     return (rows.clamp(min=0) @ high.to(rows).mT + rows.clamp(max=0) @ low.to(rows).mT).flatten(1, 2)
@@ -111,8 +109,7 @@ def attend(
 
     It computes all logits and masks, so it shows what Quest answers and saves no time.
 
-    Args: query [B, H_q, D]; keys [B, H_kv, T, D] and values [B, H_kv, T, D_v], any strides; attended
-    [B, H_q, T], from `select`, a token or more of each head. Returns [B, H_q, D_v] in the dtype of query.
+    Args: attended, from `select`, a token or more of each head. Returns [B, H_q, D_v] in the dtype of query.
     Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers.
     """
     return attend_trusted(query, keys, values, attended)

@@ -12,9 +12,9 @@ from torch.nn.functional import max_pool1d
 
 from evictionary.reference.checks import require_window
 
+from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 # Rows and columns of the similarity matrix of one head at a time.
 BLOCK = 512
@@ -28,12 +28,12 @@ def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     The sum over i of the cosines is one product of k_j's direction and the sum of all directions. The matrix
     is needed for the latest similar keys alone (`_latest_similar`).
 
-    Args: keys [B, H_kv, T, D] (any leading axes), any strides; threshold, the cosine above which two keys are
-    similar. Returns [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2), and
-    less where many keys are similar. Raises ValueError for unusable keys.
+    Args: threshold, the cosine above which two keys are similar. Returns
+    [B, H_kv, T], summing to 1, float32 (float64 for float64); it costs O(T^2),
+    and less where many keys are similar. Raises ValueError for unusable keys.
     """
-    if kernels := kernels_for("rkv", keys):
-        return (kernels.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
+    if kernels.take("rkv", keys):
+        return (kernels.rkv.totals(keys, threshold) / keys.shape[-2]).softmax(dim=-1).float()
     wide = keys.to(working_dtype(keys)).reshape(-1, *keys.shape[-2:])
     # the square of 1e30 overflows
     wide = wide / wide.detach().abs().amax(dim=-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
@@ -102,9 +102,8 @@ def importance(
     r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u / sqrt(D))`,
     before the window.
 
-    Args: queries [B, H_q, M, D], of the last M >= window_size tokens, after RoPE; keys [B, H_kv, T, D], T >
-    window_size; kernel_size K, odd. Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises
-    ValueError naming the argument.
+    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size; kernel_size K.
+    Returns [B, H_kv, T - window_size], float32 (float64 for float64). Raises ValueError naming the argument.
     """
     require_window(queries.shape[2], keys.shape[2], window_size)
     logits = grouped_logits(queries[:, :, -window_size:], keys[:, :, :-window_size])
@@ -124,10 +123,10 @@ def score(
 ) -> torch.Tensor:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
-    Args: those of `importance` and `redundancy`; importance_share in [0, 1]. The keys of the window count for
-    the redundancy of the others. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64);
-    all infinite where T <= window_size. Raises ValueError naming the argument, and on a CPU for NaN or
-    infinite numbers. Source: the public code, whose defaults these are.
+    Args: those of `importance` and `redundancy`. The keys of the window count for the redundancy of the
+    others. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite where T <=
+    window_size. Raises ValueError naming the argument, and on a CPU for NaN or infinite numbers. Source: the
+    public code, whose defaults these are.
     """
     scores = keys.new_full(keys.shape[:3], math.inf, dtype=working_dtype(keys))
     if keys.shape[2] > window_size:

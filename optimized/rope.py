@@ -29,9 +29,9 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int = 
 def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
     r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.
 
-    Args: states [..., T, D], any strides; positions [T] or any shape that broadcasts to [..., T], on the
-    device of states. Negated positions undo the rotation. Returns [..., T, D] in the dtype of states. Raises
-    ValueError for an odd D and for positions elsewhere, and on a CPU for NaN or infinite numbers.
+    Args: positions [T] or any shape that broadcasts to [..., T], on the device of states. Negated positions
+    undo the rotation. Returns [..., T, D] in the dtype of states. Raises ValueError for an odd D and for
+    positions elsewhere, and on a CPU for NaN or infinite numbers.
     """
     if not isinstance(positions, torch.Tensor):
         raise ValueError(f"positions: got {type(positions).__name__}, wanted a torch tensor")

@@ -16,8 +16,7 @@ from .h2o import received_attention
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
     r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
 
-    Args: weights [..., N]; kernel_size K. Returns [..., N] in float32 (float64 for float64). Raises
-    ValueError for an even K.
+    Args: kernel_size K. Returns [..., T] in float32 (float64 for float64). Raises ValueError for an even K.
     """
     require_fit("weights: ... N", weights)
     as_odd("kernel_size", kernel_size)
@@ -35,11 +34,10 @@ def score(
     r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group, pooled;
     infinity for the window.
 
-    Args: queries [B, H_q, M, D], of the last M tokens, after RoPE, at least those of the window; keys [B,
-    H_kv, T, D], any strides; window_size >= 1; kernel_size, odd. Returns scores [B, H_kv, T], higher = keep,
-    float32 (float64 for float64); all infinite where T <= window_size. A budget of at least window_size keeps
-    the whole window under `selection.top_k`. Raises ValueError naming the argument, and on a CPU for NaN or
-    infinite numbers. Source: section 4 of the paper.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window. Returns scores
+    [B, H_kv, T], higher = keep, float32 (float64 for float64); all infinite where T <= window_size. A budget
+    of at least window_size keeps the whole window under `selection.top_k`. Raises ValueError naming the
+    argument, and on a CPU for NaN or infinite numbers. Source: section 4 of the paper.
     """
     length = keys.shape[2]
     window = as_window(window_size, queries.shape[2], length)

@@ -3,7 +3,7 @@ the tokens (gpt-oss).
 
 The papers of the methods know neither. A cache opens `of_model` around a method, and everything in
 `optimized` that computes attention asks here: `capped` for its logits, `weights` for its probabilities.
-Without `of_model` they are plain. Kernels are plain too, so `kernels_for` leaves what reads attention to
+Without `of_model` they are plain. Kernels are plain too, so `kernels.take` leaves what reads attention to
 torch in that time.
 """
 

@@ -8,8 +8,8 @@ import torch
 
 from evictionary.reference.checks import as_count
 
+from . import kernels
 from .checks import fits, require_fit, working_dtype
-from .kernels.launching import kernels_for
 from .states import CompressedCache
 
 
@@ -18,10 +18,9 @@ def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
     r"""SL-1: `score_t = t`, and infinity for the first
     `sink_size` tokens: top-k of it is sinks plus the most recent.
 
-    Args: keys [B, H_kv, T, D] (any leading axes), of which only shape, dtype and
-    device are read; sink_size >= 0. Returns scores [B, H_kv, T], float32 (exact up to
-    16,777,216 tokens; float64 for float64 keys). Raises ValueError for a wrongly
-    shaped or integer `keys` or a negative sink_size. Source: section 3.2 of the paper.
+    Args: keys, of which only shape, dtype and device are read. Returns scores [B, H_kv, T], float32 (exact up
+    to 16,777,216 tokens; float64 for float64 keys). Raises ValueError for a wrongly shaped or integer `keys`
+    or a negative sink_size. Source: section 3.2 of the paper.
     """
     positions = torch.arange(keys.shape[-2], dtype=working_dtype(keys), device=keys.device)
     positions[:sink_size] = math.inf
@@ -41,8 +40,8 @@ def compress(keys: torch.Tensor, values: torch.Tensor, *, budget: int, sink_size
     batch, num_heads, length, _ = keys.shape
     kept = min(as_count("budget", budget, low=0), length)
     sinks = min(as_count("sink_size", sink_size, low=0), kept)
-    if kept and (kernels := kernels_for("streaming_llm", keys, values)):
-        return kernels.compress(keys, values, sinks, kept - sinks)
+    if kept and kernels.take("streaming_llm", keys, values):
+        return kernels.streaming_llm.compress(keys, values, sinks, kept - sinks)
     position = torch.arange(length, device=keys.device)
     index = position[(position < sinks) | (position >= length - kept + sinks)]
     return CompressedCache(

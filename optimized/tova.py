@@ -13,10 +13,9 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t`
     for the last query, the same for every KV head.
 
-    Args: queries [B, H_q, M, D], the last M after RoPE, of which the last one is read; keys [B, H_kv, T, D],
-    any strides. Returns scores [B, H_kv, T], higher = keep, summing to 1, float32 (float64 for float64).
-    Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite numbers. Source:
-    section 3.2 of the paper.
+    Args: queries, the last M after RoPE, of which the last one is read. Returns scores [B, H_kv, T], higher =
+    keep, summing to 1, float32 (float64 for float64). Raises ValueError naming the argument that does not
+    fit, and on a CPU for NaN or infinite numbers. Source: section 3.2 of the paper.
     """
     # Decision: nothing is protected; the last token attends to itself and competes like any other, as in the
     # authors' code.

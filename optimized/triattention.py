@@ -7,9 +7,8 @@ The paper is known here from its public code: WeianMao/triattention, triattentio
 
 import torch
 
-from . import gradients
+from . import gradients, kernels
 from .checks import fits, working_dtype
-from .kernels.launching import kernels_for
 
 
 def pair_lengths(states: torch.Tensor) -> torch.Tensor:
@@ -28,8 +27,8 @@ def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the
     mean query, and what the mean hides of each pair's length.
 
-    Args: queries [..., N, D] of a calibration text, before RoPE. Returns the mean [..., D] and the slack
-    [..., D/2], float32 (float64 for float64). Raises ValueError for unusable queries or an odd D.
+    Args: queries of a calibration text, before RoPE. Returns the mean [..., D] and the slack [..., D/2],
+    float32 (float64 for float64). Raises ValueError for unusable queries or an odd D.
     """
     wide = queries.to(working_dtype(queries))
     mean = wide.mean(dim=-2)
@@ -41,15 +40,14 @@ def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.
     r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`,
     `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`.
 
-    Args: keys [B, H_kv, T, D], after RoPE, any strides; query_direction [B, H_q, D] and query_slack [B, H_q,
-    D/2], calibrated, in any floating dtype. Returns scores [B, H_kv, T], higher = keep, float32 (float64 for
-    float64 keys). Raises ValueError naming the argument that does not fit, and on a CPU for NaN or infinite
-    numbers. Source: the public code.
+    Args: keys, after RoPE; query_direction and query_slack, calibrated, in any floating dtype. Returns scores
+    [B, H_kv, T], higher = keep, float32 (float64 for float64 keys). Raises ValueError naming the argument
+    that does not fit, and on a CPU for NaN or infinite numbers. Source: the public code.
     """
     heads, dtype = keys.shape[1], working_dtype(keys)
     direction, slack = query_direction.to(dtype), query_slack.to(dtype)
-    if kernels := kernels_for("projections", keys, beside=(direction, slack)):
-        rows = kernels.project(keys, direction, slack).unflatten(1, (heads, -1))
+    if kernels.take("projections", keys, beside=(direction, slack)):
+        rows = kernels.projections.project(keys, direction, slack).unflatten(1, (heads, -1))
     else:
         wide = keys.to(dtype)
         rows = direction.unflatten(1, (heads, -1)) @ wide.mT

@@ -28,6 +28,19 @@ def test_reference_imports_numpy_and_itself_alone() -> None:
     assert ours - numpys - set(sys.stdlib_module_names) == {"evictionary"}
 
 
+def test_optimized_needs_triton_for_its_kernels_alone() -> None:
+    program = (
+        "import importlib, pkgutil, sys; sys.modules['triton'] = None\n"
+        "import torch; from evictionary import optimized\n"
+        "for file in pkgutil.iter_modules(optimized.__path__):\n    "
+        "file.name == 'teaching' or importlib.import_module('evictionary.optimized.' + file.name)\n"
+        "assert optimized.keydiff.score(torch.ones(3, 4)).shape == (3,)\n"
+        "assert not hasattr(optimized.kernels, 'nothing')\n"
+        "optimized.kernels.keydiff"
+    )
+    assert "ModuleNotFoundError: import of triton halted" in python("-c", program, code=1).stderr
+
+
 @pytest.mark.parametrize("room", ["reference", "optimized", "spec_tests"])
 def test_no_module_exists_twice(room: str) -> None:
     assert f"import evictionary.{room}" in python("-c", f"import {room}", code=1).stderr

@@ -19,8 +19,8 @@ from transformers.cache_utils import (
 from evictionary.cache.checks import require_rows
 from evictionary.errors import require
 from evictionary.models.load import EVICTED
+from evictionary.optimized import kernels
 from evictionary.optimized.cache import CompressedCache, compress
-from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.states import Moments
 from evictionary.policies import State, moments_of
 
@@ -261,7 +261,7 @@ class EvictingLayer(DynamicLayer):
         cache = self._ragged
         if cache is None or self.stored or self.holes is not None:
             return False
-        return not cache.keys.requires_grad and kernels_for("attention", *cache[:2]) is None
+        return not cache.keys.requires_grad and not kernels.take("attention", *cache[:2])
 
     def evict(self, kept: torch.Tensor, compressed: CompressedCache | None = None) -> None:
         """Keep the tokens of `contents()` where kept [B, H_kv, N]

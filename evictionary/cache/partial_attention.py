@@ -12,9 +12,8 @@ from types import ModuleType
 import torch
 
 from evictionary.cache.layers import EvictingLayer
-from evictionary.optimized import attention, gradients
+from evictionary.optimized import attention, gradients, kernels
 from evictionary.optimized.checks import working_dtype
-from evictionary.optimized.kernels.launching import kernels_for
 from evictionary.optimized.softmax import PLAIN, Softmax
 from evictionary.optimized.states import Moments
 from evictionary.policies import hooks
@@ -44,9 +43,11 @@ def attend(
     )
     parts = []
     beside = layer.ragged, moments, layer.bias
-    if fits and (kernels := kernels_for("attention", queries, keys, values, beside=beside)):
+    if fits and kernels.take("attention", queries, keys, values, beside=beside):
         recent = (keys, values) if layer.stored else None
-        parts.append(kernels.attend(queries, layer.ragged, recent, moments, layer.plans, bias=layer.bias))
+        parts.append(
+            kernels.attention.attend(queries, layer.ragged, recent, moments, layer.plans, bias=layer.bias)
+        )
         moments = None
     elif queries.shape[2] == 1 and not gradients.are_wanted(queries, keys, values, layer.ragged, moments):
         return attend_token(queries, layer, _beside(queries, values, moments, policies, softmax), softmax.cap)

@@ -4,8 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from evictionary.optimized import gradients, h2o, softmax
-from evictionary.optimized.kernels.launching import kernels_for
+from evictionary.optimized import gradients, h2o, kernels, softmax
 from evictionary.policies import Compression
 
 
@@ -17,9 +16,7 @@ def attend_prompt(
     Args: queries [B, H_q, T, D], keys and values of a prompt without a mask. Returns [B, H_q, T, D_v] and the
     scores [B, H_kv, T].
     """
-    is_fast = (
-        keys.device.type == "cpu" or kernels_for("received_attention", queries, keys, values) is not None
-    )
+    is_fast = keys.device.type == "cpu" or kernels.take("received_attention", queries, keys, values)
     if not is_fast or gradients.are_wanted(queries, keys, values, softmax.current()):
         return None  # the model's own attention gives them for less
     return h2o.attend_and_score(queries, keys, values)

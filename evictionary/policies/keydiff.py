@@ -6,15 +6,14 @@ from collections.abc import Callable
 
 import torch
 
-from evictionary.optimized import keydiff
-from evictionary.optimized.kernels.launching import kernels_for
+from evictionary.optimized import kernels, keydiff
 from evictionary.policies import Compression, State
 
 
 def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
     """KD-8 with the anchor that KD-6 has kept up to date, where kernels read the keys once then."""
     keys, before = compression.keys, compression.state.pop("anchor", None)
-    if not compression.every or not compression.method.is_top_k or not kernels_for("keydiff", keys):
+    if not compression.every or not compression.method.is_top_k or not kernels.take("keydiff", keys):
         return None
     added = None if before is None else keydiff.update_anchor(before, keys[:, :, -compression.new :], None)
     anchor = keydiff.anchor_sum(keys) if added is None else added

@@ -37,7 +37,7 @@ import triton.language as tl
 
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, is_for, launch, outputs, padded, warps
+from .launching import floats, is_amd, is_for, launch, launcher, outputs, padded, warps
 from .strided import Rows, load_row, pages, row_of_slot, strided
 from .tiles import LN_2, LOG2_E, absorb, at_head, dot_dtype, load_queries, load_tile
 
@@ -94,6 +94,7 @@ def chunk_size(tokens: int, row_blocks: int) -> int:
     return max(CHUNKS[0], min(wanted, CHUNKS[1] * row_blocks))
 
 
+@launcher
 def attend(
     queries: torch.Tensor,
     cache: CompressedCache | PagedCache | None,

@@ -22,13 +22,14 @@ import triton.language as tl
 
 from ..states import CompressedCache
 from .compiling import HEAD_DIMS, configurations
-from .launching import launch, padded
+from .launching import launch, launcher, padded
 from .strided import strided
 from .tiles import copy_tile, head_of
 
 ELEMENTS_OF_A_TILE = 4096
 
 
+@launcher
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V
     together, in position order, as `optimized.cache.compress`.

@@ -17,11 +17,12 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, launch, on_tensor_cores, outputs, padded, warps
+from .launching import as_heads, launch, launcher, on_tensor_cores, outputs, padded, warps
 from .strided import strided
 from .tiles import add_product, dot_dtype, head_and_tokens, head_of, load_tile
 
 
+@launcher
 def spread(
     values: torch.Tensor, kept: torch.Tensor, parts: torch.Tensor, first: torch.Tensor, order: torch.Tensor
 ) -> torch.Tensor:

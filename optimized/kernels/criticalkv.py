@@ -11,11 +11,12 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, on_tensor_cores, padded
+from .launching import floats, launch, launcher, on_tensor_cores, padded
 from .strided import Rows, strided
 from .tiles import dot_dtype, head_and_tokens, head_of, load_tile
 
 
+@launcher
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     r"""CK-1: norms [B, H_kv, T], float32, of values
     [B, H_kv, T, D_v] and w_o [H_q, D_v, hidden], any strides.

@@ -18,12 +18,13 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded
+from .launching import floats, launch, launcher, padded
 from .received_attention import by_channels, load_rows, row_logits, scale_of, split_of, tile_of
 from .strided import strided
 from .tiles import absorb, add_product, head_and_tokens, head_of, load_tile
 
 
+@launcher
 def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     r"""DK-2 before the pooling, [B, H_kv, T], float32, as `optimized.dropkv.squares`."""
     queries, keys = by_channels(queries), by_channels(keys)

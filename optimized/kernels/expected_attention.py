@@ -34,7 +34,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
-from .launching import floats, launch, on_tensor_cores, padded, register_limit, warps
+from .launching import floats, launch, launcher, on_tensor_cores, padded, register_limit, warps
 from .strided import Rows, strided
 from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
@@ -46,6 +46,7 @@ TERMS = 2
 TOKENS_OF_A_RUN = 512
 
 
+@launcher
 def score(
     keys: torch.Tensor,
     values: torch.Tensor,

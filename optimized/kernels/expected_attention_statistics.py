@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ..rope import frequencies
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, padded, register_limit, warps
+from .launching import as_heads, floats, launch, launcher, padded, register_limit, warps
 from .strided import strided
 from .tiles import at_head, dot_dtype, head_of, load_tile
 
@@ -35,6 +35,7 @@ LEAST_TOKENS_OF_A_SPLIT = 512
 REFRESH = tl.constexpr(64)  # tiles
 
 
+@launcher
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5, EA-L1: mean and covariance of queries before
     RoPE, as `optimized.expected_attention.query_statistics`.
@@ -42,6 +43,7 @@ def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]
     return _statistics(queries, None, None, None)
 
 
+@launcher
 def unrotated_statistics(
     queries: torch.Tensor, positions: torch.Tensor, theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:

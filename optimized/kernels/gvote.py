@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded, warps
+from .launching import floats, launch, launcher, padded, warps
 from .selection import keep_each
 from .strided import strided
 from .tiles import dot_dtype, head_of, load_queries, load_tile
@@ -51,6 +51,7 @@ from .tiles import dot_dtype, head_of, load_queries, load_tile
 WORKSPACE = 64 * 2**20  # bytes for the samples' logits at a time
 
 
+@launcher
 def select(
     query: torch.Tensor, keys: torch.Tensor, sampled_queries: torch.Tensor, beyond: float
 ) -> torch.Tensor:
@@ -85,6 +86,7 @@ def _waves(batch: int, num_kv_heads: int, samples: int, *, bytes_each: int) -> t
     return 1, max(1, heads), samples if heads else max(1, fitting)
 
 
+@launcher
 def nucleus(attention: torch.Tensor, beyond: float) -> torch.Tensor:
     r"""GV-A2: the smallest set with mass >= p, as `optimized.gvote.nucleus`; `beyond` is 1 - p. Weights
     below 0 count as 0.
@@ -93,6 +95,7 @@ def nucleus(attention: torch.Tensor, beyond: float) -> torch.Tensor:
     return keep_each(rows, _nuclei(rows.float(), beyond, from_logits=False)).view(attention.shape)
 
 
+@launcher
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
     r"""GV-5, GV-A10: every row keeps its own number of tokens, as `optimized.gvote.top_each`."""
     length = scores.shape[-1]

@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, padded
+from .launching import as_heads, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import head_of, load_tile, power_of_two
 
@@ -41,28 +41,23 @@ ELEMENTS_OF_A_TILE = 8192
 STAGES = tl.constexpr(3)
 
 
+@launcher
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, as `optimized.keydiff.score`."""
-    return score_and_sums(keys)[0]
-
-
-def score_and_sums(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    r"""KD-8 with what it is made of: the scores [..., T], the sums of unit keys [heads, splits, D], and 1 /
-    |k| [..., T] of the keys as `load_keys` gives them, 0 for a zero key.
-    """
     inverses = floats(keys, *keys.shape[:-1])
-    sums = _partial_sums(keys, inverses)
-    return _score(keys, sums, inverses), sums, inverses
+    return score_against(keys, partial_sums(keys, inverses), inverses)
 
 
+@launcher
 def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `T mu = sum_i k_i / |k_i|`, as `optimized.keydiff.anchor_sum`."""
-    return _partial_sums(keys, None).sum(dim=1).reshape(*keys.shape[:-2], keys.shape[-1])
+    return partial_sums(keys, None).sum(dim=1).reshape(*keys.shape[:-2], keys.shape[-1])
 
 
+@launcher
 def score_with_anchor(keys: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
     r"""KD-8 with a given anchor, as `optimized.keydiff.score_with_anchor`: the keys are read once."""
-    return _score(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)
+    return score_against(keys, anchor.reshape(-1, 1, keys.shape[-1]).contiguous(), None)
 
 
 def _tile(keys: torch.Tensor) -> dict[str, Any]:
@@ -77,9 +72,9 @@ def _splits(length: int, block_t: int) -> tuple[int, int]:
     return split, triton.cdiv(length, split)
 
 
-def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
+def partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
     """Return the sum of the unit keys of every split, [B * H_kv, splits, D] float32; write 1 / |k| to
-    `inverses` [.., T].
+    `inverses` [..., T], of the keys as `load_keys` gives them, 0 for a zero key.
     """
     heads, tile = as_heads(keys), _tile(keys)
     batch, num_heads, length, head_dim = heads.shape
@@ -93,7 +88,7 @@ def _partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Te
     return sums
 
 
-def _score(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
+def score_against(keys: torch.Tensor, sums: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:
     """Score the keys, of which `inverses` may have 1 / |k|, against the sum of `sums` [B * H_kv, parts, D]
     over its parts.
     """

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, padded
+from .launching import as_heads, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import head_and_tokens, head_of, load_tile, power_of_two
 
 ELEMENTS_OF_A_TILE = 4096
 
 
+@launcher
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: `score_i = -|k_i|`, as `optimized.knorm.score`."""
     heads = as_heads(keys)

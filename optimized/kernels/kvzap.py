@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import floats, launch, padded
+from .launching import floats, launch, launcher, padded
 from .strided import Rows, strided
 from .tiles import head_and_tokens, load_tile
 
 BLOCK_T, BLOCK_C = 128, 32  # tokens of a program, and channels of a step
 
 
+@launcher
 def score(hidden_states: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     r"""ZA-2: scores [B, H_kv, T] of hidden_states [B, T, hidden], with weights [B, H_kv, hidden] and bias
     [B, H_kv] in float32.

@@ -38,7 +38,7 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded
+from .launching import floats, launch, launcher, padded
 from .selection import keep_highest, ordered, top_k
 from .strided import strided
 from .tiles import copy_tile, head_of, load_tile, rows_from
@@ -48,6 +48,7 @@ ROWS = tl.constexpr(8)
 STAGES = tl.constexpr(3)
 
 
+@launcher
 def score(
     keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
 ) -> torch.Tensor:
@@ -58,6 +59,7 @@ def score(
     return _scores(parts, keys.shape[-2], next_keys.shape[-2], 1).view(keys.shape[:-1])
 
 
+@launcher
 def select(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -94,6 +96,7 @@ def _scores(parts: Sequence[torch.Tensor], lag: int, following: int, scored: int
     return scores
 
 
+@launcher
 def compress(
     keys: torch.Tensor, values: torch.Tensor, retained: int, *, sink_size: int, lag_size: int, kept_each: int
 ) -> CompressedCache:

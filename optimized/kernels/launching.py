@@ -5,23 +5,16 @@ environment. Triton then runs them in its interpreter, slowly but with the same 
 them through `optimized`. The variable has to be set before Triton is imported. Inputs that the kernels do not
 support take the torch path, on any device; on a GPU a warning says why.
 
-Triton launches on the current device, which need not be that of the tensors: a layer of a model may live on
-another GPU. So no entry gets a bare module of kernels, but one whose launchers make the device of the tensors
-the current one (`Launchers`).
-
-The entries of `optimized` import this file, also without
-Triton: it imports Triton and the kernels when they are needed.
+The entries of `optimized` import this file, also without Triton: it imports Triton when it is needed.
 """
 
 import contextlib
 import functools
-import importlib
 import os
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,29 +24,29 @@ LARGEST_HEAD_DIM = 256
 PLAIN_ALONE = {"attention", "dropkv", "expected_attention", "gvote", "momentkv", "received_attention"}
 """The kernels that compute a softmax, which is the plain one."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
-def kernels_for(
-    stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM, beside: Any = ()
-) -> ModuleType | None:
-    """Return the kernels of a stem if they take these tensors: their device, dtype and last axis, at most
-    `longest`. None where a gradient is wanted of them, or of what they read `beside` them (gradients.py).
+def take(stem: str, *tensors: torch.Tensor, longest: int | None = LARGEST_HEAD_DIM, beside: Any = ()) -> bool:
+    """Return whether the kernels of a stem take these tensors: their device, dtype and last axis, at most
+    `longest`. False where a gradient is wanted of them, or of what they read `beside` them (gradients.py).
 
     Tensors on a GPU that no kernel takes give a warning, the first time for each reason.
     """
     if stem in PLAIN_ALONE and softmax.current() != softmax.PLAIN:
-        return None
+        return False
     if gradients.are_wanted(tensors, beside):
         if tensors[0].is_cuda:
             _warn_once(
                 f"the {stem} kernels: got tensors that require a gradient, which no kernel gives; the slower "
                 "torch path takes their place, and torch.no_grad() brings the kernels back"
             )
-        return None
+        return False
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     for tensor in tensors:
         if not tensor.is_cuda and not (interpreted and is_interpreted(tensor)):
-            return None
+            return False
         refused = tensor.dtype not in DTYPES
         if refused or (longest is not None and tensor.shape[-1] > longest):
             if tensor.is_cuda:
@@ -62,8 +55,8 @@ def kernels_for(
                 _warn_once(
                     f"the {stem} kernels: got {got}, wanted {wanted}; the slower torch path takes their place"
                 )
-            return None
-    return Launchers(importlib.import_module(f"{__package__}.{stem}"), tensors[0].device)
+            return False
+    return True
 
 
 @functools.cache
@@ -71,23 +64,22 @@ def _warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=4)  # of whoever calls the entry
 
 
-class Launchers(ModuleType):
-    """A file of kernels whose functions run with one device as the current one."""
+def launcher(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Let a function that launches kernels run where its
+    tensors are, and refuse those of which a gradient is wanted.
 
-    def __init__(self, kernels: ModuleType, device: torch.device) -> None:
-        super().__init__(kernels.__name__)
-        self._kernels, self._device = kernels, device
+    Triton launches on the current device, which need not be that of the tensors: a layer of a model may live
+    on another GPU. The first argument, a tensor or a tuple of tensors, says on which device all of them are.
+    """
 
-    def __getattr__(self, name: str) -> Any:
-        launcher = getattr(self._kernels, name)
+    @functools.wraps(function)
+    def launched(*given: Given.args, **named: Given.kwargs) -> Result:
+        gradients.refuse(function, given, named)
+        first: Any = given[0]
+        with current((first[0] if isinstance(first, tuple) else first).device):
+            return function(*given, **named)
 
-        @functools.wraps(launcher)
-        def launch(*arguments: Any, **options: Any) -> Any:
-            gradients.refuse(launcher, arguments, options)
-            with current(self._device):
-                return launcher(*arguments, **options)
-
-        return launch
+    return launched
 
 
 def launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., Any]:

@@ -55,7 +55,17 @@ import triton.language as tl
 from ..states import Moments, zero_moments
 from .attention import attend as attend_parts
 from .compiling import FEW_SPILLS, HEAD_DIMS, configurations
-from .launching import floats, is_amd, is_for, launch, on_tensor_cores, outputs, padded, register_limit
+from .launching import (
+    floats,
+    is_amd,
+    is_for,
+    launch,
+    launcher,
+    on_tensor_cores,
+    outputs,
+    padded,
+    register_limit,
+)
 from .momentkv_prompt import compress_prompt, contiguous, update
 from .strided import Rows, copy_row, load_row, strided
 from .tiles import absorb, at_head, dot_dtype, head_of, load_tile, power_of_two
@@ -67,6 +77,7 @@ SPLITS_AT_ONCE = tl.constexpr(16)
 LOG2E = tl.constexpr(math.log2(math.e))
 
 
+@launcher
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
     r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`, as
     `optimized.momentkv.score`.
@@ -83,6 +94,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     return scores
 
 
+@launcher
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
 ) -> torch.Tensor:
@@ -91,6 +103,7 @@ def attend(
     return output[:, :, 0]
 
 
+@launcher
 def step(
     query: torch.Tensor,
     new_key: torch.Tensor,

@@ -23,7 +23,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, zero_moments
 from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded
+from .launching import floats, launch, launcher, padded
 from .strided import strided
 from .tiles import copy_tile, dot_dtype, head_of, load_tile
 
@@ -31,6 +31,7 @@ PROGRAMS_WANTED = 256
 LEAST_TOKENS_OF_A_SPLIT = 256
 
 
+@launcher
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: the moments with those of the evicted tokens
     added, as `optimized.momentkv.update`; the sums are float32.
@@ -38,6 +39,7 @@ def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: 
     return _sum_evicted(keys, values, ~evicted, moments)
 
 
+@launcher
 def compress_prompt(
     keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments, total: int | None = None
 ) -> tuple[CompressedCache, Moments]:

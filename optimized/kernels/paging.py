@@ -24,12 +24,13 @@ import triton.language as tl
 
 from ..states import PagedCache
 from .compiling import HEAD_DIMS, configurations
-from .launching import launch, padded
+from .launching import launch, launcher, padded
 from .strided import pages, row_of_slot
 
 ELEMENTS_OF_A_TILE = 4096
 
 
+@launcher
 def compact(paged: PagedCache, kept: torch.Tensor) -> torch.Tensor:
     """Move the kept tokens inside the pools of `paged`; return the new lengths [B, H_kv]. kept [B, H_kv, n
     * S].

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded
+from .launching import floats, launch, launcher, padded
 from .strided import strided
 from .tiles import at_head, head_and_tokens, head_of, load_tile, power_of_two
 
 ELEMENTS_OF_A_TILE = 4096
 
 
+@launcher
 def project(keys: torch.Tensor, directions: torch.Tensor, slack: torch.Tensor | None = None) -> torch.Tensor:
     r"""The rows [B, H_q, T], float32, of keys [B, H_kv, T, D],
     directions [B, H_q, D] and slack [B, H_q, D/2] in float32.

@@ -11,13 +11,14 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, padded
+from .launching import floats, launch, launcher, padded
 from .strided import load_row, strided
 from .tiles import at_head, head_and_tokens, head_of, load_tile
 
 ELEMENTS_OF_A_TILE = 4096
 
 
+@launcher
 def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     r"""QU-2: bounds [B, H_q, P], float32, of query [B, H_q, D], low and high [B, H_kv, P, D], any strides."""
     batch, num_heads, pages, head_dim = low.shape

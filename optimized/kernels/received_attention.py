@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, launch, on_tensor_cores, outputs, padded
+from .launching import floats, is_amd, launch, launcher, on_tensor_cores, outputs, padded
 from .strided import strided
 from .tiles import LN_2, LOG2_E, absorb, dot_dtype, head_of, load_tile
 
@@ -42,6 +42,7 @@ MOST_SPLITS = 64
 LEAST_TOKENS_OF_A_SPLIT = 512
 
 
+@launcher
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: the attention that every token receives from the
     queries, mean over the group, as `optimized.h2o.score`.
@@ -50,6 +51,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     return _sum_columns(queries, keys, _sum_rows(queries, keys, None)[0])
 
 
+@launcher
 def attend_and_score(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,6 +61,7 @@ def attend_and_score(
     return output.to(queries.dtype), _sum_columns(queries, keys, logs)
 
 
+@launcher
 def score_replay(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
     r"""KZ-2: the largest attention that a query of the replay gives each token, as `optimized.kvzip.score`.
 
@@ -72,6 +75,7 @@ def score_replay(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: 
     return torch.cat(scores)
 
 
+@launcher
 def score_chunks(queries: torch.Tensor, keys: torch.Tensor, chunk_size: int) -> torch.Tensor:
     r"""CO-3: the attention that every token receives from
     its chunk, as `optimized.compactor.group_attention`.
@@ -91,6 +95,7 @@ def score_chunks(queries: torch.Tensor, keys: torch.Tensor, chunk_size: int) -> 
     return torch.stack(sequences)
 
 
+@launcher
 def measure_window(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""CAKE-1, CAKE-2: how far the attention of the queries spreads over the tokens before them, and how much
     it moves, [2, B] float64, summed over the query heads.

@@ -21,18 +21,21 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .keydiff import load_keys, score_and_sums
-from .launching import as_heads, floats, is_amd, launch
+from .keydiff import load_keys, partial_sums, score_against
+from .launching import as_heads, floats, is_amd, launch, launcher
 from .received_attention import tile_of
 from .strided import strided
 from .tiles import head_of
 
 
+@launcher
 def totals(keys: torch.Tensor, threshold: float) -> torch.Tensor:
     r"""RK-1, RK-2: the sum of the cosines of each key
     [..., T, D], without those that are latest: [..., T], float64.
     """
-    scores, sums, inverses = score_and_sums(keys)
+    inverses = floats(keys, *keys.shape[:-1])
+    sums = partial_sums(keys, inverses)
+    scores = score_against(keys, sums, inverses)
     found, latest = _latest(keys, inverses, threshold)
     sizes = torch.linalg.vector_norm(sums.double().sum(dim=1), dim=-1).view(*keys.shape[:-2], 1)
     # Without the cosine of a key with itself. In float64 the order of the sums does not show.

@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import launch, padded, warps
+from .launching import launch, launcher, padded, warps
 
 LONGEST_SHORT_ROW = 16384
 MOST_CHUNKS = 256
@@ -38,6 +38,7 @@ PROGRAMS_WANTED = 2048
 LEAST_TOKENS_OF_A_CHUNK = 4096
 
 
+@launcher
 def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: keep the `count` highest scores of each row, from 0 to T, as `optimized.selection.top_k`."""
     length = scores.shape[-1]

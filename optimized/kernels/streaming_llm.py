@@ -18,11 +18,12 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import ELEMENTS_OF_A_TILE, Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import launch, padded
+from .launching import launch, launcher, padded
 from .strided import strided
 from .tiles import copy_tile, head_of
 
 
+@launcher
 def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) -> CompressedCache:
     r"""SL-1, CACHE-1: the first `sinks` and the last `recent`
     tokens of every head, as `optimized.streaming_llm.compress`.

@@ -14,6 +14,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -28,6 +29,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from evictionary.optimized import kernels
 from evictionary.optimized.kernels import launching
 from evictionary.optimized.momentkv_bounded import no_bounds
 from evictionary.optimized.states import CompressedCache, PagedCache, zero_moments
@@ -48,15 +50,15 @@ def functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
 
 
 def on_gpu(dtype: torch.dtype = torch.bfloat16, head_dim: int = 128) -> Any:
-    """What `kernels_for` asks a tensor on the second GPU of a machine."""
+    """What `kernels.take` asks a tensor on the second GPU of a machine."""
     return SimpleNamespace(
         is_cuda=True, device=torch.device("cuda:1"), dtype=dtype, shape=(1, 8, 4096, head_dim)
     )
 
 
-@pytest.mark.parametrize("stem", KERNELS)
+@pytest.mark.parametrize("first", [on_gpu(), (on_gpu(), None)], ids=["a tensor", "a state"])
 def test_a_launcher_runs_with_the_device_of_the_tensors_as_the_current_one(
-    stem: str, monkeypatch: pytest.MonkeyPatch
+    first: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     current = [torch.device("cuda:0")]
 
@@ -67,23 +69,47 @@ def test_a_launcher_runs_with_the_device_of_the_tensors_as_the_current_one(
         current.pop()
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    launchers = functions(KERNELS[stem])
-    for name in launchers:
-        monkeypatch.setattr(KERNELS[stem], name, lambda *given, **named: (current[-1], given, named))
-    kernels = launching.kernels_for(stem, on_gpu())
-    assert launchers
-    for name in launchers:
-        assert getattr(kernels, name)(1, two=2) == (torch.device("cuda:1"), (1,), {"two": 2})
-        assert current == [torch.device("cuda:0")]
+    launched = launching.launcher(lambda *given, **named: (current[-1], given, named))
+    assert launched(first, 1, two=2) == (torch.device("cuda:1"), (first, 1), {"two": 2})
+    assert current == [torch.device("cuda:0")]
 
 
-def test_nobody_gets_kernels_but_from_kernels_for() -> None:
+def callers() -> Iterator[tuple[Path, ast.Module]]:
+    """The files outside of the kernels that may call them."""
     for folder in ("optimized", "evictionary"):
         for path in (ROOT / folder).rglob("*.py"):
-            imported = set(
-                re.findall(r"kernels\.(\w+) import|kernels import (\w+)", path.read_text(encoding="utf-8"))
-            )
-            assert {name for pair in imported for name in pair if name} <= {"launching"}, path
+            if path.parent.name != "kernels":
+                yield path, ast.parse(path.read_text(encoding="utf-8"))
+
+
+def launchers(tree: ast.AST) -> Iterator[tuple[str, str]]:
+    """The launchers that a piece of a program names, `kernels.keydiff.score` as its file and its name."""
+    for node in ast.walk(tree):
+        if found := re.fullmatch(r"kernels\.(\w+)\.(\w+)", ast.unparse(node)):
+            yield found[1], found[2]
+
+
+def test_nobody_gets_kernels_without_asking_whether_they_take_the_tensors() -> None:
+    for path, tree in callers():
+        imported = re.findall(r"kernels\.(\w+) import|kernels import (\w+)", path.read_text(encoding="utf-8"))
+        assert {name for pair in imported for name in pair if name} <= {"launching"}, path
+        asked = [
+            found
+            for node in ast.walk(tree)
+            if isinstance(node, ast.If)
+            and re.search("kernels.take|kernels_take|in_kernels", ast.unparse(node.test))
+            for line in node.body
+            for found in launchers(line)
+        ]
+        assert sorted(asked) == sorted(launchers(tree)), path
+
+
+def test_whatever_is_called_of_a_file_of_kernels_is_a_launcher() -> None:
+    called = {each for _, tree in callers() for each in launchers(tree)}
+    assert {stem for stem, _ in called} == set(KERNELS) - {"expected_attention_statistics", "momentkv_prompt"}
+    a_launcher = launching.launcher(print).__code__
+    for stem, name in called:
+        assert getattr(KERNELS[stem], name).__code__ is a_launcher, f"{stem}.{name}"
 
 
 @pytest.mark.parametrize(
@@ -98,10 +124,10 @@ def test_what_no_kernel_takes_is_said_once(tensor: Any, told: str) -> None:
     launching._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert launching.kernels_for("keydiff", on_gpu(), tensor) is None
-        assert launching.kernels_for("keydiff", tensor) is None
+        assert not kernels.take("keydiff", on_gpu(), tensor)
+        assert not kernels.take("keydiff", tensor)
         # nobody expects kernels on a CPU
-        assert launching.kernels_for("keydiff", torch.ones(2, 320, dtype=torch.float64)) is None
+        assert not kernels.take("keydiff", torch.ones(2, 320, dtype=torch.float64))
     assert [told in str(one.message) for one in said] == [True]
 
 

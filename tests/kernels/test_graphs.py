@@ -234,33 +234,34 @@ def test_a_kernel_past_the_gate_refuses_by_its_name(stem: str) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.importorskip("triton")
     keys, values = inputs("keys", "values", dtype=torch.float32)
-    launchers = launching.Launchers(importlib.import_module(f"{kernels.__name__}.{stem}"), keys.device)
     calls = {
-        "knorm": (lambda: launchers.score(keys), "keys: .*knorm.score launches kernels"),
+        "knorm": (lambda: kernels.knorm.score(keys), "keys: .*knorm.score launches kernels"),
         "momentkv": (
-            lambda: launchers.update(moments(keys, values), keys.detach(), values.detach(), KEPT),
+            lambda: kernels.momentkv.update(moments(keys, values), keys.detach(), values.detach(), KEPT),
             "moments.key_sum: .*momentkv_prompt.update launches kernels",
         ),
-        "selection": (lambda: launchers.top_k(keys[..., 0], 3), "scores: .*selection.top_k launches kernels"),
+        "selection": (
+            lambda: kernels.selection.top_k(keys[..., 0], 3),
+            "scores: .*selection.top_k launches kernels",
+        ),
     }
     refused(*calls[stem], ValueError)
 
 
-def test_the_gate_is_open_without_a_gradient_and_says_why_it_is_shut(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gate_is_open_without_a_gradient_and_says_why_it_is_shut() -> None:
     """On a GPU. What is beside the tensors counts too."""
-    monkeypatch.setattr(launching.importlib, "import_module", lambda name: launching)
     keys, plain = Gpu(requires_grad=True), Gpu()
     with torch.no_grad():
-        assert launching.kernels_for("knorm", keys)
-    assert launching.kernels_for("knorm", plain, beside=(None, (plain, 3)))
+        assert kernels.take("knorm", keys)
+    assert kernels.take("knorm", plain, beside=(None, (plain, 3)))
     launching._warn_once.cache_clear()
     with pytest.warns(
         UserWarning, match=r"the knorm kernels: got tensors that require a gradient, .*no_grad"
     ):
-        assert launching.kernels_for("knorm", keys) is None
+        assert not kernels.take("knorm", keys)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert launching.kernels_for("knorm", plain, beside=(None, (keys, 3))) is None
+        assert not kernels.take("knorm", plain, beside=(None, (keys, 3)))
 
 
 class Gpu(torch.Tensor):
