@@ -2,7 +2,6 @@
 quoted code. Each function gets the page that it writes for.
 """
 
-import inspect
 import json
 import posixpath
 import re
@@ -27,6 +26,7 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from evictionary import source
 from evictionary.cli.app import app
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
@@ -238,8 +238,7 @@ def summary(path: str) -> tuple[str, str]:
     """The first paragraph of what a function of reference/ says of itself, and its signature."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
-    told = inspect.cleandoc(found.docstring).partition("\n\n")[0].replace("\n", " ").replace("`", "")
-    return told, re.split(r'\n\s+r?"""', found.source.removeprefix("@contract\n"))[0]
+    return source.first_paragraph(found.docstring).replace("`", ""), source.signature(found.source)
 
 
 def code(page: str, target: str) -> str:
