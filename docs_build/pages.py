@@ -40,6 +40,7 @@ from evictionary.spec_tests.proof import matrix
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions
 from evictionary.store import cell
+from tests import rulers
 from tutorials.build import REPOSITORY, heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
@@ -273,6 +274,11 @@ def reached(page: str) -> str:
     )
 
 
+def measured_by_rulers(page: str) -> str:
+    """What a question takes of the code of today, in files, functions and lines."""
+    return rulers.markdown(rulers.rulers())
+
+
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
@@ -281,6 +287,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "code": code,
     "included": included,
     "reached": reached,
+    "rulers": measured_by_rulers,
 }
 
 
