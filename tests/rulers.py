@@ -92,8 +92,10 @@ def of_questions(code: "Code") -> list[Ruler]:
         Ruler("Why did a law of KeyDiff fail? Files up to what it allows", 5, len(files(law)), 5, law),
         Ruler("Where is a kernel of KeyDiff launched? Functions", 8, len(keydiff), made_of=keydiff),
         Ruler("Where is a kernel of KeyDiff launched? Files", 3, len(files(keydiff))),
-        Ruler("Where is a kernel of a method launched? Functions, median", 6, median(steps), made_of=ways),
-        Ruler("Where is a kernel of a method launched? Functions, the most", 8, max(steps)),
+        Ruler(
+            "Where is a kernel of a method launched? Functions, median", 6, median(steps or [0]), made_of=ways
+        ),
+        Ruler("Where is a kernel of a method launched? Functions, the most", 8, max(steps, default=0)),
     ]
 
 
@@ -210,13 +212,18 @@ class Code:
         is_its_own = f"{source}.{name}" in self.modules or way == [Definition(source, name)]
         return way if is_its_own or not way else [Definition(source, ""), *way]
 
-    def member(self, way: list[Definition], name: str) -> list[Definition]:
-        """The way on to what a module or a class has under a name."""
-        *before, owner = way
-        if not owner.name:
-            return self._handed_on(owner.module, name)
-        method = Definition(owner.module, f"{owner.name}.{name}")
-        return [*before, method] if method.name in self.modules[owner.module].defined else []
+    def members(self, way: list[Definition], names: list[str]) -> list[Definition]:
+        """The way on to what a module or a class has under a name, and that under the next one."""
+        for name in names:
+            if not way:
+                break
+            *before, owner = way
+            method = Definition(owner.module, f"{owner.name}.{name}")
+            if not owner.name:
+                way = [*before, *self._handed_on(owner.module, name)]
+            else:
+                way = [*before, method] if method.name in self.modules[owner.module].defined else []
+        return way
 
 
 def mentioned(code: Code, definition: Definition) -> Iterator[list[Definition]]:
@@ -227,15 +234,25 @@ def mentioned(code: Code, definition: Definition) -> Iterator[list[Definition]]:
     module, types = definition.module, annotations(node)
     local = {*types, *(each.id for each in ast.walk(node) if is_stored(each))}
     for found in (each for statement in node.body for each in ast.walk(statement)):
-        match found:
-            case ast.Name(id=name) if name not in local:
+        match dotted(found):
+            case [name] if name not in local:
                 yield code.find(module, name)
-            case ast.Attribute(value=ast.Name(id=owner), attr=name):
+            case [owner, *names] if names:
                 meant = types.get(owner, "") if owner in local else owner  # the class of an argument
-                if way := code.find(module, meant):
-                    yield code.member(way, name)
-                else:
-                    yield way_through_launchers(code, module, values_of(node, owner), name)
+                way = code.find(module, meant)
+                yield code.members(way, names) or way_through_launchers(
+                    code, module, values_of(node, owner), names[0]
+                )
+
+
+def dotted(node: ast.AST) -> list[str]:
+    """The names of `kernels.keydiff.score`, one after the other; none for an expression of another kind."""
+    match node:
+        case ast.Name(id=name):
+            return [name]
+        case ast.Attribute(value=value, attr=name) if before := dotted(value):
+            return [*before, name]
+    return []
 
 
 def annotations(node: ast.FunctionDef) -> dict[str, str]:

@@ -81,6 +81,7 @@ TREE = {
     "reference/checks.py": "def require_few(keys):\n    return len(keys)\n",
     "optimized/norm.py": ENTRY,
     "optimized/checks.py": "def require_few(keys):\n    pass\n",
+    "optimized/kernels/__init__.py": "",
     "optimized/kernels/norm.py": KERNELS,
     "optimized/kernels/launching.py": LAUNCHING,
     "spec_tests/norm/mutants.toml": "[one]\n",
@@ -142,6 +143,13 @@ def test_the_way_to_a_kernel_passes_what_finds_its_file(code: Code) -> None:
         *("score", "add_up"),
     ]
     assert len(files(way)) == 3
+
+
+def test_the_way_to_a_kernel_is_short_where_its_file_is_imported(tmp_path: Path) -> None:
+    direct = "from . import kernels\n\ndef score(keys):\n    return kernels.norm.score(keys)\n"
+    way = way_to_the_kernel(Code(laid(tmp_path, TREE | {"optimized/norm.py": direct})), "norm")
+    assert [definition.name for definition in way] == ["score", "score", "add_up"]
+    assert len(files(way)) == 2
 
 
 def test_a_circle_is_seen_through_imports_for_types_and_inside_of_functions(code: Code) -> None:
