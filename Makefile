@@ -5,7 +5,7 @@ BIN := .venv/bin
 # Threads that spin while they wait make everything several times slower on a machine that is busy.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/tested.txt
 # One thread for each of as many processes as there are cores.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) --profile quick
@@ -47,7 +47,7 @@ oracle: .venv/installed  ## every planted mistake, made in the reference too
 wheel-check: .venv/installed  ## the wheel in environments of its own
 	$(BIN)/python tests/wheel.py
 
-# The newest release of every dependency, without constraints.txt, and the oldest that pyproject.toml allows, each in an environment of
+# The newest release of every dependency, with no pinned version, and the oldest that pyproject.toml allows, each in an environment of
 # its own (build/newest, build/oldest). ENDS="--pin transformers==5.19.0 --only cache"
 latest: .venv/installed  ## the newest release of every dependency, tried
 	$(BIN)/python tests/ends.py newest $(ENDS)
@@ -84,18 +84,18 @@ compiled-all: build/compiled  ## every law of the compiled kernels
 	$(EXECUTED) spec_tests $(TUNED)
 	$(EXECUTED) spec_tests $(TO_READ)
 
-build/compiled: compiled.txt | .venv/installed
+build/compiled: requirements/compiled.txt | .venv/installed
 	rm -rf $@
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --require-hashes --target $@ -r compiled.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --ignore-requires-python --require-hashes --target $@ -r requirements/compiled.txt
 	touch $@
 
 # KeyDiff in JAX and in MLX, judged (docs/reference/plug_in.md). hypothesis reads the source of what is not in a site-packages.
 arrays: build/arrays  ## KeyDiff in JAX and in MLX, judged
 	PYTHONPATH=$(CURDIR)/build/arrays/site-packages $(PYTEST) -m arrays tests/arrays
 
-build/arrays: arrays.txt | .venv/installed
+build/arrays: requirements/arrays.txt | .venv/installed
 	rm -rf $@
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $@/site-packages -r arrays.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --target $@/site-packages -r requirements/arrays.txt
 	touch $@
 
 # Every kernel in every configuration for four GPUs, without one: minutes. The older Triton is common on machines with GPUs; it is
@@ -163,10 +163,10 @@ typed: .venv/installed  ## mypy
 	$(BIN)/python -m mypy -p evictionary
 
 # Installed once; again only after a change of what is to be installed.
-.venv/installed: pyproject.toml constraints.txt
+.venv/installed: pyproject.toml requirements/tested.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Evictionary needs Python 3.11 or newer, and $(PYTHON) is " + sys.version.split()[0] + "; name another one: make PYTHON=python3.12")'
 	test -x $(BIN)/python || $(PYTHON) -m venv --clear .venv
-	@echo "installing what constraints.txt names: minutes at the first time"
+	@echo "installing what requirements/tested.txt names: minutes at the first time"
 	rm -rf evictionary.egg-info  # which a built wheel leaves: the ranges of an earlier pyproject.toml would be read there
 	@$(PIP) torch && $(PIP) --editable '.[dev]' || { echo 'the installation failed: it needs a package index that pip reaches, now or from its cache; $(subst --quiet ,,$(PIP)) --editable ".[dev]" says more'; exit 1; }
 	touch $@

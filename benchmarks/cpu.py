@@ -3,8 +3,8 @@
 
 Both score the same tensors in one process, one layer of Llama-3.1-8B: 8 KV heads and 32 query heads of 128
 channels, batch 1, in float32 and bfloat16. kvpress needs another version of transformers than this project,
-so the command makes its own environment (torch of `constraints.txt`, kvpress and its requirements) in the
-user's cache folder, once, and runs there.
+so the command makes its own environment (torch of `requirements/tested.txt`, kvpress and what it requires)
+in the user's cache folder, once, and runs there.
 
 The benchmark compares whole scores, from the same input tensors to the input of top-k. A press of kvpress
 takes hidden states and an attention module; the module here projects with the identity, so the hidden states
@@ -286,7 +286,7 @@ PINNED = ("torch", "numpy", "triton")
 
 
 def constraints(text: str) -> str:
-    """The lines of constraints.txt that the environment of kvpress keeps."""
+    """The lines of requirements/tested.txt that the environment of kvpress keeps."""
     return "\n".join(line for line in text.splitlines() if line.split("==")[0] in PINNED) + "\n"
 
 
@@ -301,7 +301,7 @@ def environment() -> Path:
     done = folder / "constraints.txt"
     packages = (f"kvpress=={KVPRESS}", "rich", "typer")
     wanted = f"# for {', '.join(packages)}\n" + constraints(
-        (ROOT / "constraints.txt").read_text(encoding="utf-8")
+        (ROOT / "requirements" / "tested.txt").read_text(encoding="utf-8")
     )
     if done.exists() and done.read_text(encoding="utf-8") == wanted and python.exists():
         return python

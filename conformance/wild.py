@@ -139,7 +139,7 @@ def _with_package() -> tuple[Path, Path]:
 
     python = environment()
     pip = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    _run("pip install", [*pip, "--constraint", str(ROOT / "constraints.txt"), *JUDGES], {}, 900)
+    _run("pip install", [*pip, "--constraint", str(ROOT / "requirements" / "tested.txt"), *JUDGES], {}, 900)
     place = "import importlib.util; print(importlib.util.find_spec('kvpress').submodule_search_locations[0])"
     return python, Path(_run("the search for kvpress", [str(python), "-c", place], {}, 60).strip()).parent
 

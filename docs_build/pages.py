@@ -2,7 +2,6 @@
 quoted code. Each function gets the page that it writes for.
 """
 
-import inspect
 import json
 import posixpath
 import re
@@ -27,6 +26,7 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from evictionary import source
 from evictionary.cli.app import app
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import markdown as rendered
@@ -40,6 +40,7 @@ from evictionary.spec_tests.proof import matrix
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions
 from evictionary.store import cell
+from tests import rulers
 from tutorials.build import REPOSITORY, heading, lessons, question
 
 PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
@@ -238,8 +239,7 @@ def summary(path: str) -> tuple[str, str]:
     """The first paragraph of what a function of reference/ says of itself, and its signature."""
     stem, _, name = path.partition(".")
     found = definitions(f"reference/{stem}.py")[name]
-    told = inspect.cleandoc(found.docstring).partition("\n\n")[0].replace("\n", " ").replace("`", "")
-    return told, re.split(r'\n\s+r?"""', found.source.removeprefix("@contract\n"))[0]
+    return source.first_paragraph(found.docstring).replace("`", ""), source.signature(found.source)
 
 
 def code(page: str, target: str) -> str:
@@ -274,6 +274,11 @@ def reached(page: str) -> str:
     )
 
 
+def measured_by_rulers(page: str) -> str:
+    """What a question takes of the code of today, in files, functions and lines."""
+    return rulers.markdown(rulers.rulers())
+
+
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
@@ -284,6 +289,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "reached": reached,
     "sizes_of_models": sizes.beside_models,
     "sizes_of_functions": sizes.of_functions,
+    "rulers": measured_by_rulers,
 }
 
 

@@ -1,5 +1,6 @@
-"""Python sources: a user's file, imported as it is now, and what a docstring says first."""
+"""Python sources: a file of the user as it is now; of a function, its signature and what it says first."""
 
+import ast
 import importlib.util
 import sys
 from importlib.machinery import SourceFileLoader
@@ -33,6 +34,15 @@ def import_file(name: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def signature(source: str) -> str:
+    """The lines of a function or a class from `def` or `class`
+    to the colon, as its source has them, without decorators.
+    """
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.FunctionDef | ast.ClassDef)
+    return "\n".join(source.splitlines()[definition.lineno - 1 : definition.body[0].lineno - 1])
 
 
 def first_paragraph(text: str) -> str:

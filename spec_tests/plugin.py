@@ -252,12 +252,11 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     """A worker of pytest-xdist watches the calls that it makes; now, since pytest has turned its own dump
     of a crash on.
     """
-    if session.config.getoption("--brief") and (
-        workers := session.config.pluginmanager.getplugin("terminaldistreporter")
-    ):
-        workers.write_line = workers.rewrite = lambda *line, **named: (
-            None
-        )  # nobody asked how many workers there are
+    plugins = session.config.pluginmanager
+    if session.config.getoption("--brief") and (workers := plugins.getplugin("terminaldistreporter")):
+        # nobody asked how many workers there are, nor for an empty line where they begin
+        plugins.unregister(workers)
+        plugins.getplugin("dsession").terminal = None
     worker = getattr(session.config, "workerinput", {})
     if found := worker.get("deaths"):
         WATCH.begin(session.config.getoption("--call-timeout"), Path(found), worker["workerid"])

@@ -1,4 +1,4 @@
-"""Both ends of the ranges in pyproject.toml, each in an environment of its own, without constraints.txt.
+"""Both ends of the ranges in pyproject.toml, each in an environment of its own, with no pinned version.
 
     python tests/ends.py newest                         # the newest releases, beyond the ranges too
     python tests/ends.py oldest                         # the oldest that the ranges allow

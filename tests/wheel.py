@@ -50,7 +50,7 @@ def environment(folder: Path, wheel: Path, extra: str) -> Path:
         "install",
         "--quiet",
         "--constraint",
-        ROOT / "constraints.txt",
+        ROOT / "requirements" / "tested.txt",
         f"evictionary{extra} @ {wheel.as_uri()}",
         cwd=folder,
     )

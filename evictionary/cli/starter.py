@@ -1,6 +1,5 @@
 """What the contract says of a function, and the files that a writer of kernels begins with."""
 
-import ast
 import inspect
 import re
 import textwrap
@@ -9,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from evictionary import source
 from evictionary.errors import did_you_mean, require, require_known
 from evictionary.store import grouped
 
@@ -68,7 +68,7 @@ def described(path: str) -> dict[str, Any]:
     said = contract_of(path)
     return {
         "function": path,
-        "signature": _signature(function),
+        "signature": source.signature(inspect.getsource(function)),
         "says": inspect.getdoc(function) or "",
         "axes": {each.name: [*each.axes] for each in said.arguments if each.axes},
         "settings": {name: allowed.text for name, allowed in said.settings.items()},
@@ -76,13 +76,6 @@ def described(path: str) -> dict[str, Any]:
         "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
         "laws": len(laws),
     }
-
-
-def _signature(function: Any) -> str:
-    """The lines of a function from `def` to the colon, as its file has them."""
-    source = inspect.getsource(function)
-    (node,) = ast.parse(source).body
-    return "\n".join(source.splitlines()[node.lineno - 1 : node.body[0].lineno - 1])  # type: ignore[attr-defined]
 
 
 def _file(found: list[dict[str, Any]], judged: Path) -> str:

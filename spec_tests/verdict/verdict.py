@@ -311,9 +311,10 @@ class Verdict:
 
     def write_summary(self, terminal: Any) -> None:
         """What a kernel author reads in ten seconds, and the first failure whole."""
-        for one in self.judged:
+        for place, one in enumerate(self.judged):
             column = str(one)
-            terminal.write_line("")
+            if place:
+                terminal.write_line("")
             terminal.write_line(column, bold=True)
             functions = one.functions()
             named = (

@@ -21,7 +21,7 @@ from unittest.mock import Mock
 import pytest
 from jsonschema import ValidationError
 from markdown_it import MarkdownIt
-from tools import as_json, failed, invoke, printed, refused, run, says
+from tools import ROOT, as_json, failed, invoke, printed, refused, run, says
 from tools.grader import (
     EVERY_FILE,
     EVERY_FORMAT,
@@ -717,6 +717,8 @@ def test_the_dockerfile_has_the_form_of_one() -> None:
     words = ["FROM", "WORKDIR", "COPY", "RUN", "FROM", "COPY", "ARG", "RUN", "ENV", "WORKDIR", "ENTRYPOINT"]
     assert [line[0] for line in lines] == words
     assert lines[0][2:] == ["AS", lines[5][1].removeprefix("--from=")]
+    of_the_clone = [place.removeprefix("/clone/") for place in lines[5] if place.startswith("/clone/")]
+    assert [place for place in of_the_clone if (ROOT / place).is_file()] == of_the_clone != []
     assert f"-f {path.relative_to(transcript.FOLDER.parents[1])} ." in text_of(
         transcript.FOLDER / "container.md"
     )

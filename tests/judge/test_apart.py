@@ -122,6 +122,7 @@ def test_a_failure_beside_a_function_without_its_gpu_counts(tmp_path: Path) -> N
         "KN-1 does not hold" in told
         and "FAIL: 1 law of mathematics fails, 1 law needs a GPU: keydiff" in told
     )
+    assert told.lstrip("\n") == told[1:], "above the report is one empty line, which pytest writes"
     assert "nothing was judged: keydiff.score" in judge(*asked, "--method", "keydiff", code=2).stdout
 
 

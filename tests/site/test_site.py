@@ -377,8 +377,10 @@ def test_the_bibliography_has_every_paper() -> None:
 
 def test_a_page_of_the_repository_is_included_with_links_that_lead_somewhere() -> None:
     text = pages.filled("contributing.md", (DOCS / "contributing.md").read_text(encoding="utf-8"))
-    assert "](testing.md)" in text and f"]({pages.REPOSITORY}/blob/main/constraints.txt)" in pages.linked(
-        "contributing.md", text
+    assert (
+        "](testing.md)" in text
+        and f"]({pages.REPOSITORY}/blob/main/requirements/tested.txt)"
+        in pages.linked("contributing.md", text)
     )
 
 
