@@ -22,6 +22,7 @@ ALGORITHM, OPTIMAL, OVERLAP = (
 )
 POWERS = {"softmax": shared.softmax_in_powers_of_two}
 
+powers_of_two = put_together(forms, "attention_weights", **POWERS)
 head_by_head = control(SELECT, dtypes=NUMPY, max_length=8192, name="head_by_head")(
     put_together(forms, "select", nucleus=forms.nucleus_token_by_token, **POWERS)
 )
@@ -38,6 +39,12 @@ def softmax_of_products(query, keys):
 @control("gvote_theory.output", array_library="torch", dtypes=ALL)
 def torch_weighted_sum(attention, values):
     return torch.einsum("...t,...td->...d", attention, values)
+
+
+@control("gvote_theory.importance", dtypes=NUMPY)
+def one_query_at_a_time(queries, keys):
+    """The attention of one query after the other added up, from the last."""
+    return sum(powers_of_two(queries[..., row, :], keys) for row in reversed(range(queries.shape[-2])))
 
 
 @control("gvote_theory.importance", array_library="torch", dtypes=ALL)
