@@ -1,7 +1,7 @@
 """Correct Attention Matchings of other kinds."""
 
 from evictionary.reference.attention_matching import HIGH, LOW
-from evictionary.spec_tests.shared.forms import softmax_online, top_by_sorted
+from evictionary.spec_tests.shared.forms import softmax_online
 from evictionary.spec_tests.shared.variants import *
 
 SELECT, SCORE, BOUNDED, BIAS, VALUES, ATTEND = (
@@ -31,12 +31,6 @@ def torch_norm(keys, replay_queries):
     """The Euclidean norm over the queries, divided by the root of their number."""
     logits = rows_of(replay_queries, keys) @ keys.mT / keys.shape[-1] ** 0.5
     return torch.linalg.vector_norm(logits.softmax(dim=-1), dim=2) / logits.shape[2] ** 0.5
-
-
-@control(SELECT, dtypes=NUMPY)
-def by_the_sum_of_squares(keys, replay_queries, *, budget):
-    """The mean and the root change no order."""
-    return top_by_sorted(query_after_query(keys, replay_queries), budget)
 
 
 def coordinate_descent(matrix, target):

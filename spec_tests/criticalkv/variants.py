@@ -1,6 +1,5 @@
 """Correct CriticalKVs of other kinds."""
 
-from evictionary.spec_tests.shared.forms import top_by_comparing
 from evictionary.spec_tests.shared.variants import *
 from evictionary.spec_tests.snapkv.variants import before_a_window_of, shifted_sums, torch_pooled
 
@@ -34,17 +33,6 @@ def query_by_query(queries, keys, *, window_size=32, kernel_size=5):
 
 def first_count(share, budget) -> int:
     return int(Fraction(repr(float(share))) * budget)
-
-
-@control(SCORE, dtypes=NUMPY)
-@before_a_window_of(32)
-def by_counted_ranks(queries, keys, values, w_o, *, budget, kernel_size=5, first_share=0.5, epsilon=1e-4):
-    """The first stage by counting the tokens before each one, those of the window among them."""
-    window = queries.shape[2]
-    scores = query_by_query(queries, keys, window_size=window, kernel_size=kernel_size)
-    first = top_by_comparing(scores, first_count(first_share, budget) - window)
-    norms = component_by_component(values[:, :, :-window], w_o)
-    return np.where(first, np.inf, scores * norms + keys.dtype.type(epsilon) * norms)
 
 
 @control(SCORE, array_library="torch", dtypes=ALL)

@@ -62,14 +62,6 @@ def torch_by_odds(queries, keys, values, *, kernel_size=7):
     return torch_pooled(total, kernel_size)[..., : -queries.shape[2]]
 
 
-@control(SCORE, array_library="torch", dtypes=("float64", "float32"))
-@before_a_window_of(32)
-def torch_group_first(queries, keys, values, *, kernel_size=7):
-    """The mean over the group before the sum over the window, the pooling of each query by itself."""
-    means = torch_changes(queries, keys, values).unflatten(1, (keys.shape[1], -1)).mean(dim=2)
-    return torch_pooled(means, kernel_size).sum(dim=2)[..., : -queries.shape[2]]
-
-
 control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(
     window_above_the_rest(torch_by_odds)
 )

@@ -15,7 +15,6 @@ control(ESTIMATE, name="by_distances")(
         forms, "estimate_gates", attention=forms.attention_by_distances, area=forms.area_by_the_mean_place
     )
 )
-control(SELECT, dtypes=NUMPY, name="head_by_head")(forms.select_head_by_head)
 
 
 @control(ESTIMATE, array_library="torch", dtypes=ALL)

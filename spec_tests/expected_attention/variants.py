@@ -2,7 +2,7 @@
 
 from evictionary.spec_tests.expected_attention import forms
 from evictionary.spec_tests.rope.variants import torch_angles
-from evictionary.spec_tests.shared.forms import softmax_online, top_by_argsort, top_by_sorted
+from evictionary.spec_tests.shared.forms import softmax_online, top_by_sorted
 from evictionary.spec_tests.shared.variants import *
 
 STEM = "expected_attention"
@@ -93,23 +93,6 @@ def both_sides(states, cos, sin):
 
 
 @control(ROPE, dtypes=NUMPY)
-def tables_summed_backwards(query_mean, query_covariance, *, position, horizon=512, theta=10000.0):
-    """Cosines and sines summed in blocks of 64 from the last position on; rows and columns turned one
-    after the other.
-    """
-    half = query_mean.shape[-1] // 2
-    rates = np.asarray(1 / theta ** (np.arange(half) / half), query_mean.dtype)
-    cos, sin = np.zeros(half, query_mean.dtype), np.zeros(half, query_mean.dtype)
-    for stop in range(position + horizon, position, -64):
-        angles = (
-            np.arange(stop - 1, max(position, stop - 64) - 1, -1).astype(query_mean.dtype)[:, None] * rates
-        )
-        cos, sin = cos + np.cos(angles).sum(axis=0), sin + np.sin(angles).sum(axis=0)
-    cos, sin = cos / horizon, sin / horizon
-    return turned(query_mean, cos, sin), both_sides(query_covariance, cos, sin)
-
-
-@control(ROPE, dtypes=NUMPY)
 def geometric_series(query_mean, query_covariance, **window):
     cos, sin = (
         wave.astype(query_mean.dtype) for wave in forms.waves_in_closed_form(query_mean.shape[-1], **window)
@@ -166,20 +149,6 @@ def grown(state, query, key, value, *, interval, buffer_size):
         queries=queries[:, :, -buffer_size:],
         position=state.position + 1,
         steps=(state.steps + 1) % interval,
-    )
-
-
-@control(STEP, dtypes=NUMPY)
-def head_by_head(state, query, key, value, *, target, interval=512, buffer_size=128, epsilon=0.02, **window):
-    """NumPy, the statistics query by query, the average in closed form."""
-    after = grown(state, query, key, value, interval=interval, buffer_size=buffer_size)
-    if after.steps or after.keys.shape[2] <= target:
-        return after
-    statistics = geometric_series(*forms.statistics_running(after.queries), position=after.position, **window)
-    kept = top_by_argsort(tokens_first(after.keys, after.values, *statistics, epsilon=epsilon), target)
-    rows = {name: getattr(after, name) for name in ("keys", "values", "positions")}
-    return after._replace(
-        **{name: each[kept].reshape(*kept.shape[:2], target, *each.shape[3:]) for name, each in rows.items()}
     )
 
 

@@ -1,7 +1,7 @@
 """Correct GVotes of other kinds."""
 
 from evictionary.reference.cache import CompressedCache
-from evictionary.spec_tests.expected_attention.forms import waves_as_complex_numbers, waves_in_closed_form
+from evictionary.spec_tests.expected_attention.forms import waves_in_closed_form
 from evictionary.spec_tests.gvote import forms
 from evictionary.spec_tests.rope.variants import torch_angles
 from evictionary.spec_tests.shared import forms as shared
@@ -22,29 +22,18 @@ ALGORITHM, OPTIMAL, OVERLAP = (
 )
 POWERS = {"softmax": shared.softmax_in_powers_of_two}
 
-powers_of_two = control(WEIGHTS, dtypes=NUMPY, name="powers_of_two")(
-    put_together(forms, "attention_weights", **POWERS)
-)
+powers_of_two = put_together(forms, "attention_weights", **POWERS)
 head_by_head = control(SELECT, dtypes=NUMPY, max_length=8192, name="head_by_head")(
     put_together(forms, "select", nucleus=forms.nucleus_token_by_token, **POWERS)
 )
 control(WEIGHTS, dtypes=NUMPY, name="one_tile_at_a_time")(
     put_together(forms, "attention_weights", softmax=shared.softmax_online)
 )
-control(NUCLEUS, dtypes=NUMPY, max_length=4096, name="one_weight_after_the_other")(
-    forms.nucleus_token_by_token
-)
 
 
 @control(WEIGHTS, array_library="torch", dtypes=ALL, name="torch_weights")
 def softmax_of_products(query, keys):
     return torch.softmax((keys @ query[..., None])[..., 0] / math.sqrt(keys.shape[-1]), dim=-1)
-
-
-@control("gvote_theory.output", dtypes=NUMPY)
-def summed_from_the_end(attention, values):
-    weighted = attention[..., None] * values
-    return sum(weighted[..., token, :] for token in reversed(range(values.shape[-2])))
 
 
 @control("gvote_theory.output", array_library="torch", dtypes=ALL)
@@ -68,22 +57,10 @@ def torch_summed_by_ones(queries, keys):
 # The best of each row, and the nucleus
 
 
-@control(ALLOCATE)
-def counted_by_threshold(scores, budget):
-    """What lies above the threshold, and then ties at it from the first head on."""
-    return shared.top_by_threshold(scores.ravel(), budget).reshape(scores.shape).sum(axis=-1)
-
-
 @control(ALLOCATE, array_library="torch", dtypes=ALL)
 def torch_one_sort(scores, budget):
     order = scores.flatten().argsort(descending=True, stable=True)[:budget]
     return torch.bincount(order // scores.shape[-1], minlength=scores[..., 0].numel()).view(scores.shape[:-1])
-
-
-@control(TOP_EACH, dtypes=NUMPY, max_length=4096)
-def counted_rank(scores, budgets):
-    """A token is kept if fewer than its row's budget come before it."""
-    return shared.top_by_comparing(scores, budgets[..., None])
 
 
 @control(TOP_EACH, array_library="torch", dtypes=ALL)
@@ -188,7 +165,6 @@ def torch_linear(hidden_states, query_weight, query_bias=None):
 
 
 control(COS_SIN, dtypes=NUMPY, name="closed_form")(waves_in_closed_form)
-control(COS_SIN, dtypes=NUMPY, name="summed_phases")(waves_as_complex_numbers)
 
 
 @control(COS_SIN, array_library="torch", dtypes=("float32", "float16", "bfloat16"))
@@ -208,12 +184,6 @@ def complex_pairs(queries, *, position, horizon=512, theta=10000.0):
     return np.concatenate([turned.real, turned.imag], axis=-1).astype(queries.dtype)
 
 
-@control(ROTATION, dtypes=("float64",))
-def rotated_and_averaged(queries, *, position, horizon=512, theta=10000.0):
-    places = range(position, position + horizon)
-    return sum(complex_pairs(queries, position=place, horizon=1, theta=theta) for place in places) / horizon
-
-
 @control(ROTATION, array_library="torch", dtypes=ALL)
 def torch_rotate_half(queries, **window):
     """As transformers do it: a table of both halves in the dtype of the queries, and rotate_half."""
@@ -225,13 +195,6 @@ def torch_rotate_half(queries, **window):
     return queries * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-@control(LOGITS, dtypes=NUMPY)
-def scaled_queries(sampled_queries, keys):
-    """The queries scaled instead of the logits; channels from the last."""
-    scaled = sampled_queries * keys.dtype.type(1 / math.sqrt(keys.shape[-1]))
-    return np.einsum("...sd,...td->...st", scaled[..., ::-1], keys[..., ::-1])
-
-
 @control(LOGITS, array_library="torch", dtypes=ALL)
 def torch_logits(sampled_queries, keys):
     return sampled_queries @ keys.mT / math.sqrt(keys.shape[-1])
@@ -240,38 +203,12 @@ def torch_logits(sampled_queries, keys):
 # Votes
 
 
-@control(UNION)
-def counted_votes(votes):
-    return votes.sum(axis=-2) > 0
-
-
-@control(UNION)
-def one_sample_after_the_other(votes):
-    return functools.reduce(np.logical_or, np.moveaxis(votes, -2, 0))
-
-
 @control(UNION, array_library="torch")
 def torch_any(votes):
     return votes.any(dim=-2)
 
 
 control(PRUNE, array_library="torch", dtypes=ALL, name="torch_gathered")(torch_indexing)
-
-
-@control(SELECT, dtypes=NUMPY, max_length=1024)
-def tokens_first(query, keys, sampled_queries, *, p=0.95):
-    """A permuted layout; votes by counting what comes
-    before a token, added up over samples and query heads.
-    """
-    by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3))
-    states = np.concatenate([query[:, :, None], sampled_queries], axis=2)
-    grouped = states.reshape(states.shape[0], keys.shape[1], -1, *states.shape[2:])
-    logits = np.einsum("tbhd,bhgsd->bhgst", by_token, grouped) / keys.dtype.type(math.sqrt(keys.shape[-1]))
-    weights = np.exp(logits[:, :, :, 0] - logits[:, :, :, 0].max(axis=-1, keepdims=True))
-    # mass is relative: no need to divide by the sum
-    budgets = forms.nucleus_token_by_token(weights, p).sum(axis=-1)
-    votes = counted_rank(logits[:, :, :, 1:], np.repeat(budgets[..., None], logits.shape[3] - 1, axis=-1))
-    return votes.reshape(*keys.shape[:2], -1, keys.shape[2]).sum(axis=2) > 0
 
 
 def torch_elected(ranked):
@@ -294,9 +231,6 @@ torch_select = torch_elected(torch_ranked)
 control(SELECT, array_library="torch", dtypes=ALL, name="torch_rounding_each_step")(torch_select)
 control(SELECT, array_library="torch", dtypes=ALL, edges=False, name="torch_votes_for_the_last_of_equals")(
     torch_elected(torch_last_of_equals)
-)
-control(SELECT, array_library="torch", dtypes=("float16", "bfloat16"), name="torch_in_float32")(
-    in_float32(torch_select)
 )
 
 
@@ -343,11 +277,6 @@ def torch_algorithm(
     return torch_indexing(keys, values, torch_select(wide_query, wide_keys, rotated, p=p))
 
 
-@control(OPTIMAL, dtypes=NUMPY)
-def added_one_by_one(attention, p):
-    return one_sample_after_the_other(forms.nucleus_token_by_token(attention, p))
-
-
 @control(OPTIMAL, array_library="torch", dtypes=ALL)
 def torch_any_nucleus(attention, p):
     return torch_mass_before(attention, p).any(dim=-2)
@@ -356,11 +285,6 @@ def torch_any_nucleus(attention, p):
 @control(OPTIMAL, array_library="torch", dtypes=ALL, edges=False)
 def torch_any_nucleus_of_the_last(attention, p):
     return torch_last_of_equal_weights(attention, p).any(dim=-2)
-
-
-@control(OVERLAP, dtypes=NUMPY)
-def candidates_alone(attention, candidates):
-    return np.where(candidates[..., ::-1], attention[..., ::-1], 0).sum(axis=-1)
 
 
 @control(OVERLAP, array_library="torch", dtypes=ALL)

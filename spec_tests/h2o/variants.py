@@ -1,7 +1,6 @@
 """Correct H2Os of other kinds."""
 
 from evictionary.spec_tests.h2o import forms
-from evictionary.spec_tests.shared.forms import top_by_comparing
 from evictionary.spec_tests.shared.variants import *
 
 SCORE, SELECT = "h2o.score", "h2o.select"
@@ -10,15 +9,6 @@ DECODING = {"received": forms.received_query_by_query, "score": forms.score_head
 control(SCORE, dtypes=NUMPY, name="as_decoding_does_it")(put_together(forms, "score", **DECODING))
 control(SELECT, dtypes=NUMPY, name="two_parts")(
     put_together(forms, "select", select=forms.select_in_two_parts, **DECODING)
-)
-control(SELECT, dtypes=NUMPY, name="counted_rank")(
-    put_together(
-        forms,
-        "select",
-        top=top_by_comparing,
-        received=forms.received_by_rows,
-        score=forms.score_by_every_gth_head,
-    )
 )
 
 

@@ -25,6 +25,20 @@ from evictionary.spec_tests.judge.tolerance import (
     require_numbers,
 )
 
+# Where somebody listens: the largest share of its slack that each comparison without an Allowance used.
+LISTENERS: list[list[float]] = []
+
+
+def tell(error: Any, slack: Any) -> None:
+    """Tell the listeners which share of the slack an error
+    is; both are one number or an array.
+    """
+    if LISTENERS:
+        with np.errstate(divide="ignore", invalid="ignore"):
+            shares = np.where(np.asarray(error) > 0, np.divide(error, slack), 0.0)
+        for listener in LISTENERS:
+            listener.append(float(np.max(shares, initial=0)))
+
 
 def require(holds: Any, message: str, expected: Any = None, got: Any = None) -> None:
     """Raise Violation with this message, and with what is expected and what was got, unless the first
@@ -65,7 +79,9 @@ def near(got: Any, expected: np.ndarray, slack: float | np.ndarray | Allowance, 
             expected,
             got,
         )
-    elif not (apart <= slack).all():
+        return
+    tell(apart, slack)
+    if not (apart <= slack).all():
         raise Violation(
             f"{what} differs by {np.nanmax(apart):.3g}; allowed is {np.max(slack):.3g}", expected, got
         )
@@ -120,6 +136,7 @@ def lies(
     low, high = between
     if not ((got >= low).all() and (got <= high).all()):
         slack = within(impl, times=times, roundings=roundings)
+        tell(np.maximum(low - got, got - high), slack)
         require((got >= low - slack).all(), f"{what} is too small", low, got)
         require((got <= high + slack).all(), f"{what} is too large", high, got)
 
@@ -164,11 +181,16 @@ def selects(
         found = slack() if callable(slack) else slack
         return found.largest + 1e-12 if isinstance(found, Allowance) else found
 
-    if (largest := gap(0.0)) > 0 and gap(wrong()) > 0:
-        beyond = "more than the rounding of both explains"
-        raise Violation(
-            f"{what} evicts a token that scores {largest:.3g} more than one it keeps, {beyond}", scores, kept
-        )
+    if (largest := gap(0.0)) > 0:
+        explained = wrong()
+        tell(largest, 2 * np.max(explained))
+        if gap(explained) > 0:
+            beyond = "more than the rounding of both explains"
+            raise Violation(
+                f"{what} evicts a token that scores {largest:.3g} more than one it keeps, {beyond}",
+                scores,
+                kept,
+            )
 
 
 def _few(counts: np.ndarray) -> str:

@@ -32,21 +32,9 @@ def tiled(keys):
     return -(directions * units(total)).sum(axis=-1)
 
 
-summed_backwards = control(SCORE, dtypes=NUMPY, name="summed_backwards")(
-    put_together(forms, "score", anchor=forms.anchor_from_the_last, score=forms.score_by_einsum)
+control(SCORE, dtypes=NUMPY, name="all_cosines", max_length=4096)(
+    put_together(forms, "score", score=forms.score_from_pairs)
 )
-
-for name, parts, longest in (
-    ("anchor_by_recursion", {"anchor": forms.anchor_by_recursion, "score": forms.score_divided_last}, 4096),
-    ("all_cosines", {"score": forms.score_from_pairs}, 4096),
-    (
-        "keys_in_lists",
-        {"unit": forms.unit_in_lists, "anchor": forms.anchor_exact, "score": forms.score_in_loops},
-        256,
-    ),
-    ("keys_in_long_double", {"unit": forms.unit_in_long_double}, None),
-):
-    control(SCORE, dtypes=NUMPY, name=name, max_length=longest)(put_together(forms, "score", **parts))
 control("keydiff.pairwise_score", dtypes=NUMPY, name="pairwise_by_the_total")(
     forms.pairwise_from_the_sum_of_directions
 )
@@ -89,7 +77,6 @@ def torch_cosine_to_the_anchor(keys):
     return -torch.nn.functional.cosine_similarity(keys, anchor, dim=-1)
 
 
-@control(SCORE, array_library="torch", dtypes=("float64", "float32", "bfloat16"))
 @in_float32
 def torch_normalised_twice(keys):
     """torch's normalize, with its own eps of 1e-12, of the keys and of their mean."""
@@ -186,7 +173,7 @@ def worst_token_sorted_out(cache, keys, values, *, budget, scorer=None):
     """
     joined = written_into_a_buffer(cache, keys, values)
     joined = joined._replace(keys=joined.keys.astype(keys.dtype), values=joined.values.astype(keys.dtype))
-    return gathered(joined, best_places(summed_backwards(joined.keys), budget))
+    return gathered(joined, best_places(tiled(joined.keys), budget))
 
 
 @control(PROMPT, dtypes=NUMPY)

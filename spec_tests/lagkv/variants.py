@@ -8,55 +8,19 @@ from evictionary.spec_tests.shared.variants import *
 SCORE, SELECT, RETAINED, STEP = "lagkv.score", "lagkv.select", "lagkv.retained_length", "lagkv.step"
 PAIRS = {"normalise": forms.normalise_by_divide, "deviation": forms.deviation_of_pairs}
 WALKING = {"normalise": forms.normalise_token_by_token, "softmax": shared.softmax_by_log_sum_exp}
-IN_PLACE = {
-    "normalise": forms.normalise_in_place,
-    "deviation": forms.deviation_by_hand,
-    "softmax": shared.softmax_in_place,
-}
 
-for name, parts, longest in (
-    ("running_extremes", WALKING, None),
-    (
-        "times_the_reciprocal",
-        {"normalise": forms.normalise_by_reciprocal, "deviation": forms.deviation_running},
-        None,
-    ),
-    ("log_add_exp", {"softmax": shared.softmax_by_log_add_exp}, None),
-    ("log_add_exp_of_a_list", {"softmax": shared.softmax_by_reduce}, None),
-    ("softmax_by_powers_of_two", {"softmax": shared.softmax_in_powers_of_two}, None),
-    ("every_share_by_differences", {"softmax": shared.softmax_by_differences}, 4096),
-    (
-        "in_long_double",
-        {"normalise": forms.normalise_in_long_double, "softmax": shared.softmax_in_long_double},
-        None,
-    ),
-    ("normalised_in_place", IN_PLACE, None),
-    (
-        "lists_and_loops",
-        {
-            "normalise": forms.normalise_channel_by_channel,
-            "deviation": forms.deviation_in_lists,
-            "softmax": shared.softmax_in_lists,
-            "score": forms.score_head_by_head,
-        },
-        256,
-    ),
-):
-    control(SCORE, dtypes=NUMPY, name=name, max_length=longest)(put_together(forms, "score", **parts))
-
+control(SCORE, dtypes=NUMPY, name="running_extremes")(put_together(forms, "score", **WALKING))
+control(SCORE, dtypes=NUMPY, name="log_add_exp")(
+    put_together(forms, "score", softmax=shared.softmax_by_log_add_exp)
+)
 sums_of_squares = control(SCORE, dtypes=NUMPY, name="sums_of_squares")(put_together(forms, "score", **PAIRS))
 control("lagkv.normalise", dtypes=NUMPY, name="inverted_range")(forms.normalise_by_reciprocal)
 control(SELECT, name="partition_by_partition")(
     put_together(forms, "select", top=shared.top_by_repeated_argmax, **WALKING)
 )
-control(SELECT, dtypes=("float32",), name="in_float32")(
-    put_together(forms, "select", top=shared.top_by_threshold, **PAIRS)
-)
-control(RETAINED, name="what_is_removed")(forms.length_by_what_is_removed)
 control(RETAINED, name="in_float_with_a_guard")(
     put_together(forms, "retained_length", share=forms.floor_in_float_with_a_guard)
 )
-control(RETAINED, name="partition_by_partition_counted")(forms.length_by_counting)
 
 
 def torch_scorer(part, name, **claims):
@@ -87,7 +51,6 @@ def torch_logarithm_of_shares(states, following):
 
 
 torch_eager = torch_scorer(torch_part, "torch_eager", dtypes=("float64", "float32", "bfloat16"))
-torch_scorer(in_float32(torch_part), "torch_widened", dtypes=("float16", "bfloat16"))
 
 
 @in_float32

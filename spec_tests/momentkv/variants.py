@@ -7,7 +7,6 @@ from evictionary.reference.momentkv_theory import Expansion
 from evictionary.spec_tests.momentkv import forms
 from evictionary.spec_tests.shared.forms import (
     softmax_by_log_sum_exp,
-    softmax_by_maximum,
     softmax_online,
     top_by_repeated_argmax,
 )
@@ -27,13 +26,8 @@ WIDE = (*NUMPY, "bfloat16")
 
 # The moments
 
-for path, name, form in (
-    (UPDATE, "token_by_token", forms.update_token_by_token),
-    (UPDATE, "gathered", forms.update_head_by_head),
-    (RECOVER, "means_first", forms.means_by_divide),
-    (RECOVER, "value_mean_outside", forms.means_by_maximum),
-):
-    control(path, dtypes=NUMPY, name=name)(form)
+control(UPDATE, dtypes=NUMPY, name="token_by_token")(forms.update_token_by_token)
+control(RECOVER, dtypes=NUMPY, name="means_first")(forms.means_by_divide)
 
 
 @control(UPDATE, dtypes=NUMPY)
@@ -136,19 +130,6 @@ def estimate(query, keys, moments):
 
 
 @control(ATTEND, dtypes=NUMPY)
-def one_more_token(query, keys, values, kept, moments):
-    """The moments as one more token of each query head: its logit log n + sbar, its value fhat_E, one
-    softmax over all.
-    """
-    grouped, value, logit = estimate(query, keys, moments)
-    logits = np.where(
-        kept[:, :, None], grouped @ np.swapaxes(keys, -1, -2) / math.sqrt(keys.shape[-1]), -np.inf
-    )
-    weights = softmax(np.concatenate([logits, logit[..., None]], axis=-1))
-    return (weights[..., :-1] @ values + weights[..., -1:] * value).reshape(*query.shape[:2], -1)
-
-
-@control(ATTEND, dtypes=NUMPY)
 def running_maximum(query, keys, values, kept, moments):
     """Only the kept rows read, from the end, with a running
     maximum, sum and output, and merged with the estimate.
@@ -180,7 +161,6 @@ def split_in_two(query, keys, values, kept, moments):
     return merged(*parts).reshape(*query.shape[:2], -1)
 
 
-@control(ATTEND, array_library="torch", dtypes=("float64",))
 def torch_attend(query, keys, values, kept, moments):
     """torch in the dtype of its inputs: the moments as one more token."""
     batch, heads, _, head_dim = keys.shape
@@ -197,9 +177,7 @@ def torch_attend(query, keys, values, kept, moments):
     return (weights[..., :-1] @ values + weights[..., -1:] * value).reshape(*query.shape[:2], -1)
 
 
-control(ATTEND, array_library="torch", dtypes=ALL[1:], name="torch_attend_widened")(
-    through_float32(torch_attend)
-)
+control(ATTEND, array_library="torch", dtypes=ALL, name="torch_attend_widened")(through_float32(torch_attend))
 
 
 # A decoding step and the prompt
@@ -226,33 +204,6 @@ def flagged_step(query, new_key, new_value, keys, values, moments, budget):
     order = np.argsort(~kept, axis=-1, kind="stable")[..., : min(budget, keys.shape[2]), None]
     keys, values = (np.take_along_axis(states, order, axis=2) for states in (keys, values))
     return Step(output, keys, values, moments)
-
-
-@control(STEP, dtypes=NUMPY)
-def head_by_head(query, new_key, new_value, keys, values, moments, budget):
-    """Each head by itself, its tokens in a list from which rows are deleted."""
-    group, heads = query.shape[1] // keys.shape[1], []
-    for item, head in np.ndindex(*keys.shape[:2]):
-        own, readers = (
-            np.s_[item : item + 1, head : head + 1],
-            np.s_[item : item + 1, head * group : (head + 1) * group],
-        )
-        pairs = (keys, new_key), (values, new_value)
-        key, value = (np.concatenate([old[own], new[own][:, :, None]], axis=2) for old, new in pairs)
-        sums = Moments(*(field[own] for field in moments))
-        while key.shape[2] > budget:
-            scores = tiled(query[readers], key, value, sums)[0, 0]
-            gone = np.flatnonzero(scores == scores.min())[-1]
-            sums = forms.update_token_by_token(
-                sums, key, value, (np.arange(key.shape[2]) == gone)[None, None]
-            )
-            key, value = np.delete(key, gone, axis=2), np.delete(value, gone, axis=2)
-        output = one_more_token(query[readers], key, value, np.ones(key.shape[:3], dtype=bool), sums)
-        heads.append((output[0], key[0, 0], value[0, 0], *(field[0, 0] for field in sums)))
-    columns = [
-        np.stack(column).reshape(*keys.shape[:2], *column[0].shape) for column in zip(*heads, strict=True)
-    ]
-    return Step(columns[0].reshape(*query.shape[:2], -1), columns[1], columns[2], Moments(*columns[3:]))
 
 
 @control(STEP, array_library="torch", dtypes=NUMPY)
@@ -290,19 +241,6 @@ def prompt_query_by_query(queries, keys, values, *, chunk_size=4):
     return np.repeat(padded.sum(axis=-1) / sizes.astype(keys.dtype), chunk_size, axis=-1)[..., :length]
 
 
-@control(SCORE_PROMPT, dtypes=NUMPY)
-def prompt_by_products(queries, keys, values, *, chunk_size=4):
-    """Chunks averaged by a matrix with 1 / size in it, the causal mask added to the logits."""
-    (batch, heads, length, head_dim), window = keys.shape, queries.shape[2]
-    grouped = queries.reshape(batch, heads, -1, window, head_dim)
-    mask = np.triu(np.full((window, length), -np.inf, keys.dtype), k=length - window + 1)
-    logits = np.einsum("bhgwd,bhtd->bhgwt", grouped, keys) / math.sqrt(head_dim) + mask
-    alpha = softmax_by_maximum(logits).sum(axis=(2, 3)) / (grouped.shape[2] * window)
-    chunk = np.arange(length) // chunk_size
-    same = (chunk[:, None] == chunk).astype(keys.dtype)
-    return (alpha * np.linalg.norm(values, axis=-1)) @ (same / same.sum(axis=0))
-
-
 @control(SCORE_PROMPT, array_library="torch", dtypes=ALL)
 @in_float32
 def torch_prompt(queries, keys, values, *, chunk_size=4):
@@ -314,12 +252,12 @@ def torch_prompt(queries, keys, values, *, chunk_size=4):
 @control(SELECT_PROMPT, dtypes=NUMPY)
 def chosen_by_partition(queries, keys, values, budget, *, sink_size=1, chunk_size=4, floor_ratio=None):
     """The protected tokens first, then the best of the rest by repeated argmax."""
-    scores = prompt_by_products(queries, keys, values, chunk_size=chunk_size)
+    scores = prompt_query_by_query(queries, keys, values, chunk_size=chunk_size)
     place, length = np.arange(keys.shape[2]), keys.shape[2]
     kept = np.broadcast_to((place < sink_size) | (place >= length - queries.shape[2]), keys.shape[:3]).copy()
     counts = np.full(keys.shape[:2], min(budget, length))
     if floor_ratio is not None:
-        mass = prompt_by_products(queries, keys, np.ones_like(keys[..., :1]), chunk_size=chunk_size)
+        mass = prompt_query_by_query(queries, keys, np.ones_like(keys[..., :1]), chunk_size=chunk_size)
         counts = shared_token_by_token(mass, budget, floor_ratio=floor_ratio, protected=kept).sum(axis=-1)
     for head in np.ndindex(counts.shape):
         kept[head] = top_by_repeated_argmax(np.where(kept[head], np.inf, scores[head]), counts[head])

@@ -1,6 +1,4 @@
-"""Right caches in pages of other kinds: by sorting, in loops, through a staging buffer, in place from the
-front, in torch.
-"""
+"""Right caches in pages of other kinds: by sorting, in loops, in place from the front, in torch."""
 
 from evictionary.reference.cache import CompressedCache, PagedCache
 from evictionary.spec_tests.paging.helpers import held, pages_of, slots_of
@@ -33,19 +31,6 @@ def in_place_from_the_front(paged, kept):
                 for pool in pools:
                     pool[slots[lengths[item, head]]][head] = pool[slots[place]][head]
                 lengths[item, head] += 1
-    return answered(paged, pools, lengths)
-
-
-@control(COMPACT, dtypes=NUMPY)
-def through_a_staging_buffer(paged, kept):
-    pools = [pool.copy() for pool in paged[:3]]
-    masks = [kept[place][:length] for place, length in np.ndenumerate(paged.lengths)]
-    lengths = np.array([mask.sum() for mask in masks]).reshape(paged.lengths.shape)
-    for pool in pools:
-        staged = [rows[mask] for rows, mask in zip(held(paged, pool, paged.lengths), masks, strict=True)]
-        for (item, head), rows in zip(np.ndindex(lengths.shape), staged, strict=True):
-            for slot, row in zip(slots_of(paged, item), rows, strict=False):
-                pool[slot][head] = row
     return answered(paged, pools, lengths)
 
 

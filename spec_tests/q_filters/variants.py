@@ -24,11 +24,6 @@ def torch_svd(queries, num_kv_heads):
     return (sign[..., None] * right[..., 0, :]).unflatten(1, (num_kv_heads, -1)).mean(dim=2).to(queries.dtype)
 
 
-@control(SCORE, dtypes=NUMPY)
-def by_einsum(keys, q_filters):
-    return np.einsum("bhtd,bhd->bht", keys, q_filters)
-
-
 @control(SCORE, array_library="torch", dtypes=ALL)
 @through_float32
 def torch_sum(keys, q_filters):

@@ -7,13 +7,6 @@ FREQUENCIES, ROTATE = "rope.frequencies", "rope.rotate"
 
 
 @control(FREQUENCIES)
-def repeated_product(head_dim, theta=10000.0):
-    """Each frequency the one before times the same factor."""
-    factor = theta ** (-2 / head_dim)
-    return np.cumprod(np.full(head_dim // 2, factor)) / factor
-
-
-@control(FREQUENCIES)
 def through_the_logarithm(head_dim, theta=10000.0):
     return np.exp(-np.arange(head_dim // 2) * (2 * math.log(theta) / head_dim))
 
@@ -25,7 +18,6 @@ def torch_inverse_power(head_dim, theta=10000.0):
 
 
 control(ROTATE, name="complex_numbers")(forms.turned_as_complex_numbers)
-control(ROTATE, dtypes=NUMPY, name="rotation_matrices")(forms.turned_by_matrices)
 
 
 def torch_angles(states, positions, theta):

@@ -95,19 +95,8 @@ def torch_top(scores, count):
 
 
 @control(BUDGET)
-def decimal_budget(length, compression_ratio):
-    return max(1, int(length * (1 - Decimal(str(compression_ratio)))))
-
-
-@control(BUDGET)
 def removed_rounded_up(length, compression_ratio):
     return max(1, length - math.ceil(length * Decimal(str(compression_ratio))))
-
-
-@control(BUDGET)
-def integer_budget(length, compression_ratio):
-    numerator, denominator = (1 - Decimal(str(compression_ratio))).as_integer_ratio()
-    return max(1, length * numerator // denominator)
 
 
 def first_protected(top):
@@ -123,8 +112,6 @@ def first_protected(top):
     return kept
 
 
-control(TOP_K, max_length=4096, name="greedy_top_k")(first_protected(forms.top_by_sorted))
-control(TOP_K, max_length=4096, name="counted_rank")(first_protected(forms.top_by_comparing))
 control(TOP_K, dtypes=NUMPY, name="by_a_heap")(first_protected(forms.top_by_a_heap))
 
 
@@ -147,17 +134,6 @@ def torch_topk(scores, budget, protected=None):
         count = min(budget, scores.shape[-1]) - (scores.shape[-1] - len(free))
         kept[row][free[scores[row][free].topk(count).indices]] = True
     return kept
-
-
-@control(COMPRESS)
-def row_by_row(keys, values, kept):
-    where = np.argwhere(kept)
-    rows = [tuple(row) for row in where]
-    stored_keys, stored_values = (
-        np.array([states[row] for row in rows]).reshape(len(rows), states.shape[-1])
-        for states in (keys, values)
-    )
-    return CompressedCache(stored_keys, stored_values, where[:, 2], kept.sum(axis=-1))
 
 
 @control(COMPRESS, array_library="torch", dtypes=ALL)
@@ -302,15 +278,6 @@ def streamed(queries, keys):
 
 
 @control(BY_GROUP, dtypes=NUMPY)
-def head_by_head(queries, keys):
-    """Each KV head's readers cut out and stacked."""
-    group = queries.shape[1] // keys.shape[1]
-    return np.stack(
-        [queries[:, head * group : (head + 1) * group] for head in range(keys.shape[1])], axis=1
-    ), keys[:, :, None]
-
-
-@control(BY_GROUP, dtypes=NUMPY)
 def permuted_layout(queries, keys):
     """Channels first in memory: the same numbers with other strides."""
     first = np.ascontiguousarray(np.moveaxis(queries, -1, 0)).reshape(
@@ -350,11 +317,6 @@ def powers_of_two(queries, keys):
 
 
 # Baselines and allocators
-
-
-@control("knorm.score", dtypes=NUMPY)
-def library_norm(keys):
-    return -np.linalg.norm(keys, axis=-1)
 
 
 @control("knorm.score", dtypes=NUMPY)
@@ -423,15 +385,6 @@ def token_by_token(scores, budget, *, floor_ratio=0.2, protected=None):
             left = np.where(kept[item], -np.inf, scores[item])
             kept[item][np.unravel_index(left.argmax(), left.shape)] = True
     return kept
-
-
-@control("ada_kv.select")
-def boosted_floors(scores, budget, *, floor_ratio=0.2, protected=None):
-    """The floors lifted above every other score, then one sort of the layer."""
-    budget, protected, own = own_of(scores, budget, floor_ratio, protected)
-    rank = np.argsort(np.argsort(np.where(protected, -np.inf, -scores), axis=-1, kind="stable"), axis=-1)
-    lifted = np.where(rank < own, np.inf, scores).reshape(scores.shape[0], -1)
-    return forms.top_by_argsort(lifted, scores.shape[1] * budget).reshape(scores.shape)
 
 
 @control("ada_kv.select", array_library="torch", dtypes=ALL)

@@ -37,7 +37,6 @@ def window_above_the_rest(score):
     return finite
 
 
-@control(POOL, dtypes=NUMPY)
 def convolved(weights, kernel_size):
     kernel = np.full(kernel_size, 1 / kernel_size, weights.dtype)
     rows = [
@@ -47,7 +46,6 @@ def convolved(weights, kernel_size):
     return np.stack(rows).reshape(weights.shape)
 
 
-@control(POOL, dtypes=NUMPY)
 def shifted_sums(weights, kernel_size):
     """The shifted rows added up from the farthest, and then divided."""
     total, length = np.zeros_like(weights), weights.shape[-1]
@@ -101,16 +99,3 @@ control(SCORE, array_library="torch", dtypes=ALL, name="torch_in_float32")(torch
 control(SCORE, array_library="torch", dtypes=ALL, name="torch_window_above_the_rest")(
     window_above_the_rest(torch_in_float32)
 )
-
-
-@control(SCORE, array_library="torch", dtypes=("float64", "float32"))
-def torch_all_queries(queries, keys, *, window_size=32, kernel_size=7):
-    """The attention of all the queries, of which the window
-    is cut out, pooled by a convolution of the padded rows.
-    """
-    window = min(window_size, keys.shape[2])
-    before = keys.shape[2] - window
-    received = torch_weights(queries, keys)[:, :, -window:].unflatten(1, (keys.shape[1], -1)).mean(dim=(2, 3))
-    padded = torch.nn.functional.pad(received[..., :before], (kernel_size // 2, kernel_size // 2))
-    pooled = padded.unfold(-1, kernel_size, 1).mean(dim=-1) if before else received[..., :0]
-    return torch.nn.functional.pad(pooled, (0, window), value=torch.inf)

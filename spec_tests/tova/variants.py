@@ -13,17 +13,6 @@ def tiled(queries, keys):
     return np.repeat((total / queries.shape[1])[:, None], keys.shape[1], axis=1)
 
 
-@control(SCORE, dtypes=NUMPY)
-def tokens_first(queries, keys):
-    """A permuted layout, the normaliser as a log-sum-exp."""
-    by_token = np.ascontiguousarray(keys.transpose(2, 0, 1, 3))
-    last = queries[:, :, -1].reshape(keys.shape[0], keys.shape[1], -1, keys.shape[3])
-    logits = np.einsum("tbhd,bhgd->tbhg", by_token, last / keys.dtype.type(math.sqrt(keys.shape[-1])))
-    top = logits.max(axis=0)
-    weights = np.exp(logits - top - np.log(np.exp(logits - top).sum(axis=0)))
-    return np.repeat((np.einsum("tbhg->bt", weights) / queries.shape[1])[:, None], keys.shape[1], axis=1)
-
-
 @control(SCORE, array_library="torch", dtypes=ALL)
 @through_float32
 def torch_in_float32(queries, keys):

@@ -36,23 +36,6 @@ def torch_pair_by_pair(keys, query_direction, query_slack):
     return (products + pairs.norm(dim=-2) * query_slack[..., None, :]).sum(dim=-1)
 
 
-@control(SCORE, dtypes=NUMPY)
-def head_by_head(keys, query_direction, query_slack):
-    """One query head after the other; the deviation after the first token is subtracted."""
-    group, half = query_direction.shape[1] // keys.shape[1], keys.shape[3] // 2
-    scores = np.full(keys.shape[:3], -np.inf, keys.dtype)
-    for item, reader in np.ndindex(query_direction.shape[:2]):
-        of_head = keys[item, reader // group]
-        lengths = np.hypot(of_head[:, :half], of_head[:, half:])
-        row = (
-            np.einsum("td,d->t", of_head, query_direction[item, reader]) + lengths @ query_slack[item, reader]
-        )
-        row = row - row[0]
-        standard = (row - row.mean()) / max(row.std(), keys.dtype.type(1e-6))
-        scores[item, reader // group] = np.maximum(scores[item, reader // group], standard)
-    return scores
-
-
 @control(SCORE, array_library="torch", dtypes=ALL)
 @in_float32
 def torch_with_longer_keys(keys, query_direction, query_slack):
