@@ -120,7 +120,7 @@ class Reader:
 
     def compressed(self, name: str) -> EvictingCache:
         """The prompt with half of it removed by a method."""
-        is_slow = any(getattr(policy, "SLOW", False) for policy in resolve(name).policies)
+        is_slow = any(policy.is_slow for policy in resolve(name).policies)
         kind = OneLayer if is_slow else EvictingCache
         return kind.from_prefilled(self.model, self.whole, name, 0.5, options=_options(name))
 

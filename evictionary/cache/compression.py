@@ -15,7 +15,7 @@ from evictionary.cache.inputs import supply
 from evictionary.cache.layers import at
 from evictionary.methods.method import Method, Request, tokens_to_keep
 from evictionary.optimized.cache import compress as copied
-from evictionary.policies import Compression, hooks, moments_of
+from evictionary.policies import Compression, moments_of
 
 if TYPE_CHECKING:
     from evictionary.cache.layers import EvictingLayer
@@ -53,8 +53,8 @@ def compress(cache: WatchedCache, layer_index: int, note: Any, captured: Mapping
 
 def evict(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> None:
     """Let the policies sum up what goes, and remove it."""
-    for evicted in hooks(step.method.policies, "evicted"):
-        evicted(step, kept)
+    for policy in step.method.policies:
+        policy.evicted(step, kept)
     if step.compressed is not None or not layer.is_full or not kept.all():
         layer.evict(kept, step.compressed)
     layer.state, layer.evicted_at = step.state, layer.seen
@@ -98,18 +98,18 @@ def opened(cache: WatchedCache, layer_index: int, note: Any) -> Compression:
     # the tokens before have been looked at, and the new ones are the last
     require_finite(layer_index, step.keys[:, :, -step.new :], step.values[:, :, -step.new :])
     if layer.evicted_at == 0:
-        for opening in hooks(method.policies, "opened"):
-            step.state |= opening(step)
+        for policy in method.policies:
+            step.state |= policy.opened(step)
     return step
 
 
 def keeps_all(cache: WatchedCache, layer_index: int, step: Compression) -> bool:
     """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
     layer, method = cache.layers[layer_index], step.method
-    for says in hooks(method.policies, "keeps_all"):
-        said = says(method, step.options, step.state, layer.stored)
+    for policy in method.policies:
+        said = policy.keeps_all(method, step.options, step.state, layer.stored)
         if said is not None:
-            return bool(said)
+            return said
     if "keep_ratio" in cache.options or method.head_budgets is not None:
         return False
     return min(cache.amounts(layer_index, layer.seen)) >= layer.stored
@@ -147,7 +147,7 @@ def one_pass(method: Method, step: Compression, request: Request) -> Method:
     if step.filled is not None or len(set(request.seen or ())) > 1:
         _skip(step)
         return method
-    found = next(filter(None, (fused(step) for fused in hooks(method.policies, "fused"))), None)
+    found = next(filter(None, (policy.fused(step) for policy in method.policies)), None)
     return replace(method, function=functools.wraps(method.function)(found)) if found else method
 
 
@@ -162,8 +162,8 @@ def chosen(cache: WatchedCache, layer_index: int) -> torch.Tensor:
 
 
 def _skip(step: Compression) -> None:
-    for skipped in hooks(step.method.policies, "skipped"):
-        skipped(step.state)
+    for policy in step.method.policies:
+        policy.skipped(step.state)
 
 
 def warn_of_what_stays(cache: WatchedCache, layer: Any) -> None:

@@ -93,21 +93,18 @@ def require_suitable(
     model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[WatchedCache]
 ) -> None:
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
-    if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
-        in_halves = any(getattr(policy, "IN_HALVES", False) for policy in method.suppliers)
+    if any(policy.reads_before_rope for policy in method.suppliers):
+        in_halves = any(policy.counts_in_halves for policy in method.suppliers)
         require_readable_queries(model, method.name, recording, IN_HALVES if in_halves else LAYOUTS)
     caps = {softmax_of(module, model).cap for module in attention_modules(model).values()} - {None}
     require(
-        not caps
-        or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
+        not caps or not any(policy.needs_no_cap for policy in (*method.policies, *method.suppliers)),
         f"model: got {type(model).__name__} with capped attention logits, wanted a method without a closed "
         "form of them instead of "
         f"{method.name}",
     )
     require(
-        not every
-        or is_calibrated
-        or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
+        not every or is_calibrated or not any(policy.reads_all_keys for policy in method.suppliers),
         f"every: got {every} without the option calibration, wanted 0: {method.name} calibrates on all keys "
         "of the prompt, and these are gone when the cache compresses again",
     )

@@ -5,7 +5,7 @@ layer when it is due.
 import warnings
 import weakref
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import Cache, PreTrainedModel
@@ -25,7 +25,7 @@ from evictionary.models.queries import logit_factor, softmax_of
 from evictionary.models.weights import require_numbers
 from evictionary.optimized.gradients import are_wanted
 from evictionary.optimized.softmax import PLAIN, Softmax, of_model
-from evictionary.policies import DEFAULT, hooks
+from evictionary.policies import DEFAULT
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that the model does not hand to a cache; the cache captures them if a method names them."""
@@ -101,14 +101,11 @@ class WatchedCache(Cache):
             index: softmax_of(module, model) for index, module in attention_modules(model).items()
         }
         is_plain = all(softmax.sinks is None for softmax in self.softmax.values())
-        self._step, self._step_in_heads = (
-            next(filter(None, (stepping(self.method) for stepping in hooks(self._policies, name))), None)
-            if is_plain  # a step knows no sink
-            else None
-            for name in ("stepping", "stepping_in_heads")
-        )
-        attending = (own(self.method) for own in hooks(self._policies, "attending"))
-        self._attend_chosen = next(filter(None, attending), None)
+        stepping = self._policies if is_plain else ()  # a step knows no sink
+        self._step = _first(policy.stepping(self.method) for policy in stepping)
+        self._step_in_heads = _first(policy.stepping_in_heads(self.method) for policy in stepping)
+        self._attend_chosen = _first(policy.attending(self.method) for policy in self._policies)
+        self._attend_whole = _first(policy.attending_prompt(self.method) for policy in self._policies)
         self._is_forgetful = config.model_type in FORGETFUL
         self._longest = getattr(config, "max_position_embeddings", None)
         self._places = [index for index, layer in enumerate(layers) if isinstance(layer, EvictingLayer)]
@@ -466,14 +463,15 @@ class WatchedCache(Cache):
         """The attention [B, M, H_q, D_v] of a policy, which leaves a note for the compression that
         follows; None without one.
         """
-        for attend_prompt in hooks(self._policies, "attend_prompt"):
-            checks.require_finite(layer_index, *self.layers[layer_index].slots())
-            with of_model(self.softmax_of_batch(layer_index, len(queries))):
-                found = attend_prompt(queries, *self.layers[layer_index].slots())
-            if found is not None:
-                self._captured[layer_index]["note"] = found[1]
-                return found[0].transpose(1, 2).contiguous()
-        return None
+        if self._attend_whole is None:
+            return None
+        checks.require_finite(layer_index, *self.layers[layer_index].slots())
+        with of_model(self.softmax_of_batch(layer_index, len(queries))):
+            found = self._attend_whole(queries, *self.layers[layer_index].slots())
+        if found is None:
+            return None
+        output, self._captured[layer_index]["note"] = found
+        return output.transpose(1, 2).contiguous()
 
     def softmax_of_batch(self, layer_index: int, batch: int) -> Softmax:
         """The softmax of a layer with sinks [B, H_q]."""
@@ -572,9 +570,8 @@ class WatchedCache(Cache):
         """Let a layer keep the last states that the method reads, and return them."""
         assert self.method is not None
         new = layer.seen - layer.evicted_at if layer.evicted_at else 0
-        windows = [
-            recent({**self.method.options, **self.options}) for recent in hooks(self._policies, "recent")
-        ]
+        options = {**self.method.options, **self.options}
+        windows = [window for policy in self._policies if (window := policy.recent(options)) is not None]
         return layer.remember(name, states, windows[0] + new if windows else RECENT)
 
     def _compress_if_memory_allows(self, layer_index: int) -> None:
@@ -673,6 +670,14 @@ class WatchedCache(Cache):
         self._finalizer()
         self._looking()
         self._handed.clear()
+
+
+Function = TypeVar("Function")
+
+
+def _first(functions: Iterable[Function | None]) -> Function | None:
+    """The first function of a policy that has one."""
+    return next((function for function in functions if function is not None), None)
 
 
 def _mask(

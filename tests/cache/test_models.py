@@ -24,7 +24,8 @@ from evictionary.optimized import criticalkv, dropkv, expected_attention, h2o, k
 from evictionary.optimized.attention import attend
 from evictionary.optimized.cache import compress
 from evictionary.optimized.softmax import Softmax, of_model
-from evictionary.policies import momentkv as policy
+from evictionary.policies import with_moments
+from evictionary.policies.momentkv import MomentKV
 
 IDS = masked.IDS[:1]
 PAGE = Path(__file__).parents[2] / "docs" / "in_a_model.md"
@@ -268,7 +269,7 @@ def test_moments_and_a_sink_share_one_softmax() -> None:
         momentkv.no_moments(KEYS.float(), VALUES.float()), KEYS.float(), VALUES.float(), ~kept
     )
     layer.evict(kept)
-    layer.state = policy.with_moments(moments)
+    layer.state, policy = with_moments(moments), MomentKV()
     query = QUERIES[:, :, -1:].float()
     got = partial_attention.attend(query, layer, [policy], Softmax(None, SINKS[0]))[:, :, 0]
     output, mass = attend(query, compress(KEYS.float(), VALUES.float(), kept))

@@ -42,7 +42,8 @@ from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
 from evictionary.models.weights import output_projection
 from evictionary.optimized import lagkv, momentkv
-from evictionary.policies import Source, expected_attention, gvote, momentkv as policy
+from evictionary.policies import Source, expected_attention, gvote, load
+from evictionary.policies.momentkv import MomentKV
 
 
 def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
@@ -273,7 +274,7 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
     near([layer.keys, layer.values], held, rtol=1e-7, atol=1e-5)
     same_moments(layer, moments)
     output = partial_attention.attend(
-        torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [policy]
+        torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [MomentKV()]
     )[:, :, 0]
     near(
         [output],
@@ -435,7 +436,7 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     hidden = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(0))
     module: Any = attention_modules(model)[1]
     states = {"hidden_states": hidden, "keys": hidden, "generator": torch.Generator().manual_seed(5)}
-    got = gvote.supply(Source(model, module, 1), states, 60)["sampled_queries"]
+    got = load("gvote").supply(Source(model, module, 1), states, 60)["sampled_queries"]
     noise = torch.randn(1, gvote.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
     mean, variance = reference.gvote.hidden_statistics(hidden.double().numpy())
     sampled = reference.gvote.project(
@@ -522,7 +523,7 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
     kept = reference.selection.top_k(reference.keydiff.score(keys), 30)
     moments = reference.momentkv.update(reference.momentkv.no_moments(keys, values), keys, values, ~kept)
     queries = np.random.default_rng(0).normal(size=(1, 4, 3, 8))
-    got = partial_attention.attend(torch.from_numpy(queries).float(), layer, [policy])
+    got = partial_attention.attend(torch.from_numpy(queries).float(), layer, [MomentKV()])
     for query in range(3):
         # attend takes the last stored tokens for the queries' own: the third query sees all of them
         seen = kept & (kept.cumsum(axis=-1) <= 28 + query)
@@ -585,8 +586,8 @@ def test_sampled_queries_come_from_the_last_hidden_states(
 ) -> None:
     """While decoding they are a distribution, not the one state of the newest token."""
     whole = cached(model, IDS, None, record=("hidden_states",)).recorded[0]["hidden_states"]
-    supply = Mock(wraps=gvote.supply)
-    monkeypatch.setattr(gvote, "supply", supply)
+    supply = Mock(wraps=load("gvote").supply)
+    monkeypatch.setattr(load("gvote"), "supply", supply)
     # the smallest budget, so that GVote is asked each time
     cached(model, IDS, "gvote", budget=1, every=1, sizes=[40, 1, 1])
     asked = [call.args for call in supply.call_args_list]
