@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from evictionary.cache import callers, checks, file
+from evictionary.cache import callers, checks, saved, sizes
 from evictionary.cache.layers import (
     KEPT_AS,
     EvictingLayer,
@@ -273,7 +273,7 @@ class EvictingCache(WatchedCache):
 
         Raises ValueError before the prompt, and UsageError for a path that cannot be written.
         """
-        file.write(self, path)
+        saved.write(self, path)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
@@ -281,11 +281,11 @@ class EvictingCache(WatchedCache):
         model that does not fit.
         """
         model = unwrapped(model)
-        settings, tensors = file.read(path)
+        settings, tensors = saved.read(path)
         cache = None
         try:
-            cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
-            file.restore(cache, model, settings, tensors, path)
+            cache = cls(model, settings["method"], **{name: settings[name] for name in saved.ARGUMENTS})
+            saved.restore(cache, model, settings, tensors, path)
         except (KeyError, TypeError) as error:
             if cache is not None:
                 cache.close()
@@ -301,61 +301,23 @@ class EvictingCache(WatchedCache):
 
         Of a layer with a sliding window only its window counts, which may be a view of more.
         """
-        states = [state for layer in self.evicting.values() for state in _states(layer)]
-        windows = [
-            state for layer in self.layers if not isinstance(layer, EvictingLayer) for state in _states(layer)
-        ]
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states
-        }
-        return sum(storages.values()) + sum(state.nbytes for state in windows)
+        return sizes.stored(self.layers)
 
     @property
     def nbytes_full(self) -> int:
         """The bytes that the same tokens would take if nothing had been removed."""
-        states = [(layer, getattr(layer, name, None)) for layer in self.layers for name in ("keys", "values")]
-        lengths = {layer: layer.seen for layer in self.layers if isinstance(layer, EvictingLayer)}
-        return sum(
-            state.shape[:2].numel()
-            * lengths.get(layer, state.shape[2])
-            * state.shape[3]
-            * state.element_size()
-            for layer, state in states
-            if state is not None
-        )
+        return sizes.full(self.layers)
 
     @property
     def nbytes_beside(self) -> int:
         """The bytes beside keys and values: positions, lengths, moments, recent queries, states in the place
         of a cache, and the ids of all tokens that were read.
         """
-        layers = self.evicting.values()
-        beside = [state for layer in self.layers for state in recurrent(layer).values()]
-        everything = sum(
-            tensor.nbytes
-            for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values()))
-        )
-        states = sum(state.nbytes for layer in layers for state in _states(layer))
-        return everything + self.text.nbytes - states
+        return sizes.beside(self.layers) + self.text.nbytes
 
     @property
     def tokens_kept(self) -> float:
         """The tokens stored in each head, on average over the
         batch, the heads and the layers that are compressed.
         """
-        layers = [layer for layer in self.evicting.values() if layer.keys is not None]
-        if not layers:
-            return 0
-        mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
-        return int(mean) if mean == int(mean) else mean
-
-
-def _states(layer: Any) -> list[torch.Tensor]:
-    """The key and value tensors of a layer, including the flat tensors of ragged heads."""
-    ragged = getattr(layer, "ragged", None)
-    states = [
-        getattr(layer, "keys", None),
-        getattr(layer, "values", None),
-        *((ragged.keys, ragged.values) if ragged is not None else ()),
-    ]
-    return [state for state in states if state is not None]
+        return sizes.tokens_kept(self.layers)

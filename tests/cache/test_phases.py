@@ -32,7 +32,7 @@ from tools.reading import (
 from transformers import DynamicCache, LlamaForCausalLM
 
 from evictionary import EvictingCache, reference
-from evictionary.cache import checks, file, layers, partial_attention
+from evictionary.cache import checks, file, layers, partial_attention, saved
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
@@ -696,7 +696,7 @@ def test_a_file_that_was_changed_or_lacks_something_is_refused(
 ) -> None:
     path = tmp_path / "cache"
     cached(model, IDS, method, 0.5).save(path)
-    whole, (settings, tensors) = path.read_bytes(), file.read(path)
+    whole, (settings, tensors) = path.read_bytes(), saved.read(path)
     for place in (len(whole) // 2, len(whole) - 3, len(whole) - 40 * 8):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         refused(lambda: EvictingCache.load(path, model), "with other contents than its checksum says")

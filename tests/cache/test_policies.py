@@ -12,7 +12,7 @@ from tools.reading import IDS, after, padded, read, read_in
 from transformers import LlamaForCausalLM
 
 from evictionary import EvictingCache
-from evictionary.cache import file
+from evictionary.cache import saved
 from evictionary.cache.text import UNKNOWN
 from evictionary.methods import catalogue
 from evictionary.policies import Policy, known
@@ -41,7 +41,7 @@ def test_a_file_of_november_2026_answers_as_it_did_then(
     """
     with EvictingCache.load(OLD / name, model) as cache:
         cache.save(tmp_path / "again")
-        (old, tensors), (new, written) = (file.read(path) for path in (OLD / name, tmp_path / "again"))
+        (old, tensors), (new, written) = (saved.read(path) for path in (OLD / name, tmp_path / "again"))
         assert all(
             torch.equal(written[tensor], tensors[tensor])
             for tensor in (tensors.keys() | written.keys()) - {"ids"}
