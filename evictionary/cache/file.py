@@ -5,18 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
 from evictionary.errors import UsageError, require
 from evictionary.models.contents import contents
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of so many bytes."""

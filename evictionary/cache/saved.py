@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from evictionary.cache.file import fingerprint, read_tensors, write_tensors
 from evictionary.cache.layers import EvictingLayer, recurrent, restore_recurrent
+from evictionary.cache.session import Session
 from evictionary.errors import UsageError, require
 from evictionary.models.weights import device_of, devices_of_layers
-
-if TYPE_CHECKING:
-    from evictionary.cache.evicting_cache import EvictingCache
 
 SCHEMA = "evictionary/cache/4"
 OLDER = "evictionary/cache/3"
@@ -24,14 +22,15 @@ ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
 """The arguments of a cache that are written without conversion."""
 
 
-def write(cache: EvictingCache, path: str | Path) -> None:
-    """Write a cache that has read its prompt. Raises ValueError before that, and UsageError for a path
-    that cannot be written.
+def write(session: Session, path: str | Path) -> None:
+    """Write a cache that has read its prompt, by its session. Raises ValueError before that, and UsageError
+    for a path that cannot be written.
     """
-    require(cache.get_seq_length() != 0, "save: the cache has not read its prompt yet", ValueError)
+    asked, reading = session.settings, session.reading
+    require(reading.seen != 0, "save: the cache has not read its prompt yet", ValueError)
     tensors: dict[str, torch.Tensor] = {}
     layers = []
-    for index, layer in enumerate(cache.layers):
+    for index, layer in enumerate(session.layers):
         own = recurrent(layer)
         if isinstance(layer, EvictingLayer):
             layers.append(layer.numbers())
@@ -44,16 +43,16 @@ def write(cache: EvictingCache, path: str | Path) -> None:
         tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
     settings = {
         "schema": SCHEMA,
-        "model": fingerprint(cache.model),
-        "method": cache.method.name if cache.method else None,
-        **{name: getattr(cache, name) for name in ARGUMENTS},
-        "padding": None if cache.padding is None else cache.padding.tolist(),
-        "counts_padding": cache.counts_padding,
-        "shifts": [None if math.isnan(shift) else shift for shift in cache.text.shifts],
+        "model": fingerprint(session.model),
+        "method": asked.method.name if asked.method else None,
+        **{name: getattr(asked, name) for name in ARGUMENTS},
+        "padding": None if reading.padding is None else reading.padding.tolist(),
+        "counts_padding": reading.counts_padding,
+        "shifts": [None if math.isnan(shift) else shift for shift in reading.text.shifts],
         "layers": layers,
     }
-    cache.text.fit(cache.get_seq_length(), cache.rows)
-    tensors["ids"] = cache.text.ids.contiguous()
+    reading.text.fit(reading.seen, reading.rows)
+    tensors["ids"] = reading.text.ids.contiguous()
     write_tensors("path", path, settings, tensors)
 
 
@@ -63,26 +62,27 @@ def read(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
 
 
 def restore(
-    cache: EvictingCache,
+    session: Session,
     model: PreTrainedModel,
     settings: dict[str, Any],
     tensors: dict[str, torch.Tensor],
     path: str | Path,
 ) -> None:
-    """Put the settings and tensors from `read` into an empty cache. Raises UsageError, and closes it, if
-    the model does not fit.
+    """Put the settings and tensors from `read` into an empty cache, by its session. Raises UsageError, and
+    closes it, if the model does not fit.
     """
+    layers, reading = session.layers, session.reading
     if settings["model"] != fingerprint(model):
-        cache.close()
+        session.close()
         raise UsageError(
             f"model: got {type(model).__name__} with other weights, wanted the model of the cache in {path}"
         )
     # the weights are the same, and with them the KV heads, which configurations name in different ways
-    if len(settings["layers"]) != len(cache.layers):
-        cache.close()
-        raise UsageError(f"model: got {len(cache.layers)} layers, wanted the model of the cache in {path}")
+    if len(settings["layers"]) != len(layers):
+        session.close()
+        raise UsageError(f"model: got {len(layers)} layers, wanted the model of the cache in {path}")
     devices, device = devices_of_layers(model), device_of(model)
-    for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
+    for index, (layer, numbers) in enumerate(zip(layers, settings["layers"], strict=True)):
         own = {
             name.partition(".")[2]: tensor.to(devices.get(index, device))
             for name, tensor in tensors.items()
@@ -91,15 +91,15 @@ def restore(
         restore_recurrent(layer, own, model.dtype)
         if isinstance(layer, EvictingLayer):
             layer.restore(own, numbers, model.dtype)
-            cache.peak_tokens = max(cache.peak_tokens, layer.longest)
+            session.peak_tokens = max(session.peak_tokens, layer.longest)
         elif numbers:
             layer.lazy_initialization(own["keys"], own["values"])
             layer.keys, layer.values = own["keys"].to(model.dtype), own["values"].to(model.dtype)
             layer.cumulative_length = numbers["cumulative_length"]
-    cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
-    cache.counts_padding = settings["counts_padding"]
+    reading.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
+    reading.counts_padding = settings["counts_padding"]
     if settings["schema"] == OLDER:
-        cache.text.shifts = [0.0 if cache.padding is None else math.nan]
+        reading.text.shifts = [0.0 if reading.padding is None else math.nan]
         return
-    cache.text.read(tensors["ids"])
-    cache.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]
+    reading.text.read(tensors["ids"])
+    reading.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]

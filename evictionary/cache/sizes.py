@@ -40,8 +40,8 @@ def beside(layers: list[Any]) -> int:
 
 
 def tokens_kept(layers: list[Any]) -> float:
-    """The tokens stored in each head, on average over the batch, the heads and the layers that are
-    compressed.
+    """The tokens stored in each head, on average over the
+    batch, the heads and the layers that are compressed.
     """
     holding = [layer for layer in _evicting(layers) if layer.keys is not None]
     if not holding:

@@ -92,7 +92,9 @@ def test_the_page_has_these_models_in_these_phases() -> None:
 def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: Path, family: str) -> None:
     model = build(family)
     cache = cached(model, IDS[:, :36], "snapkv+ada_kv", 0.5, {"window_size": 4})
-    assert any(map(is_recurrent, cache.layers)) and cache.evicting and cache.nbytes_beside > 0
+    assert (
+        any(map(is_recurrent, cache.layers)) and cache._session.reading.evicting and cache.nbytes_beside > 0
+    )
     others = (
         EvictingCache.from_prefilled(model, cached(model, IDS[:, :36], None), "keydiff", 0.5),
         loaded(cache, tmp_path, model),
@@ -117,7 +119,7 @@ def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: P
 
 def test_a_pyramid_counts_the_layers_that_are_compressed() -> None:
     cache = cached(build("Qwen3-Next"), IDS, "knorm+pyramid_kv", 0.5)
-    kept = [int(layer.lengths.sum()) for layer in cache.evicting.values()]
+    kept = [int(layer.lengths.sum()) for layer in cache._session.reading.evicting]
     assert kept[0] > kept[1] and sum(kept) == 2 * len(kept) * IDS.shape[1] // 2
 
 

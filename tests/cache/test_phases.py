@@ -159,8 +159,10 @@ def random_survivors(
     with EvictingCache(model, "random", budget=8, every=every, seed=seed) as cache:
         for tokens in states.split([12, *[1] * (length - 12)], dim=2):
             cache.layers[0].update(tokens, tokens)
-            if cache.layers[0].evicted_at == 0 or cache._is_due(cache.layers[0]):
-                cache._compress(0)
+            if cache.layers[0].evicted_at == 0 or cache._session.settings.is_due(
+                cache.layers[0].seen - cache.layers[0].evicted_at
+            ):
+                cache._session.compress(0)
         return np.bincount(cache.layers[0].positions.flatten().numpy(), minlength=length)
 
 
@@ -213,7 +215,7 @@ def test_each_stored_key_is_the_key_of_the_position_it_claims(
     def update(
         cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any
     ) -> Any:
-        if not cache._replaying:
+        if not cache._session.is_replaying:
             handed.setdefault(layer, []).append(keys)
         return own(cache, keys, values, layer, *rest, **named)
 
@@ -404,18 +406,18 @@ def test_out_of_memory_in_the_write_changes_nothing(
 ) -> None:
     both = [cached(model, IDS, method, 0.5, small(method), every=100, sizes=[40, 8]) for _ in range(2)]
     for each in both:
-        each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
+        each._session.captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
     layer = both[0].layers[0]
     before, numbers = copy.deepcopy(layer.tensors()), (layer.numbers(), layer.longest)
     with monkeypatch.context() as patch:
         for module, name in ((layers, "compress"), (momentkv, "compress"), (lagkv, "gather")):
             patch.setattr(module, name, no_memory)
-        refused(lambda: both[0]._compress(0), "out of memory", (torch.OutOfMemoryError, MethodError))
+        refused(lambda: both[0]._session.compress(0), "out of memory", (torch.OutOfMemoryError, MethodError))
     assert (layer.numbers(), layer.longest) == numbers
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors().items())
     for each in both:
-        each._compress(0)
-        each._captured.clear()
+        each._session.compress(0)
+        each._session.captured.clear()
     assert torch.equal(*(read(model, IDS[:, 48:50], each) for each in both))
 
 

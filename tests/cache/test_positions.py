@@ -481,8 +481,8 @@ def fill_without_positions(layer: layers.EvictingLayer, *given: Any) -> None:
     layer._kept_positions = None
 
 
-def restore_without_padding(cache: EvictingCache, model: Any, settings: dict[str, Any], *rest: Any) -> None:
-    RESTORE(cache, model, settings | {"padding": None}, *rest)
+def restore_without_padding(session: Any, model: Any, settings: dict[str, Any], *rest: Any) -> None:
+    RESTORE(session, model, settings | {"padding": None}, *rest)
 
 
 MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
