@@ -33,6 +33,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from benchmarks.timing import RESULTS, exponent, provenance, seconds, write_json
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
+from evictionary.cache.session import Session
 from evictionary.evaluation import passkey
 from evictionary.evaluation.pages import markdown
 from evictionary.evaluation.study import compositions
@@ -91,16 +92,22 @@ def read(model: PreTrainedModel, ids: torch.Tensor, cache: Any) -> None:
     model(ids, **versions.argument(cache), use_cache=True, logits_to_keep=1)
 
 
-class OneLayer(EvictingCache):
-    """Compresses the first layer alone; the others hold copies of it. A token costs the same with them, and
-    a method that takes a minute for each layer is measured too.
-    """
+class SessionOfOneLayer(Session):
+    """Compresses the first layer alone; the others hold copies of it."""
 
-    def _compress(self, layer_index: int) -> None:
+    def compress(self, layer_index: int) -> None:
         if layer_index:
             self.layers[layer_index] = copy.deepcopy(self.layers[0])
         else:
-            super()._compress(layer_index)
+            super().compress(layer_index)
+
+
+class OneLayer(EvictingCache):
+    """A cache of which one layer is compressed. A token costs the same with the copies, and a method that
+    takes a minute for each layer is measured too.
+    """
+
+    _session_type = SessionOfOneLayer
 
 
 class Reader:
@@ -120,7 +127,7 @@ class Reader:
 
     def compressed(self, name: str) -> EvictingCache:
         """The prompt with half of it removed by a method."""
-        is_slow = any(getattr(policy, "SLOW", False) for policy in resolve(name).policies)
+        is_slow = any(policy.is_slow for policy in resolve(name).policies)
         kind = OneLayer if is_slow else EvictingCache
         return kind.from_prefilled(self.model, self.whole, name, 0.5, options=_options(name))
 

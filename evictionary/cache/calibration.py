@@ -2,7 +2,7 @@
 than their own.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +41,7 @@ def of_states(
         "all",
     )
     given = policies.Calibration(queries, unrotated(queries, cos, sin), cos, sin, keys, key_positions)
-    return _joined(model, layer_index, "calibrated", given)
+    return _joined(model, layer_index, lambda policy, source: policy.calibrated(source, given))
 
 
 def of_readings(
@@ -52,21 +52,26 @@ def of_readings(
     """
     module = attention_module(model, layer_index)
     w_o = output_projection(module, readings[0]["values"], around(module, model))
-    return _joined(model, layer_index, "refitted", [{**states, "w_o": w_o} for states in readings])
+    whole = [{**states, "w_o": w_o} for states in readings]
+    return _joined(model, layer_index, lambda policy, source: policy.refitted(source, whole))
 
 
 def at_position(
     model: PreTrainedModel, layer_index: int, state: Mapping[str, torch.Tensor], position: int
 ) -> State:
     """The inputs of the methods at the position of the next token."""
-    return {**state, **_joined(model, layer_index, "at", state, position)}
+    found = _joined(model, layer_index, lambda policy, source: policy.at(source, state, position))
+    return {**state, **found}
 
 
-def _joined(model: PreTrainedModel, layer_index: int, name: str, *given: object) -> State:
+def _joined(
+    model: PreTrainedModel, layer_index: int, ask: Callable[[policies.Policy, policies.Source], State]
+) -> State:
+    """What all policies answer for a layer."""
     source = policies.Source(model, attention_module(model, layer_index), layer_index)
     found: State = {}
-    for function in policies.hooks(map(policies.load, policies.stems()), name):
-        found |= function(source, *given)
+    for policy in policies.known():
+        found |= ask(policy, source)
     return found
 
 

@@ -38,7 +38,7 @@ def warn_of_length(read: int, new: int, longest: int | None) -> None:
         warnings.warn(
             f"the text is now longer than the model's context of {longest} tokens: evicted tokens count, for "
             "the later ones keep their positions",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

@@ -5,8 +5,8 @@ or while decoding.
 from __future__ import annotations
 
 import copy
-import math
 import operator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -14,23 +14,20 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedModel
 
-from evictionary.cache import callers, checks, file
-from evictionary.cache.layers import (
-    KEPT_AS,
-    EvictingLayer,
-    forget_recurrent,
-    is_recurrent,
-    recurrent,
-    restore_recurrent,
-)
-from evictionary.cache.watched_cache import CAPTURED, WatchedCache
+from evictionary.cache import callers, checks, saved, sizes
+from evictionary.cache.layers import EvictingLayer, is_recurrent, layers_of, recurrent, restore_recurrent
+from evictionary.cache.session import Session
+from evictionary.cache.settings import CAPTURED, settled
 from evictionary.errors import UsageError, require
-from evictionary.models.load import unwrapped
+from evictionary.methods.method import Method
+from evictionary.models import versions
+from evictionary.models.load import require_supported, unwrapped
+from evictionary.policies import DEFAULT
 
 __all__ = ["CAPTURED", "EvictingCache"]
 
 
-class EvictingCache(WatchedCache):
+class EvictingCache(Cache):
     """A cache for `model.generate(..., **cache.argument)` that compresses the tokens it has read.
 
     The prompt is the first forward of the model with this cache. Its tokens attend to one another in full;
@@ -48,7 +45,34 @@ class EvictingCache(WatchedCache):
     by default the method's own value; seed, for methods that draw; record, states ("queries",
     "hidden_states") to keep for `from_prefilled`. Caches of one model may be used in several threads, each
     cache in one. Raises UsageError for an argument that cannot be used.
+
+    Three objects do the work. `layers` store the tokens (layers.py). A session watches the model, and attends
+    (session.py). One step of compression says what a layer keeps (compression.py).
     """
+
+    layers: list[Any]
+    _session_type: type[Session] = Session
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        method: str | Method | None = DEFAULT,
+        compression_ratio: float = 0.5,
+        options: Mapping[str, Any] | None = None,
+        budget: int | None = None,
+        *,
+        every: int | None = None,
+        seed: int = 0,
+        record: Iterable[str] = (),
+    ) -> None:
+        model = unwrapped(model)
+        require_supported(model)
+        layers = layers_of(model.config)
+        settings = settled(
+            model, layers, method, compression_ratio, options, budget, every, seed, record, _recorded
+        )
+        super().__init__(layers=layers)
+        self._session = self._session_type(self, model, settings)
 
     @classmethod
     def from_prefilled(
@@ -67,14 +91,17 @@ class EvictingCache(WatchedCache):
         tokens were removed from `prefilled`.
         """
         cache = cls(model, *arguments, **named)
-        recorded = getattr(prefilled, "recorded", {})
+        session, ours = cache._session, isinstance(prefilled, EvictingCache)
+        recorded = prefilled.recorded if ours else {}
         try:
             require(
                 len(prefilled.layers) == len(cache.layers),
                 f"prefilled: got {len(prefilled.layers)} layers with tokens, wanted the model's "
                 f"{len(cache.layers)}",
             )
-            masked = cache._take_text(prefilled, attention_mask)
+            masked = session.reading.take(
+                prefilled, prefilled._session.reading if ours else None, attention_mask
+            )
             for index, layer in enumerate(cache.layers):
                 full: Any = prefilled.layers[index]
                 if not isinstance(layer, EvictingLayer):
@@ -83,38 +110,103 @@ class EvictingCache(WatchedCache):
                 restore_recurrent(layer, recurrent(full), model.dtype)
                 checks.require_whole(full, index, recorded.get(index, {}))
                 layer.update(full.keys, full.values)
-                cache.peak_tokens = max(cache.peak_tokens, layer.longest)
                 padding = getattr(full, "padding", masked)
                 layer.padding = None if padding is None else padding.to(full.keys.device)
                 layer.holes = getattr(full, "holes", None)
-                cache._captured[index] = dict(recorded.get(index, {}))
-                cache._compress(index)
-                for name in cache._remembered & KEPT_AS.keys():
-                    cache._remember(layer, name, recorded[index][name])
+                session.compress_prefilled(index, recorded.get(index, {}))
         except Exception:
             cache.close()
             raise
-        cache._close_if_settled()
+        session.close_if_settled()
         return cache
 
-    def _take_text(self, prefilled: Any, mask: torch.Tensor | None) -> torch.Tensor | None:
-        """What another cache has read; returns the padding [B] by a mask [B, T]."""
-        seen, masked = prefilled.get_seq_length(), None
-        if mask is not None and seen:
-            callers.require_mask(mask, len(prefilled.layers[self._first].keys), 0, seen)
-            callers.require_ones_and_zeros(mask)
-            real = mask.bool().cpu()
-            checks.require_left_padding(real, 0, is_watched=False)
-            masked = None if real.all() else (~real).sum(dim=1)
-        if isinstance(prefilled, WatchedCache):
-            if mask is not None and seen:
-                callers.require_same_padding(mask, prefilled.padding_slots(len(mask)))
-            self.padding, self.counts_padding = prefilled.padding, prefilled.counts_padding
-            self.text = prefilled.text.copy()
-        elif masked is not None:  # whether its positions count the padding no one knows
-            self.padding = masked
-            self.text.shifts = [math.nan if count else 0.0 for count in masked.tolist()]
-        return masked
+    # What was asked for, and what has come of it
+
+    @property
+    def method(self) -> Method | None:
+        """The method, or None for a cache that keeps everything."""
+        return self._session.settings.method
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of the method that were given, in their types."""
+        return self._session.settings.options
+
+    @property
+    def compression_ratio(self) -> float:
+        """The fraction to remove of all tokens seen."""
+        return self._session.settings.compression_ratio
+
+    @property
+    def budget(self) -> int | None:
+        """The tokens to keep in each head, in the place of the ratio, or None."""
+        return self._session.settings.budget
+
+    @property
+    def every(self) -> int:
+        """The tokens between two compressions; 0 for the prompt alone."""
+        return self._session.settings.every
+
+    @property
+    def seed(self) -> int:
+        """The seed of a method that draws."""
+        return self._session.settings.seed
+
+    @property
+    def record(self) -> frozenset[str]:
+        """The states of the prompt that are kept in `recorded`."""
+        return self._session.settings.record
+
+    @property
+    def recorded(self) -> dict[int, dict[str, torch.Tensor]]:
+        """The states of the prompt that `record` names, by layer."""
+        return self._session.recorded
+
+    @property
+    def peak_tokens(self) -> int:
+        """The largest number of tokens that any head has stored at once."""
+        return self._session.peak_tokens
+
+    @property
+    def model(self) -> PreTrainedModel | None:
+        """The model, which a cache does not keep alive."""
+        return self._session.model
+
+    @property
+    def argument(self) -> dict[str, Any]:
+        """This cache as an argument: `model.generate(**inputs, **cache.argument)` in each transformers.
+
+        It is `cache=cache` from transformers 5.24 on, and `past_key_values=cache` before.
+        """
+        return versions.argument(self)
+
+    # A text that goes on
+
+    # a compiled model leaves its graph here: what a method keeps depends on the numbers
+    @torch.compiler.disable
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append to a layer; return the keys and values for
+        its attention: all stored ones, without ragged heads.
+        """
+        session = self._session
+        key_states, value_states = session.take(layer_idx, key_states, value_states)
+        if session.waits(layer_idx, key_states):
+            self.layers[layer_idx].wait(key_states, value_states)
+            keys, values = key_states, value_states
+        else:
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        session.hand(layer_idx, keys, key_states.shape[-2])
+        return keys, values
+
+    def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
+        """The sizes of a layer's mask. Raises UsageError for
+        a forward without a token, which no model can read.
+        """
+        length = arguments[0] if arguments else named["query_length"]
+        callers.require_new_tokens(length, self.get_seq_length(), None)
+        return super().get_mask_sizes(*arguments, **named)
 
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
@@ -122,26 +214,15 @@ class EvictingCache(WatchedCache):
         Raises UsageError for a method that reads recent queries,
         or compresses each token once, in a cache without `every`.
         """
-        if self.method is None or self.method.is_per_query:
+        method = self.method
+        if method is None or method.is_per_query:
             return
         require(
-            self.every
-            or (not self.method.captured and not (self.method.traits & {"recursive", "prompt_only"})),
-            f"compress: got {self.method.name} with every=0, wanted a cache made with every=N, which "
-            "remembers what it needs",
+            self.every or (not method.captured and not (method.traits & {"recursive", "prompt_only"})),
+            f"compress: got {method.name} with every=0, wanted a cache made with every=N, which remembers "
+            "what it needs",
         )
-        for index, layer in self.evicting.items():
-            if 0 < layer.evicted_at < layer.seen:
-                recent = {name: getattr(layer, kept_as) for name, kept_as in KEPT_AS.items()}
-                self._captured[index] = {
-                    name: states for name, states in recent.items() if states is not None
-                }
-                self._compress(index)
-                self._captured.pop(index)
-        if not self._finalizer.alive:
-            self.close()
-            self._watch()  # heads or layers may differ now
-        self._close_if_settled()
+        self._session.compress_again()
 
     def rest_of(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None
@@ -153,16 +234,7 @@ class EvictingCache(WatchedCache):
         padded. Raises UsageError for a text that begins in another way, and says where they part, and for
         one with nothing new.
         """
-        callers.require_ids(input_ids, attention_mask)
-        seen = self.get_seq_length()
-        if not seen:
-            real = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-            return {"input_ids": input_ids, "attention_mask": real}
-        checks.require_rows(len(input_ids), self.rows)
-        if attention_mask is not None:
-            callers.require_mask(attention_mask, len(input_ids), input_ids.shape[1], 0)
-        self.text.fit(seen, self.rows)
-        return callers.rest_of_rows(input_ids, attention_mask, self.text, self.padding_slots(self.rows))
+        return self._session.reading.rest_of(input_ids, attention_mask)
 
     def activate_past_recording(self) -> None:
         """Refuse assisted generation, which calls this before its first token."""
@@ -211,49 +283,39 @@ class EvictingCache(WatchedCache):
         except TypeError:
             wanted = "wanted a whole number, minus the tokens to remove"
             raise ValueError(f"crop: got {tokens_to_remove!r}, {wanted}") from None
-        evicting = self.evicting.values()
+        evicting = self._session.reading.evicting
         for layer in evicting:
             layer.require_croppable(tokens_to_remove)
-        left = self.get_seq_length() + tokens_to_remove
-        had_padding = self._is_padded and self.padding_slots(self.rows)[:, left:].any()
-        sliding = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
-        for layer in (*sliding, *evicting):  # sliding windows refuse, all of them, before a layer is changed
-            layer.crop(tokens_to_remove)
-        if had_padding or (tokens_to_remove and self._has_planes):
-            # what went may have been padding or an image: no one knows how many positions it took
-            self.text.shifts = [math.nan]
+        others = [layer for layer in self.layers if not isinstance(layer, EvictingLayer)]
+        # sliding windows refuse, all of them, before a layer is changed
+        self._session.reading.crop(self.model, tokens_to_remove, (*others, *evicting))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep these rows of the batch, in this order."""
         for layer in self.layers:
             # a recurrent state has the other name alone
             getattr(layer, "batch_select_indices", layer.reorder_cache)(indices)
-        self.recorded = {
-            index: {name: state[indices.to(state.device)] for name, state in recorded.items()}
-            for index, recorded in self.recorded.items()
-        }
-        self.text.select(indices)
-        if self.padding is not None:
-            self.padding = self.padding[indices.to(self.padding.device)]
+        self._session.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row of the batch."""
         if self.get_seq_length():
-            batch = self.layers[self._first].keys.shape[0]
-            self.batch_select_indices(torch.arange(batch).repeat_interleave(repeats))
+            rows = self._session.reading.rows
+            self.batch_select_indices(torch.arange(rows).repeat_interleave(repeats))
 
     reorder_cache = batch_select_indices  # of beam search
 
     def reset(self) -> None:
         """Forget everything and wait for a new prompt."""
-        self.close()
-        for layer in self.layers:  # older versions of transformers would keep as many zeros instead
-            if is_recurrent(layer):
-                forget_recurrent(layer)
-            if hasattr(layer, "get_seq_length"):
-                layer.keys, layer.values, layer.is_initialized = None, None, False
-        super().reset()
-        self._wait()
+        self._session.reset()
+
+    def close(self) -> None:
+        """Remove every hook from the model. A cache that is deleted does this by itself.
+
+        As soon as possible the model has its own attention back.
+        The one hook left then sees the padding of later turns.
+        """
+        self._session.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
         """Return a copy with tensors of its own, for another
@@ -263,9 +325,7 @@ class EvictingCache(WatchedCache):
         twin = object.__new__(type(self))
         twin.__dict__ |= self.__dict__
         twin.layers = copy.deepcopy(self.layers, memo)
-        twin._handed, twin._captured, twin.text = {}, {}, self.text.copy()
-        if self._looking.alive:
-            twin._watch(self._finalizer.alive)
+        twin._session = self._session.copy(twin)
         return twin
 
     def save(self, path: str | Path) -> None:
@@ -273,7 +333,7 @@ class EvictingCache(WatchedCache):
 
         Raises ValueError before the prompt, and UsageError for a path that cannot be written.
         """
-        file.write(self, path)
+        saved.write(self._session, path)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
@@ -281,18 +341,18 @@ class EvictingCache(WatchedCache):
         model that does not fit.
         """
         model = unwrapped(model)
-        settings, tensors = file.read(path)
+        settings, tensors = saved.read(path)
         cache = None
         try:
-            cache = cls(model, settings["method"], **{name: settings[name] for name in file.ARGUMENTS})
-            file.restore(cache, model, settings, tensors, path)
+            cache = cls(model, settings["method"], **{name: settings[name] for name in saved.ARGUMENTS})
+            saved.restore(cache._session, model, settings, tensors, path)
         except (KeyError, TypeError) as error:
             if cache is not None:
                 cache.close()
             raise UsageError(
                 f"path: got {path}, wanted a file with every setting and tensor of a cache; it lacks {error}"
             ) from None
-        cache._close_if_settled()
+        cache._session.close_if_settled()
         return cache
 
     @property
@@ -301,61 +361,30 @@ class EvictingCache(WatchedCache):
 
         Of a layer with a sliding window only its window counts, which may be a view of more.
         """
-        states = [state for layer in self.evicting.values() for state in _states(layer)]
-        windows = [
-            state for layer in self.layers if not isinstance(layer, EvictingLayer) for state in _states(layer)
-        ]
-        storages = {
-            tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states
-        }
-        return sum(storages.values()) + sum(state.nbytes for state in windows)
+        return sizes.stored(self.layers)
 
     @property
     def nbytes_full(self) -> int:
         """The bytes that the same tokens would take if nothing had been removed."""
-        states = [(layer, getattr(layer, name, None)) for layer in self.layers for name in ("keys", "values")]
-        lengths = {layer: layer.seen for layer in self.layers if isinstance(layer, EvictingLayer)}
-        return sum(
-            state.shape[:2].numel()
-            * lengths.get(layer, state.shape[2])
-            * state.shape[3]
-            * state.element_size()
-            for layer, state in states
-            if state is not None
-        )
+        return sizes.full(self.layers)
 
     @property
     def nbytes_beside(self) -> int:
         """The bytes beside keys and values: positions, lengths, moments, recent queries, states in the place
         of a cache, and the ids of all tokens that were read.
         """
-        layers = self.evicting.values()
-        beside = [state for layer in self.layers for state in recurrent(layer).values()]
-        everything = sum(
-            tensor.nbytes
-            for tensor in (*beside, *(own for layer in layers for own in layer.tensors().values()))
-        )
-        states = sum(state.nbytes for layer in layers for state in _states(layer))
-        return everything + self.text.nbytes - states
+        return sizes.beside(self.layers) + self._session.reading.text.nbytes
 
     @property
     def tokens_kept(self) -> float:
         """The tokens stored in each head, on average over the
         batch, the heads and the layers that are compressed.
         """
-        layers = [layer for layer in self.evicting.values() if layer.keys is not None]
-        if not layers:
-            return 0
-        mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in layers]).mean())
-        return int(mean) if mean == int(mean) else mean
+        return sizes.tokens_kept(self.layers)
 
 
-def _states(layer: Any) -> list[torch.Tensor]:
-    """The key and value tensors of a layer, including the flat tensors of ragged heads."""
-    ragged = getattr(layer, "ragged", None)
-    states = [
-        getattr(layer, "keys", None),
-        getattr(layer, "values", None),
-        *((ragged.keys, ragged.values) if ragged is not None else ()),
-    ]
-    return [state for state in states if state is not None]
+def _recorded(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, dict[str, torch.Tensor]]:
+    """The queries and the hidden states of each layer, while a model reads ids [1, T]."""
+    with EvictingCache(model, None, record=("queries", "hidden_states")) as cache:
+        model.base_model(ids, **cache.argument, use_cache=True)
+        return cache.recorded

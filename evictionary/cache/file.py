@@ -1,70 +1,23 @@
-"""Safetensors files with settings in their metadata, and
-a cache as such a file: its tensors and its arguments.
-"""
+"""Safetensors files with settings in their metadata, and the fingerprint of the model that they are of."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from transformers import PreTrainedModel
 
-from evictionary.cache.layers import EvictingLayer, recurrent, restore_recurrent
 from evictionary.errors import UsageError, require
 from evictionary.models.contents import contents
-from evictionary.models.weights import device_of, devices_of_layers
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from evictionary.cache.evicting_cache import EvictingCache
-
-SCHEMA = "evictionary/cache/4"
-OLDER = "evictionary/cache/3"
-"""It has no ids of tokens, nor the positions at which rows go on."""
-ARGUMENTS = ("compression_ratio", "options", "budget", "every", "seed")
-"""The arguments of a cache that are written without conversion."""
 OF_BYTES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Whole numbers of so many bytes."""
-
-
-def write(cache: EvictingCache, path: str | Path) -> None:
-    """Write a cache that has read its prompt. Raises ValueError before that, and UsageError for a path
-    that cannot be written.
-    """
-    require(cache.get_seq_length() != 0, "save: the cache has not read its prompt yet", ValueError)
-    tensors: dict[str, torch.Tensor] = {}
-    layers = []
-    for index, layer in enumerate(cache.layers):
-        own = recurrent(layer)
-        if isinstance(layer, EvictingLayer):
-            layers.append(layer.numbers())
-            own |= layer.tensors()
-        elif hasattr(layer, "cumulative_length"):  # a sliding window
-            layers.append({"cumulative_length": layer.cumulative_length})
-            own |= {"keys": layer.keys, "values": layer.values}
-        else:
-            layers.append({})
-        tensors |= {f"{index}.{name}": tensor.contiguous() for name, tensor in own.items()}
-    settings = {
-        "schema": SCHEMA,
-        "model": fingerprint(cache.model),
-        "method": cache.method.name if cache.method else None,
-        **{name: getattr(cache, name) for name in ARGUMENTS},
-        "padding": None if cache.padding is None else cache.padding.tolist(),
-        "counts_padding": cache.counts_padding,
-        "shifts": [None if math.isnan(shift) else shift for shift in cache.text.shifts],
-        "layers": layers,
-    }
-    cache.text.fit(cache.get_seq_length(), cache.rows)
-    tensors["ids"] = cache.text.ids.contiguous()
-    write_tensors("path", path, settings, tensors)
 
 
 def write_tensors(
@@ -139,51 +92,3 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.is_floating_point() and tensor.dtype is not torch.float4_e2m1fn_x2:
         return tensor.to(torch.bfloat16).contiguous().flatten().view(torch.int16)
     return tensor.contiguous().flatten().view(OF_BYTES[min(tensor.itemsize, 8)])
-
-
-def read(path: str | Path) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """The settings and the tensors of a file that `write` wrote. Raises UsageError for any other."""
-    return read_tensors("path", path, SCHEMA, "that EvictingCache.save wrote", OLDER)
-
-
-def restore(
-    cache: EvictingCache,
-    model: PreTrainedModel,
-    settings: dict[str, Any],
-    tensors: dict[str, torch.Tensor],
-    path: str | Path,
-) -> None:
-    """Put the settings and tensors from `read` into an empty cache. Raises UsageError, and closes it, if
-    the model does not fit.
-    """
-    if settings["model"] != fingerprint(model):
-        cache.close()
-        raise UsageError(
-            f"model: got {type(model).__name__} with other weights, wanted the model of the cache in {path}"
-        )
-    # the weights are the same, and with them the KV heads, which configurations name in different ways
-    if len(settings["layers"]) != len(cache.layers):
-        cache.close()
-        raise UsageError(f"model: got {len(cache.layers)} layers, wanted the model of the cache in {path}")
-    devices, device = devices_of_layers(model), device_of(model)
-    for index, (layer, numbers) in enumerate(zip(cache.layers, settings["layers"], strict=True)):
-        own = {
-            name.partition(".")[2]: tensor.to(devices.get(index, device))
-            for name, tensor in tensors.items()
-            if name.startswith(f"{index}.")
-        }
-        restore_recurrent(layer, own, model.dtype)
-        if isinstance(layer, EvictingLayer):
-            layer.restore(own, numbers, model.dtype)
-            cache.peak_tokens = max(cache.peak_tokens, layer.longest)
-        elif numbers:
-            layer.lazy_initialization(own["keys"], own["values"])
-            layer.keys, layer.values = own["keys"].to(model.dtype), own["values"].to(model.dtype)
-            layer.cumulative_length = numbers["cumulative_length"]
-    cache.padding = None if settings["padding"] is None else torch.tensor(settings["padding"])
-    cache.counts_padding = settings["counts_padding"]
-    if settings["schema"] == OLDER:
-        cache.text.shifts = [0.0 if cache.padding is None else math.nan]
-        return
-    cache.text.read(tensors["ids"])
-    cache.text.shifts = [math.nan if shift is None else shift for shift in settings["shifts"]]

@@ -4,14 +4,15 @@ what the policies compute from its states, and its weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from evictionary import policies
 from evictionary.cache import calibration
+from evictionary.cache.layers import EvictingLayer
 from evictionary.cache.model_hooks import attention_module, attention_modules
 from evictionary.errors import UsageError, require
 from evictionary.methods.catalogue import CALIBRATED, CAPTURED_FOR, DECLARED, REFITTED
@@ -29,17 +30,29 @@ from evictionary.models.queries import (
 )
 from evictionary.models.weights import around, device_of, output_projection
 
-if TYPE_CHECKING:
-    from evictionary.cache.watched_cache import WatchedCache
+Recorder = Callable[[PreTrainedModel, torch.Tensor], Mapping[int, Mapping[str, torch.Tensor]]]
+"""Lets a model read ids [1, T], and returns the queries and the hidden states of each layer."""
 
 
-def supply(cache: WatchedCache, layer_index: int) -> Supply:
-    """The callback that computes the inputs of a layer from the captured states."""
-    kv_heads = cache.layers[layer_index].keys.shape[1]
+def supply(
+    model: PreTrainedModel | None,
+    layer_index: int,
+    layer: EvictingLayer,
+    calibrated: Mapping[int, Mapping[str, torch.Tensor]],
+    *,
+    counts_padding: bool,
+) -> Supply:
+    """The callback that computes the inputs of a layer from the captured states.
+
+    Args: calibrated, the inputs of a calibration file by layer; counts_padding, whether the positions of the
+    text count its padding. Without a model there are none.
+    """
+    assert layer.keys is not None
+    kv_heads = layer.keys.shape[1]
     projections: list[torch.Tensor] = []
 
     def found(name: str, states: Mapping[str, Any], position: int) -> dict[str, Any]:
-        model, captured_as = cache.model, CAPTURED_FOR.get(name)
+        captured_as = CAPTURED_FOR.get(name)
 
         def of_heads(each: torch.Tensor) -> torch.Tensor:
             """The part of [B, heads, ..], of query heads or
@@ -52,8 +65,8 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
                 module = attention_module(model, layer_index)
                 projections.append(output_projection(module, states["values"], around(module, model)))
             return {name: of_heads(projections[0][None])[0]}
-        if model is not None and name in CALIBRATED and cache.calibrated:
-            own = {entry: of_heads(each) for entry, each in cache.calibrated[layer_index].items()}
+        if model is not None and name in CALIBRATED and calibrated:
+            own = {entry: of_heads(each) for entry, each in calibrated[layer_index].items()}
             inputs = calibration.at_position(model, layer_index, own, position)
             require(
                 name in inputs,
@@ -66,7 +79,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
         if model is None or captured_as is None or states.get(captured_as) is None:
             return {}
         require(
-            not cache.counts_padding,
+            not counts_padding,
             f"position_ids: got those that count the padding, wanted those of generate(): {name} depends on "
             "them",
         )
@@ -75,7 +88,7 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
         if name in CALIBRATED:
             queries = states["queries"]
             places = torch.arange(position - queries.shape[2], position, device=queries.device)
-            key_places = states["positions"] if cache.layers[layer_index].evicted_at == 0 else None
+            key_places = states["positions"] if layer.evicted_at == 0 else None
             state = calibration.of_states(model, layer_index, queries, places, states["keys"], key_places)
             return calibration.at_position(model, layer_index, state, position)
         source = policies.Source(model, attention_module(model, layer_index), layer_index)
@@ -90,31 +103,28 @@ def supply(cache: WatchedCache, layer_index: int) -> Supply:
 
 
 def require_suitable(
-    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recording: type[WatchedCache]
+    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recorder: Recorder
 ) -> None:
     """Raise UsageError where a model cannot give a method its inputs, or not again with `every`."""
-    if any(getattr(policy, "BEFORE_ROPE", False) for policy in method.suppliers):
-        in_halves = any(getattr(policy, "IN_HALVES", False) for policy in method.suppliers)
-        require_readable_queries(model, method.name, recording, IN_HALVES if in_halves else LAYOUTS)
+    if any(policy.reads_before_rope for policy in method.suppliers):
+        in_halves = any(policy.counts_in_halves for policy in method.suppliers)
+        require_readable_queries(model, method.name, recorder, IN_HALVES if in_halves else LAYOUTS)
     caps = {softmax_of(module, model).cap for module in attention_modules(model).values()} - {None}
     require(
-        not caps
-        or not any(getattr(policy, "UNCAPPED", False) for policy in (*method.policies, *method.suppliers)),
+        not caps or not any(policy.needs_no_cap for policy in (*method.policies, *method.suppliers)),
         f"model: got {type(model).__name__} with capped attention logits, wanted a method without a closed "
         "form of them instead of "
         f"{method.name}",
     )
     require(
-        not every
-        or is_calibrated
-        or not any(getattr(policy, "ALL_KEYS", False) for policy in method.suppliers),
+        not every or is_calibrated or not any(policy.reads_all_keys for policy in method.suppliers),
         f"every: got {every} without the option calibration, wanted 0: {method.name} calibrates on all keys "
         "of the prompt, and these are gone when the cache compresses again",
     )
 
 
 def require_readable_queries(
-    model: PreTrainedModel, name: str, recording: type[WatchedCache], wanted: Iterable[str] = LAYOUTS
+    model: PreTrainedModel, name: str, recorder: Recorder, wanted: Iterable[str] = LAYOUTS
 ) -> None:
     """Raise UsageError if this model's queries cannot be computed from hidden states, or rotate otherwise;
     a few tokens are tried.
@@ -123,7 +133,7 @@ def require_readable_queries(
     no configuration tells.
     """
     if model not in layouts:
-        layouts[model] = _layouts(model, recording)
+        layouts[model] = _layouts(model, recorder)
     require(
         layouts[model] and set(layouts[model].values()) <= set(wanted),
         f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by "
@@ -134,18 +144,16 @@ def require_readable_queries(
 
 
 @torch.no_grad()
-def _layouts(model: PreTrainedModel, recording: type[WatchedCache]) -> dict[int, str]:
+def _layouts(model: PreTrainedModel, recorder: Recorder) -> dict[int, str]:
     """The layout of each layer, with which queries before RoPE are the projected hidden states; empty if
     one has none.
     """
     places, found = torch.arange(4, device=device_of(model)), {}
-    with recording(model, None, record=("queries", "hidden_states")) as cache:
-        model.base_model(places[None] + 1, **cache.argument, use_cache=True)
-        for index, states in cache.recorded.items():
-            fits = [layout for layout in LAYOUTS if _fits(model, index, states, places, layout)]
-            if not fits:
-                return {}
-            found[index] = fits[0]
+    for index, states in recorder(model, places[None] + 1).items():
+        fits = [layout for layout in LAYOUTS if _fits(model, index, states, places, layout)]
+        if not fits:
+            return {}
+        found[index] = fits[0]
     return found
 
 

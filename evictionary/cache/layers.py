@@ -131,6 +131,11 @@ class EvictingLayer(DynamicLayer):
         values[:, :, self.stored : end] = value_states
         self._keys, self._values, self.stored = keys, values, end
 
+    def wait(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Let a token, [B, H_kv, 1, D], that is seen now wait for the slot of another."""
+        self.waiting = key, value
+        self.seen += 1
+
     def slots(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys [B, H_kv, stored, D] and values, without the ragged part, where they lie: in any
         order of positions.

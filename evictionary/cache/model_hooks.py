@@ -1,11 +1,12 @@
-"""Shows a cache the model's padding, hidden states and queries, and lets the cache compute the attention.
+"""Shows a watcher the model's padding, hidden states and queries, and lets it compute the attention. A cache
+has one, its session.
 
 Three extension points of transformers and torch do it: a forward pre-hook and a forward hook on the decoder,
 forward pre-hooks on its attention modules, and an attention function registered beside the model's.
 
 Hooks are set once for each model, by its first cache, and go with its last one. They know no cache: each call
-brings its own among its arguments. So a cache that comes or goes in one thread changes nothing for a forward
-in another, and a watched model can be pickled.
+brings its own among its arguments, and that has its watcher. So a cache that comes or goes in one thread
+changes nothing for a forward in another, and a watched model can be pickled.
 """
 
 import copy
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
@@ -41,8 +42,10 @@ weights or None.
 
 
 class Watcher(Protocol):
-    """The methods of a cache that the hooks call."""
+    """What the hooks call."""
 
+    @property
+    def model(self) -> PreTrainedModel | None: ...
     def see_batch(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None: ...
     def see_end(self, tokens: torch.Tensor, named: Mapping[str, Any]) -> None: ...
@@ -58,26 +61,32 @@ class Watcher(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 
 
-_looking: weakref.WeakKeyDictionary[Any, weakref.ref[torch.nn.Module]] = weakref.WeakKeyDictionary()
-"""For each cache that sees the forwards of a model, that model's decoder."""
-_attending: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The caches that compute the attention of their model."""
-_capturing: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The caches that want the hidden states too."""
+_looking: weakref.WeakKeyDictionary[Cache, "_Look"] = weakref.WeakKeyDictionary()
+"""For each cache that sees the forwards of a model, how."""
+_attending: weakref.WeakSet[Watcher] = weakref.WeakSet()
+"""The watchers that compute the attention of their model."""
+_capturing: weakref.WeakSet[Watcher] = weakref.WeakSet()
+"""The watchers that want the hidden states too."""
 _underlying: dict[str, str] = {}
 """For each attention that is registered here, the one of transformers that it stands in front of."""
 _lock = threading.RLock()
-"""Held while a cache starts or stops watching; the first and the last cache of a model hold
-it while the model changes its attention. The same thread may come again, where the garbage collector deletes
-a cache.
+"""Held while a watcher starts or stops; the first and the last one of a model hold it while the model changes
+its attention. The same thread may come again, where the garbage collector deletes a cache.
 """
 _thread = threading.local()
-"""The cache of the forward that this thread has begun last, as a weak reference."""
+"""The watcher of the forward that this thread has begun last, as a weak reference."""
+
+
+class _Look(NamedTuple):
+    """Whose forwards a cache sees, a decoder's, and who looks; a cache keeps its watcher alive."""
+
+    decoder: weakref.ref[torch.nn.Module]
+    watcher: weakref.ref[Watcher]
 
 
 @dataclass
 class _Users:
-    """Who needs what is set on a model: a token for each cache."""
+    """Who needs what is set on a model: a token for each watcher."""
 
     hooks: set[object] = field(default_factory=set)
     hidden_states: set[object] = field(default_factory=set)
@@ -88,10 +97,11 @@ class _Users:
 _users: weakref.WeakKeyDictionary[PreTrainedModel, _Users] = weakref.WeakKeyDictionary()
 
 
-def look(cache: Watcher, model: PreTrainedModel) -> Callable[[], None]:
-    """Show `cache` the mask and the tokens of each forward, until the returned function is called.
+def look(cache: Cache, watcher: Watcher, model: PreTrainedModel) -> Callable[[], None]:
+    """Show `watcher` the mask and the tokens of each forward
+    with `cache`, until the returned function is called.
 
-    Nothing here keeps the cache or the model alive.
+    Nothing here keeps one of the three alive.
     """
     user, alive, its_model = object(), weakref.ref(cache), weakref.ref(model)
     with _lock:
@@ -102,7 +112,7 @@ def look(cache: Watcher, model: PreTrainedModel) -> Callable[[], None]:
             _unhook(model.base_model)  # of a copy of a watched model
             model.base_model.register_forward_pre_hook(_see_batch, with_kwargs=True)
             model.base_model.register_forward_hook(_see_end, with_kwargs=True, always_call=True)
-        _looking[cache] = weakref.ref(model.base_model)
+        _looking[cache] = _Look(weakref.ref(model.base_model), weakref.ref(watcher))
 
     def stop() -> None:
         with _lock:
@@ -116,21 +126,21 @@ def look(cache: Watcher, model: PreTrainedModel) -> Callable[[], None]:
     return stop
 
 
-def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
-    """Let `cache` compute the attention of `model`, until the returned function is called; a cache that
-    watches looks too.
+def watch(watcher: Watcher, model: PreTrainedModel, *, hidden_states: bool = False) -> Callable[[], None]:
+    """Let `watcher` compute the attention of `model`, until
+    the returned function is called; that of a cache looks too.
 
-    hidden_states says whether the cache wants to see those. Nothing here keeps the cache or the model alive.
+    hidden_states says whether it wants to see those. Nothing here keeps the watcher or the model alive.
     Raises UsageError for a model whose attention is fixed.
     """
-    user, alive, its_model = object(), weakref.ref(cache), weakref.ref(model)
+    user, alive, its_model = object(), weakref.ref(watcher), weakref.ref(model)
     modules = list(attention_modules(model).values()) if hidden_states else []
     with _lock:
         users = _users.setdefault(model, _Users())
         _replace_attention(model, users, user)
-        _attending.add(cache)
+        _attending.add(watcher)
         if hidden_states:
-            _capturing.add(cache)
+            _capturing.add(watcher)
             users.hidden_states.add(user)
             if len(users.hidden_states) == 1:
                 for module in modules:
@@ -139,7 +149,7 @@ def watch(cache: Watcher, model: PreTrainedModel, *, hidden_states: bool = False
 
     def stop() -> None:
         with _lock:
-            if (own := alive()) is not None:  # a deleted cache has left by itself
+            if (own := alive()) is not None:  # a deleted watcher has left by itself
                 _attending.discard(own)
                 _capturing.discard(own)
             if (watched := its_model()) is None:
@@ -187,8 +197,8 @@ def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any)
     found = _forward(module, arguments, *given)
     if found is None:
         return
-    cache, named, tokens = found
-    _thread.cache = weakref.ref(cache)
+    watcher, cache, named, tokens = found
+    _thread.watcher = weakref.ref(watcher)
     require(
         named.get("use_cache") is not False,
         "use_cache: got False with a cache, wanted True or no cache: each forward would read the whole "
@@ -196,9 +206,10 @@ def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any)
     )
     if tokens is None:
         return
-    _require_our_attention(cache, cache.model)
+    model: Any = watcher.model
+    _require_our_attention(watcher, model)
     if tokens.shape[1] or not cache.get_seq_length():
-        longest = getattr(cache.model.config.get_text_config(), "max_position_embeddings", None)
+        longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         require_prompt(tokens.shape[1], longest)
     mask, seen, several = named.get("attention_mask"), cache.get_seq_length(), tokens.shape[1] > 1
     require(
@@ -212,7 +223,7 @@ def _see_batch(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any)
         "token_type_ids: got an image after the first prompt, wanted images in the first prompt alone: "
         "this model reads them in both directions",
     )
-    cache.see_batch(tokens, named)
+    watcher.see_batch(tokens, named)
 
 
 @torch.compiler.disable
@@ -221,11 +232,11 @@ def _see_end(module: torch.nn.Module, arguments: tuple[Any, ...], *given: Any) -
     found = _forward(module, arguments, *named)
     if found is None:
         return
-    cache, own, tokens = found
+    watcher, _, own, tokens = found
     if output is None:  # torch calls this hook after an exception too
-        cache.see_failure()
-    elif cache in _attending and tokens is not None:
-        cache.see_end(tokens, own)
+        watcher.see_failure()
+    elif watcher in _attending and tokens is not None:
+        watcher.see_end(tokens, own)
 
 
 @torch.compiler.disable
@@ -233,17 +244,23 @@ def _see_hidden_states(module: torch.nn.Module, arguments: tuple[Any, ...], *giv
     if not given:
         return
     named = _by_name(module, arguments, given[0])
-    cache = versions.cache_of(named)
-    if isinstance(cache, Cache) and cache in _capturing:
+    watcher = _watcher_of(versions.cache_of(named))
+    if watcher is not None and watcher in _capturing:
         hidden_states = named["hidden_states"] if "hidden_states" in named else arguments[0]
-        cache.see_hidden_states(int(module.layer_idx), hidden_states)
+        watcher.see_hidden_states(int(module.layer_idx), hidden_states)
+
+
+def _watcher_of(cache: Any) -> Watcher | None:
+    """Who looks at the forwards with a cache, or None."""
+    look = _looking.get(cache) if isinstance(cache, Cache) else None
+    return None if look is None else look.watcher()
 
 
 def _forward(
     module: torch.nn.Module, arguments: tuple[Any, ...], *given: dict[str, Any]
-) -> tuple[Any, dict[str, Any], torch.Tensor | None] | None:
-    """The cache of a forward of its own model, the arguments by name, and the ids [B, M] or embeddings
-    [B, M, hidden] that it reads; None for a forward without such a cache.
+) -> tuple[Watcher, Cache, dict[str, Any], torch.Tensor | None] | None:
+    """The watcher and the cache of a forward of its own model, the arguments by name, and the ids [B, M] or
+    embeddings [B, M, hidden] that it reads; None for a forward without such a cache.
 
     torch leaves the named arguments out where another thread is just setting or removing the hook. The cache
     of this forward holds the hook, so that forward has none.
@@ -252,10 +269,12 @@ def _forward(
         return None
     named = _by_name(module, arguments, given[0])
     cache = versions.cache_of(named)
-    decoder = _looking.get(cache) if isinstance(cache, Cache) else None
-    if decoder is None or decoder() is not module:
+    look = _looking.get(cache) if isinstance(cache, Cache) else None
+    watcher = None if look is None or look.decoder() is not module else look.watcher()
+    if watcher is None:
         return None
-    return cache, named, named.get("inputs_embeds") if named.get("input_ids") is None else named["input_ids"]
+    tokens = named.get("inputs_embeds") if named.get("input_ids") is None else named["input_ids"]
+    return watcher, cache, named, tokens
 
 
 def _by_name(module: torch.nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
@@ -291,11 +310,11 @@ def require_prompt(length: int, longest: int | None) -> None:
     )
 
 
-def _require_our_attention(cache: Watcher, model: PreTrainedModel) -> None:
-    """Raise UsageError where the user has chosen another attention since the cache began to attend."""
+def _require_our_attention(watcher: Watcher, model: PreTrainedModel) -> None:
+    """Raise UsageError where the user has chosen another attention since the watcher began to attend."""
     with _lock:  # another thread may be changing it
         attention = model.config._attn_implementation
-        is_replaced = attention in _underlying or cache not in _attending
+        is_replaced = attention in _underlying or watcher not in _attending
     require(
         is_replaced,
         f"model: got the attention {attention}, chosen after the cache was made; wanted "
@@ -369,7 +388,7 @@ def _name(underlying: str) -> str:
 
 
 def _answering_attention(underlying: str) -> Callable[..., Any]:
-    """An attention function that calls the cache which handed
+    """An attention function that calls the watcher which handed
     out the keys, or else the model's own function `underlying`.
     """
 
@@ -393,26 +412,26 @@ def _answering_attention(underlying: str) -> Callable[..., Any]:
             asked = module if underlying in ("sdpa", "eager") else _under_its_own_name(module, underlying)
             return function(asked, query, key, value, mask, *rest, **named)
 
-        index = getattr(module, "layer_idx", None)  # that of an image or of sound has none
-        for cache in () if index is None else _candidates():
-            place = cache.handed(index, key)
+        index: Any = getattr(module, "layer_idx", None)  # that of an image or of sound has none
+        for watcher in () if index is None else _candidates():
+            place = watcher.handed(index, key)
             if place is not None:
                 require_known_softmax(module, named)
-                return cache.attend(place, module, query, attention_mask, model_attention)
+                return watcher.attend(place, module, query, attention_mask, model_attention)
         return model_attention(attention_mask)
 
     return attention
 
 
-def _candidates() -> Iterator[Any]:
-    """The caches that may have handed out the keys of an attention: first that of this thread's forward,
+def _candidates() -> Iterator[Watcher]:
+    """The watchers that may have handed out the keys of an attention: first that of this thread's forward,
     then all that attend, for a model may run its layers in other threads.
     """
-    own = getattr(_thread, "cache", lambda: None)()
+    own = getattr(_thread, "watcher", lambda: None)()
     if own is not None and own in _attending:
         yield own
     with _lock:
-        others = [cache for cache in _attending if cache is not own]
+        others = [watcher for watcher in _attending if watcher is not own]
     yield from others
 
 

@@ -7,7 +7,6 @@ outputs, weighted by exp(log-sum-exp). On a GPU, two kernels do this for all par
 
 import math
 from collections.abc import Iterable
-from types import ModuleType
 
 import torch
 
@@ -16,13 +15,13 @@ from evictionary.optimized import attention, gradients, kernels
 from evictionary.optimized.checks import working_dtype
 from evictionary.optimized.softmax import PLAIN, Softmax
 from evictionary.optimized.states import Moments
-from evictionary.policies import hooks
+from evictionary.policies import Policy
 
 Part = tuple[torch.Tensor, torch.Tensor]
 
 
 def attend(
-    queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[ModuleType] = (), softmax: Softmax = PLAIN
+    queries: torch.Tensor, layer: EvictingLayer, policies: Iterable[Policy] = (), softmax: Softmax = PLAIN
 ) -> torch.Tensor:
     """The attention of the layer's last M tokens over all
     stored tokens and, with moments, over the evicted ones.
@@ -67,11 +66,12 @@ def _beside(
     queries: torch.Tensor,
     values: torch.Tensor,
     moments: Moments | None,
-    policies: Iterable[ModuleType],
+    policies: Iterable[Policy],
     softmax: Softmax,
 ) -> list[Part]:
     """The parts beside the stored tokens: the evicted ones in their moments, and the model's sink."""
-    parts = [] if moments is None else [part(queries, moments) for part in hooks(policies, "part")]
+    found = [] if moments is None else [policy.part(queries, moments) for policy in policies]
+    parts = [part for part in found if part is not None]
     if softmax.sinks is not None:
         sinks = softmax.sinks.to(queries).float()[:, None].expand(queries.shape[:3])
         parts.append((sinks.new_zeros(*queries.shape[:3], values.shape[-1]), sinks))

@@ -164,7 +164,7 @@ def default_methods() -> tuple[list[str], dict[str, str]]:
             left_out[name] = f"evicts nothing, so no picture tells what it keeps: --methods {name} runs it"
         elif not resolve(name).as_torch:  # H2O in NumPy takes half a minute for one prompt
             left_out[name] = f"has only its NumPy reference, which may be slow: --methods {name} runs it"
-        elif any(getattr(policy, "SLOW", False) for policy in resolve(name).policies):
+        elif any(policy.is_slow for policy in resolve(name).policies):
             left_out[name] = f"takes a minute or more for each prompt: --methods {name} runs it"
         else:
             runnable.append(name)

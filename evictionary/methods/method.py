@@ -21,6 +21,7 @@ from evictionary.methods.calling import call, checked_kept, checked_scores, type
 from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import selection
 from evictionary.optimized.softmax import Softmax, of_model
+from evictionary.policies import Policy
 
 # A callback that computes an input that only the running model knows. Its arguments: the name of the input,
 # the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that input
@@ -114,12 +115,12 @@ class Method:
         return self.reads_later.union(prompt, self.preference.inputs if self.preference else ())
 
     @functools.cached_property
-    def policies(self) -> tuple[ModuleType, ...]:
+    def policies(self) -> tuple[Policy, ...]:
         """What the method does in a cache beside choosing tokens."""
         return policies.serving(self)
 
     @property
-    def suppliers(self) -> list[ModuleType]:
+    def suppliers(self) -> list[Policy]:
         """The policies that compute its inputs."""
         return [
             policies.load(stem)
@@ -306,8 +307,8 @@ class Method:
                 available["queries"] = states["queries"][:, :, -min(OBSERVED, max(1, amount // 2)) :]
         inputs = self.inputs if function is self.function else catalogue.split_signature(function)[0]
         settings, row = self.options | dict(request.options), piece.rows.start or 0
-        for own in policies.hooks(self.policies, "arguments"):
-            options |= own(self, settings, request.state, length, amount, removed, row)
+        for policy in self.policies:
+            options |= policy.arguments(self, settings, request.state, length, amount, removed, row)
         if not catalogue.DRAWN.isdisjoint(inputs):
             # drawn anew at each compression, and by each head that is scored alone; `seen` needs no state to
             # be saved with a cache
@@ -355,11 +356,10 @@ class Method:
             return length
         amount = self.amount(length, request)
         options = {**self.options, **request.options}
-        said = [
-            own(self, options, length, amount, request.compression_ratio)
-            for own in policies.hooks(self.policies, "most")
-        ]
-        return max([amount, *said])
+        removed = request.compression_ratio
+        return max(
+            [amount, *(policy.most(self, options, length, amount, removed) for policy in self.policies)]
+        )
 
     def why_nothing_removed(self, length: int, options: Mapping[str, Any] | None = None) -> str | None:
         """The method's own reason why a cache of `length` tokens stays whole, or None without a reason."""

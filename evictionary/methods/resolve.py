@@ -39,7 +39,7 @@ def _compose(method: Method, addition: str) -> Method:
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
     makes_up = merges or addition == MOMENTS
     require(
-        not (makes_up and any(getattr(policy, "WHOLE", False) for policy in method.policies))
+        not (makes_up and any(policy.stands_for_evicted for policy in method.policies))
         and not (merges and method.corrected),
         f"method: {method.name} makes up for the evicted tokens, which {addition} would count again; "
         "wanted it alone",

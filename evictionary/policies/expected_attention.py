@@ -10,17 +10,18 @@ from transformers import PreTrainedModel
 
 from evictionary.models.queries import average_rotation, rotation, turned, unrotated
 from evictionary.optimized.expected_attention import BLOCK_TOKENS, statistics_of_blocks
-from evictionary.policies import Source
-
-BEFORE_ROPE = True
-UNCAPPED = True  # EA-7 is the mean of exp(q . k), which has no closed form under a cap
+from evictionary.policies import Policy, Source
 
 
-def supply(source: Source, states: Mapping[str, Any], position: int) -> dict[str, torch.Tensor]:
-    queries = states["queries"]
-    positions = torch.arange(position - queries.shape[2], position, device=queries.device)
-    mean, covariance = future_statistics(source.model, source.layer_index, queries, positions, position)
-    return {"query_mean": mean, "query_covariance": covariance}
+class ExpectedAttention(Policy):
+    reads_before_rope = True
+    needs_no_cap = True  # EA-7 is the mean of exp(q . k), which has no closed form under a cap
+
+    def supply(self, source: Source, states: Mapping[str, Any], position: int) -> dict[str, torch.Tensor]:
+        queries = states["queries"]
+        positions = torch.arange(position - queries.shape[2], position, device=queries.device)
+        mean, covariance = future_statistics(source.model, source.layer_index, queries, positions, position)
+        return {"query_mean": mean, "query_covariance": covariance}
 
 
 def future_statistics(

@@ -1,11 +1,26 @@
 """H2O in a cache: the attention that each token receives is added up while the model reads its prompt."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from evictionary.optimized import gradients, h2o, kernels, softmax
-from evictionary.policies import Compression
+from evictionary.policies import AttendPrompt, Compression, Policy
+
+
+class H2O(Policy):
+    def attending_prompt(self, method: Any) -> AttendPrompt | None:
+        return attend_prompt
+
+    def fused(self, compression: Compression) -> Callable[..., torch.Tensor] | None:
+        """H2-1 of the scores that the prompt has left."""
+        scores = compression.note
+        return (
+            None
+            if scores is None
+            else lambda queries, keys, *, budget: h2o.select_scored(scores, budget=budget)
+        )
 
 
 def attend_prompt(
@@ -20,11 +35,3 @@ def attend_prompt(
     if not is_fast or gradients.are_wanted(queries, keys, values, softmax.current()):
         return None  # the model's own attention gives them for less
     return h2o.attend_and_score(queries, keys, values)
-
-
-def fused(compression: Compression) -> Callable[..., torch.Tensor] | None:
-    """H2-1 of the scores that the prompt has left."""
-    scores = compression.note
-    return (
-        None if scores is None else lambda queries, keys, *, budget: h2o.select_scored(scores, budget=budget)
-    )

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from evictionary.optimized import quest
+from evictionary.policies import Policy
 
 
-def attending(method: Any) -> Callable[..., torch.Tensor | None] | None:
-    return attend_token if method.function is quest.select else None
+class Quest(Policy):
+    def attending(self, method: Any) -> Callable[..., torch.Tensor | None] | None:
+        return attend_token if method.function is quest.select else None
 
 
 def attend_token(

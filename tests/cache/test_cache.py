@@ -96,7 +96,7 @@ def test_a_crop_that_one_layer_refuses_changes_no_layer(
 ) -> None:
     cache = cached(model, prompt, "keydiff", 0.5)
     read(model, prompt[:, :3], cache)
-    cache._compress(1)
+    cache._session.compress(1)
     refused(lambda: cache.crop(-1), "crop: got -1, wanted a number from 0 to 0", ValueError)
     assert [layer.seen for layer in cache.layers] == [43, 43]
 

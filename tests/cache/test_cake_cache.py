@@ -42,7 +42,7 @@ def test_no_more_than_the_total_and_a_layer_is_stored(deep_model: Any, monkeypat
     monkeypatch.setattr(EvictingCache, "update", counted)
     cache = cached(deep_model, IDS, "snapkv+ada_kv+cake", 0.8, WINDOW)
     assert stored == [2 * 60, *(2 * (min(60 * layers, 8 * 8 + 4 * layers) + 60) for layers in range(1, 8))]
-    assert cache.tokens_kept == 12 and cache.stages == []
+    assert cache.tokens_kept == 12 and cache._session.compressor.stages == []
 
 
 @pytest.mark.parametrize("method", ["snapkv+cake", "snapkv+chunk_kv+cake", "snapkv+ada_kv+cake"])

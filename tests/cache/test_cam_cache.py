@@ -86,9 +86,10 @@ def test_each_seed_has_its_draws_and_each_draw_its_probability(model: Any, merge
 def test_the_attention_is_that_of_a_model_with_another_softmax(merges: list[Any], family: str) -> None:
     other = build(family)
     full, _ = (cached(other, IDS[:, :40], name, record=("queries",)) for name in (None, "knorm+cam"))
-    index = min(full.evicting)
+    settings = full._session.settings
+    index = settings.places[0]
     states = full.recorded[index]["queries"], full.layers[index].slots()[0]
-    with torch.no_grad(), of_model(full.softmax_of_batch(index, 1)):
+    with torch.no_grad(), of_model(settings.softmax(index, 1)):
         near([merges[0][1]], [optimized.h2o.score(*states)])
     assert not torch.allclose(merges[0][1], optimized.h2o.score(*states), atol=1e-2)
 

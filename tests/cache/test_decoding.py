@@ -62,7 +62,7 @@ def decoded(
     """The logits of 24 tokens after a prompt, and the cache; with a patch, each token compresses anew."""
     cache = cached(model, ids[:, :36], "momentkv+ada_kv", **named)
     if monkeypatch is not None:
-        monkeypatch.setattr(cache, "_step_in_heads", None)
+        monkeypatch.setattr(cache._session.attending, "step_in_heads", None)
     return read_in(model, cache, [1] * 24, ids[:, 36:]), cache
 
 

@@ -24,7 +24,8 @@ from evictionary.optimized import criticalkv, dropkv, expected_attention, h2o, k
 from evictionary.optimized.attention import attend
 from evictionary.optimized.cache import compress
 from evictionary.optimized.softmax import Softmax, of_model
-from evictionary.policies import momentkv as policy
+from evictionary.policies import with_moments
+from evictionary.policies.momentkv import MomentKV
 
 IDS = masked.IDS[:1]
 PAGE = Path(__file__).parents[2] / "docs" / "in_a_model.md"
@@ -91,7 +92,9 @@ def test_the_page_has_these_models_in_these_phases() -> None:
 def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: Path, family: str) -> None:
     model = build(family)
     cache = cached(model, IDS[:, :36], "snapkv+ada_kv", 0.5, {"window_size": 4})
-    assert any(map(is_recurrent, cache.layers)) and cache.evicting and cache.nbytes_beside > 0
+    assert (
+        any(map(is_recurrent, cache.layers)) and cache._session.reading.evicting and cache.nbytes_beside > 0
+    )
     others = (
         EvictingCache.from_prefilled(model, cached(model, IDS[:, :36], None), "keydiff", 0.5),
         loaded(cache, tmp_path, model),
@@ -116,7 +119,7 @@ def test_a_recurrent_state_is_copied_saved_chosen_by_beams_and_reset(tmp_path: P
 
 def test_a_pyramid_counts_the_layers_that_are_compressed() -> None:
     cache = cached(build("Qwen3-Next"), IDS, "knorm+pyramid_kv", 0.5)
-    kept = [int(layer.lengths.sum()) for layer in cache.evicting.values()]
+    kept = [int(layer.lengths.sum()) for layer in cache._session.reading.evicting]
     assert kept[0] > kept[1] and sum(kept) == 2 * len(kept) * IDS.shape[1] // 2
 
 
@@ -268,7 +271,7 @@ def test_moments_and_a_sink_share_one_softmax() -> None:
         momentkv.no_moments(KEYS.float(), VALUES.float()), KEYS.float(), VALUES.float(), ~kept
     )
     layer.evict(kept)
-    layer.state = policy.with_moments(moments)
+    layer.state, policy = with_moments(moments), MomentKV()
     query = QUERIES[:, :, -1:].float()
     got = partial_attention.attend(query, layer, [policy], Softmax(None, SINKS[0]))[:, :, 0]
     output, mass = attend(query, compress(KEYS.float(), VALUES.float(), kept))

@@ -32,7 +32,7 @@ from tools.reading import (
 from transformers import DynamicCache, LlamaForCausalLM
 
 from evictionary import EvictingCache, reference
-from evictionary.cache import checks, file, layers, partial_attention
+from evictionary.cache import checks, file, layers, partial_attention, saved
 from evictionary.cache.model_hooks import attention_modules
 from evictionary.errors import MethodError
 from evictionary.evaluation.questions import prefill
@@ -42,7 +42,8 @@ from evictionary.methods.resolve import resolve
 from evictionary.models.load import load as load_model
 from evictionary.models.weights import output_projection
 from evictionary.optimized import lagkv, momentkv
-from evictionary.policies import Source, expected_attention, gvote, momentkv as policy
+from evictionary.policies import Source, expected_attention, gvote, load
+from evictionary.policies.momentkv import MomentKV
 
 
 def first_layer(model: LlamaForCausalLM) -> tuple[np.ndarray, np.ndarray]:
@@ -158,8 +159,10 @@ def random_survivors(
     with EvictingCache(model, "random", budget=8, every=every, seed=seed) as cache:
         for tokens in states.split([12, *[1] * (length - 12)], dim=2):
             cache.layers[0].update(tokens, tokens)
-            if cache.layers[0].evicted_at == 0 or cache._is_due(cache.layers[0]):
-                cache._compress(0)
+            if cache.layers[0].evicted_at == 0 or cache._session.settings.is_due(
+                cache.layers[0].seen - cache.layers[0].evicted_at
+            ):
+                cache._session.compress(0)
         return np.bincount(cache.layers[0].positions.flatten().numpy(), minlength=length)
 
 
@@ -212,7 +215,7 @@ def test_each_stored_key_is_the_key_of_the_position_it_claims(
     def update(
         cache: Any, keys: torch.Tensor, values: torch.Tensor, layer: int, *rest: Any, **named: Any
     ) -> Any:
-        if not cache._replaying:
+        if not cache._session.is_replaying:
             handed.setdefault(layer, []).append(keys)
         return own(cache, keys, values, layer, *rest, **named)
 
@@ -273,7 +276,7 @@ def test_momentkv_decodes_as_algorithm_1(model: LlamaForCausalLM, prompt_tokens:
     near([layer.keys, layer.values], held, rtol=1e-7, atol=1e-5)
     same_moments(layer, moments)
     output = partial_attention.attend(
-        torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [policy]
+        torch.from_numpy(queries[:, :, end : end + 1]).float(), layer, [MomentKV()]
     )[:, :, 0]
     near(
         [output],
@@ -403,18 +406,18 @@ def test_out_of_memory_in_the_write_changes_nothing(
 ) -> None:
     both = [cached(model, IDS, method, 0.5, small(method), every=100, sizes=[40, 8]) for _ in range(2)]
     for each in both:
-        each._captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
+        each._session.captured[0] = {"queries": torch.ones(1, 4, 1, 8)}
     layer = both[0].layers[0]
     before, numbers = copy.deepcopy(layer.tensors()), (layer.numbers(), layer.longest)
     with monkeypatch.context() as patch:
         for module, name in ((layers, "compress"), (momentkv, "compress"), (lagkv, "gather")):
             patch.setattr(module, name, no_memory)
-        refused(lambda: both[0]._compress(0), "out of memory", (torch.OutOfMemoryError, MethodError))
+        refused(lambda: both[0]._session.compress(0), "out of memory", (torch.OutOfMemoryError, MethodError))
     assert (layer.numbers(), layer.longest) == numbers
     assert all(torch.equal(tensor, before[name]) for name, tensor in layer.tensors().items())
     for each in both:
-        each._compress(0)
-        each._captured.clear()
+        each._session.compress(0)
+        each._session.captured.clear()
     assert torch.equal(*(read(model, IDS[:, 48:50], each) for each in both))
 
 
@@ -435,7 +438,7 @@ def test_sampled_queries_are_those_of_the_reference(model: LlamaForCausalLM) -> 
     hidden = torch.randn(1, 60, 32, generator=torch.Generator().manual_seed(0))
     module: Any = attention_modules(model)[1]
     states = {"hidden_states": hidden, "keys": hidden, "generator": torch.Generator().manual_seed(5)}
-    got = gvote.supply(Source(model, module, 1), states, 60)["sampled_queries"]
+    got = load("gvote").supply(Source(model, module, 1), states, 60)["sampled_queries"]
     noise = torch.randn(1, gvote.SAMPLES, 32, generator=torch.Generator().manual_seed(5)).double().numpy()
     mean, variance = reference.gvote.hidden_statistics(hidden.double().numpy())
     sampled = reference.gvote.project(
@@ -522,7 +525,7 @@ def test_moments_correct_the_attention_of_any_method(model: LlamaForCausalLM) ->
     kept = reference.selection.top_k(reference.keydiff.score(keys), 30)
     moments = reference.momentkv.update(reference.momentkv.no_moments(keys, values), keys, values, ~kept)
     queries = np.random.default_rng(0).normal(size=(1, 4, 3, 8))
-    got = partial_attention.attend(torch.from_numpy(queries).float(), layer, [policy])
+    got = partial_attention.attend(torch.from_numpy(queries).float(), layer, [MomentKV()])
     for query in range(3):
         # attend takes the last stored tokens for the queries' own: the third query sees all of them
         seen = kept & (kept.cumsum(axis=-1) <= 28 + query)
@@ -585,8 +588,8 @@ def test_sampled_queries_come_from_the_last_hidden_states(
 ) -> None:
     """While decoding they are a distribution, not the one state of the newest token."""
     whole = cached(model, IDS, None, record=("hidden_states",)).recorded[0]["hidden_states"]
-    supply = Mock(wraps=gvote.supply)
-    monkeypatch.setattr(gvote, "supply", supply)
+    supply = Mock(wraps=load("gvote").supply)
+    monkeypatch.setattr(load("gvote"), "supply", supply)
     # the smallest budget, so that GVote is asked each time
     cached(model, IDS, "gvote", budget=1, every=1, sizes=[40, 1, 1])
     asked = [call.args for call in supply.call_args_list]
@@ -695,7 +698,7 @@ def test_a_file_that_was_changed_or_lacks_something_is_refused(
 ) -> None:
     path = tmp_path / "cache"
     cached(model, IDS, method, 0.5).save(path)
-    whole, (settings, tensors) = path.read_bytes(), file.read(path)
+    whole, (settings, tensors) = path.read_bytes(), saved.read(path)
     for place in (len(whole) // 2, len(whole) - 3, len(whole) - 40 * 8):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         refused(lambda: EvictingCache.load(path, model), "with other contents than its checksum says")

@@ -12,9 +12,10 @@ from tools.reading import IDS, after, padded, read, read_in
 from transformers import LlamaForCausalLM
 
 from evictionary import EvictingCache
-from evictionary.cache import file
+from evictionary.cache import saved
 from evictionary.cache.text import UNKNOWN
 from evictionary.methods import catalogue
+from evictionary.policies import Policy, known
 
 ROOT = Path(__file__).parents[2]
 OLD = Path(__file__).parent / "caches_of_2026"
@@ -40,7 +41,7 @@ def test_a_file_of_november_2026_answers_as_it_did_then(
     """
     with EvictingCache.load(OLD / name, model) as cache:
         cache.save(tmp_path / "again")
-        (old, tensors), (new, written) = (file.read(path) for path in (OLD / name, tmp_path / "again"))
+        (old, tensors), (new, written) = (saved.read(path) for path in (OLD / name, tmp_path / "again"))
         assert all(
             torch.equal(written[tensor], tensors[tensor])
             for tensor in (tensors.keys() | written.keys()) - {"ids"}
@@ -52,3 +53,10 @@ def test_a_file_of_november_2026_answers_as_it_did_then(
         else:
             got = read_in(model, cache, [1, 1, 4], IDS[:, 30:])[0]
     torch.testing.assert_close(got[:, :32], load_file(OLD / "answers")[name], rtol=1e-4, atol=1e-4)
+
+
+def test_a_policy_overrides_hooks_of_the_base_and_nothing_else() -> None:
+    """A hook with another name would never be called."""
+    hooks = {name for name in dir(Policy) if not name.startswith("_")}
+    for policy in known():
+        assert {name for name in vars(type(policy)) if not name.startswith("_")} <= hooks, policy.stem

@@ -31,7 +31,7 @@ from tools.reading import masked_logits, read, refused, written
 from transformers import LlamaForCausalLM
 
 from evictionary import EvictingCache
-from evictionary.cache import file, layers
+from evictionary.cache import layers, saved
 from evictionary.errors import UsageError
 
 LAYERS, HEADS, CHANNELS = 2, 2, 8  # those of the tiny model
@@ -458,7 +458,7 @@ CROP, SELECT, FILL, RESTORE = (
     layers.EvictingLayer.crop,
     layers.EvictingLayer.batch_select_indices,
     layers.EvictingLayer.restore,
-    file.restore,
+    saved.restore,
 )
 
 
@@ -481,8 +481,8 @@ def fill_without_positions(layer: layers.EvictingLayer, *given: Any) -> None:
     layer._kept_positions = None
 
 
-def restore_without_padding(cache: EvictingCache, model: Any, settings: dict[str, Any], *rest: Any) -> None:
-    RESTORE(cache, model, settings | {"padding": None}, *rest)
+def restore_without_padding(session: Any, model: Any, settings: dict[str, Any], *rest: Any) -> None:
+    RESTORE(session, model, settings | {"padding": None}, *rest)
 
 
 MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
@@ -513,7 +513,7 @@ MISTAKES: list[tuple[Any, str, Callable[..., Any], Calls]] = [
         fill_without_positions,
         [("start", {"lengths": [6]}), ("save", {}), ("load", {})],
     ),
-    (file, "restore", restore_without_padding, RUNS["a file of a padded batch"]),
+    (saved, "restore", restore_without_padding, RUNS["a file of a padded batch"]),
 ]
 
 

@@ -180,10 +180,10 @@ def test_what_a_gpu_would_have_to_be_waited_for_is_not_looked_at(model: LlamaFor
         ({"attention_mask": mask[:, 1:]}, r"attention_mask: got \[1, 40\], wanted \[1, 41\]"),
         ({"position_ids": mask}, r"position_ids: got \[1, 41\], wanted \[1, 1\]"),
     ):
-        refused(lambda named=named: cache.see_batch(token, named), message)
-    cache.see_batch(token, {"attention_mask": mask, "position_ids": positions})
+        refused(lambda named=named: cache._session.see_batch(token, named), message)
+    cache._session.see_batch(token, {"attention_mask": mask, "position_ids": positions})
     refused(
-        lambda: cache.see_batch(mask[:, :2], {"position_ids": mask[:, :2]}),
+        lambda: cache._session.see_batch(mask[:, :2], {"position_ids": mask[:, :2]}),
         "meta",
         (NotImplementedError, RuntimeError),
     )
@@ -347,7 +347,7 @@ def test_an_image_takes_fewer_positions_than_tokens(tmp_path: Path, method: str 
     image = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 6]])}
     cache = EvictingCache(model, method, 0.5, small(method or ""))
     said = generate(model, ids, cache, mm_token_type_ids=(ids == 299).int(), **image)
-    assert cache.get_seq_length() == 47 and cache.text.shifts == [-3]
+    assert cache.get_seq_length() == 47 and cache._session.reading.text.shifts == [-3]
     for each in (copy.deepcopy(cache), loaded(cache, tmp_path, model)):
         for start, planes in ((44, 3), (44, 4), (47, 3), (20, 3)):
             positions = torch.full((planes, 1, 1), start)
@@ -449,13 +449,13 @@ def test_each_row_has_a_text_of_its_own(model: LlamaForCausalLM) -> None:
     cache.close()
     single = EvictingCache(model, "keydiff", 0.5)
     beams = generate(model, IDS[:, :30].expand(2, -1), single, num_beams=2, num_return_sequences=2)
-    assert single.text.length == single.get_seq_length() == beams.shape[1] - 1
+    assert single._session.reading.text.length == single.get_seq_length() == beams.shape[1] - 1
 
 
 def test_many_tokens_one_by_one_are_remembered(model: LlamaForCausalLM) -> None:
     ids = IDS.repeat(1, 3)
     cache = cached(model, ids[:, :150], "momentkv", budget=20, sizes=[20, *[1] * 130])
-    assert 2 * JOINED < 130 and torch.equal(cache.text.ids, ids[:, :150].int())
+    assert 2 * JOINED < 130 and torch.equal(cache._session.reading.text.ids, ids[:, :150].int())
     assert torch.equal(cache.rest_of(ids)["input_ids"], ids[:, 150:])
 
 
@@ -490,7 +490,10 @@ def test_after_an_interruption_that_is_the_cause_whatever_is_said(
 
 def test_a_prompt_that_is_read_twice_is_one_text(model: LlamaForCausalLM) -> None:
     cache = prompted(model, "kvzip")
-    assert torch.equal(cache.text.ids, IDS[:, :PROMPT].int()) and generate(model, IDS, cache).shape[1] == 68
+    assert (
+        torch.equal(cache._session.reading.text.ids, IDS[:, :PROMPT].int())
+        and generate(model, IDS, cache).shape[1] == 68
+    )
 
 
 @pytest.mark.parametrize("block", [None, 8])
@@ -533,7 +536,7 @@ def test_a_template_that_says_earlier_turns_in_another_way_loses_no_question(mod
     new = tokenizer.decode(chat[0, answers[0].shape[1] :])
     assert new == f"</s>\n<s>user\n{ASKED[1]}</s>\n<s>assistant\n<think>\n"
     answer = generate(model, chat, cache)
-    assert torch.equal(cache.text.ids, answer[:, :-1].int())
+    assert torch.equal(cache._session.reading.text.ids, answer[:, :-1].int())
     assert torch.equal(answer, generate(model, chat, twin))
     ended = torch.cat([answers[0], torch.tensor([[tokenizer.eos_token_id]])], dim=1)
     # the token that ends an answer comes once
@@ -559,7 +562,7 @@ def test_the_chat_of_the_page_survives_such_a_template(monkeypatch: pytest.Monke
     (program,) = [block for block in blocks(page, "python") if "next_turn" in block]
     found: dict[str, Any] = {}
     exec(compile(program, "in_a_model.md", "exec"), found)
-    text = tokenizer.decode(found["cache"].text.ids[0])
+    text = tokenizer.decode(found["cache"]._session.reading.text.ids[0])
     second = text.index("</s>\n<s>user\nIn one word?</s>\n<s>assistant\n<think>\n")
     assert 0 < text.index("What is it about?</s>\n<s>assistant\n<think>\n") < second
     assert text.count("<s>user") == 2 and found["cache"].tokens_kept == 200

@@ -180,11 +180,14 @@ def test_a_calibration_file_spares_kvzap_the_second_reading() -> None:
 
 
 def test_the_layers_of_a_cache_count_what_is_read() -> None:
+    from evictionary.cache.layers import EvictingLayer
     from evictionary.cli.run import _tokens_read
 
     def after(*pairs: tuple[int, int]) -> Any:
-        layers = {i: SimpleNamespace(seen=seen, evicted_at=at) for i, (seen, at) in enumerate(pairs)}
-        return SimpleNamespace(evicting=layers)
+        layers = [EvictingLayer() for _ in pairs]
+        for layer, (seen, evicted_at) in zip(layers, pairs, strict=True):
+            layer.seen, layer.evicted_at = seen, evicted_at
+        return SimpleNamespace(layers=layers)
 
     once, twice = after((40, 40), (0, 0)), after((40, 40), (80, 0))
     assert _tokens_read(once, 40, 1)() == 20

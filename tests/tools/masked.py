@@ -60,7 +60,7 @@ def difference(model: Any, method: str, sizes: Sequence[int], padding: int = 0, 
         for size in sizes:
             part, end = slice(seen, seen + size), seen + size
             named = {"attention_mask": real[:, :end].long(), "position_ids": positions[:, part]}
-            for index in cache.evicting:
+            for index in cache._session.settings.places:
                 held = _held(cache, index, batch)
                 visible = torch.cat([held, real[:, None, part].expand(-1, held.shape[1], -1)], dim=-1)
                 seen_by = visible[:, :, None] & (torch.arange(end) <= torch.arange(seen, end)[:, None])
