@@ -16,8 +16,14 @@ from typing import NamedTuple
 from evictionary.reference.contract import contract_of
 from evictionary.spec_tests.judge.implementation import contract_functions
 from evictionary.spec_tests.judge.reach import UNITS, Reach
-from evictionary.spec_tests.memory.models import MODELS, values_in_use
-from evictionary.spec_tests.memory.test_memory_sizes import ALL_PAIRS, BATCHES, LEAST_SQUARES, LENGTHS
+from evictionary.spec_tests.memory.models import (
+    ALL_PAIRS,
+    BATCHES,
+    LEAST_SQUARES,
+    LENGTHS,
+    MODELS,
+    values_in_use,
+)
 
 ROOT = Path(__file__).parents[1]
 STORED = ROOT / "docs" / "sizes.json"

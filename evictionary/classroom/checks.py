@@ -5,12 +5,13 @@ import functools
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
 
 from evictionary.classroom.child import StudentError
+from evictionary.classroom.step import Step
 from evictionary.errors import require
 from evictionary.spec_tests.judge.by_hand import for_each_reader
 from evictionary.spec_tests.judge.cases import Case, seeded_cases, seeds
@@ -19,9 +20,6 @@ from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, Law
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
-
-if TYPE_CHECKING:
-    from evictionary.classroom.assignment import Step
 
 must = functools.partial(require, error=Violation)
 OWN = "grader::"  # what the names of these laws begin with

@@ -25,10 +25,11 @@ from hypothesis import reject
 from hypothesis.errors import Flaky
 
 from evictionary.classroom import checks, sandbox
-from evictionary.classroom.assignment import Assignment, Step
+from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
+from evictionary.classroom.step import Step
 from evictionary.errors import InstallError
 from evictionary.spec_tests.judge import compiled
 from evictionary.spec_tests.judge.degenerate import REFUSAL

@@ -20,9 +20,10 @@ from typing import Any, cast
 import numpy as np
 
 from evictionary.classroom import checks
-from evictionary.classroom.assignment import Assignment, Step
+from evictionary.classroom.assignment import Assignment
 from evictionary.classroom.child import BANNED, Child, Limits, StudentError
 from evictionary.classroom.grading import NO_EXECUTOR, TWO_ANSWERS, ByLaws, lacking, plain, put_down
+from evictionary.classroom.step import Step
 from evictionary.errors import require
 from evictionary.reference.contract import contract_of
 from evictionary.spec_tests.judge import compiled

@@ -158,9 +158,8 @@ def _tree(path: Path) -> ast.Module:
             and ast.get_docstring(node, clean=False) is not None
         ):
             node.body[0] = ast.Pass()
-        is_setting = isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Setting"
-        if is_setting and isinstance(node.slice, ast.Tuple):
-            del node.slice.elts[2:]
+        if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Setting":
+            del node.slice.elts[2:]  # type: ignore[attr-defined]
     return tree
 
 

@@ -1,9 +1,10 @@
-"""The sizes of today's models: `models.toml` has them, and whatever asks for one reads it here."""
+"""The sizes that the laws of MEM-10 ask: those of today's models, which `models.toml` has, and others."""
 
 import tomllib
 from pathlib import Path
 
 from evictionary.reference.contract import contract_of
+from evictionary.spec_tests.judge.cases import Case
 
 MODELS: dict[str, dict[str, float]] = tomllib.loads(
     Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
@@ -32,3 +33,36 @@ def values_in_use(path: str, name: str) -> list[float]:
     if name in OF_A_MODEL:
         found += [model[name] for model in MODELS.values()]
     return sorted({*found})
+
+
+SMALL = Case(batch=1, num_kv_heads=2, group=2, length=24, head_dim=4, value_dim=4, num_queries=2)
+"""The usual sizes, of which one at a time is another."""
+
+KV_HEADS = sizes("num_kv_heads", 1, 2, 4, 5, 8, 16)
+GROUPS = [size for size in sizes("group", *range(1, 9), 16) if size != SMALL.group]
+BATCHES = [2, 3, 4, 8]
+CHANNELS = sizes("head_dim", 32, 80, 96)
+LENGTHS = [300, 511, 1000]
+
+LEAST_SQUARES = {
+    f"attention_matching.{name}" for name in ("active_set", "bounded_least_squares", "fit_bias", "fit_values")
+}
+"""Answers of which others are almost as good: the laws of their equations judge what is left over."""
+
+ALL_PAIRS = {
+    "cake.budgets": "it takes the budgets of layers, and no tokens",
+    "cake_theory.cascade": "it compresses once for each layer",
+    "cam.merge_values": "each token has a share of each later one",
+    "cam.probabilities": "each token has a share of each later one",
+    "cam.shares": "each token has a share of each later one",
+    "cam.spread": "each token has a share of each later one",
+    "compactor.chunk_attention": "its chunks are of four tokens here; of 256 it is asked with its default",
+    "compactor.score": "its chunks are of four tokens here; of 256 it is asked with its default",
+    "keydiff.pairwise_score": "it compares each key with each other",
+    "keydiff.process_prompt": "its blocks are of three tokens here; of 128 it is asked with the paper's",
+    "keydiff.similarity_matrix": "it compares each key with each other",
+    "keydiff_theory.causal_attention": "each token attends to each earlier one",
+    "kvzip.top_r": "it tries each number of tokens",
+    "momentkv.decode_step": "it decodes one token after another",
+}
+"""What costs more than a pass over the tokens is asked for few of them, and why."""

@@ -15,39 +15,17 @@ from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.judge.watch import NotAsked
 from evictionary.spec_tests.memory.arguments import arguments_of, signature_of
 from evictionary.spec_tests.memory.helpers import agree, as_called, holds_nan, in_turn
-from evictionary.spec_tests.memory.models import sizes, values_in_use
-
-SMALL = Case(batch=1, num_kv_heads=2, group=2, length=24, head_dim=4, value_dim=4, num_queries=2)
-"""The usual sizes, of which one at a time is another."""
-
-KV_HEADS = sizes("num_kv_heads", 1, 2, 4, 5, 8, 16)
-GROUPS = [size for size in sizes("group", *range(1, 9), 16) if size != SMALL.group]
-BATCHES = [2, 3, 4, 8]
-CHANNELS = sizes("head_dim", 32, 80, 96)
-LENGTHS = [300, 511, 1000]
-
-LEAST_SQUARES = {
-    f"attention_matching.{name}" for name in ("active_set", "bounded_least_squares", "fit_bias", "fit_values")
-}
-"""Answers of which others are almost as good: the laws of their equations judge what is left over."""
-
-ALL_PAIRS = {
-    "cake.budgets": "it takes the budgets of layers, and no tokens",
-    "cake_theory.cascade": "it compresses once for each layer",
-    "cam.merge_values": "each token has a share of each later one",
-    "cam.probabilities": "each token has a share of each later one",
-    "cam.shares": "each token has a share of each later one",
-    "cam.spread": "each token has a share of each later one",
-    "compactor.chunk_attention": "its chunks are of four tokens here; of 256 it is asked with its default",
-    "compactor.score": "its chunks are of four tokens here; of 256 it is asked with its default",
-    "keydiff.pairwise_score": "it compares each key with each other",
-    "keydiff.process_prompt": "its blocks are of three tokens here; of 128 it is asked with the paper's",
-    "keydiff.similarity_matrix": "it compares each key with each other",
-    "keydiff_theory.causal_attention": "each token attends to each earlier one",
-    "kvzip.top_r": "it tries each number of tokens",
-    "momentkv.decode_step": "it decodes one token after another",
-}
-"""What costs more than a pass over the tokens is asked for few of them, and why."""
+from evictionary.spec_tests.memory.models import (
+    ALL_PAIRS,
+    BATCHES,
+    CHANNELS,
+    GROUPS,
+    KV_HEADS,
+    LEAST_SQUARES,
+    LENGTHS,
+    SMALL,
+    values_in_use,
+)
 
 
 @law("MEM-10", of=ANY, examples=2, seed=seeds())
@@ -76,7 +54,7 @@ def test_channels_of_models(impl, seed):
 
 @law("MEM-10", of=ANY, examples=2, seed=seeds())
 def test_texts_of_hundreds_of_tokens(impl, seed):
-    """A function that is right for 24 tokens is right for 300 to 1,000, which no tile divides."""
+    """A function that is right for 24 tokens is right for 300 to 1,000, which no tile of 16 divides."""
     ask_sizes(impl, seed, "tokens", "length", LENGTHS)
 
 
@@ -123,9 +101,8 @@ def of_axis(impl: Implementation, small: Case, unit: str, axis: str, wanted: lis
     for size in wanted:
         if axis == "length" and size > longest(impl):
             continue
-        case = replace(small, **{axis: size})
-        if axis == "head_dim":
-            case = replace(case, value_dim=size)
+        sizes: dict[str, Any] = {axis: size} | ({"value_dim": size} if axis == "head_dim" else {})
+        case = replace(small, **sizes)
         for path in functions(impl, case):
             if axis != "length" or path not in ALL_PAIRS:
                 yield Question(path, case, f"{size} {unit}")
@@ -223,8 +200,8 @@ def wrong(impl: Implementation, path: str, given: dict[str, Any], otherwise: str
         agree(impl, path, given, expected, tuple(got) if isinstance(got, Iterator) else got, otherwise)
     except OutsideDomain:
         return None
-    except Violation as violation:
-        return violation
+    except Violation as found:
+        return found
     except Exception as error:
         if isinstance(error, NotAsked) or error in compiled.STOPPED + compiled.UNEXECUTED:
             raise

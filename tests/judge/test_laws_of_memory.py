@@ -23,7 +23,7 @@ from evictionary.spec_tests.judge.implementation import (
 from evictionary.spec_tests.judge.law import Law, load_laws
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.memory import arguments, helpers
-from evictionary.spec_tests.memory.test_memory_sizes import ALL_PAIRS, LEAST_SQUARES
+from evictionary.spec_tests.memory.models import ALL_PAIRS, LEAST_SQUARES
 
 FUNCTIONS = contract_functions()
 LAWS = {name: law for name, law in load_laws().items() if law.path.startswith("memory/")}

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from evictionary.classroom import verifier
-from evictionary.classroom.assignment import Assignment, Step
+from evictionary.classroom.assignment import Assignment
+from evictionary.classroom.step import Step
 from evictionary.spec_tests.judge.domain import Domain
 from evictionary.spec_tests.judge.implementation import contract_functions
 
