@@ -3,7 +3,7 @@ to begin with.
 """
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -51,13 +51,19 @@ def contract(
     lines = [
         *(found["signature"], "", found["says"], ""),
         *(f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()),
-        *(f"{name}: {allowed}" for name, allowed in found["settings"].items()),
+        *(f"{name}: {allowed}{in_use(found, name)}" for name, allowed in found["settings"].items()),
         *(["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []),
         *(f"{name}: {text}" for name, text in found["equations"].items()),
         f"dtypes: {', '.join(found['dtypes'])}",
         f"{found['laws']} laws",
     ]
     show(as_json, found, [Text("\n".join(lines))])
+
+
+def in_use(found: dict[str, Any], name: str) -> str:
+    """The values that papers and models use of a setting, as the end of its line."""
+    values = found["values"].get(name)
+    return f" (in use: {', '.join(f'{value:g}' for value in values)})" if values else ""
 
 
 @app.command(epilog="Example: [bold]evictionary new keydiff.score lagkv.score --folder my_kernels[/]")

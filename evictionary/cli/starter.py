@@ -54,6 +54,7 @@ def described(path: str) -> dict[str, Any]:
     from evictionary.spec_tests.judge.arithmetic import EPSILON
     from evictionary.spec_tests.judge.implementation import contract_functions, oracle
     from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+    from evictionary.spec_tests.memory.models import values_in_use
     from evictionary.spec_tests.verdict.coverage import ids_of
 
     known = contract_functions()
@@ -72,6 +73,7 @@ def described(path: str) -> dict[str, Any]:
         "says": inspect.getdoc(function) or "",
         "axes": {each.name: [*each.axes] for each in said.arguments if each.axes},
         "settings": {name: allowed.text for name, allowed in said.settings.items()},
+        "values": {name: values for name in said.settings if (values := values_in_use(path, name))},
         "dtypes": list(EPSILON),
         "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
         "laws": len(laws),
