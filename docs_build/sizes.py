@@ -19,9 +19,9 @@ from evictionary.spec_tests.judge.reach import UNITS, Reach
 from evictionary.spec_tests.memory.models import (
     ALL_PAIRS,
     BATCHES,
-    LEAST_SQUARES,
     LENGTHS,
     MODELS,
+    NOT_ASKED,
     values_in_use,
 )
 
@@ -77,9 +77,7 @@ def wanted(path: str) -> dict[str, float]:
 
 def reason(path: str, what: str) -> str:
     """Why a function is asked for less; empty where nothing says so."""
-    if path in LEAST_SQUARES:
-        return "of an answer by least squares others are almost as good"
-    return ALL_PAIRS.get(path, "") if what == "tokens" else ""
+    return NOT_ASKED.get(path, "") or (ALL_PAIRS.get(path, "") if what == "tokens" else "")
 
 
 def gaps(reach: Reach) -> Iterator[Gap]:

@@ -44,14 +44,17 @@ BATCHES = [2, 3, 4, 8]
 CHANNELS = sizes("head_dim", 32, 80, 96)
 LENGTHS = [300, 511, 1000]
 
-LEAST_SQUARES = {
-    f"attention_matching.{name}" for name in ("active_set", "bounded_least_squares", "fit_bias", "fit_values")
+NOT_ASKED = {
+    "attention_matching.active_set": "of an answer by least squares others are almost as good",
+    "attention_matching.bounded_least_squares": "of an answer by least squares others are almost as good",
+    "attention_matching.fit_bias": "of an answer by least squares others are almost as good",
+    "attention_matching.fit_values": "of an answer by least squares others are almost as good",
+    "cake_theory.cascade": "it compresses once for each layer, and takes a tenth of a second at any size",
 }
-"""Answers of which others are almost as good: the laws of their equations judge what is left over."""
+"""What is left to the laws of its own equation, and why."""
 
 ALL_PAIRS = {
     "cake.budgets": "it takes the budgets of layers, and no tokens",
-    "cake_theory.cascade": "it compresses once for each layer",
     "cam.merge_values": "each token has a share of each later one",
     "cam.probabilities": "each token has a share of each later one",
     "cam.shares": "each token has a share of each later one",

@@ -21,8 +21,8 @@ from evictionary.spec_tests.memory.models import (
     CHANNELS,
     GROUPS,
     KV_HEADS,
-    LEAST_SQUARES,
     LENGTHS,
+    NOT_ASKED,
     SMALL,
     values_in_use,
 )
@@ -136,7 +136,7 @@ def is_slow(impl: Implementation) -> bool:
 
 def functions(impl: Implementation, case: Case) -> list[str]:
     """The functions that a case is asked of: all, or where that takes long, some of a large package."""
-    found = [path for path in impl.asked_of_memory() if path not in LEAST_SQUARES]
+    found = [path for path in impl.asked_of_memory() if path not in NOT_ASKED]
     return in_turn(found, case) if is_slow(impl) else found
 
 
