@@ -1,0 +1,58 @@
+"""The table of sizes: what the laws ask each function for, beside today's models."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from docs_build import pages, sizes
+from evictionary.spec_tests.judge.domain import NothingToAsk
+from evictionary.spec_tests.judge.implementation import contract_functions, load
+from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.memory import models
+
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sizes.md"
+
+STORED = sizes.stored()
+
+
+def test_a_size_of_a_model_that_no_law_asks_has_a_reason() -> None:
+    assert [gap for gap in sizes.gaps(STORED) if not gap.reason] == []
+    assert {*STORED} == {*contract_functions()}, "`python -m docs_build.sizes` counts them anew"
+
+
+def test_a_gap_is_found() -> None:
+    lacking = {**STORED, "knorm.score": {**STORED["knorm.score"], "KV heads": 5}}
+    found = [gap for gap in sizes.gaps(lacking) if not gap.reason]
+    assert found == [sizes.Gap("knorm.score", "KV heads", 16, 5, "")]
+
+
+def test_a_reason_is_needed() -> None:
+    """Nothing is said of a function that is asked for all."""
+    short = {gap.function for gap in sizes.gaps(STORED)}
+    assert {*models.NOT_ASKED, *models.ALL_PAIRS} <= short
+
+
+@pytest.mark.whole
+def test_the_stored_sizes_are_those_of_todays_laws() -> None:
+    """As far as the laws of sizes go, which are asked again here."""
+    impl = load("reference")
+    own = [law for name, law in load_laws().items() if name.startswith("test_memory_sizes::")]
+    for impl.methods in {(path.partition(".")[0],) for path in contract_functions()}:
+        for law in own:
+            drawn = {"seed": 0} | ({"kind_of_keys": "sinks"} if "kind_of_keys" in law.drawn else {})
+            with suppress(NothingToAsk):
+                law.check(impl, **drawn)
+    more = {
+        (path, what): (size, STORED[path].get(what))
+        for path, sizes_of_path in impl.reach.items()
+        for what, size in sizes_of_path.items()
+        if size > STORED[path].get(what, 0)
+    }
+    assert own and more == {}, "`python -m docs_build.sizes` counts them anew"
+
+
+def test_the_page_has_a_row_for_each_function_and_unit() -> None:
+    page = pages.filled("reference/sizes.md", PAGE.read_text(encoding="utf-8"))
+    assert all(f"| `{path}` |" in page for path in contract_functions())
+    assert all(f"\n| {unit} | {most:,} | " in page for unit, most in sizes.WANTED.items())
