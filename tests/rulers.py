@@ -27,7 +27,7 @@ MAIN = ("score", "select")
 MACHINERY = ("checks", "contract")
 """The files of reference/ that refuse arguments and read signatures; the others are mathematics."""
 SHELVES = ("reference", "optimized", "optimized/kernels", "optimized/teaching", "evictionary/policies")
-"""Where a method has files of its name, beside its folder in spec_tests/."""
+"""Where a method has files of its name, beside its folder in spec_tests/ and its paper's laws."""
 EXAMPLE = "keydiff"
 
 
@@ -454,12 +454,13 @@ def lines_of(path: Path) -> int:
 def lines_under_the_name(code: Code, method: str) -> int:
     """The lines of Python and TOML in files of a method's name, in every layer."""
     own = re.compile(rf"{method}(_\w+)?\.py")
+    about_its_paper = re.compile(rf"test_{method}_(paper|tables)\.py")
+    specification = code.root / "spec_tests"
     found = [
         path for shelf in SHELVES for path in (code.root / shelf).glob("*.py") if own.fullmatch(path.name)
     ]
-    found += [
-        path for path in (code.root / "spec_tests" / method).glob("*") if path.suffix in (".py", ".toml")
-    ]
+    found += [path for path in (specification / method).glob("*") if path.suffix in (".py", ".toml")]
+    found += [path for path in (specification / "papers").glob("*") if about_its_paper.fullmatch(path.name)]
     return sum(map(lines_of, found))
 
 

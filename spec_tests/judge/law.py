@@ -263,14 +263,10 @@ def import_all(pattern: str) -> None:
 def judging_files(suite: Path = SUITE, stems: Iterable[str] = ()) -> list[Path]:
     """The files of laws that judge an implementation, of these stems or of all.
 
-    Those about a paper end in `_paper` or `_tables` or are in `papers/`.
+    Those about a paper alone are in `papers/`.
     """
     found = sorted(suite.glob("*/test_*.py"), key=lambda path: path.stem)
-    found = [
-        path
-        for path in found
-        if not path.stem.endswith(("_paper", "_tables")) and path.parent.name != "papers"
-    ]
+    found = [path for path in found if path.parent.name != "papers"]
     begun = tuple(f"test_{stem}_" for stem in stems)
     return [path for path in found if f"{path.stem}_".startswith(begun)] if begun else found
 
@@ -293,7 +289,7 @@ def law(
     """Make a test function the law of a requirement.
 
     With `of` it judges an implementation. Without, it is about the paper alone (a theorem, a counterexample,
-    a recomputed figure): it takes no `impl`, runs once, and stands in a file `test_<stem>_paper.py`.
+    a recomputed figure): it takes no `impl`, runs once, and stands in a file of `papers/`.
 
     Args: requirement, an id of a `requirements.toml`; of, the function or functions of the implementation
     that the law calls (an implementation without them is reported as not providing them); why, for a law that
