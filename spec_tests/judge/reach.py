@@ -56,6 +56,8 @@ def _sizes(path: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, float
         if (value := arguments.get(each.name)) is not None:
             for axis, size in _axes(each, value):
                 axes[axis] = max(size, axes.get(axis, 0))
+    if {"P", "S", "n"} <= axes.keys():  # a cache in pages: n pages of S places for each sequence
+        axes["T"] = axes.pop("n") * axes["S"]
     for unit, names in UNITS.items():
         if unit != "query heads of each" and (found := [axes[name] for name in names if name in axes]):
             yield unit, max(found)
