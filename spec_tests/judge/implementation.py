@@ -234,7 +234,8 @@ class Implementation:
             raise OutsideDomain(f"{reason} is degenerate, and the law is one of mathematics")
         self.calls.append(call)
         self.history.append(call)
-        extend(self.reach, path, call.arguments)
+        if self.asking != REFUSAL:  # what is refused is no size that a law asks
+            extend(self.reach, path, call.arguments)
         if "ranks" in self.conventions and name.endswith("score") and not self.compares_order:
             raise OutsideDomain("its scores say the order of the tokens alone", always=True)
         if "beyond_budget" in self.conventions and call.arguments.get("protected") is not None:

@@ -61,7 +61,7 @@ def _sizes(path: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, float
     for unit, names in UNITS.items():
         if unit != "query heads of each" and (found := [axes[name] for name in names if name in axes]):
             yield unit, max(found)
-    if "H_q" in axes and "H_kv" in axes:
+    if "H_q" in axes and axes.get("H_kv"):
         yield "query heads of each", axes["H_q"] // axes["H_kv"]
     for name, value in arguments.items():
         if name not in arrays and isinstance(value, int | float) and not isinstance(value, bool):

@@ -257,3 +257,12 @@ def test_a_law_of_sizes_tells_which_size_is_wrong(function: Callable[..., Any], 
 def test_laws_of_sizes_say_nothing_of_what_is_wrong_at_every_size() -> None:
     found = asked(of_one("knorm.score", lambda keys: 2 * oracle("knorm.score")(keys)), "test_memory_sizes")
     assert {word for word, _ in found.values()} == {"not asked"}
+
+
+def test_what_is_refused_is_no_size_that_was_asked() -> None:
+    """An input without heads is noted nowhere, and noting it raises nothing."""
+    impl = load("reference")
+    refusals = next(
+        law for name, law in load_laws().items() if name.endswith("tova_score_refuses_what_does_not_fit")
+    )
+    assert refusals.check(impl) is None and impl.reach == {}
