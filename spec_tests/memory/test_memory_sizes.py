@@ -65,9 +65,7 @@ def test_norms_of_models(impl, seed, kind_of_keys):
     """
     wide = replace(SMALL, seed=seed, head_dim=64, value_dim=64)
     large = replace(wide, kind=kind_of_keys)
-    right_at(
-        impl, wide, (Question(path, large, "such norms") for path in in_turn(impl.asked_of_memory(), large))
-    )
+    right_at(impl, wide, [Question(path, large, "such norms") for path in functions(impl, large)])
 
 
 @law("MEM-10", of=ANY, examples=2, seed=seeds())
