@@ -55,13 +55,17 @@ def stored() -> Reach:
 
 
 def units_of(path: str) -> list[str]:
-    """The units that a function has by its signature, tokens first."""
+    """The units that a function has by its signature, tokens first. Axes that it leaves open are sequences
+    and their KV heads.
+    """
     axes = {
         axis.split("%")[0].split("<")[0].split(">")[0]
         for each in contract_of(path).arguments
         for own in ([each, *each.fields.values()] if each.state else [each])
         for axis in own.axes
     }
+    if "..." in axes:
+        axes |= {"B", "H_kv"}
     found = {unit for unit, names in UNITS.items() if axes & {*names}}
     if "H_kv" not in axes:
         found.discard("query heads of each")
