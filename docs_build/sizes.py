@@ -13,29 +13,29 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from docs_build.running import ROOT
 from evictionary.reference.contract import contract_of
 from evictionary.spec_tests.judge.implementation import contract_functions
-from evictionary.spec_tests.judge.reach import UNITS, Reach
+from evictionary.spec_tests.judge.reach import UNITS, Reach, units
 from evictionary.spec_tests.memory.models import (
     ALL_PAIRS,
     BATCHES,
     LENGTHS,
-    MODELS,
     NOT_ASKED,
+    sizes,
     values_in_use,
 )
 
-ROOT = Path(__file__).parents[1]
 STORED = ROOT / "docs" / "sizes.json"
 
 WANTED: dict[str, int] = {
     "tokens": max(LENGTHS),
-    "KV heads": max(int(model["num_kv_heads"]) for model in MODELS.values()),
-    "query heads of each": max(int(model["group"]) for model in MODELS.values()),
+    "KV heads": max(sizes("num_kv_heads")),
+    "query heads of each": max(sizes("group")),
     "sequences": max(BATCHES),
-    "channels": max(int(model["head_dim"]) for model in MODELS.values()),
+    "channels": max(sizes("head_dim")),
 }
-"""The largest number of each unit that a model has; of tokens and sequences, that MEM-10 wants."""
+"""The largest number of each unit that a model has; of tokens and sequences, that the laws of sizes ask."""
 
 
 class Gap(NamedTuple):
@@ -58,18 +58,17 @@ def units_of(path: str) -> list[str]:
     """The units that a function has by its signature, tokens first. Axes that it leaves open are sequences
     and their KV heads.
     """
-    axes = {
-        axis.split("%")[0].split("<")[0].split(">")[0]
+    arrays = [
+        own
         for each in contract_of(path).arguments
-        for own in ([each, *each.fields.values()] if each.state else [each])
-        for axis in own.axes
-    }
-    if "..." in axes:
+        for own in (each.fields.values() if each.state else [each])
+    ]
+    axes = {axis for each in arrays for axis in each.known}
+    if any(each.lead == "..." for each in arrays):
         axes |= {"B", "H_kv"}
-    found = {unit for unit, names in UNITS.items() if axes & {*names}}
-    if "H_kv" not in axes:
-        found.discard("query heads of each")
-    return [unit for unit in UNITS if unit in found]
+    if {"H_q", "H_kv"} <= axes:
+        axes.add("group")
+    return units(axes)
 
 
 def wanted(path: str) -> dict[str, float]:
@@ -93,7 +92,7 @@ def gaps(reach: Reach) -> Iterator[Gap]:
 
 
 def beside_models(page: str) -> str:
-    """A row for each unit: what models have, and how many functions are asked for that much."""
+    """A row for each unit: what is wanted, and how many functions are asked for that much."""
     reach, lacking = stored(), {(gap.function, gap.what): gap for gap in gaps(stored())}
     rows, notes = [], {}
     for unit, most in WANTED.items():
@@ -103,7 +102,7 @@ def beside_models(page: str) -> str:
         rows.append(f"| {unit} | {most:,} | {largest:,.0f} | {len(having) - len(short)} of {len(having)} |")
         for gap in short:
             notes.setdefault((unit, gap.reason), []).append(f"`{gap.function}` ({gap.asked:,.0f})")
-    head = "| | in models | most that is asked | functions that are asked for it |\n|---|--:|--:|--:|\n"
+    head = "| | wanted | most that is asked | functions that are asked for it |\n|---|--:|--:|--:|\n"
     told = [f"- {unit}: {', '.join(paths)}: {why}." for (unit, why), paths in notes.items()]
     return head + "\n".join(rows) + "\n\nThese are asked for less:\n\n" + "\n".join(told)
 
@@ -114,11 +113,11 @@ def of_functions(page: str) -> str:
     rows = []
     for path in contract_functions():
         own = reach.get(path, {})
-        units = [f"{own[unit]:,.0f}" if unit in own and unit in units_of(path) else "" for unit in UNITS]
+        counts = [f"{own[unit]:,.0f}" if unit in own and unit in units_of(path) else "" for unit in UNITS]
         settings = ", ".join(
             f"{name} {own[name]:,.10g}" for name in contract_of(path).signature.parameters if name in own
         )
-        rows.append(f"| `{path}` | {' | '.join(units)} | {settings} |")
+        rows.append(f"| `{path}` | {' | '.join(counts)} | {settings} |")
     names = " | ".join(UNITS)
     return f"| function | {names} | settings |\n|---|{'--:|' * len(UNITS)}---|\n" + "\n".join(rows)
 

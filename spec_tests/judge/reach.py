@@ -1,6 +1,6 @@
 """How large the inputs are that a function was asked for: KV heads, groups, sequences, channels, tokens."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,11 +10,13 @@ from evictionary.reference import contract
 UNITS = {
     "tokens": ("T", "n"),
     "KV heads": ("H_kv",),
-    "query heads of each": ("H_q",),
+    "query heads of each": ("group",),
     "sequences": ("B",),
     "channels": ("D", "D_v"),
 }
-"""What is counted, in words, and the axes of a signature that count it."""
+"""What is counted, in words, and the axes that count it: those of a signature, and `group`, which is the
+query heads of a KV head.
+"""
 
 Reach = dict[str, dict[str, float]]
 """By function: the largest number that it was asked for of each unit, and of each setting by its name."""
@@ -22,13 +24,11 @@ Reach = dict[str, dict[str, float]]
 
 def extend(reach: Reach, path: str, arguments: Mapping[str, Any]) -> None:
     """Note the sizes of a call."""
-    own = reach.setdefault(path, {})
-    for unit, size in _sizes(path, arguments):
-        own[unit] = max(size, own.get(unit, size))
+    merge(reach, {path: _sizes(path, arguments)})
 
 
 def merge(reach: Reach, other: Reach) -> None:
-    """Note what another process has asked."""
+    """Note what was asked elsewhere."""
     for path, sizes in other.items():
         own = reach.setdefault(path, {})
         for unit, size in sizes.items():
@@ -49,23 +49,29 @@ def in_a_line(reach: Reach) -> str:
     return ", ".join(f"{size:,} {unit}" for unit, size in largest(reach).items())
 
 
-def _sizes(path: str, arguments: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def units(axes: Collection[str]) -> list[str]:
+    """What is counted where there are these axes."""
+    return [unit for unit, names in UNITS.items() if not {*names}.isdisjoint(axes)]
+
+
+def _sizes(path: str, arguments: Mapping[str, Any]) -> dict[str, float]:
     axes: dict[str, int] = {}
-    arrays = {each.name for each in contract.arguments(path)}
+    settings = dict(arguments)
     for each in contract.arguments(path):
-        if (value := arguments.get(each.name)) is not None:
+        if (value := settings.pop(each.name, None)) is not None:
             for axis, size in _axes(each, value):
                 axes[axis] = max(size, axes.get(axis, 0))
     if {"P", "S", "n"} <= axes.keys():  # a cache in pages: n pages of S places for each sequence
         axes["T"] = axes.pop("n") * axes["S"]
-    for unit, names in UNITS.items():
-        if unit != "query heads of each" and (found := [axes[name] for name in names if name in axes]):
-            yield unit, max(found)
     if "H_q" in axes and axes.get("H_kv"):
-        yield "query heads of each", axes["H_q"] // axes["H_kv"]
-    for name, value in arguments.items():
-        if name not in arrays and isinstance(value, int | float) and not isinstance(value, bool):
-            yield name, value
+        axes["group"] = axes["H_q"] // axes["H_kv"]
+    found: dict[str, float] = {
+        unit: max(axes[name] for name in UNITS[unit] if name in axes) for unit in units(axes)
+    }
+    for name, value in settings.items():
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = value
+    return found
 
 
 def _axes(argument: contract.Argument, value: Any) -> Iterator[tuple[str, int]]:
@@ -80,5 +86,4 @@ def _axes(argument: contract.Argument, value: Any) -> Iterator[tuple[str, int]]:
     lead = len(shape) - len(argument.own)
     if argument.lead == "..." and lead == 2:
         yield from zip(("B", "H_kv"), shape, strict=False)
-    for axis, size in zip(argument.own, shape[max(lead, 0) :], strict=False):
-        yield axis.split("%")[0].split("<")[0].split(">")[0], size
+    yield from zip(argument.known, shape[max(lead, 0) :], strict=False)
