@@ -43,7 +43,13 @@ from evictionary.spec_tests.judge.outcome import TimedOut, outcome
 from evictionary.spec_tests.judge.remote import Gone
 from evictionary.spec_tests.judge.tolerance import Violation
 from evictionary.spec_tests.memory import helpers as memory
-from evictionary.spec_tests.memory.arguments import SETTINGS, arguments_of, fits, signature_of
+from evictionary.spec_tests.memory.arguments import (
+    SETTINGS,
+    arguments_inside,
+    arguments_of,
+    fits,
+    signature_of,
+)
 from evictionary.spec_tests.verdict import report
 from evictionary.spec_tests.verdict.diagnosis import sign
 
@@ -326,8 +332,8 @@ class Untrusted(ByLaws):
         seconds: dict[str, list[float]] = {"new": [], "old": [], "idle": []}
         for number in range(turn * TIMES, (turn + 1) * TIMES):
             case = replace(self.timed(path), seed=self.seed(f"{path} {number}") % 2**16)
-            arguments = arguments_of(judged, path, self.domain.fitted({"case": case})["case"])
-            if arguments is None or self.domain.excludes(arguments, path):
+            arguments = arguments_inside(judged, path, case)
+            if arguments is None:
                 break
             with np.errstate(all="ignore"):
                 expected = oracle(path)(**arguments)
@@ -371,8 +377,7 @@ def inside(impl: Any, case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each function with arguments of a case, where the domain has them. Raises OutsideDomain for none."""
     asked = False
     for path in impl.asked_of_memory():
-        given = arguments_of(impl, path, case)
-        if given is not None and not impl.domain.excludes(given, path):
+        if (given := arguments_inside(impl, path, case)) is not None:
             asked = True
             yield path, given
     if not asked:
@@ -426,9 +431,8 @@ def of_a_model(batch: int, num_kv_heads: int, group: int, length: int, head_dim:
     def check(impl: Any, case: Case) -> None:
         for path in impl.asked_of_memory():
             short = impl.slow or not affordable(path, case)
-            one = impl.domain.fitted({"case": replace(case, length=FEW_TOKENS) if short else case})["case"]
-            given = arguments_of(impl, path, one)
-            if given is not None and not impl.domain.excludes(given, path):
+            given = arguments_inside(impl, path, replace(case, length=FEW_TOKENS) if short else case)
+            if given is not None:
                 memory.require_right(impl, path, given, f"is wrong with {told}")
 
     told = (

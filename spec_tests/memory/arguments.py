@@ -192,6 +192,14 @@ def arguments_of(
     return alike if fits(path, alike) else None
 
 
+def arguments_inside(
+    impl: Implementation, path: str, case: Case, settings: Mapping[str, Any] | None = None
+) -> dict[str, Any] | None:
+    """The same in a case of the domain; None too where the arguments of no such case lie inside."""
+    given = arguments_of(impl, path, impl.domain.fitted({"case": case})["case"], settings)
+    return None if given is None or impl.domain.excludes(given, path) else given
+
+
 def fits(path: str, given: dict[str, Any]) -> bool:
     """Whether the mathematics takes these arguments."""
     with np.errstate(all="ignore"):

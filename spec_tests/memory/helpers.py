@@ -1,5 +1,6 @@
 """What each function of the contract gives for drawn arguments; the grader asks for it here too."""
 
+import contextlib
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -44,17 +45,31 @@ def ask(impl: Implementation, path: str, natives: dict[str, Any]) -> Any:
 
     Raises Violation where the function raises.
     """
+    with answering(path), np.errstate(all="ignore"):
+        args, kwargs = as_called(path, natives)
+        answer = impl.function(path)(*args, **kwargs)
+        return tuple(answer) if isinstance(answer, Iterator) else answer
+
+
+class Raises(Violation):
+    """A function raises on arguments that the mathematics takes."""
+
+
+@contextlib.contextmanager
+def answering(path: str) -> Iterator[None]:
+    """Where a function is called: what it raises is a Violation that says so. A fault of a kernel, a GPU that
+    is absent and what the judge itself has to say stay what they are.
+    """
     try:
-        with np.errstate(all="ignore"):
-            args, kwargs = as_called(path, natives)
-            answer = impl.function(path)(*args, **kwargs)
-            return tuple(answer) if isinstance(answer, Iterator) else answer
+        yield
+    except (OutsideDomain, Violation):
+        raise
     except Exception as error:
         if error in compiled.STOPPED + compiled.UNEXECUTED or compiled.fault(error):
             raise
         require_gpu(path, error)
         said = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        raise Violation(f"{path} raises {said}", "an answer", said) from error
+        raise Raises(f"{path} raises {said}", "an answer", said) from error
 
 
 def as_called(path: str, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -170,8 +185,9 @@ def agree_within_rounding(
     several, found = isinstance(plain, tuple), impl.allowance
     if several and any(isinstance(part, tuple) for part in plain):  # all numbers in a row
         several, plain, other, found = False, in_a_row(plain), in_a_row(other), allowance_in_a_row(impl)
-    pairs = zip(leaves(to_numpy(plain)), leaves(to_numpy(other)), strict=True)
-    for place, (expected, got) in enumerate(pairs):
+    these, those = leaves(to_numpy(plain)), leaves(to_numpy(other))
+    require(len(these) == len(those), f"{path} {otherwise}", plain, other)
+    for place, (expected, got) in enumerate(zip(these, those, strict=True)):
         if expected.dtype.kind != "f":
             wrong = expected.shape != got.shape or (expected != got).any()
         else:

@@ -38,7 +38,7 @@ def values_in_use(path: str, name: str) -> list[float]:
 SMALL = Case(batch=1, num_kv_heads=2, group=2, length=24, head_dim=4, value_dim=4, num_queries=2)
 """The usual sizes, of which one at a time is another."""
 
-KV_HEADS = sizes("num_kv_heads", 1, 2, 4, 5, 8, 16)
+KV_HEADS = sizes("num_kv_heads")
 GROUPS = [size for size in sizes("group", *range(1, 9), 16) if size != SMALL.group]
 BATCHES = [2, 3, 4, 8]
 CHANNELS = sizes("head_dim", 32, 80, 96)
