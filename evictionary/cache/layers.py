@@ -6,6 +6,7 @@ new token is written behind the stored ones, into room that grows by an eighth o
 the layer at a time, or into the slot of an evicted token (`EvictingLayer.slots`).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -525,6 +526,11 @@ def layers_of(config: PreTrainedConfig) -> list[Any]:
     that grows no further.
     """
     return [_ours(layer) if type(layer) in EVICTED else layer for layer in DynamicCache(config=config).layers]
+
+
+def evicting(layers: Iterable[Any]) -> list[EvictingLayer]:
+    """The layers of a cache that are compressed."""
+    return [layer for layer in layers if isinstance(layer, EvictingLayer)]
 
 
 def _ours(layer: Any) -> EvictingLayer:

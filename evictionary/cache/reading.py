@@ -13,19 +13,20 @@ import torch
 from transformers import PreTrainedModel
 
 from evictionary.cache import callers, checks
-from evictionary.cache.layers import EvictingLayer
+from evictionary.cache.layers import EvictingLayer, evicting
 from evictionary.cache.text import Text
 
 
 class Reading:
     """The text that the layers of a cache have read.
 
-    `text` holds the tokens; `padding` [B] is that of the prompt, or None; `counts_padding` says whether the
-    positions of the model count it. `first` is the layer that reads each forward before the others.
+    `evicting` are the layers that are compressed, and `first` is the one that reads each forward before the
+    others. `text` holds the tokens; `padding` [B] is that of the prompt, or None; `counts_padding` says
+    whether the positions of the model count it.
     """
 
     def __init__(self, layers: list[Any]) -> None:
-        self.layers = layers
+        self.layers, self.evicting = layers, evicting(layers)
         self.first = next(index for index, layer in enumerate(layers) if hasattr(layer, "get_seq_length"))
         self.forget()
 
@@ -34,11 +35,6 @@ class Reading:
         self.text = Text()
         self.padding: torch.Tensor | None = None
         self.counts_padding = False
-
-    @property
-    def evicting(self) -> list[EvictingLayer]:
-        """The layers that are compressed."""
-        return [layer for layer in self.layers if isinstance(layer, EvictingLayer)]
 
     @property
     def seen(self) -> int:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from evictionary.cache.layers import EvictingLayer, recurrent
+from evictionary.cache.layers import EvictingLayer, evicting, recurrent
 
 
 def stored(layers: list[Any]) -> int:
@@ -12,7 +12,7 @@ def stored(layers: list[Any]) -> int:
 
     Of a layer with a sliding window only its window counts, which may be a view of more.
     """
-    states = [state for layer in _evicting(layers) for state in _states(layer)]
+    states = [state for layer in evicting(layers) for state in _states(layer)]
     windows = [state for layer in layers if not isinstance(layer, EvictingLayer) for state in _states(layer)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
     return sum(storages.values()) + sum(state.nbytes for state in windows)
@@ -21,7 +21,7 @@ def stored(layers: list[Any]) -> int:
 def full(layers: list[Any]) -> int:
     """The bytes that the same tokens would take if nothing had been removed."""
     states = [(layer, getattr(layer, name, None)) for layer in layers for name in ("keys", "values")]
-    lengths = {layer: layer.seen for layer in _evicting(layers)}
+    lengths = {layer: layer.seen for layer in evicting(layers)}
     return sum(
         state.shape[:2].numel() * lengths.get(layer, state.shape[2]) * state.shape[3] * state.element_size()
         for layer, state in states
@@ -34,8 +34,8 @@ def beside(layers: list[Any]) -> int:
     of a cache.
     """
     states_of_layers = [state for layer in layers for state in recurrent(layer).values()]
-    own = [tensor for layer in _evicting(layers) for tensor in layer.tensors().values()]
-    states = sum(state.nbytes for layer in _evicting(layers) for state in _states(layer))
+    own = [tensor for layer in evicting(layers) for tensor in layer.tensors().values()]
+    states = sum(state.nbytes for layer in evicting(layers) for state in _states(layer))
     return sum(tensor.nbytes for tensor in (*states_of_layers, *own)) - states
 
 
@@ -43,15 +43,11 @@ def tokens_kept(layers: list[Any]) -> float:
     """The tokens stored in each head, on average over the
     batch, the heads and the layers that are compressed.
     """
-    holding = [layer for layer in _evicting(layers) if layer.keys is not None]
+    holding = [layer for layer in evicting(layers) if layer.keys is not None]
     if not holding:
         return 0
     mean = float(torch.stack([layer.lengths.double().mean().cpu() for layer in holding]).mean())
     return int(mean) if mean == int(mean) else mean
-
-
-def _evicting(layers: list[Any]) -> list[EvictingLayer]:
-    return [layer for layer in layers if isinstance(layer, EvictingLayer)]
 
 
 def _states(layer: Any) -> list[torch.Tensor]:

@@ -237,9 +237,9 @@ def _tokens_read(cache: "EvictingCache", length: int, readings: int) -> Callable
     """How many tokens the layers of a cache have read so far, on average: a second reading is counted where
     a layer has compressed.
     """
-    from evictionary.cache.layers import EvictingLayer
+    from evictionary.cache.layers import evicting
 
-    layers = [layer for layer in cache.layers if isinstance(layer, EvictingLayer)]
+    layers = evicting(cache.layers)
 
     def tokens() -> float:
         again = (readings - 1) * sum(layer.evicted_at > 0 for layer in layers)
