@@ -89,12 +89,10 @@ def of_questions(code: "Code") -> list[Ruler]:
         Ruler("What is the rule of a method? Functions, median", 6, median(functions), made_of=rules),
         Ruler("How do I try a scorer? Lines of its one file", 3, lines_of_a_scorer(code.root), most=5),
         Ruler("Why did a law of KeyDiff fail? Files up to what it allows", 5, len(files(law)), 5, law),
-        Ruler("Where is a kernel of KeyDiff launched? Functions", 8, len(keydiff), made_of=keydiff),
-        Ruler("Where is a kernel of KeyDiff launched? Files", 3, len(files(keydiff))),
-        Ruler(
-            "Where is a kernel of a method launched? Functions, median", 6, median(steps or [0]), made_of=ways
-        ),
-        Ruler("Where is a kernel of a method launched? Functions, the most", 8, max(steps, default=0)),
+        Ruler("Where is a kernel of KeyDiff launched? Functions", 8, len(keydiff), 4, keydiff),
+        Ruler("Where is a kernel of KeyDiff launched? Files", 3, len(files(keydiff)), 2),
+        Ruler("Where is a kernel of a method launched? Functions, median", 6, median(steps or [0]), 4, ways),
+        Ruler("Where is a kernel of a method launched? Functions, the most", 8, max(steps, default=0), 5),
     ]
 
 

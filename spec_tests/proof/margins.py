@@ -22,6 +22,7 @@ import typer
 
 from evictionary.progress import tracked
 from evictionary.spec_tests.judge import compare, tolerance
+from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import OutsideDomain
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
@@ -35,8 +36,6 @@ NEAR = 1.25
 
 LEAST = 0.05
 """Who uses less of an allowance than this is near to no alarm, and no cell counts it."""
-
-DTYPES = ("float64", "float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True)
@@ -234,12 +233,12 @@ def main(
 
     For example: python -m evictionary.spec_tests.proof.margins --only h2o --seeds 2 --output h2o.json
     """
-    for option, given, known in (("--only", only, list(by_folder())), ("--dtype", dtype, DTYPES)):
+    for option, given, known in (("--only", only, list(by_folder())), ("--dtype", dtype, list(EPSILON))):
         if unknown := sorted(set(given or []) - set(known)):
             raise typer.BadParameter(f"{option}: got {unknown[0]!r}, wanted some of {', '.join(known)}")
     found = {}
     for folder in only or by_folder():
-        cells = cells_of(folder, dtype or list(DTYPES), max_examples, seeds)
+        cells = cells_of(folder, dtype or list(EPSILON), max_examples, seeds)
         print(report(folder, cells), flush=True)
         found[folder] = [vars(cell) for cell in cells]
         if output:
