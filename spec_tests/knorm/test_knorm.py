@@ -28,11 +28,15 @@ def test_shorter_keys_score_higher(impl, case, seed):
     )
 
 
-@law("KN-1", of="knorm.score", channels=st.sampled_from([2, 33]))
-def test_a_three_four_key_scores_minus_five(impl, channels):
-    """|(3, 4)| = 5, also with zeros between, and a zero key has none."""
-    keys = np.array([[[[3.0, *[0] * (channels - 2), 4], [0] * channels]]])
-    agrees(impl, "knorm.score", keys, expected=np.array([[[-5.0, 0.0]]]), what="the score")
+@law("KN-1", of="knorm.score", channels=st.sampled_from([2, 33]), batch=st.sampled_from([1, 8]))
+def test_a_three_four_key_scores_minus_five(impl, channels, batch):
+    """|(3, 4)| = 5, also with zeros between, and a zero key has none; in each sequence of a batch, where the
+    key is as many times as long as the sequence has a number.
+    """
+    times = np.arange(1.0, batch + 1)[:, None, None]
+    keys = times[..., None] * np.array([[[[3.0, *[0] * (channels - 2), 4], [0] * channels]]])
+    expected = times * np.array([[[-5.0, 0.0]]])
+    agrees(impl, "knorm.score", keys, expected=expected, what="the score")
 
 
 @law("KN-1", of="knorm.score", examples=3, case=long_cases(kinds=("moving_mean", "minute", "vast", "sinks")))
