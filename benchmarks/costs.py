@@ -97,7 +97,7 @@ class SessionOfOneLayer(Session):
 
     def compress(self, layer_index: int) -> None:
         if layer_index:
-            self.layers[layer_index] = copy.deepcopy(self.layers[0])
+            vars(self.layers[layer_index]).update(copy.deepcopy(vars(self.layers[0])))
         else:
             super().compress(layer_index)
 

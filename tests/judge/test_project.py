@@ -2,12 +2,14 @@
 asks the same.
 """
 
+import inspect
 import json
 import re
 
 import pytest
 from tools import laid, python, refused, saved, says
 
+from evictionary import source
 from evictionary.cli import starter
 from evictionary.spec_tests.judge import project
 from evictionary.spec_tests.judge.implementation import contract_functions
@@ -144,9 +146,7 @@ def test_a_message_has_no_flag_that_nobody_typed(tmp_path, arguments, flags):
 
 
 def test_a_function_without_a_docstring_gives_its_signature_and_no_body():
-    from evictionary.cli.starter import _signature
-
-    assert _signature(keydiff) == "def keydiff(keys):"
+    assert source.signature(inspect.getsource(keydiff)) == "def keydiff(keys):"
 
 
 def keydiff(keys):
