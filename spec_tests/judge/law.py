@@ -150,7 +150,9 @@ def _pieces(path: Path) -> list[tuple[str, str]]:
 
 
 def _tree(path: Path) -> ast.Module:
-    """The code of a file, without comments, docstrings, and values that papers use of a setting."""
+    """The code of a file, without comments, docstrings, values that papers use of a setting, and what is said
+    of an answer: all of these describe the code and change nothing that it does.
+    """
     tree = ast.parse(path.read_text(encoding="utf-8"))
     for node in ast.walk(tree):
         if (
@@ -160,6 +162,8 @@ def _tree(path: Path) -> ast.Module:
             node.body[0] = ast.Pass()
         if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "Setting":
             del node.slice.elts[2:]  # type: ignore[attr-defined]
+        if isinstance(node, ast.FunctionDef):
+            node.returns = None
     return tree
 
 
