@@ -18,7 +18,7 @@ def select(
     *,
     floor_ratio: Setting[float | Fraction, "[0, 1]"] = 0.2,
     protected: Mask[np.ndarray | None, "B H_kv T"] = None,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget`
     goes to the layer's best.
 

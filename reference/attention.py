@@ -3,10 +3,10 @@ r"""Scaled dot-product attention, which all the papers use (requirements ATT-1 t
 import numpy as np
 
 from .cache import CompressedCache, heads
-from .contract import Real, State, contract
+from .contract import Real, Share, State, contract
 
 
-def softmax(logits: Real[np.ndarray, "... T"], axis: int = -1) -> np.ndarray:
+def softmax(logits: Real[np.ndarray, "... T"], axis: int = -1) -> Share[np.ndarray, "... T"]:
     r"""`exp(x_i) / sum_j exp(x_j)` along `axis`; the maximum is subtracted first, so logits of 1e4
     do not overflow.
     """
@@ -14,13 +14,15 @@ def softmax(logits: Real[np.ndarray, "... T"], axis: int = -1) -> np.ndarray:
     return weights / weights.sum(axis=axis, keepdims=True)
 
 
-def log_sum_exp(logits: Real[np.ndarray, "... T"], axis: int = -1) -> np.ndarray:
+def log_sum_exp(logits: Real[np.ndarray, "... T"], axis: int = -1) -> Real[np.ndarray, "..."]:
     r"""`log sum_j exp(x_j)` along `axis`, in the log domain."""
     top = logits.max(axis=axis, keepdims=True)
     return np.squeeze(top, axis=axis) + np.log(np.exp(logits - top).sum(axis=axis))
 
 
-def attention_logits(queries: Real[np.ndarray, "... M D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def attention_logits(
+    queries: Real[np.ndarray, "... M D"], keys: Real[np.ndarray, "... T D"]
+) -> Real[np.ndarray, "... M T"]:
     r"""`q_m . k_t / sqrt(D)`: queries [..., M, D] and keys [..., T, D] give [..., M, T]."""
     return queries @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
 
@@ -29,7 +31,7 @@ def attention(
     queries: Real[np.ndarray, "... M D"],
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... M D_v"]:
     r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head: [..., M, D], [..., T, D], [..., T, D_v]
     give [..., M, D_v].
     """
@@ -39,7 +41,7 @@ def attention(
 @contract
 def attend(
     queries: Real[np.ndarray, "B H_q M D"], cache: State[CompressedCache, ""]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_q M D_v"], Real[np.ndarray, "B H_q M"]]:
     r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp
     of the logits.
 
@@ -67,7 +69,7 @@ def attend(
 @contract
 def by_group(
     queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv G M D"], Real[np.ndarray, "B H_kv 1 T D"]]:
     r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G
     + g reads KV head h // G.
 
@@ -76,14 +78,16 @@ def by_group(
     return grouped(queries, keys.shape[1]), keys[:, :, None]
 
 
-def grouped(states: Real[np.ndarray, "B H_q M D"], num_kv_heads: int) -> np.ndarray:
+def grouped(
+    states: Real[np.ndarray, "B H_q M D"], num_kv_heads: int
+) -> Real[np.ndarray, "B num_kv_heads G M D"]:
     r"""ATT-5: [B, H_q, ...] to [B, H_kv, G, ...]."""
     return states.reshape(states.shape[0], num_kv_heads, -1, *states.shape[2:])
 
 
 def causal_attention(
     queries: Real[np.ndarray, "... M<=T D"], keys: Real[np.ndarray, "... T D"]
-) -> np.ndarray:
+) -> Share[np.ndarray, "... M T"]:
     r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees
     the tokens up to T - M + m.
 

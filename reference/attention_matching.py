@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from .attention import attention_logits, grouped, softmax
-from .contract import Mask, Real, Setting, contract
+from .contract import Mask, Real, Setting, Weight, contract
 from .selection import gather, top_k
 
 METHOD = (
@@ -30,7 +30,7 @@ def select(
     replay_queries: Real[np.ndarray, "B H_q M D"],
     *,
     budget: Setting[int, ">= 1"],
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
     Args: those of `score`. Returns kept [B, H_kv, T], boolean.
@@ -39,7 +39,9 @@ def select(
 
 
 @contract
-def score(keys: Real[np.ndarray, "B H_kv T D"], replay_queries: Real[np.ndarray, "B H_q M D"]) -> np.ndarray:
+def score(
+    keys: Real[np.ndarray, "B H_kv T D"], replay_queries: Real[np.ndarray, "B H_q M D"]
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference
     queries, those of all query heads of the group.
 
@@ -51,7 +53,7 @@ def score(keys: Real[np.ndarray, "B H_kv T D"], replay_queries: Real[np.ndarray,
 
 def logits_of_group(
     queries: Real[np.ndarray, "B H_q M D"], keys: Real[np.ndarray, "B H_kv T D"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv G*M T"]:
     r"""ATT-5: the logits [B, H_kv, G M, T] of each query of each head of a group, one below the other."""
     rows = grouped(queries, keys.shape[1])
     return attention_logits(rows.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys)
@@ -60,7 +62,7 @@ def logits_of_group(
 @contract
 def bounded_least_squares(
     matrix: Real[np.ndarray, "... R n"], target: Real[np.ndarray, "... R"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "... n"]:
     r"""AM-2: the w in [e^-3, e^3]^n with the least `|A w - y|`, by an active set (Lawson and Hanson's
     method for two bounds).
 
@@ -81,7 +83,7 @@ def bounded_least_squares(
 
 def active_set(
     weights: Real[np.ndarray, "n"], matrix: Real[np.ndarray, "R n"], target: Real[np.ndarray, "R"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "n"]:
     r"""AM-2 for one matrix [R, n]: `weights` [n], moved to the optimum."""
     free = np.ones(weights.shape, dtype=bool)
     sizes = np.sqrt((matrix**2).sum(axis=0))
@@ -110,7 +112,7 @@ def fit_bias(
     queries: Real[np.ndarray, "B H_q M D"],
     keys: Real[np.ndarray, "B H_kv T D"],
     kept: Mask[np.ndarray, "B H_kv T"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv n"]:
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at
     every reference query m, each line divided by its largest exponential.
 
@@ -131,7 +133,7 @@ def fit_values(
     values: Real[np.ndarray, "B H_kv T D_v"],
     kept: Mask[np.ndarray, "B H_kv T"],
     bias: Real[np.ndarray, "B H_kv kept"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv n D_v"]:
     r"""AM-4: the C with the least `|X C - Y|`: X = `softmax(s_mj + beta_j)` over the kept keys, Y the
     outputs of the whole cache at the reference queries.
 
@@ -162,7 +164,7 @@ def attend(
     keys: Real[np.ndarray, "B H_kv kept D"],
     values: Real[np.ndarray, "B H_kv kept D_v"],
     bias: Real[np.ndarray, "B H_kv kept"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q M D_v"]:
     r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`,
     attention over the kept keys, with the fitted values.
 

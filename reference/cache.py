@@ -48,7 +48,7 @@ def compress(
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
     kept: Mask[np.ndarray, "B H_kv T"],
-) -> CompressedCache:
+) -> State[CompressedCache, ""]:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.
 
     Args: kept, any number True in each head.

@@ -16,7 +16,7 @@ from .contract import Real, Setting, Weight, contract
 
 
 @contract
-def dispersion(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
+def dispersion(attention: Weight[np.ndarray, "... M N"]) -> Weight[np.ndarray, "..."]:
     r"""CAKE-1: `H = -sum_m sum_t A_mt ln A_mt`, how far the attention of M queries spreads over N
     tokens; 0 ln 0 = 0.
 
@@ -27,7 +27,7 @@ def dispersion(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
 
 
 @contract
-def shift(attention: Weight[np.ndarray, "... M N"]) -> np.ndarray:
+def shift(attention: Weight[np.ndarray, "... M N"]) -> Weight[np.ndarray, "..."]:
     r"""CAKE-2: `V = sum_t Var_m A_mt`, how much the
     attention on each of N tokens moves from query to query.
 
@@ -46,7 +46,7 @@ def preference(
     window_size: Setting[int, ">= 1"] = 32,
     tau1: Setting[float, ">= 0.1"] = 1.0,
     tau2: Setting[float, ">= 0.1"] = 1.0,
-) -> np.ndarray:
+) -> Weight[np.ndarray, "B"]:
     r"""CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
 
     Args: queries, of the last M tokens, after RoPE, at least those of the window; window_size, the

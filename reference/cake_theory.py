@@ -3,7 +3,7 @@ r"""CAKE (arXiv 2503.12491): the cascade, in which earlier layers shrink while l
 import numpy as np
 
 from . import cake
-from .contract import Open, Setting, Weight, contract
+from .contract import Mask, Open, Setting, Weight, contract
 from .selection import top_k
 
 
@@ -14,7 +14,7 @@ def cascade(
     budget: Setting[int, ">= 1"],
     *,
     window_size: Setting[int, ">= 0"] = 0,
-) -> tuple[np.ndarray, int]:
+) -> tuple[Mask[np.ndarray, "L T"], int]:
     r"""CAKE-6: after each layer has read the prompt, the layers so far shrink to their new budgets.
 
     Args: scores, infinities allowed; budget, the mean per layer. Returns kept [L, T], boolean, and

@@ -25,7 +25,7 @@ def merge_values(
     draws: Share[np.ndarray, "B H_kv T"],
     *,
     merge_size: Setting[int, ">= 1"] = 32,
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv T D_v"]:
     r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
     probability p_i, or lost.
 
@@ -39,7 +39,9 @@ def merge_values(
 
 
 @contract
-def shares(kept: Mask[np.ndarray, "... T"], *, merge_size: Setting[int, ">= 1"] = 32) -> np.ndarray:
+def shares(
+    kept: Mask[np.ndarray, "... T"], *, merge_size: Setting[int, ">= 1"] = 32
+) -> Share[np.ndarray, "... T T"]:
     r"""CAM-1: `S_ij = 1 / m_i` if j is one of the next m kept tokens after the evicted token i, of
     which there are m_i, and 0 otherwise.
 
@@ -61,7 +63,7 @@ def probabilities(
     kept: Mask[np.ndarray, "... T"],
     *,
     merge_size: Setting[int, ">= 1"] = 32,
-) -> np.ndarray:
+) -> Share[np.ndarray, "... T"]:
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean
     of the tokens that would share its value.
 
@@ -82,7 +84,7 @@ def spread(
     weights: Share[np.ndarray, "... T"],
     *,
     merge_size: Setting[int, ">= 1"] = 32,
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T D_v"]:
     r"""CAM-3: `v_j + sum_i w_i S_ij v_i`: the tokens
     after an evicted one share the part w_i of its value.
 

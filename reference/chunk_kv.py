@@ -6,13 +6,13 @@ The paper's text could not be read. The definition follows `chunkkv_press.py` of
 
 import numpy as np
 
-from .contract import Open, Setting, contract
+from .contract import Mask, Open, Setting, contract
 
 
 @contract
 def choose(
     scores: Open[np.ndarray, "... T"], budget: Setting[int, ">= 0"], *, chunk_size: Setting[int, ">= 1"] = 10
-) -> np.ndarray:
+) -> Mask[np.ndarray, "... T"]:
     r"""CH-1, CH-3: keep whole chunks, the best first;
     of the last one that fits in part, its best tokens.
 
@@ -32,7 +32,9 @@ def choose(
 
 
 @contract
-def chunk_means(scores: Open[np.ndarray, "... T"], *, chunk_size: Setting[int, ">= 1"] = 10) -> np.ndarray:
+def chunk_means(
+    scores: Open[np.ndarray, "... T"], *, chunk_size: Setting[int, ">= 1"] = 10
+) -> Open[np.ndarray, "... chunks"]:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.
 
     Returns [..., ceil(T / chunk_size)]. Source: arXiv 2502.00299, the score of a chunk. Decision: a

@@ -9,7 +9,7 @@ leverage_press.py at 8bb29b9, non_causal_attention_press.py at 15a267d.
 import numpy as np
 
 from .attention import grouped, softmax
-from .contract import Real, Setting, contract
+from .contract import Open, Real, Setting, Weight, contract
 from .expected_attention import norm
 from .snapkv import average_pool
 
@@ -34,7 +34,7 @@ def score(
     sink_size: Setting[int, ">= 0"] = 8,
     recent_size: Setting[int, ">= 0"] = 4,
     chunk_size: Setting[int, ">= 1"] = 256,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""CO-5: `score = r z(l) + z(p)` between the first and the last tokens, which have infinity:
     l the leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the
     attention a of CO-3, mean over the group.
@@ -58,7 +58,9 @@ def score(
 
 
 @contract
-def leverage(keys: Real[np.ndarray, "... T D"], *, ridge: Setting[float, ">= 0"] = 0.0) -> np.ndarray:
+def leverage(
+    keys: Real[np.ndarray, "... T D"], *, ridge: Setting[float, ">= 0"] = 0.0
+) -> Real[np.ndarray, "... T"]:
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys
     can replace key t.
 
@@ -79,7 +81,7 @@ def sketched_leverage(
     sketch: Real[np.ndarray, "* D k"],
     *,
     ridge: Setting[float, ">= 0"] = 0.01,
-) -> np.ndarray:
+) -> Real[np.ndarray, "* T"]:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
     Args: keys, before RoPE; sketch Phi, each head its own. Returns [..., T],
@@ -96,7 +98,7 @@ def chunk_attention(
     keys: Real[np.ndarray, "* T D"],
     *,
     chunk_size: Setting[int, ">= 1"] = 256,
-) -> np.ndarray:
+) -> Weight[np.ndarray, "* T"]:
     r"""CO-3: `a_t = sum_m softmax_t(q_m . k_t)` over the m and t of one chunk: the attention that a token
     receives from its chunk, before and after it.
 
@@ -110,7 +112,7 @@ def chunk_attention(
     return np.concatenate([softmax(each).sum(axis=-2) for each in logits], axis=-1)
 
 
-def z_scores(scores: Real[np.ndarray, "B H_kv T"]) -> np.ndarray:
+def z_scores(scores: Real[np.ndarray, "B H_kv T"]) -> Real[np.ndarray, "B H_kv T"]:
     r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item.
 
     Args: scores [..., H_kv, T]. Returns [..., H_kv, T].

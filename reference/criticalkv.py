@@ -13,7 +13,7 @@ import numpy as np
 
 from .attention import by_group, causal_attention
 from .checks import require_window
-from .contract import Mask, Real, Setting, Weight, contract
+from .contract import Mask, Open, Real, Setting, Weight, contract
 from .selection import top_k
 from .snapkv import average_pool
 
@@ -35,7 +35,7 @@ def score(
     kernel_size: Setting[int, "odd"] = 5,
     first_share: Setting[float | Fraction, "[0, 1]"] = 0.5,
     epsilon: Setting[float, ">= 0"] = 1e-4,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
     tokens of the highest a.
 
@@ -58,7 +58,7 @@ def score(
 @contract
 def projected_norms(
     values: Real[np.ndarray, "B H_kv T D_v"], w_o: Real[np.ndarray, "H_q D_v hidden"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual
     stream, for a weight of 1.
 
@@ -69,7 +69,7 @@ def projected_norms(
     return np.abs(projected).sum(axis=-1).mean(axis=2)
 
 
-def defend(weights: Weight[np.ndarray, "... G M T"]) -> np.ndarray:
+def defend(weights: Weight[np.ndarray, "... G M T"]) -> Weight[np.ndarray, "... T"]:
     r"""CK-2: `a_t = max(b_t, mean_u b_u)`, `b_t = max_gm w_gmt`: DefensiveKV's aggregation.
     [..., G, M, N] to [..., N].
 
@@ -87,7 +87,7 @@ def importance(
     *,
     window_size: Setting[int, ">= 1"] = 32,
     kernel_size: Setting[int, "odd"] = 5,
-) -> np.ndarray:
+) -> Weight[np.ndarray, "B H_kv T-window_size"]:
     r"""CK-3: `a = defend(w)`, w the attention of the last queries on the tokens before them, pooled
     at an unchanged sum.
 
@@ -106,7 +106,7 @@ def importance(
 
 def error_bound(
     weights: Weight[np.ndarray, "... T"], norms: Weight[np.ndarray, "... T"], kept: Mask[np.ndarray, "... T"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "..."]:
     r"""CK-5: `C - (2 - 1/S) sum_kept p_t n_t`, `C = sum p_t n_t`, `S = sum_kept p_t`: it bounds the
     error of the output.
 

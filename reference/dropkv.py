@@ -9,7 +9,7 @@ import numpy as np
 
 from .attention import attention_logits, by_group, softmax
 from .checks import as_window
-from .contract import Real, Setting, contract
+from .contract import Open, Real, Setting, Weight, contract
 from .expected_attention import norm
 from .snapkv import average_pool
 
@@ -24,7 +24,7 @@ def score(
     *,
     window_size: Setting[int, ">= 1"] = 32,
     kernel_size: Setting[int, "odd"] = 7,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`
     over the last queries.
 
@@ -48,7 +48,9 @@ def score(
     return np.where(np.arange(length) >= length - window, np.inf, pooled)
 
 
-def perturbation(logits: Real[np.ndarray, "... T"], values: Real[np.ndarray, "... T D_v"]) -> np.ndarray:
+def perturbation(
+    logits: Real[np.ndarray, "... T"], values: Real[np.ndarray, "... T D_v"]
+) -> Weight[np.ndarray, "... T"]:
     r"""DK-1: `p_j / (1 - p_j) |v_j - o|`, the change of the output `o = sum_j p_j v_j` when only
     token j is evicted.
 

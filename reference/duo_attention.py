@@ -9,7 +9,7 @@ import numpy as np
 
 from .attention import attention_logits, by_group, grouped, softmax
 from .checks import as_count
-from .contract import Real, Setting, Share, contract
+from .contract import Mask, Real, Setting, Share, contract
 from .rope import rotate
 
 METHOD = "keeps all tokens of retrieval heads, and the first and the last tokens of the others"
@@ -30,7 +30,7 @@ def select(
     threshold: Setting[float, "[-inf, inf]"] = 0.5,
     sink_size: Setting[int, ">= 0"] = 128,
     recent_size: Setting[int, ">= 0"] = 256,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and
     the last `recent_size`.
 
@@ -52,7 +52,7 @@ def estimate_gates(
     *,
     length: Setting[int, ">= 1"] = 500,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> np.ndarray:
+) -> Share[np.ndarray, "B H_kv"]:
     r"""DA-1: `g_h = mean_g (1/n) sum_t sum_{u <= t} a_u`,
     a the attention of the mean query on n mean keys.
 
@@ -80,7 +80,7 @@ def gated_attention(
     *,
     sink_size: Setting[int, ">= 0"] = 128,
     recent_size: Setting[int, ">= 1"] = 256,
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q M D_v"]:
     r"""DA-3: `o_h = g_h softmax_full(Q K^T) V + (1 - g_h) softmax_streaming(Q K^T) V`.
 
     What a head gives while its gate is trained. Full attention sees

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import grouped, softmax
-from .contract import Real, Setting, State, Weight, Whole, contract
+from .contract import Real, Setting, Share, State, Weight, Whole, contract
 from .rope import frequencies
 from .selection import budget, gather, top_k
 
@@ -32,7 +32,7 @@ def score(
     query_covariance: Real[np.ndarray, "B H_q D D"],
     *,
     epsilon: Setting[float, ">= 0"] = 0.02,
-) -> np.ndarray:
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
     `ada_kv` on these scores.
 
@@ -51,7 +51,9 @@ def score(
 
 
 @contract
-def query_statistics(queries: Real[np.ndarray, "... N D"]) -> tuple[np.ndarray, np.ndarray]:
+def query_statistics(
+    queries: Real[np.ndarray, "... N D"],
+) -> tuple[Real[np.ndarray, "... D"], Real[np.ndarray, "... D D"]]:
     r"""EA-5, EA-L1: `mu = mean of q`,
     `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
 
@@ -69,7 +71,7 @@ def project_statistics(
     hidden_mean: Real[np.ndarray, "... h"],
     hidden_covariance: Real[np.ndarray, "... h h"],
     w_q: Real[np.ndarray, "D h"],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... D"], Real[np.ndarray, "... D D"]]:
     r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`:
     queries before RoPE of Gaussian hidden states.
 
@@ -87,7 +89,7 @@ def average_rotation(
     position: Setting[int, ">= 0"],
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> np.ndarray:
+) -> Real[np.ndarray, "head_dim head_dim"]:
     r"""EA-6: `Rbar = (1/T) sum_{j=1..T} R_{t+j}`, T = horizon, t + 1 = position.
 
     Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the
@@ -107,7 +109,7 @@ def average_rope(
     position: Setting[int, ">= 0"],
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... D"], Real[np.ndarray, "... D D"]]:
     r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged
     over the next positions.
 
@@ -124,7 +126,7 @@ def log_expected_scores(
     keys: Real[np.ndarray, "... T D"],
     query_mean: Real[np.ndarray, "... D"],
     query_covariance: Real[np.ndarray, "... D D"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T"]:
     r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i =
     E[exp(q . k_i / sqrt(d))] of a Gaussian q.
 
@@ -141,7 +143,7 @@ def expected_weights(
     keys: Real[np.ndarray, "... T D"],
     query_mean: Real[np.ndarray, "... D"],
     query_covariance: Real[np.ndarray, "... D D"],
-) -> np.ndarray:
+) -> Share[np.ndarray, "... T"]:
     r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio
     of expectations, not the expected attention E[a_i].
 
@@ -156,7 +158,7 @@ def contribution(
     values: Real[np.ndarray, "... T D"],
     epsilon: float,
     w_o: np.ndarray | None = None,
-) -> np.ndarray:
+) -> Weight[np.ndarray, "... T"]:
     r"""EA-9, EA-V: `(ahat_i + epsilon) |W_o v_i|` with w_o, equation 9 as printed;
     `(ahat_i + epsilon) |v_i|` without.
 
@@ -172,7 +174,7 @@ def listing_1(
     keys: Real[np.ndarray, "T D"],
     values: Real[np.ndarray, "T D_v"],
     compression_ratio: float,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "n D"], Real[np.ndarray, "n D_v"]]:
     r"""EA-L1: listing 1 for one head, corrected so that it runs: einsum over every token, exact
     budget, tokens in position order.
 
@@ -212,7 +214,7 @@ def start_decoding(
     queries: Real[np.ndarray, "B H_q M D"],
     *,
     buffer_size: Setting[int, ">= 1"] = 128,
-) -> Decoding:
+) -> State[Decoding, ""]:
     r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries
     [B, H_q, T, D] before RoPE.
 
@@ -237,7 +239,7 @@ def decode_step(
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
     epsilon: Setting[float, ">= 0"] = 0.02,
-) -> Decoding:
+) -> State[Decoding, ""]:
     r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or
     all tokens if there are fewer.
 
@@ -263,11 +265,13 @@ def decode_step(
     return grown._replace(keys=keys, values=values, positions=positions, steps=0)
 
 
-def appended(rows: Real[np.ndarray, "B H_kv T D"], row: Real[np.ndarray, "B H_kv D"]) -> np.ndarray:
+def appended(
+    rows: Real[np.ndarray, "B H_kv T D"], row: Real[np.ndarray, "B H_kv D"]
+) -> Real[np.ndarray, "B H_kv T+1 D"]:
     """One more token, [B, H, D], after the rows, [B, H, n, D]."""
     return np.concatenate([rows, row[:, :, None]], axis=2)
 
 
-def norm(vectors: Real[np.ndarray, "... D"]) -> np.ndarray:
+def norm(vectors: Real[np.ndarray, "... D"]) -> Weight[np.ndarray, "..."]:
     r"""`|x|`, the Euclidean norm along the last axis."""
     return np.sqrt((vectors * vectors).sum(axis=-1))

@@ -5,7 +5,7 @@ removal, the measures.
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .contract import Real, Weight
+from .contract import Cosine, Real, Share, Weight
 from .expected_attention import norm
 from .rope import rotate
 
@@ -17,7 +17,7 @@ def project(
     w_v: Real[np.ndarray, "D%2 h"],
     positions: np.ndarray,
     theta: float = 10000.0,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... T D"], Real[np.ndarray, "... T D"], Real[np.ndarray, "... T D"]]:
     r"""EA-1: `q_i = R_i W_Q h_i`, `k_i = R_i W_K h_i`, `v_i = W_V h_i`.
 
     Args: hidden [..., T, h]; w_q, w_k, w_v [D, h] (they map h to D; the paper prints the transposed
@@ -28,7 +28,9 @@ def project(
     return rotate(queries, positions, theta), rotate(keys, positions, theta), values
 
 
-def attention_weights(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def attention_weights(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
+) -> Share[np.ndarray, "... T"]:
     r"""EA-2: `a_i = z_i / sum_j z_j`, `z_i = exp(q . k_i / sqrt(d))`. [..., D] and [..., T, D] to
     [..., T]. Source: equation 2.
     """
@@ -37,7 +39,7 @@ def attention_weights(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "
 
 def residual_updates(
     weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T h"]:
     r"""EA-3: `dh_i = a_i W_o v_i`, what token i adds to the residual stream:
     `h_out = h + sum_i dh_i`.
 
@@ -48,7 +50,7 @@ def residual_updates(
 
 def update_norms(
     weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "... T"]:
     r"""EA-4: `|dh_i| = a_i |W_o v_i|`. Arguments of
     `residual_updates`; returns [..., T]. Source: equation 4.
     """
@@ -57,7 +59,7 @@ def update_norms(
 
 def removal_error(
     weights: Weight[np.ndarray, "... T"], values: Real[np.ndarray, "... T D"], w_o: Real[np.ndarray, "h D"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "... T"]:
     r"""EA-4S: `a_i / (1 - a_i) |W_o (v_i - o)|`, `o = sum_j a_j v_j`: the change of the output when
     only token i is evicted.
 
@@ -71,14 +73,14 @@ def removal_error(
 
 def reconstruction_error(
     hidden: Real[np.ndarray, "... T h"], compressed: Real[np.ndarray, "... T h"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "..."]:
     r"""EA-A: mean over the tokens of `|h - h_compr|`. [..., T, h] twice to [...]. Source: appendix
     A, figure 6.
     """
     return norm(hidden - compressed).mean(axis=-1)
 
 
-def centre(states: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def centre(states: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T D"]:
     r"""`x - mean of x` over the tokens, [..., T, D]; exactly zero for a constant channel."""
     # The first row is subtracted first: the mean of equal numbers may differ from them in the last
     # bit, which z would enlarge.
@@ -86,7 +88,9 @@ def centre(states: Real[np.ndarray, "... T D"]) -> np.ndarray:
     return states - states.mean(axis=-2, keepdims=True)
 
 
-def correlation(observed: Real[np.ndarray, "... T"], expected: Real[np.ndarray, "... T"]) -> np.ndarray:
+def correlation(
+    observed: Real[np.ndarray, "... T"], expected: Real[np.ndarray, "... T"]
+) -> Cosine[np.ndarray, "..."]:
     r"""EA-A: Pearson correlation of two rows of attention,
     [..., T] twice to [...]; 0 if one row is constant.
 
@@ -97,7 +101,9 @@ def correlation(observed: Real[np.ndarray, "... T"], expected: Real[np.ndarray, 
     return (observed * expected).sum(axis=-1) / np.where(size == 0, 1, size)
 
 
-def skewness_and_kurtosis(states: Real[np.ndarray, "... T D"]) -> tuple[np.ndarray, np.ndarray]:
+def skewness_and_kurtosis(
+    states: Real[np.ndarray, "... T D"],
+) -> tuple[Real[np.ndarray, "... D"], Real[np.ndarray, "... D"]]:
     r"""EA-A: skewness `E[z^3]` and excess kurtosis
     `E[z^4] - 3` of each channel; a Gaussian has 0 and 0.
 

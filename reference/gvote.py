@@ -8,7 +8,7 @@ import numpy as np
 
 from .attention import attention_logits, grouped, softmax
 from .cache import CompressedCache, compress
-from .contract import Mask, Real, Setting, Weight, Whole, contract
+from .contract import Cosine, Mask, Real, Setting, Share, State, Weight, Whole, contract
 from .rope import frequencies
 
 METHOD = "keeps the union of the tokens that sampled future queries attend to most; it sets its own budget"
@@ -28,7 +28,7 @@ def select(
     sampled_queries: Real[np.ndarray, "B H_q S D"],
     *,
     p: Setting[float | Fraction, "[0, 1]"] = 0.95,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
     of the group.
 
@@ -50,7 +50,9 @@ def select(
 
 
 @contract
-def attention_weights(query: Real[np.ndarray, "* D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
+def attention_weights(
+    query: Real[np.ndarray, "* D"], keys: Real[np.ndarray, "* T D"]
+) -> Share[np.ndarray, "* T"]:
     r"""GV-1, GV-A1: `A_0 = softmax(q K^T / sqrt(D))`, one query over all the tokens.
 
     Returns [..., T], summing to 1. Source: equation 1; Algorithm 1, line 1.
@@ -59,7 +61,9 @@ def attention_weights(query: Real[np.ndarray, "* D"], keys: Real[np.ndarray, "* 
 
 
 @contract
-def nucleus(attention: Weight[np.ndarray, "... T"], p: Setting[float | Fraction, "[0, 1]"]) -> np.ndarray:
+def nucleus(
+    attention: Weight[np.ndarray, "... T"], p: Setting[float | Fraction, "[0, 1]"]
+) -> Mask[np.ndarray, "... T"]:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
     Returns a mask [..., T]. Source: section 3.2, step 1;
@@ -81,7 +85,7 @@ def nucleus(attention: Weight[np.ndarray, "... T"], p: Setting[float | Fraction,
 
 
 @contract
-def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> np.ndarray:
+def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> Whole[np.ndarray, "..."]:
     r"""GV-A3: `B_0 = |K_0|`. Returns [...]. Source: Algorithm 1, line 3."""
     return candidates.sum(axis=-1)
 
@@ -89,7 +93,7 @@ def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> np.ndarray:
 @contract
 def hidden_statistics(
     hidden_states: Real[np.ndarray, "... T C"], *, sink_size: Setting[int, ">= 0"] = 4
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... C"], Real[np.ndarray, "... C"]]:
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
     normalised hidden states, sinks skipped.
 
@@ -108,7 +112,7 @@ def hidden_statistics(
 @contract
 def sample_hidden_states(
     mean: Real[np.ndarray, "* C"], variance: Weight[np.ndarray, "* C"], noise: Real[np.ndarray, "* S C"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "* S C"]:
     r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a
     sample of N(0, I).
 
@@ -122,7 +126,7 @@ def project(
     hidden_states: Real[np.ndarray, "* S C"],
     query_weight: Real[np.ndarray, "* C D"],
     query_bias: Real[np.ndarray | None, "* D"] = None,
-) -> np.ndarray:
+) -> Real[np.ndarray, "* S D"]:
     r"""GV-A6: `Q = X W_Q (+ b)`, the linear layer of the model, before RoPE.
 
     Args: query_weight, the transpose of torch's; query_bias or None. Returns [..., S, D]. Source:
@@ -139,7 +143,7 @@ def average_cos_sin(
     position: Setting[int, ">= 0"],
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Cosine[np.ndarray, "head_dim/2"], Cosine[np.ndarray, "head_dim/2"]]:
     r"""GV-A7: `mean over t of cos(t w_i), and of sin(t w_i)`, for t = position .. position +
     horizon - 1.
 
@@ -157,7 +161,7 @@ def rotate_by_average(
     position: Setting[int, ">= 0"],
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> np.ndarray:
+) -> Real[np.ndarray, "... S D"]:
     r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each
     of the positions.
 
@@ -170,7 +174,9 @@ def rotate_by_average(
 
 
 @contract
-def sampled_logits(sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
+def sampled_logits(
+    sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.ndarray, "* T D"]
+) -> Real[np.ndarray, "* S T"]:
     r"""GV-A9: `q_s . k_t / sqrt(D)` of each sampled query.
 
     Returns [..., S, T]. Source: section 3.4; Algorithm 1, line 9.
@@ -181,7 +187,9 @@ def sampled_logits(sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.nda
 
 
 @contract
-def top_each(scores: Real[np.ndarray, "... T"], budgets: Whole[np.ndarray, "..."]) -> np.ndarray:
+def top_each(
+    scores: Real[np.ndarray, "... T"], budgets: Whole[np.ndarray, "..."]
+) -> Mask[np.ndarray, "... T"]:
     r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
 
     Returns kept [..., T]; of equal scores the lower position is kept.
@@ -194,7 +202,7 @@ def top_each(scores: Real[np.ndarray, "... T"], budgets: Whole[np.ndarray, "..."
 
 
 @contract
-def union(votes: Mask[np.ndarray, "... S T"]) -> np.ndarray:
+def union(votes: Mask[np.ndarray, "... S T"]) -> Mask[np.ndarray, "... T"]:
     r"""GV-A11: `K = union of the K_s`. Returns kept [..., T]. Source: Algorithm 1, line 11."""
     return np.logical_or.reduce(votes, axis=-2)
 
@@ -204,7 +212,7 @@ def prune(
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
     kept: Mask[np.ndarray, "B H_kv T"],
-) -> CompressedCache:
+) -> State[CompressedCache, ""]:
     r"""GV-A12: `K, V restricted to the keep set of each head`, ragged; see `cache.compress`.
     Source: Algorithm 1, line 12.
     """
@@ -224,7 +232,7 @@ def algorithm_1(
     sink_size: Setting[int, ">= 0"] = 4,
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> CompressedCache:
+) -> State[CompressedCache, ""]:
     r"""GV-A1..12: the whole of Algorithm 1 on one layer's prompt: `select` with queries sampled
     from the hidden states.
 

@@ -7,19 +7,23 @@ from fractions import Fraction
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .contract import Mask, Real, Setting, contract
+from .contract import Mask, Real, Setting, Share, Weight, Whole, contract
 from .gvote import nucleus, union
 from .selection import top_k
 
 
 @contract
-def output(attention: Real[np.ndarray, "* T"], values: Real[np.ndarray, "* T D_v"]) -> np.ndarray:
+def output(
+    attention: Real[np.ndarray, "* T"], values: Real[np.ndarray, "* T D_v"]
+) -> Real[np.ndarray, "* D_v"]:
     r"""GV-2: `o = A V`. Returns [..., D_v]. Source: equation 2."""
     return (attention[..., None, :] @ values)[..., 0, :]
 
 
 @contract
-def importance(queries: Real[np.ndarray, "* M D"], keys: Real[np.ndarray, "* T D"]) -> np.ndarray:
+def importance(
+    queries: Real[np.ndarray, "* M D"], keys: Real[np.ndarray, "* T D"]
+) -> Weight[np.ndarray, "* T"]:
     r"""GV-3: `I_i = sum over the queries of the attention on token i`, a usual choice of the score,
     which the paper leaves open.
 
@@ -28,7 +32,7 @@ def importance(queries: Real[np.ndarray, "* M D"], keys: Real[np.ndarray, "* T D
     return softmax(attention_logits(queries, keys)).sum(axis=-2)
 
 
-def allocate(scores: Real[np.ndarray, "... T"], budget: int) -> np.ndarray:
+def allocate(scores: Real[np.ndarray, "... T"], budget: int) -> Whole[np.ndarray, "..."]:
     r"""GV-4: `(b_1, .., b_H) = g(B, I)` with sum B, here by one top-B over the tokens of all heads.
 
     Args: scores [..., T], all leading axes sharing the budget; budget B >= 0. Returns quotas [...],
@@ -42,7 +46,7 @@ def allocate(scores: Real[np.ndarray, "... T"], budget: int) -> np.ndarray:
 @contract
 def optimal_keep_set(
     attention: Real[np.ndarray, "... M T"], p: Setting[float | Fraction, "[0, 1]"]
-) -> np.ndarray:
+) -> Mask[np.ndarray, "... T"]:
     r"""GV-O: `K* = union over the future queries of their nucleus`, what GVote estimates.
 
     Args: attention, of M future queries. Returns [..., T], the smallest set that contains every
@@ -54,7 +58,7 @@ def optimal_keep_set(
 @contract
 def attention_overlap(
     attention: Real[np.ndarray, "... T"], candidates: Mask[np.ndarray, "... T"]
-) -> np.ndarray:
+) -> Share[np.ndarray, "..."]:
     r"""GV-F3: `sum over the candidates of the attention of the real next query`, its recall.
 
     Args: candidates, such as the nucleus of a synthetic query. Returns [...], from 0 to 1. Source:

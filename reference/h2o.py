@@ -5,7 +5,7 @@ and as many recent tokens.
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .contract import Real, Setting, contract
+from .contract import Mask, Real, Setting, Weight, contract
 from .selection import top_k
 
 METHOD = "keeps the tokens with most attention accumulated over all queries, and the most recent ones"
@@ -18,7 +18,9 @@ BLOCK = 64
 
 
 @contract
-def score(queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]) -> np.ndarray:
+def score(
+    queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all
     queries, mean over the group.
 
@@ -43,7 +45,7 @@ def select(
     keys: Real[np.ndarray, "B H_kv T D"],
     *,
     budget: Setting[int, ">= 1"],
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores
     among the others.
 

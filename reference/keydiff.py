@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .contract import Mask, Real, Setting, State, Whole, contract
+from .contract import Cosine, Mask, Real, Setting, State, Whole, contract
 from .selection import gather, top_k
 
 METHOD = "keeps the keys least similar in direction to the mean of all keys"
@@ -17,7 +17,7 @@ ArrayMap = Callable[[np.ndarray], np.ndarray]
 
 
 @contract
-def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
     r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
 
     Returns scores [B, H_kv, T] in [-1, 1], higher = keep. Source: section 3.2, equation 8.
@@ -41,7 +41,7 @@ def append(
     cache: State[Cache | None, "..."],
     keys: Real[np.ndarray, "... M D"],
     values: Real[np.ndarray, "... M D_v"],
-) -> Cache:
+) -> State[Cache, "..."]:
     r"""KD-3: `[K_c ; K], [V_c ; V]`: new tokens join a
     cache along the time axis; None is the empty cache.
 
@@ -61,7 +61,7 @@ def append(
 
 
 @contract
-def evict(cache: State[Cache, "..."], kept: Mask[np.ndarray, "... n"]) -> Cache:
+def evict(cache: State[Cache, "..."], kept: Mask[np.ndarray, "... n"]) -> State[Cache, "..."]:
     r"""KD-4: `(K', V') = pi(K, V)`, a subset of the cache
     with K and V of a token together, in position order.
 
@@ -83,7 +83,7 @@ def process_block(
     *,
     budget: Setting[int, ">= 1"],
     scorer: ArrayMap = score,
-) -> Cache:
+) -> State[Cache, "..."]:
     r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it;
     then N tokens are kept.
 
@@ -104,7 +104,7 @@ def process_prompt(
     budget: Setting[int, ">= 1"],
     block_size: Setting[int, ">= 1", 1, 128],
     scorer: ArrayMap = score,
-) -> Cache:
+) -> State[Cache, "..."]:
     r"""KD-6: block prompt processing of T tokens in blocks of B, the last one shorter: at most N +
     B tokens are held at a time.
 
@@ -128,7 +128,7 @@ def decode(
     *,
     budget: Setting[int, ">= 1"],
     scorer: ArrayMap = score,
-) -> Cache:
+) -> State[Cache, "..."]:
     r"""KD-6: token generation is block processing with B = 1: key [..., D] and value [..., D_v] of
     one new token.
     """
@@ -136,7 +136,7 @@ def decode(
 
 
 @contract
-def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T T"]:
     r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
 
     Returns [..., T, T]. Source: section 3.2, equation 7.
@@ -146,7 +146,7 @@ def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 
 
 @contract
-def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
     r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
 
     Returns [..., T]. It ranks the tokens as `score` does: row i sums to `T |mu| cos(k_i, mu)`.
@@ -156,7 +156,7 @@ def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 
 
 @contract
-def anchor(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def anchor(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... D"]:
     r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
 
     Returns [..., D]. Source: section 3.2, equation 8.
@@ -164,14 +164,16 @@ def anchor(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     return unit(keys).mean(axis=-2)
 
 
-def cosine(keys: Real[np.ndarray, "... T D"], direction: Real[np.ndarray, "... D"]) -> np.ndarray:
+def cosine(
+    keys: Real[np.ndarray, "... T D"], direction: Real[np.ndarray, "... D"]
+) -> Cosine[np.ndarray, "... T"]:
     r"""`cos(k_i, a)` of every key with one vector:
     keys [..., T, D], direction [..., D] give [..., T].
     """
     return (unit(keys) @ unit(direction)[..., None])[..., 0]
 
 
-def unit(vectors: Real[np.ndarray, "... D"]) -> np.ndarray:
+def unit(vectors: Real[np.ndarray, "... D"]) -> Real[np.ndarray, "... D"]:
     r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
     # The vector is divided by its largest component first: the square of 1e200 overflows in
     # float64.

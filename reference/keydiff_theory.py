@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .contract import Cosine, Mask, Real, Setting, State, contract
+from .contract import Cosine, Mask, Real, Setting, Share, State, contract
 from .keydiff import ArrayMap, Cache, anchor, append, cosine, unit
 from .selection import top_k
 
@@ -16,7 +16,7 @@ from .selection import top_k
 @contract
 def transformer_block(
     states: Real[np.ndarray, "... T D"], attend: ArrayMap, feed_forward: ArrayMap
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T D"]:
     r"""KD-1: `Y = FFN(CSA(X))`, causal self-attention and
     then the feed-forward network, position by position.
 
@@ -32,7 +32,7 @@ def causal_attention(
     queries: Real[np.ndarray, "... T D"],
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T D_v"]:
     r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M
     = -inf strictly above the diagonal and 0 elsewhere.
 
@@ -48,7 +48,7 @@ def cached_attention(
     keys: Real[np.ndarray, "... M D"],
     values: Real[np.ndarray, "... M D_v"],
     cache: State[Cache, "..."],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... M D_v"]:
     r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache,
     and one another causally.
 
@@ -70,7 +70,7 @@ def _masked_attention(queries: np.ndarray, keys: np.ndarray, values: np.ndarray)
 @contract
 def attention_policy(
     weights: Real[np.ndarray, "... M T"], budget: Setting[int, ">= 0"], *, aggregate: ArrayMap
-) -> np.ndarray:
+) -> Mask[np.ndarray, "... T"]:
     r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is
     TOVA, its column sums H2O.
 
@@ -82,7 +82,9 @@ def attention_policy(
 
 
 @contract
-def pairwise_objective(keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
+def pairwise_objective(
+    keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]
+) -> Real[np.ndarray, "..."]:
     r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the
     objective that section 3.3 minimises.
 
@@ -94,7 +96,9 @@ def pairwise_objective(keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray,
 
 
 @contract
-def relaxed_objective(keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
+def relaxed_objective(
+    keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]
+) -> Real[np.ndarray, "..."]:
     r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys instead of the mean over S;
     KeyDiff minimises this.
 
@@ -115,7 +119,7 @@ class Operations(NamedTuple):
 @contract
 def score_step_by_step(
     keys: Real[np.ndarray, "... T D"], *, epsilon: Setting[float, ">= 0"] = 1e-8
-) -> np.ndarray:
+) -> Cosine[np.ndarray, "... T"]:
     r"""KD-A1: KD-8 in the operations that appendix A.2.1
     counts: norms, unit keys, anchor, dot products, quotients.
 
@@ -174,7 +178,9 @@ def alignment_bound(
 
 
 @contract
-def squared_cosines(vector: Real[np.ndarray, "* D"], basis: Real[np.ndarray, "* D D"]) -> np.ndarray:
+def squared_cosines(
+    vector: Real[np.ndarray, "* D"], basis: Real[np.ndarray, "* D D"]
+) -> Share[np.ndarray, "* D"]:
     r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an
     orthonormal basis; they sum to 1 (to 0 for the zero vector).
 
@@ -186,7 +192,7 @@ def squared_cosines(vector: Real[np.ndarray, "* D"], basis: Real[np.ndarray, "* 
 @contract
 def anchor_cosine_bound(
     key_query: Cosine[np.ndarray, "*"], anchor_query: Cosine[np.ndarray, "*"]
-) -> np.ndarray:
+) -> Cosine[np.ndarray, "*"]:
     r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with
     bq = cos(k*, q) and bk = cos(kbar, q), of any signs.
 

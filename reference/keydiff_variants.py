@@ -7,13 +7,13 @@ from fractions import Fraction
 
 import numpy as np
 
-from .contract import Real, Setting, contract
+from .contract import Cosine, Mask, Real, Setting, contract
 from .keydiff import cosine, score
 from .selection import top_k
 
 
 @contract
-def median_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def median_score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
     r"""KD-T2: `score_i = -cos(m, k_i)`, m the median of the keys in each channel. [..., T, D] to
     [..., T]. Section 4.3.
     """
@@ -23,7 +23,7 @@ def median_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 
 
 @contract
-def raw_mean_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def raw_mean_score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
     r"""KD-T2: `score_i = -cos(kbar, k_i)`, kbar the mean of the keys, where long keys count more.
     [..., T, D] to [..., T]. Section 4's wording; table 2 has no row for it.
     """
@@ -31,7 +31,7 @@ def raw_mean_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 
 
 @contract
-def dot_product_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def dot_product_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
     r"""KD-T3: `score_i = -k_i . kbar`, kbar the mean of the keys: it ranks as `-sum_j k_i . k_j`.
     [..., T, D] to [..., T].
     """
@@ -41,7 +41,7 @@ def dot_product_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
 
 
 @contract
-def euclidean_score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def euclidean_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
     r"""KD-T3: `score_i = |k_i - kbar|`, with minus the distance to the mean of the keys as
     similarity. [..., T, D] to [..., T].
     """
@@ -57,7 +57,7 @@ def select_with_recent(
     *,
     budget: Setting[int, ">= 1"],
     recent_ratio: Setting[float | Fraction, "[0, 1]"],
-) -> np.ndarray:
+) -> Mask[np.ndarray, "... T"]:
     r"""KD-T11: keep the `floor(recent_ratio * budget)` latest tokens, and fill the budget by
     `score` over all keys.
 

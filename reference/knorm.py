@@ -8,7 +8,7 @@ METHOD = "keeps the keys of smallest Euclidean norm"
 
 
 @contract
-def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
     r"""KN-1: `score_i = -|k_i|`.
 
     Returns scores [B, H_kv, T], at most 0, higher =

@@ -9,7 +9,7 @@ kvpress/presses/dms_press.py, which takes it from DMS (arXiv 2506.05345).
 import numpy as np
 
 from .attention import by_group, grouped
-from .contract import Open, Real, Setting, contract
+from .contract import Mask, Open, Real, Setting, contract
 from .expected_attention import norm
 from .kvzip import replay_attention
 
@@ -31,7 +31,7 @@ def select(
     *,
     threshold: Setting[float, "[-inf, inf]"] = -4.0,
     window_size: Setting[int, ">= 1"] = 128,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""ZA-5: the last M tokens are judged by `dms` on their `score`; the tokens before them stay.
 
     A token is judged as it leaves the window. Later calls get the hidden states of the window and of the
@@ -53,7 +53,7 @@ def dms(
     *,
     threshold: Setting[float, "[-inf, inf]"],
     window_size: Setting[int, ">= 1"],
-) -> np.ndarray:
+) -> Mask[np.ndarray, "... T"]:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
     Args: scores, infinities allowed; threshold, any number or infinity. Returns kept [..., T],
@@ -69,7 +69,7 @@ def score(
     hidden_states: Real[np.ndarray, "B T C"],
     surrogate_weights: Real[np.ndarray, "B H_kv C"],
     surrogate_bias: Real[np.ndarray, "B H_kv"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv T"]:
     r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
 
     Returns scores [B, H_kv, T], higher = keep, logarithms of KVzip's scores.
@@ -85,7 +85,7 @@ def target(
     replay_queries: Real[np.ndarray, "B H_q M D"],
     replay_keys: Real[np.ndarray, "B H_kv M D"],
     replay_hidden_states: Real[np.ndarray, "B M hidden"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv T"]:
     r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a
     token adds and of the state that it is added to (KVzip+).
 
@@ -108,7 +108,7 @@ def fit(
     target_scores: Real[np.ndarray, "B H_kv T"],
     *,
     ridge: Setting[float, "> 0"] = 1.0,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv C"], Real[np.ndarray, "B H_kv"]]:
     r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head.
 
     Args: ridge above 0, which leaves b alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv].

@@ -8,7 +8,7 @@ The paper is known here from its public code: NVIDIA/kvpress, kvpress/presses/kv
 import numpy as np
 
 from .attention import by_group, causal_attention
-from .contract import Real, Setting, contract
+from .contract import Mask, Real, Setting, Share, contract
 from .selection import top_k
 
 METHOD = "keeps the tokens with the largest attention of any query when the text is read a second time"
@@ -20,7 +20,7 @@ def score(
     keys: Real[np.ndarray, "B H_kv T D"],
     replay_queries: Real[np.ndarray, "B H_q M D"],
     replay_keys: Real[np.ndarray, "B H_kv M D"],
-) -> np.ndarray:
+) -> Share[np.ndarray, "B H_kv T"]:
     r"""KZ-2: `score_t = max_gm A_gmt`, the largest
     attention that any query of the replay gives to a token.
 
@@ -37,7 +37,7 @@ def replay_attention(
     keys: Real[np.ndarray, "... T D"],
     replay_queries: Real[np.ndarray, "... M D"],
     replay_keys: Real[np.ndarray, "... M D"],
-) -> np.ndarray:
+) -> Share[np.ndarray, "... M T"]:
     r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
     replay up to itself.
 
@@ -50,7 +50,9 @@ def replay_attention(
 
 
 @contract
-def top_r(scores: Real[np.ndarray, "L B H_kv T"], budget: Setting[int, ">= 1"]) -> np.ndarray:
+def top_r(
+    scores: Real[np.ndarray, "L B H_kv T"], budget: Setting[int, ">= 1"]
+) -> Mask[np.ndarray, "L B H_kv T"]:
     r"""KZ-3: one selection over all layers and heads: the
     `budget * L * H` highest scores, no head guaranteed any.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import softmax
-from .contract import Real, Setting, State, Whole, contract
+from .contract import Mask, Real, Setting, State, Weight, Whole, contract
 from .selection import gather, top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
@@ -23,7 +23,7 @@ def score(
     values: Real[np.ndarray, "... L D_v"],
     next_keys: Real[np.ndarray, "... M D"],
     next_values: Real[np.ndarray, "... M D_v"],
-) -> np.ndarray:
+) -> Weight[np.ndarray, "... L"]:
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
     of a partition sum to 2.
 
@@ -34,7 +34,9 @@ def score(
 
 
 @contract
-def append(cached: Real[np.ndarray, "... N>=0 D"], new: Real[np.ndarray, "... n D"]) -> np.ndarray:
+def append(
+    cached: Real[np.ndarray, "... N>=0 D"], new: Real[np.ndarray, "... n D"]
+) -> Real[np.ndarray, "... N+n D"]:
     r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to
     [..., N + n, D].
 
@@ -43,21 +45,23 @@ def append(cached: Real[np.ndarray, "... N>=0 D"], new: Real[np.ndarray, "... n 
     return np.concatenate([cached, new], axis=-2)
 
 
-def reference_minimum(next_states: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def reference_minimum(next_states: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... 1 D"]:
     r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
     Source: equation 7.
     """
     return next_states.min(axis=-2, keepdims=True)
 
 
-def reference_maximum(next_states: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def reference_maximum(next_states: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... 1 D"]:
     r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
     Source: equation 8.
     """
     return next_states.max(axis=-2, keepdims=True)
 
 
-def normalise(states: Real[np.ndarray, "... T D"], next_states: Real[np.ndarray, "... M D"]) -> np.ndarray:
+def normalise(
+    states: Real[np.ndarray, "... T D"], next_states: Real[np.ndarray, "... M D"]
+) -> Real[np.ndarray, "... T D"]:
     r"""LK-9: `Zbar = (Z - min) / (max - min)`, per channel, with the range of the NEXT partition;
     it may leave [0, 1].
 
@@ -72,7 +76,7 @@ def normalise(states: Real[np.ndarray, "... T D"], next_states: Real[np.ndarray,
     return np.where(spread == 0, 0, (states - low) / np.where(spread == 0, 1, spread))
 
 
-def variation_score(normalised: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def variation_score(normalised: Real[np.ndarray, "... T D"]) -> Weight[np.ndarray, "... T"]:
     r"""LK-10: `softmax over the tokens of std over the channels`:
     positive, sums to 1 over the partition.
 
@@ -95,7 +99,7 @@ def select(
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
     lag_size: Setting[int, ">= 1", 128] = 1024,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
     last partition onwards.
 
@@ -210,7 +214,7 @@ def step(
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
     lag_size: Setting[int, ">= 1", 128] = 1024,
-) -> Stream:
+) -> State[Stream, "B H_kv"]:
     r"""LK-R: append new tokens, then compress every partition after the static part that has a
     whole partition behind it.
 

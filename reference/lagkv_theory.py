@@ -5,7 +5,7 @@ section 2.1, with the cache that the method compresses.
 import numpy as np
 
 from .attention import attention_logits, softmax
-from .contract import Real, contract
+from .contract import Real, Share, contract
 
 
 @contract
@@ -14,7 +14,7 @@ def project(
     query_weight: Real[np.ndarray, "* d D"],
     key_weight: Real[np.ndarray, "* d D"],
     value_weight: Real[np.ndarray, "* d D_v"],
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "* n D"], Real[np.ndarray, "* n D"], Real[np.ndarray, "* n D_v"]]:
     r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and
     v of a decoding step.
 
@@ -29,7 +29,7 @@ def attention_output(
     weights: Real[np.ndarray, "... h M T"],
     values: Real[np.ndarray, "... h T d_h"],
     output_weight: Real[np.ndarray, "h*d_h d"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... M d"]:
     r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
 
     Returns [..., M, d]. Source: section 2.1, equation 2.
@@ -41,7 +41,7 @@ def attention_output(
 @contract
 def attention_weights(
     queries: Real[np.ndarray, "... M<=T d_h"], keys: Real[np.ndarray, "... T d_h"]
-) -> np.ndarray:
+) -> Share[np.ndarray, "... M T"]:
     r"""LK-3, LK-6: `A = softmax(Q K^T / sqrt(d_h))`, causal; the queries are those of the last M of
     the T tokens.
 

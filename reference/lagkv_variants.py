@@ -7,12 +7,14 @@ from fractions import Fraction
 import numpy as np
 
 from . import knorm
-from .contract import Real, Setting, contract
+from .contract import Mask, Real, Setting, Weight, contract
 from .lagkv import _kept_after, score
 
 
 @contract
-def local_score(keys: Real[np.ndarray, "... L D"], values: Real[np.ndarray, "... L D_v"]) -> np.ndarray:
+def local_score(
+    keys: Real[np.ndarray, "... L D"], values: Real[np.ndarray, "... L D_v"]
+) -> Weight[np.ndarray, "... L"]:
     r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself
     instead of Z[p+1]: Zbar is in [0, 1].
 
@@ -29,7 +31,7 @@ def local_select(
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
     sink_size: Setting[int, ">= 0"] = 16,
     lag_size: Setting[int, ">= 1", 128] = 1024,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were.
     Source: section 4.4.
     """
@@ -48,7 +50,7 @@ def norm_select(
     sink_size: Setting[int, ">= 0"] = 16,
     lag_size: Setting[int, ">= 1", 128] = 1024,
     skipped_layers: Setting[int, ">= 0"] = 2,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""LK-16: `select` with `score_i = -|k_i|`, and
     no eviction in the first `skipped_layers` layers.
 

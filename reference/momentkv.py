@@ -14,7 +14,7 @@ import numpy as np
 
 from . import ada_kv
 from .attention import attention_logits, by_group, causal_attention, grouped, softmax
-from .contract import Mask, Real, Setting, State, Whole, contract
+from .contract import Mask, Open, Real, Setting, State, Weight, Whole, contract
 from .selection import gather, top_k
 
 METHOD = (
@@ -31,7 +31,7 @@ def score(
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
     moments: State[Moments, "B H_kv"],
-) -> np.ndarray:
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""MK-10: `score_j = alpha_j |r_j|`, with alpha
     the attention of the query over the retained keys.
 
@@ -92,7 +92,7 @@ def update(
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
     evicted: Mask[np.ndarray, "... T"],
-) -> Moments:
+) -> State[Moments, "..."]:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T`
     for every evicted token j, in any order.
 
@@ -109,7 +109,9 @@ def update(
 
 
 @contract
-def no_moments(keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]) -> Moments:
+def no_moments(
+    keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
+) -> State[Moments, "..."]:
     r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values
     [..., T, D_v].
     """
@@ -122,12 +124,14 @@ def no_moments(keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... 
     )
 
 
-def merge(first: State[Moments, "B H_kv"], second: State[Moments, "B H_kv"]) -> Moments:
+def merge(first: State[Moments, "B H_kv"], second: State[Moments, "B H_kv"]) -> State[Moments, "..."]:
     r"""MK-25: the moments of the union of two disjoint evicted sets, which is their sum."""
     return Moments(*(mine + theirs for mine, theirs in zip(first, second, strict=True)))
 
 
-def approximate_evicted(query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"]) -> np.ndarray:
+def approximate_evicted(
+    query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"]
+) -> Real[np.ndarray, "B H_kv D_v"]:
     r"""MK-9, MK-21: `fhat_E(q) = vbar + Stilde q / (n_e sqrt(d))`, the evicted output to first
     order; 0 where nothing was evicted.
 
@@ -144,7 +148,7 @@ def residual(
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
     moments: State[Moments, "B H_kv"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv T D_v"]:
     r"""MK-10: `r_j = v_j - vbar - Stilde k_j / (n_e sqrt(d))`; where nothing was evicted,
     `r_j = v_j`.
 
@@ -164,7 +168,7 @@ def residual_norm(
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
     moments: State[Moments, "B H_kv"],
-) -> np.ndarray:
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""MK-10: `|r_j|`, the Euclidean norm. Args as `residual`. Returns [..., T]."""
     unexplained = residual(keys, values, moments)
     return np.sqrt((unexplained * unexplained).sum(axis=-1))
@@ -172,7 +176,7 @@ def residual_norm(
 
 def log_evicted_partition(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv"]:
     r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where
     nothing was evicted.
 
@@ -189,7 +193,7 @@ def attend(
     values: Real[np.ndarray, "B H_kv T D_v"],
     kept: Mask[np.ndarray, "B H_kv T"],
     moments: State[Moments, "B H_kv"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q D_v"]:
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`,
     the weights in the log domain.
 
@@ -213,7 +217,7 @@ def attend(
 
 def log_mixing_weights(
     log_retained: Real[np.ndarray, "..."], log_evicted: Real[np.ndarray, "..."]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "..."], Real[np.ndarray, "..."]]:
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
     `log what_E`, in the log domain.
 
@@ -229,7 +233,7 @@ def retained_attention(
     logits: Real[np.ndarray, "... M T"],
     values: Real[np.ndarray, "... T D_v"],
     kept: Mask[np.ndarray, "... 1 T"],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... M D_v"], Real[np.ndarray, "... M"]]:
     r"""MK-2: `f_R` and `log Z_R`, attention renormalised over the kept tokens; 0 and -inf where
     none is kept.
 
@@ -292,7 +296,7 @@ def score_prompt(
     values: Real[np.ndarray, "B H_kv T D_v"],
     *,
     chunk_size: Setting[int, ">= 1"] = 4,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and
     the group, then over each chunk.
 
@@ -319,7 +323,7 @@ def select_prompt(
     sink_size: Setting[int, ">= 0"] = 1,
     chunk_size: Setting[int, ">= 1"] = 4,
     floor_ratio: Setting[float | None, "[0, 1]"] = None,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_kv T"]:
     r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot;
     `update` takes the evicted ones.
 

@@ -41,7 +41,9 @@ class Bounds(NamedTuple):
 
 
 @contract
-def no_bounds(keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]) -> Bounds:
+def no_bounds(
+    keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
+) -> State[Bounds, "..."]:
     r"""MB-1: the bounds of the empty set, for keys [..., T, D], values [..., T, D_v]."""
     key_high, value_high = (np.full_like(states[..., 0, :], -np.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
@@ -53,7 +55,7 @@ def update(
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
     evicted: Mask[np.ndarray, "... T"],
-) -> Bounds:
+) -> State[Bounds, "..."]:
     r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)`
     for every evicted token j; values alike.
 
@@ -72,7 +74,7 @@ def update(
 
 def logit_range(
     query: Real[np.ndarray, "B H_kv D"], bounds: State[Bounds, "B H_kv"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv"], Real[np.ndarray, "B H_kv"]]:
     r"""MB-2: `m <= s_i <= M` for every evicted i, with
     `m = sum_c min(q_c low_c, q_c high_c) / sqrt(d)`.
 
@@ -87,7 +89,7 @@ def logit_range(
 
 def log_partition_bounds(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv"], Real[np.ndarray, "B H_kv"]]:
     r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`,
     with `p = (sbar - m) / (M - m)`; as logarithms.
 
@@ -108,7 +110,7 @@ def log_partition_bounds(
 
 def evicted_bounds(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv D_v"], Real[np.ndarray, "B H_kv D_v"]]:
     r"""MB-4: a box that holds f_E: in [low, high] and
     `|f_E - vbar| <= a sinh((M - m) / 2)`, by channel.
 
@@ -132,7 +134,7 @@ def evicted_bounds(
 
 def bounded_evicted(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv D_v"]:
     r"""MB-5: MomentKV's fhat_E (MK-9) moved to the nearest point of the box of MB-4.
 
     Never farther from f_E than fhat_E is, for the box is convex and holds f_E. Proof: channel by
@@ -150,7 +152,7 @@ def attend(
     kept: Mask[np.ndarray, "B H_kv T"],
     moments: State[Moments, "B H_kv"],
     bounds: State[Bounds, "B H_kv"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q D_v"]:
     r"""MB-6: MomentKV's output (MK-12) moved to the nearest point of the box that holds f.
 
     `f - f_R = w_E (f_E - f_R)` (MK-4), with `w_E = Z_E / (Z_R + Z_E)` between the weights that MB-3
@@ -172,7 +174,7 @@ def attend_certified(
     kept: Mask[np.ndarray, "B H_kv T"],
     moments: State[Moments, "B H_kv"],
     bounds: State[Bounds, "B H_kv"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q D_v"]:
     r"""MB-7: as much of the correction u of MB-6 as cannot hurt: never farther from f than f_R is.
 
     `|f_R + t u - f| <= |f_R - f|` holds exactly if `t |u|^2 / 2 <= u . (f - f_R)`. The right side

@@ -19,7 +19,9 @@ from .expected_attention import norm
 from .momentkv import Moments, attend, recover
 
 
-def logits_of(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def logits_of(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
+) -> Real[np.ndarray, "... T"]:
     r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D]
     and keys [..., T, D] give [..., T]. Source: section 2.
     """
@@ -28,7 +30,7 @@ def logits_of(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"
 
 def full_output(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "... D_v"]:
     r"""MK-1: `f = sum_i exp(s_i) v_i / Z`, [..., D_v]. Source: equation 1."""
     return (softmax(logits_of(query, keys))[..., None, :] @ values)[..., 0, :]
 
@@ -46,7 +48,7 @@ def sub_outputs(
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
     kept: Mask[np.ndarray, "... T"],
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... D_v"], Real[np.ndarray, "... D_v"]]:
     r"""MK-2: `f_R` and `f_E`, each normalised by its own partition function Z_R, Z_E.
 
     Args: kept [..., T], boolean. Returns two [..., D_v]. Raises ValueError where a set is empty.
@@ -61,7 +63,7 @@ def sub_outputs(
 
 def mass(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Share[np.ndarray, "..."], Share[np.ndarray, "..."]]:
     r"""MK-3: `w_R = Z_R / Z` and `w_E = Z_E / Z`, which sum to 1; `f = w_R f_R + w_E f_E`. Returns
     two [...]. Equation 3.
     """
@@ -74,7 +76,7 @@ def eviction_error(
     retained_output: Real[np.ndarray, "... D_v"],
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... D_v"]:
     r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R
     and f_E [..., D_v], w_E [...]. Source: equation 4.
     """
@@ -83,7 +85,7 @@ def eviction_error(
 
 def split_divergence(
     retained_output: Real[np.ndarray, "... D_v"], evicted_output: Real[np.ndarray, "... D_v"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "... D_v"], Real[np.ndarray, "... D_v"]]:
     r"""MK-5: `f_E - f_R = (|f_E| cos(theta) / |f_R| - 1) f_R + |f_E| sin(theta) n`, theta the
     angle, n orthogonal to f_R.
 
@@ -103,7 +105,7 @@ def squared_error(
     retained_output: Real[np.ndarray, "... D_v"],
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
-) -> np.ndarray:
+) -> Weight[np.ndarray, "..."]:
     r"""MK-6: `|f - f_R|^2 = w_E^2 [(|f_E| cos(theta) - |f_R|)^2 + |f_E|^2 sin(theta)^2]`, [...].
     Source: equation 6.
     """
@@ -117,7 +119,7 @@ def amplification(
     retained_output: Real[np.ndarray, "... D_v"],
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
-) -> np.ndarray:
+) -> Weight[np.ndarray, "..."]:
     r"""MK-7: `gamma = |f_E - f_R| / |f|`, so that `|f - f_R| / |f| = w_E gamma`; |f| makes it
     depend on w_E. Source: equation 7.
     """
@@ -125,12 +127,16 @@ def amplification(
     return norm(evicted_output - retained_output) / norm(full)
 
 
-def shifted_softmax(logits: Real[np.ndarray, "... T"], shift: np.ndarray | float) -> np.ndarray:
+def shifted_softmax(
+    logits: Real[np.ndarray, "... T"], shift: np.ndarray | float
+) -> Share[np.ndarray, "... T"]:
     r"""MK-13: `exp(s_i + c) / sum_j exp(s_j + c)`, the same for every c. Source: equation 13."""
     return softmax(logits + shift)
 
 
-def centred_logits(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def centred_logits(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
+) -> Real[np.ndarray, "... T"]:
     r"""MK-14, MK-15: `delta_i = q . (k_i - kbar) / sqrt(d)`, which sum to 0 for every query.
     Returns [..., T]. Equations 14, 15.
     """
@@ -139,7 +145,7 @@ def centred_logits(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "...
 
 def centred_output(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
-) -> np.ndarray:
+) -> Real[np.ndarray, "... D_v"]:
     r"""MK-8, MK-16: `f_E = sum exp(delta_i) v_i / sum exp(delta_i)`, in centred logits. Returns
     [..., D_v]. Equations 8 and 16.
     """
@@ -190,14 +196,18 @@ def expansion(
     )
 
 
-def linear_part(query: Real[np.ndarray, "... D"], covariance: Real[np.ndarray, "... D_v D"]) -> np.ndarray:
+def linear_part(
+    query: Real[np.ndarray, "... D"], covariance: Real[np.ndarray, "... D_v D"]
+) -> Real[np.ndarray, "... D_v"]:
     r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`.
     Args: covariance (Stilde) [..., D_v, D]. Equation 19.
     """
     return (covariance @ query[..., None])[..., 0] / np.sqrt(query.shape[-1])
 
 
-def remainder_bounds(terms: State[Expansion, ""]) -> tuple[np.ndarray, np.ndarray]:
+def remainder_bounds(
+    terms: State[Expansion, ""],
+) -> tuple[Weight[np.ndarray, "..."], Weight[np.ndarray, "..."]]:
     r"""MK-17, MK-18: `|R_den| <= n sigma^2 e^sigma / 2` and
     `|R_num| <= n sigma^2 V_max e^sigma / 2`. Equations 17 and 18.
     """
@@ -205,7 +215,7 @@ def remainder_bounds(terms: State[Expansion, ""]) -> tuple[np.ndarray, np.ndarra
     return bound, bound * terms.largest_value
 
 
-def inverse_to_first_order(terms: State[Expansion, ""]) -> np.ndarray:
+def inverse_to_first_order(terms: State[Expansion, ""]) -> Real[np.ndarray, "... D_v"]:
     r"""MK-27: `A / B = A / n - A R_den / n^2 + O(sigma^4)`:
     the right side without the last term. Equation 27.
     """
@@ -213,7 +223,7 @@ def inverse_to_first_order(terms: State[Expansion, ""]) -> np.ndarray:
     return terms.numerator / terms.count * (1 - share)
 
 
-def approximation_error(terms: State[Expansion, ""]) -> np.ndarray:
+def approximation_error(terms: State[Expansion, ""]) -> Real[np.ndarray, "... D_v"]:
     r"""MK-28: `f_E - fhat_E = R_num / n - A R_den / n^2 + O(sigma^4)`: the right side without the
     last term. Equation 28.
     """
@@ -221,7 +231,7 @@ def approximation_error(terms: State[Expansion, ""]) -> np.ndarray:
     return terms.numerator_remainder / terms.count - terms.numerator / terms.count * share
 
 
-def approximation_error_exactly(terms: State[Expansion, ""]) -> np.ndarray:
+def approximation_error_exactly(terms: State[Expansion, ""]) -> Real[np.ndarray, "... D_v"]:
     r"""MK-28: `f_E - fhat_E = (R_num - R_den fhat_E) / B`,
     with no further term; the proof is in the errata.
     """
@@ -262,7 +272,7 @@ def error_bound(terms: State[Expansion, ""]) -> ErrorBound:
 
 def geometric_bound(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "..."]:
     r"""MK-30: `|q|^2 / (2d) e^(|q| r_max / sqrt(d)) r_max^2 (V_max + |fhat_E|)`, r_max = max |k_i -
     kbar|. Equation 30.
     """
@@ -275,7 +285,7 @@ def geometric_bound(
 
 def log_partition(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "..."], Real[np.ndarray, "..."]]:
     r"""MK-31: `log Z_E` and its lower bound `log Zhat_E = log n + sbar`, by Jensen. Returns two
     [...]. Equation 31.
     """
@@ -283,14 +293,18 @@ def log_partition(
     return log_sum_exp(logits), np.log(keys.shape[-2]) + logits.mean(axis=-1)
 
 
-def partition_ratio(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def partition_ratio(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
+) -> Weight[np.ndarray, "..."]:
     r"""MK-32, MK-33: `Z_E / Zhat_E = (1/n) sum exp(delta_i) = 1 + Var(delta) / 2 + O(sigma^3)`,
     exactly. Equations 32 and 33.
     """
     return np.exp(centred_logits(query, keys)).mean(axis=-1)
 
 
-def logit_variance(query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def logit_variance(
+    query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
+) -> Weight[np.ndarray, "..."]:
     r"""MK-34: `Var(delta) = q^T Sigma_k q / d`, Sigma_k the covariance (over n) of the evicted
     keys. Returns [...]. Equation 34.
     """
@@ -337,7 +351,7 @@ def weight_bias(
 
 def estimated_evicted_weight(
     evicted_mass: Share[np.ndarray, "..."], ratio: Share[np.ndarray, "..."]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "..."]:
     r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)`
     with `rho = Zhat_E / Z_E` in (0, 1]. Equation 36.
     """
@@ -372,7 +386,7 @@ def output_error(
 
 def largest_harmless_error(
     retained_output: Real[np.ndarray, "... D_v"], evicted_output: Real[np.ndarray, "... D_v"]
-) -> np.ndarray:
+) -> Weight[np.ndarray, "..."]:
     r"""MK-36S: fhat is no worse than f_R while
     `|fhat_E - f_E| <= |f_E - f_R|`, whatever the weights are.
 
@@ -391,7 +405,9 @@ def algorithm_1(
     values: Real[np.ndarray, "T D_v"],
     moments: State[Moments, ""],
     budget: int,
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, Moments]:
+) -> tuple[
+    Real[np.ndarray, "D_v"], Real[np.ndarray, "budget D"], Real[np.ndarray, "budget D_v"], State[Moments, ""]
+]:
     r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for
     one head, to be compared with `momentkv.decode_step`.
 
@@ -455,7 +471,7 @@ def share_of_cache(head_dim: int, budget: int) -> float:
 
 def mixing_weight(
     retained_partition: Weight[np.ndarray, "..."], evicted_partition: Weight[np.ndarray, "..."]
-) -> np.ndarray:
+) -> Share[np.ndarray, "..."]:
     r"""MK-12: `what_R = Z_R / (Z_R + Zhat_E)`, as printed; it overflows where the logits exceed
     709. Source: equation 12.
     """
@@ -469,7 +485,7 @@ def attend_zeroth_order(
     values: Real[np.ndarray, "B H_kv T D_v"],
     kept: Mask[np.ndarray, "B H_kv T"],
     moments: State[Moments, "B H_kv"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q D_v"]:
     r"""MK-T4: `what_R f_R(q) + (1 - what_R) vbar`, the variant with 2d numbers per head:
     value_key_sum is not used.
 

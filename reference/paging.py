@@ -15,13 +15,13 @@ import numpy as np
 from .attention import attend
 from .cache import CompressedCache, PagedCache
 from .checks import require_between
-from .contract import Mask, Real, Setting, State, contract
+from .contract import Mask, Real, Setting, State, Whole, contract
 
 
 @contract
 def compact_pages(
     paged: State[PagedCache, ""], kept: Mask[np.ndarray, "B H_kv n*S"]
-) -> tuple[PagedCache, np.ndarray]:
+) -> tuple[State[PagedCache, ""], Mask[np.ndarray, "P"]]:
     r"""PAGE-4..10: move the kept tokens of each head, in their order, to the first places of its
     sequence, and name the pages that are free now.
 
@@ -52,7 +52,9 @@ def compact_pages(
 
 
 @contract
-def slot_mapping(paged: State[PagedCache, ""], count: Setting[int, ">= 1"]) -> np.ndarray:
+def slot_mapping(
+    paged: State[PagedCache, ""], count: Setting[int, ">= 1"]
+) -> Whole[np.ndarray, "B H_kv count"]:
     r"""PAGE-1: the slots of the next `count` tokens: place i of a sequence is in slot
     `block_table[i // S] * S + i % S`, and a head's next token takes the place of its physical length.
 
@@ -66,7 +68,7 @@ def slot_mapping(paged: State[PagedCache, ""], count: Setting[int, ">= 1"]) -> n
 
 
 @contract
-def gather_pages(paged: State[PagedCache, ""]) -> CompressedCache:
+def gather_pages(paged: State[PagedCache, ""]) -> State[CompressedCache, ""]:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
 
     Raises ValueError where shapes disagree, or the block table has fewer places than a length.
@@ -80,7 +82,7 @@ def gather_pages(paged: State[PagedCache, ""]) -> CompressedCache:
 @contract
 def attend_pages(
     queries: Real[np.ndarray, "B H_q M D"], paged: State[PagedCache, ""]
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_q M D_v"], Real[np.ndarray, "B H_q M"]]:
     r"""PAGE-3: attention over the tokens of the pages: queries
     [B, H_q, M, D]; returns and raises as `attention.attend`.
     """

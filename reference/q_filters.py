@@ -15,7 +15,9 @@ INPUTS = {"q_filters": ("calibration", "[B, H_kv, D], main directions of calibra
 
 
 @contract
-def score(keys: Real[np.ndarray, "B H_kv T D"], q_filters: Real[np.ndarray, "B H_kv D"]) -> np.ndarray:
+def score(
+    keys: Real[np.ndarray, "B H_kv T D"], q_filters: Real[np.ndarray, "B H_kv D"]
+) -> Real[np.ndarray, "B H_kv T"]:
     r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
     spread around f.
 
@@ -26,7 +28,7 @@ def score(keys: Real[np.ndarray, "B H_kv T D"], q_filters: Real[np.ndarray, "B H
 
 
 @contract
-def main_direction(queries: Real[np.ndarray, "... N D"]) -> np.ndarray:
+def main_direction(queries: Real[np.ndarray, "... N D"]) -> Real[np.ndarray, "... D"]:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them
     have `q . v > 0`.
 
@@ -39,7 +41,9 @@ def main_direction(queries: Real[np.ndarray, "... N D"]) -> np.ndarray:
 
 
 @contract
-def calibrate(queries: Real[np.ndarray, "B H_q N D"], num_kv_heads: Setting[int, ">= 1"]) -> np.ndarray:
+def calibrate(
+    queries: Real[np.ndarray, "B H_q N D"], num_kv_heads: Setting[int, ">= 1"]
+) -> Real[np.ndarray, "B num_kv_heads D"]:
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of
     its query heads.
 

@@ -25,7 +25,7 @@ def select(
     budget: Setting[int, ">= 1"],
     page_size: Setting[int, ">= 1"] = 16,
     skipped_layers: Setting[int, ">= 0"] = 2,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "B H_q T"]:
     r"""QU-3: the tokens that each query head attends to: those of the `budget // page_size` pages with
     the highest bounds, the last page among them.
 
@@ -49,7 +49,7 @@ def select(
 @contract
 def page_bounds(
     keys: Real[np.ndarray, "B H_kv T D"], *, page_size: Setting[int, ">= 1"] = 16
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv P D"], Real[np.ndarray, "B H_kv P D"]]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
 
     Token t is in page `t // page_size`, so the last may be
@@ -68,7 +68,7 @@ def append(
     count: Setting[int, ">= 1"],
     *,
     page_size: Setting[int, ">= 1"] = 16,
-) -> tuple[np.ndarray, np.ndarray]:
+) -> tuple[Real[np.ndarray, "B H_kv pages D"], Real[np.ndarray, "B H_kv pages D"]]:
     r"""QU-1: the bounds after one more token: the last page is widened, or a new page begins.
 
     Args: low and high, those so far; count, the tokens of the last page,
@@ -86,7 +86,7 @@ def bounds(
     query: Real[np.ndarray, "B H_q D"],
     low: Real[np.ndarray, "B H_kv P D"],
     high: Real[np.ndarray, "B H_kv P D"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q P"]:
     r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
 
     Args: low and high, from `page_bounds`. Returns [B, H_q, P], without the factor 1 / sqrt(D).
@@ -104,7 +104,7 @@ def attend(
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
     attended: Mask[np.ndarray, "B H_q T"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_q D_v"]:
     r"""QU-4: `softmax(q . k_t / sqrt(D)) V` over the
     tokens t that the query head attends to, and no others.
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .attention import attention_logits, by_group, softmax
 from .checks import require_window
-from .contract import Real, Setting, Weight, contract
+from .contract import Open, Real, Setting, Share, Weight, contract
 from .keydiff import similarity_matrix
 
 METHOD = "keeps the last tokens, and those that get attention and whose keys no other key repeats"
@@ -24,7 +24,7 @@ def score(
     kernel_size: Setting[int, "odd"] = 7,
     importance_share: Setting[float, "[0, 1]"] = 0.07,
     threshold: Setting[float, "[-inf, inf]"] = 0.5,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
     Args: those of `importance` and `redundancy`. The keys of the window count for the redundancy of
@@ -39,7 +39,7 @@ def score(
 
 
 @contract
-def similarities(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
+def similarities(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T T"]:
     r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys
     [..., T, D] to [..., T, T]; a zero key resembles none.
     """
@@ -47,7 +47,9 @@ def similarities(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:
     return similarity * (1 - np.eye(similarity.shape[-1]))
 
 
-def without_latest(similarity: Real[np.ndarray, "... T T"], threshold: float = 0.5) -> np.ndarray:
+def without_latest(
+    similarity: Real[np.ndarray, "... T T"], threshold: float = 0.5
+) -> Real[np.ndarray, "... T T"]:
     r"""RK-2: `S_ij = 0` for the latest j with `S_ij > threshold`, in each row i that has one.
     [..., T, T] to [..., T, T].
 
@@ -64,7 +66,7 @@ def without_latest(similarity: Real[np.ndarray, "... T T"], threshold: float = 0
 @contract
 def redundancy(
     keys: Real[np.ndarray, "... T D"], *, threshold: Setting[float, "[-inf, inf]"] = 0.5
-) -> np.ndarray:
+) -> Weight[np.ndarray, "... T"]:
     r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the
     means of the columns.
 
@@ -81,7 +83,7 @@ def importance(
     *,
     window_size: Setting[int, ">= 1"] = 8,
     kernel_size: Setting[int, "odd"] = 7,
-) -> np.ndarray:
+) -> Share[np.ndarray, "B H_kv T-window_size"]:
     r"""RK-4: `I_t = max over |u - t| <= (K - 1) / 2 of mean_m softmax_u(max_g q_gm . k_u /
     sqrt(D))`, before the window.
 
@@ -102,7 +104,7 @@ def importance(
 
 def combined(
     attended: Weight[np.ndarray, "... T"], repeated: Real[np.ndarray, "... T"], share: float, window_size: int
-) -> np.ndarray:
+) -> Open[np.ndarray, "... T+window_size"]:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window: [..., T] in all."""
     scores = share * attended - (1 - share) * repeated
     return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)

@@ -3,7 +3,7 @@ r"""R-KV (arXiv 2505.24133), the score of the released code, Zefan-Cai/R-KV at d
 import numpy as np
 
 from .attention import softmax
-from .contract import Real, Setting, contract
+from .contract import Open, Real, Setting, contract
 from .rkv import combined, importance, similarities
 
 
@@ -16,7 +16,7 @@ def released_score(
     kernel_size: Setting[int, "odd"] = 7,
     importance_share: Setting[float, "[0, 1]"] = 0.07,
     threshold: Setting[float, "[-inf, inf]"] = 0.5,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""RK-6: `score`, but a row of S without a similar key leaves out token 0: its latest similar
     key is searched from 0.
 

@@ -4,11 +4,13 @@ of transformers: channels i and i + D/2 rotate together.
 
 import numpy as np
 
-from .contract import Real, Setting, contract
+from .contract import Real, Setting, Share, contract
 
 
 @contract
-def frequencies(head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 10000.0) -> np.ndarray:
+def frequencies(
+    head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 10000.0
+) -> Share[np.ndarray, "head_dim/2"]:
     r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
     radians. Shape [D/2].
     """
@@ -18,7 +20,7 @@ def frequencies(head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 1
 @contract
 def rotate(
     states: Real[np.ndarray, "... T D%2"], positions: np.ndarray, theta: Setting[float, "> 0"] = 10000.0
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T D"]:
     r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i,
     x_{i + D/2}) by the angle position * frequency_i.
 

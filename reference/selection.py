@@ -26,7 +26,7 @@ def top_k(
     scores: Open[np.ndarray, "... T"],
     budget: Setting[int, ">= 0"],
     protected: Mask[np.ndarray | None, "... T"] = None,
-) -> np.ndarray:
+) -> Mask[np.ndarray, "... T"]:
     r"""SEL-2..4: keep the `budget` highest scores of
     each row, the protected tokens before all others.
 
@@ -49,7 +49,7 @@ def top_k(
     return kept
 
 
-def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
+def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> Open[np.ndarray, "..."]:
     r"""SEL-2: the loss of a selection, `sum of the |kept| highest scores - sum of the kept scores`,
     at least 0.
 
@@ -62,7 +62,7 @@ def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> np.nd
     return (best * rank).sum(axis=-1) - (scores * kept).sum(axis=-1)
 
 
-def gather(rows: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> np.ndarray:
+def gather(rows: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> Real[np.ndarray, "... n D"]:
     """The kept rows, equally many of each head, as a block:
     [..., T, D] or [..., T] to [..., n, D] or [..., n].
     """

@@ -6,7 +6,7 @@ import numpy as np
 
 from .attention import by_group, causal_attention
 from .checks import as_window
-from .contract import Real, Setting, contract
+from .contract import Open, Real, Setting, contract
 
 METHOD = (
     "keeps the last tokens, and those before that the last queries attend to, smoothed over "
@@ -21,7 +21,7 @@ def score(
     *,
     window_size: Setting[int, ">= 1"] = 32,
     kernel_size: Setting[int, "odd"] = 7,
-) -> np.ndarray:
+) -> Open[np.ndarray, "B H_kv T"]:
     r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group,
     pooled; infinity for the window.
 
@@ -43,7 +43,9 @@ def score(
 
 
 @contract
-def average_pool(weights: Real[np.ndarray, "... T"], kernel_size: Setting[int, "odd"]) -> np.ndarray:
+def average_pool(
+    weights: Real[np.ndarray, "... T"], kernel_size: Setting[int, "odd"]
+) -> Real[np.ndarray, "... T"]:
     r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
     [..., N] to [..., N].
     """

@@ -4,13 +4,15 @@ most recent ones.
 
 import numpy as np
 
-from .contract import Real, Setting, contract
+from .contract import Open, Real, Setting, contract
 
 METHOD = "keeps the first tokens (attention sinks) and the most recent ones"
 
 
 @contract
-def score(keys: Real[np.ndarray, "... T D"], *, sink_size: Setting[int, ">= 0"] = 4) -> np.ndarray:
+def score(
+    keys: Real[np.ndarray, "... T D"], *, sink_size: Setting[int, ">= 0"] = 4
+) -> Open[np.ndarray, "... T"]:
     r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks
     plus the most recent.
 

@@ -5,13 +5,15 @@ the whole layer.
 import numpy as np
 
 from .attention import attention_logits, by_group, softmax
-from .contract import Real, contract
+from .contract import Real, Share, contract
 
 METHOD = "keeps the tokens that the last query attends to, averaged over all heads of the layer"
 
 
 @contract
-def score(queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]) -> np.ndarray:
+def score(
+    queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]
+) -> Share[np.ndarray, "B H_kv T"]:
     r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same
     for every KV head.
 

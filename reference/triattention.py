@@ -8,7 +8,7 @@ triattention/methods/pruning_utils.py at 092e4dc and triattention.py at 1129a5f.
 import numpy as np
 
 from .attention import grouped
-from .contract import Real, Setting, contract
+from .contract import Real, Setting, Weight, contract
 from .rope import rotate
 
 METHOD = (
@@ -31,7 +31,7 @@ def score(
     keys: Real[np.ndarray, "B H_kv T D"],
     query_direction: Real[np.ndarray, "B H_q D"],
     query_slack: Real[np.ndarray, "B H_q D/2"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "B H_kv T"]:
     r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
     tokens, the largest counts.
 
@@ -48,7 +48,9 @@ def score(
 
 
 @contract
-def statistics(queries: Real[np.ndarray, "... N D%2"]) -> tuple[np.ndarray, np.ndarray]:
+def statistics(
+    queries: Real[np.ndarray, "... N D%2"],
+) -> tuple[Real[np.ndarray, "... D"], Real[np.ndarray, "... D/2"]]:
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of
     each pair's length.
 
@@ -66,7 +68,7 @@ def average_over_offsets(
     position: Setting[int, ">= 0"],
     max_offset: Setting[int, ">= 1"] = 65536,
     theta: Setting[float, "> 0"] = 10000.0,
-) -> np.ndarray:
+) -> Real[np.ndarray, "... D"]:
     r"""TA-2: `(1/n) sum_d R_{p + d} E q` over the offsets d = 1, 2, 4, ..., at most max_offset.
 
     Args: position p, that of the next token; theta, the base of RoPE. Returns [..., D].
@@ -80,7 +82,7 @@ def logits(
     keys: Real[np.ndarray, "... T D%2"],
     query_direction: Real[np.ndarray, "... D"],
     query_slack: Real[np.ndarray, "... D/2"],
-) -> np.ndarray:
+) -> Real[np.ndarray, "... T"]:
     r"""TA-3: `S = qbar . k + sum_f (E|q_f| - |E q_f|) |k_f|`, the mean logit of the mean query and
     a bonus for long keys.
 
@@ -95,7 +97,7 @@ def logits(
     return (keys @ query_direction[..., None])[..., 0] + bonus
 
 
-def pair_lengths(states: Real[np.ndarray, "... T D%2"]) -> np.ndarray:
+def pair_lengths(states: Real[np.ndarray, "... T D%2"]) -> Weight[np.ndarray, "... T D/2"]:
     r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to
     [..., D/2]. RoPE keeps it.
     """

@@ -47,17 +47,36 @@ def contract(
     if listed:
         show(as_json, listed, map(Text, listed))
         return
-    named = {axis: AXES[axis] for axes in found["axes"].values() for axis in axes if axis in AXES}
+    given = [each["axes"] for each in found["answers"].values()]
+    named = {axis: AXES[axis] for axes in (*found["axes"].values(), *given) for axis in axes if axis in AXES}
     lines = [
         *(found["signature"], "", found["says"], ""),
-        *(f"{name}: [{', '.join(axes)}]" for name, axes in found["axes"].items()),
+        *(array(name, axes, found["kinds"][name]) for name, axes in found["axes"].items()),
         *(f"{name}: {allowed}{in_use(found, name)}" for name, allowed in found["settings"].items()),
+        *(array(name, each["axes"], each["kind"]) for name, each in found["answers"].items()),
         *(["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []),
         *(f"{name}: {text}" for name, text in found["equations"].items()),
         f"dtypes: {', '.join(found['dtypes'])}",
         f"{found['laws']} laws",
     ]
     show(as_json, found, [Text("\n".join(lines))])
+
+
+KINDS = {
+    "real": "finite numbers",
+    "weight": "numbers of at least 0",
+    "share": "numbers from 0 to 1",
+    "cosine": "numbers from -1 to 1",
+    "open": "numbers, infinite ones too",
+    "memory": "numbers, also infinity and NaN",
+    "bool": "booleans",
+    "whole": "whole numbers of at least 0",
+}
+
+
+def array(name: str, axes: list[str], kind: str) -> str:
+    """What is said of an array that a function takes or gives: `keys: [B, H_kv, T, D], finite numbers`."""
+    return f"{name}: [{', '.join(axes)}], {KINDS[kind]}"
 
 
 def in_use(found: dict[str, Any], name: str) -> str:

@@ -50,6 +50,7 @@ def functions_of(method: str | None) -> list[str]:
 
 def described(path: str) -> dict[str, Any]:
     """What the contract says of a function. Raises UsageError for a function that it does not have."""
+    from evictionary.reference.answers import answers
     from evictionary.reference.contract import contract_of
     from evictionary.spec_tests.judge.arithmetic import EPSILON
     from evictionary.spec_tests.judge.implementation import contract_functions, oracle
@@ -71,12 +72,24 @@ def described(path: str) -> dict[str, Any]:
         "function": path,
         "signature": source.signature(inspect.getsource(function)),
         "says": inspect.getdoc(function) or "",
-        "axes": {each.name: [*each.axes] for each in said.arguments if each.axes},
+        "axes": {name: [*each.axes] for name, each in _arrays(said.arguments).items()},
+        "kinds": {name: each.kind for name, each in _arrays(said.arguments).items()},
+        "answers": {
+            name: {"kind": each.kind, "axes": [*each.axes]}
+            for name, each in _arrays(filter(None, answers(path))).items()
+        },
         "settings": {name: allowed.text for name, allowed in said.settings.items()},
         "values": {name: values for name in said.settings if (values := values_in_use(path, name))},
         "dtypes": list(EPSILON),
         "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
         "laws": len(laws),
+    }
+
+
+def _arrays(said: Iterable[Any]) -> dict[str, Any]:
+    """Each array that is said, by its name; of a state those of its fields: `cache.keys`."""
+    return {
+        array.name: array for each in said for array in (each.fields.values() if each.fields else [each])
     }
 
 

@@ -46,7 +46,7 @@ STEMS = tuple(module.name for module in pkgutil.iter_modules(reference.__path__)
 # The packages of this project, which go by these names on the command line.
 OWN = ("reference", "optimized")
 # The seams of the contract, by which an implementation is recognised; equation functions are optional extras.
-NOT_SEAMS = ("checks", "contract")
+NOT_SEAMS = ("answers", "checks", "contract")
 STEPS = frozenset({
     "attention.attention", "attention.attention_logits", "attention.grouped", "attention.log_sum_exp",
     "attention.softmax", "attention_matching.active_set", "attention_matching.logits_of_group",
