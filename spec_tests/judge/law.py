@@ -154,6 +154,7 @@ def _tree(path: Path) -> ast.Module:
     of an answer: all of these describe the code and change nothing that it does.
     """
     tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree.body = [node for node in tree.body if not _imports_notation(node)]
     for node in ast.walk(tree):
         if (
             isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef)
@@ -165,6 +166,10 @@ def _tree(path: Path) -> ast.Module:
         if isinstance(node, ast.FunctionDef):
             node.returns = None
     return tree
+
+
+def _imports_notation(node: ast.stmt) -> bool:
+    return isinstance(node, ast.ImportFrom) and (node.level, node.module) == (1, "contract")
 
 
 def _law_name(node: ast.stmt) -> str:

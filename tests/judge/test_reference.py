@@ -11,8 +11,11 @@ from tools import refused
 
 from evictionary.methods import catalogue
 from evictionary.reference import checks
+from evictionary.reference.answers import require_answer
 from evictionary.reference.contract import Setting, arguments, arrays, contract, contracts, states
-from evictionary.spec_tests.judge.implementation import oracle
+from evictionary.spec_tests.judge.cases import Case
+from evictionary.spec_tests.judge.implementation import contract_functions, load, oracle
+from evictionary.spec_tests.memory.arguments import arguments_of
 
 REFERENCE = Path(checks.__file__).parent
 METHODS = sorted(
@@ -20,6 +23,12 @@ METHODS = sorted(
 )
 FIRST_SCREEN = 40
 CHECKS = ("array", "arrays", "as_", "require_")
+SIZES = [
+    Case("normal", 1, batch=2, num_kv_heads=3, group=2, length=13, head_dim=8, value_dim=7, num_queries=5),
+    Case("normal", 2, batch=4, num_kv_heads=5, group=3, length=23, head_dim=12, value_dim=9, num_queries=11),
+    Case("normal", 3, batch=1, num_kv_heads=1, group=1, length=9, head_dim=4, value_dim=2, num_queries=3),
+]
+"""The axes of each differ, so that no axis passes for another; the last has one head."""
 
 
 def functions(stem: str) -> list[ast.FunctionDef]:
@@ -140,3 +149,33 @@ def test_a_state_that_is_none_is_refused_by_the_names_of_its_fields() -> None:
     message = r"a: got tuple, wanted Moments\(count, key_sum, value_sum, value_key_sum\)"
     refused(lambda: taken("a: Moments ...", (1, 2)), message, ValueError)
     assert {argument.kind for path in contracts() for argument in arguments(path)} >= set(states())
+
+
+@pytest.mark.parametrize("path", contract_functions())
+def test_an_answer_is_what_the_signature_says(path: str) -> None:
+    """Its axes and its kind, for texts of two sizes whose axes all differ."""
+    reference, asked = load("reference"), 0
+    for case in SIZES:
+        if given := arguments_of(reference, path, case):
+            bound = inspect.signature(oracle(path)).bind(**given)
+            bound.apply_defaults()
+            require_answer(path, bound.arguments, oracle(path)(**given))
+            asked += 1
+    assert asked
+
+
+@pytest.mark.parametrize(
+    ("path", "answer", "message"),
+    [
+        ("keydiff.score", np.ones((2, 3, 12)), r"answer: got shape \(2, 3, 12\), wanted \[..., T\]"),
+        ("keydiff.score", np.ones((2, 13)), r"answer: got shape \(2, 13\), wanted \[..., T\]"),
+        ("keydiff.score", np.full((2, 3, 13), 1.5), r"answer: got 1.5 to 1.5, wanted numbers in \[-1, 1\]"),
+        ("rope.frequencies", np.ones(8), r"answer: got shape \(8,\), wanted \[head_dim/2\]"),
+        ("cake_theory.cascade", (np.ones((13, 13)), 3), "answer 1: got dtype float64, wanted a boolean mask"),
+    ],
+)
+def test_another_answer_is_not(path: str, answer: object, message: str) -> None:
+    given = arguments_of(load("reference"), path, SIZES[0])
+    assert given
+    with pytest.raises(ValueError, match=message):
+        require_answer(path, given, answer)
