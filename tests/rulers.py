@@ -102,8 +102,8 @@ def of_a_new_method(code: "Code") -> list[Ruler]:
     recipe = (code.root / "docs" / "reference" / "add_a_method.md").read_text(encoding="utf-8")
     own = {name: lines_under_the_name(code, name) for name in methods(code)}
     return [
-        Ruler("What does a new method take? Files of the example", 9, len(example), 9, example),
-        Ruler("What does a new method take? Lines of the example", 175, sum(map(lines_of, example)), 200),
+        Ruler("What does a new method take? Files of the example", 9, len(example), 7, example),
+        Ruler("What does a new method take? Lines of the example", 175, sum(map(lines_of, example)), 100),
         Ruler("What does a new method take? Words of the recipe", 934, len(recipe.split())),
         Ruler("Lines of Python and TOML of a method, median", 892, median(own.values()), made_of=own),
     ]

@@ -2,16 +2,12 @@ r"""ValueNorm (a toy, of no paper): keep the tokens whose values are longest."""
 
 import numpy as np
 
-from .contract import Real, contract
+from .contract import Real, Weight, contract
 
 METHOD = "keeps the tokens whose values are longest"
 
 
 @contract
-def score(values: Real[np.ndarray, "... T D_v"]) -> np.ndarray:
-    r"""VN-1: `score_i = |v_i|`.
-
-    Args: values [B, H_kv, T, D_v] (any leading axes). Returns scores [B, H_kv, T], at least 0,
-    higher = keep. Raises ValueError for an empty, non-finite or wrongly shaped `values`.
-    """
+def score(values: Real[np.ndarray, "... T D_v"]) -> Weight[np.ndarray, "... T"]:
+    r"""VN-1: `score_i = |v_i|`. Higher = keep."""
     return np.sqrt((values * values).sum(axis=-1))

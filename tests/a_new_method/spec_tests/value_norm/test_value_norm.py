@@ -16,9 +16,3 @@ def test_a_three_four_value_scores_five(impl):
     """|(3, 4)| = 5, exactly."""
     got = impl.value_norm.score(np.array([[[[3.0, 4.0], [0, 0]]]]))
     equal(got, [[[math.hypot(3, 4), 0.0]]], "the norm of (3, 4) is 5")
-
-
-@law("VN-1", of=SCORE, kind="refusal", why="bad shapes are refused, which no planted mistake changes")
-def test_bad_shapes_are_refused(impl):
-    """A single axis raises ValueError."""
-    refused(impl, "values", SCORE, np.ones(3))
