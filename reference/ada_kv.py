@@ -22,14 +22,13 @@ def select(
     r"""AD-1..3: each head keeps its best floor(alpha * budget) tokens; the rest of `H_kv * budget`
     goes to the layer's best.
 
-    Args: scores, comparable between the heads; budget, the mean number of tokens per head;
-    floor_ratio (alpha), the fraction of the budget that each head keeps for itself, in [0, 1]: 1
-    gives every head the same budget, 0 guarantees none; protected, or None: tokens that their head
-    keeps whatever they score. They are inside the budget, and alpha is the fraction of the rest of
-    it. Returns kept [B, H_kv, T], boolean, ragged; each batch item keeps exactly
-    `H_kv * min(budget, T)`. Raises ValueError for a head with
-    more protected tokens than the budget. Source: algorithm 1, the safeguard of section 4 and, for
-    what is protected, algorithm 2.
+    Args: scores, comparable between the heads; budget, the mean number of tokens per head; floor_ratio
+    (alpha), the fraction of the budget that each head keeps for itself, in [0, 1]: 1 gives every head the
+    same budget, 0 guarantees none; protected, or None: tokens that their head keeps whatever they score.
+    They are inside the budget, and alpha is the fraction of the rest of it. The kept tokens are ragged;
+    each batch item keeps exactly `H_kv * min(budget, T)`. Raises ValueError for a head with more
+    protected tokens than the budget. Source: algorithm 1, the safeguard of section 4 and, for what is
+    protected, algorithm 2.
     """
     batch, num_kv_heads, length = scores.shape
     budget = min(budget, length)

@@ -23,7 +23,7 @@ def log_sum_exp(logits: Real[np.ndarray, "... T"], axis: int = -1) -> Real[np.nd
 def attention_logits(
     queries: Real[np.ndarray, "... M D"], keys: Real[np.ndarray, "... T D"]
 ) -> Real[np.ndarray, "... M T"]:
-    r"""`q_m . k_t / sqrt(D)`: queries [..., M, D] and keys [..., T, D] give [..., M, T]."""
+    r"""`q_m . k_t / sqrt(D)` for each query m and each key t."""
     return queries @ np.swapaxes(keys, -1, -2) / np.sqrt(keys.shape[-1])
 
 
@@ -32,9 +32,7 @@ def attention(
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
 ) -> Real[np.ndarray, "... M D_v"]:
-    r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head: [..., M, D], [..., T, D], [..., T, D_v]
-    give [..., M, D_v].
-    """
+    r"""ATT-1: `softmax(Q K^T / sqrt(D)) V` for one head."""
     return softmax(attention_logits(queries, keys)) @ values
 
 
@@ -45,10 +43,9 @@ def attend(
     r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp
     of the logits.
 
-    Args: queries, all later than the cache (no causal mask); cache, from `cache.compress`. Returns
-    output [B, H_q, M, D_v] and log-sum-exp [B, H_q, M] (natural logarithm, scaled logits). With it
-    the attention over two disjoint sets of tokens can be merged exactly. A head that keeps no token
-    gives output 0 and log-sum-exp -inf.
+    Args: queries, all later than the cache (no causal mask); cache, from `cache.compress`. Returns output
+    and log-sum-exp (natural logarithm, scaled logits). With it the attention over two disjoint sets of
+    tokens can be merged exactly. A head that keeps no token gives output 0 and log-sum-exp -inf.
     """
     batch, num_query_heads, num_queries, _ = queries.shape
     group = num_query_heads // cache.lengths.shape[1]
@@ -70,10 +67,10 @@ def attend(
 def by_group(
     queries: Real[np.ndarray, "B H_q M<=T D"], keys: Real[np.ndarray, "B H_kv T D"]
 ) -> tuple[Real[np.ndarray, "B H_kv G M D"], Real[np.ndarray, "B H_kv 1 T D"]]:
-    r"""ATT-5: queries [B, H_kv, G, M, D] beside keys [B, H_kv, 1, T, D]: query head h = kv_head * G
-    + g reads KV head h // G.
+    r"""ATT-5: queries in groups of G = H_q / H_kv beside the keys that they read: query head
+    `h = kv_head * G + g` reads KV head h // G.
 
-    Args: queries, those of the last M <= T tokens.
+    Args: queries, those of the last M tokens.
     """
     return grouped(queries, keys.shape[1]), keys[:, :, None]
 
@@ -81,7 +78,7 @@ def by_group(
 def grouped(
     states: Real[np.ndarray, "B H_q M D"], num_kv_heads: int
 ) -> Real[np.ndarray, "B num_kv_heads G M D"]:
-    r"""ATT-5: [B, H_q, ...] to [B, H_kv, G, ...]."""
+    r"""ATT-5: the query heads in groups, G = H_q / num_kv_heads for each KV head."""
     return states.reshape(states.shape[0], num_kv_heads, -1, *states.shape[2:])
 
 
@@ -91,8 +88,7 @@ def causal_attention(
     r"""ATT-6: `softmax(Q K^T / sqrt(D))` under the causal mask: the m-th of the last M queries sees
     the tokens up to T - M + m.
 
-    Args: queries [..., M, D]; keys [..., T, D], M <= T.
-    Returns [..., M, T], 0 beyond each query's own position.
+    The weights are 0 beyond each query's own position.
     """
     logits = attention_logits(queries, keys)
     num_queries, length = logits.shape[-2:]

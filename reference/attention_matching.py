@@ -33,7 +33,7 @@ def select(
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
 
-    Args: those of `score`. Returns kept [B, H_kv, T], boolean.
+    Args: those of `score`.
     """
     return top_k(score(keys, replay_queries), budget)
 
@@ -45,8 +45,8 @@ def score(
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference
     queries, those of all query heads of the group.
 
-    Args: replay_queries, later than all keys, so without a causal mask. Returns [B, H_kv, T],
-    higher = keep. Source: `_select_keys_highest_attention` with score_method rms.
+    Args: replay_queries, later than all keys, so without a causal mask. Returns scores, higher = keep.
+    Source: `_select_keys_highest_attention` with score_method rms.
     """
     return np.sqrt((softmax(logits_of_group(replay_queries, keys)) ** 2).mean(axis=-2))
 
@@ -54,7 +54,7 @@ def score(
 def logits_of_group(
     queries: Real[np.ndarray, "B H_q M D"], keys: Real[np.ndarray, "B H_kv T D"]
 ) -> Real[np.ndarray, "B H_kv G*M T"]:
-    r"""ATT-5: the logits [B, H_kv, G M, T] of each query of each head of a group, one below the other."""
+    r"""ATT-5: the logits of each query of each of the G heads of a group, one below the other."""
     rows = grouped(queries, keys.shape[1])
     return attention_logits(rows.reshape(*keys.shape[:2], -1, keys.shape[-1]), keys)
 
@@ -71,8 +71,8 @@ def bounded_least_squares(
     stays there. Once they have arrived, the weight at a bound that the residual
     pulls inwards most becomes free. Where none is pulled, w is the optimum.
 
-    Args: matrix A; target y. Returns w [..., n]. Source: `_nnls_pg` has this goal and these bounds;
-    it clamps the solution without bounds, and takes two steps down the gradient.
+    Args: matrix A; target y. Source: `_nnls_pg` has this goal and these bounds; it clamps the solution
+    without bounds, and takes two steps down the gradient.
     """
     # Decision: all weights begin at 1, so of many optima this is one near the cache as it was.
     weights = np.ones((*matrix.shape[:-2], matrix.shape[-1]))
@@ -84,7 +84,7 @@ def bounded_least_squares(
 def active_set(
     weights: Real[np.ndarray, "n"], matrix: Real[np.ndarray, "R n"], target: Real[np.ndarray, "R"]
 ) -> Real[np.ndarray, "n"]:
-    r"""AM-2 for one matrix [R, n]: `weights` [n], moved to the optimum."""
+    r"""AM-2 for one matrix: `weights`, moved to the optimum."""
     free = np.ones(weights.shape, dtype=bool)
     sizes = np.sqrt((matrix**2).sum(axis=0))
     sizes = np.where(sizes > 0, sizes, 1)
@@ -116,8 +116,8 @@ def fit_bias(
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at
     every reference query m, each line divided by its largest exponential.
 
-    Args: queries, the reference queries; kept, n tokens of each head. Returns the bias [B, H_kv, n]
-    of the kept keys in their order. Source: `_select_keys_highest_attention`.
+    Args: queries, the reference queries; kept, n tokens of each head. Returns the bias of the kept keys
+    in their order. Source: `_select_keys_highest_attention`.
     """
     require_equal_heads(kept)
     logits = logits_of_group(queries, keys)
@@ -137,7 +137,8 @@ def fit_values(
     r"""AM-4: the C with the least `|X C - Y|`: X = `softmax(s_mj + beta_j)` over the kept keys, Y the
     outputs of the whole cache at the reference queries.
 
-    Args: those of `fit_bias`. Returns C [B, H_kv, n, D_v]. Source: `_compute_C2` without a ridge.
+    Args: those of `fit_bias`. Returns C, a row for each of
+    the n kept keys. Source: `_compute_C2` without a ridge.
     """
     count = require_equal_heads(kept)
     if bias.shape[-1] != count:
@@ -168,7 +169,7 @@ def attend(
     r"""AM-5, AM-6: `softmax_j(q . k_j / sqrt(D) + beta_j) C`,
     attention over the kept keys, with the fitted values.
 
-    Args: queries, later than the cache. Returns [B, H_q, M, D_v].
+    Args: queries, later than the cache.
     """
     weights = softmax(logits_of_group(queries, keys) + bias[..., None, :])
     return (weights @ values).reshape(*queries.shape[:-1], -1)

@@ -20,8 +20,7 @@ def dispersion(attention: Weight[np.ndarray, "... M N"]) -> Weight[np.ndarray, "
     r"""CAKE-1: `H = -sum_m sum_t A_mt ln A_mt`, how far the attention of M queries spreads over N
     tokens; 0 ln 0 = 0.
 
-    Args: attention, shares of each query's attention; a
-    row may sum to less than 1. Returns [...], in nats.
+    Args: attention, shares of each query's attention; a row may sum to less than 1. H is in nats.
     """
     return -(attention * np.log(np.where(attention > 0, attention, 1))).sum(axis=(-2, -1))
 
@@ -31,8 +30,8 @@ def shift(attention: Weight[np.ndarray, "... M N"]) -> Weight[np.ndarray, "..."]
     r"""CAKE-2: `V = sum_t Var_m A_mt`, how much the
     attention on each of N tokens moves from query to query.
 
-    Returns [...]. Decision: the variance is the sample variance, with M - 1, as in the public code;
-    one query alone moves nothing, V = 0, where the code has NaN.
+    Decision: the variance is the sample variance, with M - 1, as in the public code; one query alone
+    moves nothing, V = 0, where the code has NaN.
     """
     deviations = attention - attention.mean(axis=-2, keepdims=True)
     return (deviations**2).sum(axis=(-2, -1)) / max(1, attention.shape[-2] - 1)
@@ -49,10 +48,9 @@ def preference(
 ) -> Weight[np.ndarray, "B"]:
     r"""CAKE-3: `P = H^(1/tau1) V^(1/tau2)` of a layer, H and V summed over its query heads.
 
-    Args: queries, of the last M tokens, after RoPE, at least those of the window; window_size, the
-    last queries, which weigh the tokens before them; tau1 and tau2, at least 0.1: the higher, the
-    less H or V counts. Returns [B], at least 0; 0 where no token comes before the window. Source:
-    the defaults of `pred_cake.py`.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; window_size, the last
+    queries, which weigh the tokens before them; tau1 and tau2, at least 0.1: the higher, the less H or V
+    counts. P is 0 where no token comes before the window. Source: the defaults of `pred_cake.py`.
     """
     # Decision: each batch item has its own preference. The public code adds them up.
     queries, keys = by_group(queries, keys)

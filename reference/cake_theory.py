@@ -17,8 +17,7 @@ def cascade(
 ) -> tuple[Mask[np.ndarray, "L T"], int]:
     r"""CAKE-6: after each layer has read the prompt, the layers so far shrink to their new budgets.
 
-    Args: scores, infinities allowed; budget, the mean per layer. Returns kept [L, T], boolean, and
-    the most tokens that were stored at once.
+    Args: budget, the mean per layer. Returns the kept tokens, and the most tokens that were stored at once.
     """
     (num_layers, length), stored, most = scores.shape, [], 0
     settings = {"num_layers": num_layers, "length": length, "window_size": window_size}

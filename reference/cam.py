@@ -29,10 +29,9 @@ def merge_values(
     r"""CAM-4: `v_j + sum_i M_i S_ij v_i` with `M_i = [u_i < p_i]`: an evicted value is merged with
     probability p_i, or lost.
 
-    Args: attention, what each token has received, at least 0; kept, any number in a head; draws u,
-    uniform in [0, 1); merge_size m, the kept tokens that share a value. Returns the values,
-    [B, H_kv, T, D_v], of evicted tokens as they were; the keys stay. Source: the merge mask of the
-    paper, a Bernoulli variable.
+    Args: attention, what each token has received; kept, any number in a head; draws u, uniform in [0, 1);
+    merge_size m, the kept tokens that share a value. Returns the values, those of evicted tokens as they
+    were; the keys stay. Source: the merge mask of the paper, a Bernoulli variable.
     """
     merged = draws < probabilities(attention, kept, merge_size=merge_size)
     return spread(values, kept, merged.astype(np.float64), merge_size=merge_size)
@@ -45,8 +44,7 @@ def shares(
     r"""CAM-1: `S_ij = 1 / m_i` if j is one of the next m kept tokens after the evicted token i, of
     which there are m_i, and 0 otherwise.
 
-    Args: merge_size m. Returns [..., T, T]; a row sums to 1, or to 0 for a kept token and where no
-    kept token comes later.
+    Args: merge_size m. A row sums to 1, or to 0 for a kept token and where no kept token comes later.
     """
     before = np.cumsum(kept, axis=-1)
     place = before[..., None, :] - before[..., :, None]  # of a later kept token j: 1 for the next one
@@ -67,8 +65,8 @@ def probabilities(
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean
     of the tokens that would share its value.
 
-    Args: attention A, at least 0; merge_size. Returns [..., T], from 0 to 1; 0 for a kept token and
-    where no kept token comes later. Source: the paper's clamp to [0, 1].
+    Args: attention A. Returns 0 for a kept token and where no kept token comes later. Source: the paper's
+    clamp to [0, 1].
     """
     share = shares(kept, merge_size=merge_size)
     mean = (share @ attention[..., None])[..., 0]
@@ -90,8 +88,7 @@ def spread(
 
     With w = p this is the expectation of CAM-4, for which nothing has to be drawn.
 
-    Args: weights w, from 0 to 1, those of kept tokens do not count; merge_size. Returns
-    [..., T, D_v].
+    Args: weights w; those of kept tokens do not count.
     """
     # Decision: all tokens that go merge their own values at once; the paper evicts one at a time, so
     # a receiver that goes later passes on what it got.

@@ -16,8 +16,7 @@ def choose(
     r"""CH-1, CH-3: keep whole chunks, the best first;
     of the last one that fits in part, its best tokens.
 
-    Args: scores, infinities allowed; budget, 0 to any number (more than T keeps all). Returns kept
-    [..., T], boolean, with exactly `min(budget, T)` True in each row.
+    Args: budget, 0 to any number (more than T keeps all). Each row keeps exactly `min(budget, T)` tokens.
     """
     count = min(budget, scores.shape[-1])
     chunk = np.arange(scores.shape[-1]) // chunk_size
@@ -37,7 +36,7 @@ def chunk_means(
 ) -> Open[np.ndarray, "... chunks"]:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.
 
-    Returns [..., ceil(T / chunk_size)]. Source: arXiv 2502.00299, the score of a chunk. Decision: a
+    A row has `ceil(T / chunk_size)` chunks. Source: arXiv 2502.00299, the score of a chunk. Decision: a
     chunk with a token of score infinity has that mean, whatever else is in it.
     """
     length = scores.shape[-1]

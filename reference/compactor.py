@@ -39,10 +39,9 @@ def score(
     l the leverage of CO-2, and `p_t = (1/3) sum_{u = t-1}^{t+1} |v_u| (1/G) sum_g a_gu` with the
     attention a of CO-3, mean over the group.
 
-    Args: queries of all tokens and keys, after RoPE; compression_ratio r, the fraction to remove, 0
-    to 1; sink_size and recent_size, the first and last tokens, at least 0. Returns scores
-    [B, H_kv, T], higher = keep. Source: compactor_press.py. Decision: a text without other tokens
-    scores infinity everywhere.
+    Args: queries of all tokens and keys, after RoPE; compression_ratio r, the fraction to remove, 0 to 1;
+    sink_size and recent_size, the first and last tokens, at least 0. Returns scores, higher = keep.
+    Source: compactor_press.py. Decision: a text without other tokens scores infinity everywhere.
     """
     first, last = sink_size, keys.shape[2] - recent_size
     scores = np.full(keys.shape[:3], np.inf)
@@ -67,8 +66,7 @@ def leverage(
     By the singular values s_j and right singular vectors
     v_j of K it is `sum_j (k_t . v_j)^2 / (s_j^2 + r)`.
 
-    Returns [..., T], from 0 to 1; without a ridge they
-    sum to the rank of K. Source: compute_leverage_scores.
+    Returns numbers from 0 to 1; without a ridge they sum to the rank of K. Source: compute_leverage_scores.
     """
     _, sizes, right = np.linalg.svd(keys, full_matrices=False)
     total = np.where((sizes > CUTOFF * sizes[..., :1]) | (ridge > 0), sizes**2 + ridge, np.inf)
@@ -84,10 +82,9 @@ def sketched_leverage(
 ) -> Real[np.ndarray, "* T"]:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
 
-    Args: keys, before RoPE; sketch Phi, each head its own. Returns [..., T],
-    from 0 to 1, of sum at most k. Source: compute_leverage_scores, where the
-    ridge makes a Cholesky factorisation possible. Decision: it stays 0.01,
-    while the public code takes more where the factorisation fails.
+    Args: keys, before RoPE; sketch Phi, each head its own. Returns numbers from 0 to 1, of sum at most k.
+    Source: compute_leverage_scores, where the ridge makes a Cholesky factorisation possible. Decision: it
+    stays 0.01, while the public code takes more where the factorisation fails.
     """
     return leverage((keys - keys.mean(axis=-2, keepdims=True)) @ sketch, ridge=ridge)
 
@@ -104,8 +101,8 @@ def chunk_attention(
 
     The logits are not divided by `sqrt(D)`, as in the public code.
 
-    Args: queries and keys, after RoPE; chunk_size, at least 1, the last chunk may be shorter.
-    Returns [..., T]; each chunk sums to its length. Source: non_causal_chunked_attn.
+    Args: queries and keys, after RoPE; chunk_size, at least 1, the last chunk may be shorter. Each chunk
+    sums to its length. Source: non_causal_chunked_attn.
     """
     chunks = [slice(start, start + chunk_size) for start in range(0, keys.shape[-2], chunk_size)]
     logits = (queries[..., one, :] @ np.swapaxes(keys[..., one, :], -1, -2) for one in chunks)
@@ -115,7 +112,6 @@ def chunk_attention(
 def z_scores(scores: Real[np.ndarray, "B H_kv T"]) -> Real[np.ndarray, "B H_kv T"]:
     r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item.
 
-    Args: scores [..., H_kv, T]. Returns [..., H_kv, T].
     Decision: the sample standard deviation, of at least 1e-6, as in the public code, which takes the
     items of a batch together; a single number has a z of 0.
     """

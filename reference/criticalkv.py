@@ -39,10 +39,9 @@ def score(
     r"""CK-4: `(a_t + epsilon) n_t`; infinity for the window, and for the `first_share * budget`
     tokens of the highest a.
 
-    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens
-    that top-k will keep, the window among them. Returns scores [B, H_kv, T],
-    higher = keep; all infinite where T <= window_size. Source: the public
-    codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
+    Args: those of `importance` and `projected_norms`; budget >= 1, the tokens that top-k will keep, the
+    window among them. Returns scores, higher = keep; all infinite where T <= window_size. Source: the
+    public codes; half and 1e-4 are CriticalKV's defaults, 32 and 5 DefensiveKV's.
     """
     if keys.shape[2] <= window_size:
         return np.full(keys.shape[:3], np.inf)
@@ -62,8 +61,7 @@ def projected_norms(
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual
     stream, for a weight of 1.
 
-    Args: w_o, the rows of the output projection that belong to each query head. Returns
-    [B, H_kv, T].
+    Args: w_o, the rows of the output projection that belong to each query head.
     """
     projected = values[:, :, None] @ w_o.reshape(values.shape[1], -1, *w_o.shape[1:])
     return np.abs(projected).sum(axis=-1).mean(axis=2)
@@ -71,7 +69,6 @@ def projected_norms(
 
 def defend(weights: Weight[np.ndarray, "... G M T"]) -> Weight[np.ndarray, "... T"]:
     r"""CK-2: `a_t = max(b_t, mean_u b_u)`, `b_t = max_gm w_gmt`: DefensiveKV's aggregation.
-    [..., G, M, N] to [..., N].
 
     The worst case counts in place of the average: a token that any query of any head needs is
     needed. A token that no query needed yet counts as the mean one.
@@ -91,8 +88,7 @@ def importance(
     r"""CK-3: `a = defend(w)`, w the attention of the last queries on the tokens before them, pooled
     at an unchanged sum.
 
-    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size. Returns
-    [B, H_kv, T - window_size].
+    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size.
     """
     queries, keys = by_group(queries, keys)
     require_window(queries.shape[-2], keys.shape[-2], window_size)
@@ -114,9 +110,8 @@ def error_bound(
     lengths of these changes add up to it. With S > 1/2, which the first stage is for, more kept
     `p_t n_t` lowers the bound.
 
-    Args: weights [..., T], summing to 1; norms [..., T], |W_o v_t|_1;
-    kept [..., T], boolean, some in each row. Returns [...], the bound
-    of the L1 distance between W_o o and W_o o of the kept tokens.
+    Args: weights, summing to 1; norms, |W_o v_t|_1; kept, some in each row. Returns the bound of the L1
+    distance between W_o o and W_o o of the kept tokens.
     """
     part = (weights * norms * kept).sum(axis=-1)
     return (weights * norms).sum(axis=-1) - (2 - 1 / (weights * kept).sum(axis=-1)) * part

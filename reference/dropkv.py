@@ -28,9 +28,9 @@ def score(
     r"""DK-2: `s_j = pool_K (1/G) sum_g sum_m (p_gmj / (1 - p_gmj))^2 |v_j - o_gm|^2`
     over the last queries.
 
-    Args: queries, of the last M tokens, after RoPE, at least those of the window; kernel_size K,
-    odd. Returns scores [B, H_kv, T], higher = keep; infinity for the window, all infinite where T
-    <= window_size. Source: the public code, whose defaults these are.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window; kernel_size K, odd.
+    Returns scores, higher = keep; infinity for the window, all infinite where T <= window_size. Source:
+    the public code, whose defaults these are.
     """
     length = keys.shape[2]
     window = as_window(window_size, queries.shape[2], length)
@@ -58,8 +58,8 @@ def perturbation(
     `p_j |v_j - o'|`, o' the output without it: the same number, but where p_j rounds to 1 the other
     form is infinity times 0.
 
-    Args: logits [..., T], finite for two tokens or more, -inf for those that are not seen; values
-    [..., T, D_v]. Returns [..., T], 0 for tokens that are not seen.
+    Args: logits, finite for two tokens or more, -inf for those that are not seen. Returns 0 for tokens
+    that are not seen.
     """
     weights = softmax(logits)
     first = np.arange(logits.shape[-1]) == logits.argmax(axis=-1)[..., None]

@@ -34,8 +34,8 @@ def select(
     r"""DA-2: a head with `g >= threshold` keeps all tokens, another one the first `sink_size` and
     the last `recent_size`.
 
-    Args: keys, of which only the shape is read; gates, trained or estimated; sink_size and
-    recent_size, at least 0 and together at least 1. Returns kept [B, H_kv, T], boolean.
+    Args: keys, of which only the shape is read; gates, trained or estimated; sink_size and recent_size,
+    at least 0 and together at least 1.
     """
     length = keys.shape[2]
     # Decision: a streaming head keeps a token at least.
@@ -60,8 +60,7 @@ def estimate_gates(
     one that looks everywhere. It estimates gates without the paper's training; the public code
     calls it experimental.
 
-    Args: query_mean and key_mean, before RoPE; length
-    n; theta, the base of RoPE. Returns [B, H_kv].
+    Args: query_mean and key_mean, before RoPE; length n; theta, the base of RoPE.
     """
     places = np.arange(length)
     keys = rotate(np.repeat(key_mean[:, :, None], places.size, axis=2), places, theta)[:, :, None]
@@ -87,7 +86,7 @@ def gated_attention(
     the tokens up to its own; streaming attention sees of these the
     first `sink_size` and the last `recent_size`, its own among them.
 
-    Args: queries, those of the last M <= T tokens; gates in [0, 1]. Returns [B, H_q, M, D_v].
+    Args: queries, those of the last M tokens.
     """
     num_queries, length = queries.shape[2], keys.shape[2]
     places = np.arange(length)
@@ -114,7 +113,7 @@ def training_loss(
 ) -> float:
     r"""DA-4: `L = (1/(N d)) sum_n ||h_n - h_n^full||^2 + penalty sum_h |g_h|`.
 
-    Args: the final hidden states [N, d] of the tokens that say the answer, with DA-3 in every head,
-    and those of the full model.
+    Args: the final hidden states of the tokens that say the answer, with DA-3 in every head, and those of
+    the full model.
     """
     return float(((hidden_states - full_hidden_states) ** 2).mean() + penalty * np.abs(gates).sum())

@@ -36,10 +36,9 @@ def score(
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
     `ada_kv` on these scores.
 
-    Args: query_mean and query_covariance, averaged over RoPE by `average_rope`; epsilon >= 0 (0.02
-    in the paper, 0 for needle retrieval). Returns scores [B, H_kv, T], higher = keep. With W_o v
-    [B, H_kv, T, h] as the values it is equation 9 as printed (EA-9), otherwise that of the
-    experiments (EA-V). Source: section 2.2, equations 7 to 9.
+    Args: query_mean and query_covariance, averaged over RoPE by `average_rope`; epsilon >= 0 (0.02 in the
+    paper, 0 for needle retrieval). Returns scores, higher = keep. With W_o v as the values it is equation
+    9 as printed (EA-9), otherwise that of the experiments (EA-V). Source: section 2.2, equations 7 to 9.
     """
     grouped_mean, grouped_covariance = (
         grouped(each, keys.shape[1]) for each in (query_mean, query_covariance)
@@ -57,8 +56,8 @@ def query_statistics(
     r"""EA-5, EA-L1: `mu = mean of q`,
     `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
 
-    Args: queries, all of one head. Returns mean [..., D] and covariance [..., D, D]. Source:
-    section 2.2; `compute_statistics` in listing 1.
+    Args: queries, all of one head. Returns mean and covariance. Source: section 2.2; `compute_statistics`
+    in listing 1.
     """
     mean = queries.mean(axis=-2)
     centred = queries - mean[..., None, :]
@@ -75,9 +74,8 @@ def project_statistics(
     r"""EA-5: `mu_q = W_Q mu`, `Sigma_q = W_Q Sigma W_Q^T`:
     queries before RoPE of Gaussian hidden states.
 
-    Args: hidden_mean [..., h]; hidden_covariance [..., h, h] (the paper prints d); w_q [D, h].
-    Returns [..., D], [..., D, D]. R_t turns both as in EA-6 with horizon 1. QK-norm is not linear:
-    take `query_statistics` there. Source: equation 5.
+    The paper prints d for h. R_t turns mean and covariance as in EA-6 with horizon 1. QK-norm is not
+    linear: take `query_statistics` there. Source: equation 5.
     """
     return (w_q @ hidden_mean[..., None])[..., 0], w_q @ hidden_covariance @ np.swapaxes(w_q, -1, -2)
 
@@ -92,9 +90,8 @@ def average_rotation(
 ) -> Real[np.ndarray, "head_dim head_dim"]:
     r"""EA-6: `Rbar = (1/T) sum_{j=1..T} R_{t+j}`, T = horizon, t + 1 = position.
 
-    Returns [D, D]. Each pair (i, i + D/2) is turned by its angle at the
-    middle of the window and shrunk by `sin(T w_i / 2) / (T sin(w_i / 2))`.
-    Arguments and errors of `average_rope`. Source: equation 6.
+    Each pair (i, i + D/2), D = head_dim, is turned by its angle at the middle of the window and shrunk by
+    `sin(T w_i / 2) / (T sin(w_i / 2))`. Arguments and errors of `average_rope`. Source: equation 6.
     """
     angles = (position + np.arange(horizon))[:, None] * frequencies(head_dim, theta)
     cos, sin = np.diag(np.cos(angles).mean(axis=0)), np.diag(np.sin(angles).mean(axis=0))
@@ -113,9 +110,9 @@ def average_rope(
     r"""EA-6: `mu_bar = Rbar mu`, `Sigma_bar = Rbar Sigma Rbar^T`: statistics of queries averaged
     over the next positions.
 
-    Args: query_mean, query_covariance, before RoPE (any leading axes); position, that of the next
-    token (the tokens seen, evicted ones too); horizon, how many positions from there on; theta, the
-    base of RoPE. Returns both in the same shapes. Source: section 2.2, equation 6.
+    Args: query_mean, query_covariance, before RoPE; position, that of the next token (the tokens seen,
+    evicted ones too); horizon, how many positions from there on; theta, the base of RoPE. Source: section
+    2.2, equation 6.
     """
     head_dim = query_mean.shape[-1]
     rotation = average_rotation(head_dim, position=position, horizon=horizon, theta=theta)
@@ -130,8 +127,7 @@ def log_expected_scores(
     r"""EA-7: `log zhat_i = mu . k_i / sqrt(d) + k_i^T Sigma k_i / (2 d)`, zhat_i =
     E[exp(q . k_i / sqrt(d))] of a Gaussian q.
 
-    Args: keys [..., T, D]; query_mean [..., D]; query_covariance [..., D, D]. Returns [..., T], in
-    the log domain: zhat itself overflows from 710 on. Source: section 2.2, equation 7.
+    The answer is in the log domain: zhat itself overflows from 710 on. Source: section 2.2, equation 7.
     """
     head_dim = keys.shape[-1]
     linear = (keys @ query_mean[..., None])[..., 0]
@@ -147,8 +143,7 @@ def expected_weights(
     r"""EA-8: `ahat_i = zhat_i / sum_j zhat_j`; it is a ratio
     of expectations, not the expected attention E[a_i].
 
-    Arguments of `log_expected_scores`. Returns [..., T],
-    summing to 1. Source: section 2.2, equation 8.
+    The weights sum to 1. Source: section 2.2, equation 8.
     """
     return softmax(log_expected_scores(keys, query_mean, query_covariance))
 
@@ -162,8 +157,8 @@ def contribution(
     r"""EA-9, EA-V: `(ahat_i + epsilon) |W_o v_i|` with w_o, equation 9 as printed;
     `(ahat_i + epsilon) |v_i|` without.
 
-    Args: weights [..., T]; values [..., T, D]; epsilon >= 0; w_o [h, D] or None. Returns [..., T].
-    Source: equation 9; section 3.1, implementation details, for the form without w_o.
+    Args: epsilon >= 0; w_o [h, D] or None. Source: equation 9; section 3.1, implementation details, for
+    the form without w_o.
     """
     # Decision: |v|, as in the paper's experiments; W_o would need every value projected.
     return (weights + epsilon) * norm(values if w_o is None else values @ np.swapaxes(w_o, -1, -2))
@@ -178,9 +173,8 @@ def listing_1(
     r"""EA-L1: listing 1 for one head, corrected so that it runs: einsum over every token, exact
     budget, tokens in position order.
 
-    Args: queries [N, D]; keys [T, D]; values [T, D_v]; compression_ratio in [0, 1). Returns the
-    kept keys and values. No RoPE average and epsilon 0, as listed. Raises ValueError for a bad
-    ratio. Source: listing 1.
+    Args: compression_ratio in [0, 1). Returns the n kept keys and values. No RoPE average and epsilon 0,
+    as listed. Raises ValueError for a bad ratio. Source: listing 1.
     """
     mean, covariance = query_statistics(queries)
     head_dim = keys.shape[-1]
@@ -215,8 +209,7 @@ def start_decoding(
     *,
     buffer_size: Setting[int, ">= 1"] = 128,
 ) -> State[Decoding, ""]:
-    r"""EA-10: the state after an uncompressed prompt: keys [B, H_kv, T, D], values, and queries
-    [B, H_q, T, D] before RoPE.
+    r"""EA-10: the state after an uncompressed prompt: keys, values, and queries before RoPE.
 
     After a compressed prompt, build `Decoding` from the kept tokens, with position = the tokens
     seen, not the tokens kept. Source: section 3.1, implementation details.
@@ -268,7 +261,7 @@ def decode_step(
 def appended(
     rows: Real[np.ndarray, "B H_kv T D"], row: Real[np.ndarray, "B H_kv D"]
 ) -> Real[np.ndarray, "B H_kv T+1 D"]:
-    """One more token, [B, H, D], after the rows, [B, H, n, D]."""
+    """One more token after the rows."""
     return np.concatenate([rows, row[:, :, None]], axis=2)
 
 

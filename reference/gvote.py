@@ -32,9 +32,9 @@ def select(
     r"""GV-A1..3, GV-A9..11: keep what any sampled query has among its top B_0, for any query head
     of the group.
 
-    Args: query, that of the last prompt token; all after RoPE. Returns kept [B, H_kv, T], ragged:
-    from max B_0 to min(T, S * sum of B_0) tokens, over the query heads of a group. Source: section
-    3.2; Algorithm 1, lines 1 to 3 and 9 to 11.
+    Args: query, that of the last prompt token; all after RoPE. The kept tokens are ragged: from max B_0
+    to min(T, S * sum of B_0) tokens, over the query heads of a group. Source: section 3.2; Algorithm 1,
+    lines 1 to 3 and 9 to 11.
     """
     (batch, num_kv_heads, length, _), samples = keys.shape, sampled_queries.shape[2]
     per_query_head = keys[:, :, None]
@@ -55,7 +55,7 @@ def attention_weights(
 ) -> Share[np.ndarray, "* T"]:
     r"""GV-1, GV-A1: `A_0 = softmax(q K^T / sqrt(D))`, one query over all the tokens.
 
-    Returns [..., T], summing to 1. Source: equation 1; Algorithm 1, line 1.
+    The weights sum to 1. Source: equation 1; Algorithm 1, line 1.
     """
     return softmax(attention_logits(query[..., None, :], keys))[..., 0, :]
 
@@ -66,8 +66,7 @@ def nucleus(
 ) -> Mask[np.ndarray, "... T"]:
     r"""GV-A2: `K_0 = the smallest set of tokens with mass >= p`, and never empty.
 
-    Returns a mask [..., T]. Source: section 3.2, step 1;
-    Algorithm 1, line 2.
+    Source: section 3.2, step 1; Algorithm 1, line 2.
     """
     beyond = float(1 - p)
     order = np.argsort(-attention, axis=-1, kind="stable")
@@ -86,7 +85,7 @@ def nucleus(
 
 @contract
 def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> Whole[np.ndarray, "..."]:
-    r"""GV-A3: `B_0 = |K_0|`. Returns [...]. Source: Algorithm 1, line 3."""
+    r"""GV-A3: `B_0 = |K_0|`. Source: Algorithm 1, line 3."""
     return candidates.sum(axis=-1)
 
 
@@ -97,9 +96,9 @@ def hidden_statistics(
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
     normalised hidden states, sinks skipped.
 
-    Args: hidden_states, the layer norm's output, which the attention reads; sink_size, first tokens
-    to skip (of a shorter prompt all but the last). Returns mean and variance, [..., C]. Source:
-    section 3.2, step 2; Algorithm 1, line 4.
+    Args: hidden_states, the layer norm's output, which the attention reads; sink_size, first tokens to
+    skip (of a shorter prompt all but the last). Returns mean and variance. Source: section 3.2, step 2;
+    Algorithm 1, line 4.
     """
     # Decision: 4 sinks as in StreamingLLM, and the variance divides by the number of tokens.
     skipped = min(sink_size, hidden_states.shape[-2] - 1)
@@ -116,7 +115,7 @@ def sample_hidden_states(
     r"""GV-A5: `x_s = mu + sigma * e_s` is a sample of N(mu, diag(sigma^2)) if the noise e_s is a
     sample of N(0, I).
 
-    Returns [..., S, C]. Source: section 3.2, step 3; Algorithm 1, line 5.
+    Source: section 3.2, step 3; Algorithm 1, line 5.
     """
     return mean[..., None, :] + np.sqrt(variance)[..., None, :] * noise
 
@@ -129,8 +128,8 @@ def project(
 ) -> Real[np.ndarray, "* S D"]:
     r"""GV-A6: `Q = X W_Q (+ b)`, the linear layer of the model, before RoPE.
 
-    Args: query_weight, the transpose of torch's; query_bias or None. Returns [..., S, D]. Source:
-    section 3.2, step 3; Algorithm 1, line 6.
+    Args: query_weight, the transpose of torch's; query_bias or None. Source: section 3.2, step 3;
+    Algorithm 1, line 6.
     """
     queries = hidden_states @ query_weight
     return queries if query_bias is None else queries + query_bias[..., None, :]
@@ -147,8 +146,8 @@ def average_cos_sin(
     r"""GV-A7: `mean over t of cos(t w_i), and of sin(t w_i)`, for t = position .. position +
     horizon - 1.
 
-    Args: head_dim D, even; position, that of the next token. Returns cos and sin, [D/2]. Source:
-    section 3.2, step 3; Algorithm 1, line 7.
+    Args: position, that of the next token. Returns cos and
+    sin. Source: section 3.2, step 3; Algorithm 1, line 7.
     """
     angles = np.arange(position, position + horizon)[:, None] * frequencies(head_dim, theta)
     return np.cos(angles).mean(axis=0), np.sin(angles).mean(axis=0)
@@ -165,8 +164,7 @@ def rotate_by_average(
     r"""GV-A8: `RoPE with the averaged cos and sin`, which is the mean of the query rotated to each
     of the positions.
 
-    Args: queries, before RoPE; the settings of `average_cos_sin`. Returns [..., S, D]. Source:
-    Algorithm 1, line 8.
+    Args: queries, before RoPE; the settings of `average_cos_sin`. Source: Algorithm 1, line 8.
     """
     cos, sin = average_cos_sin(queries.shape[-1], position=position, horizon=horizon, theta=theta)
     first, second = np.split(queries, 2, axis=-1)
@@ -177,10 +175,7 @@ def rotate_by_average(
 def sampled_logits(
     sampled_queries: Real[np.ndarray, "* S D"], keys: Real[np.ndarray, "* T D"]
 ) -> Real[np.ndarray, "* S T"]:
-    r"""GV-A9: `q_s . k_t / sqrt(D)` of each sampled query.
-
-    Returns [..., S, T]. Source: section 3.4; Algorithm 1, line 9.
-    """
+    r"""GV-A9: `q_s . k_t / sqrt(D)` of each sampled query. Source: section 3.4; Algorithm 1, line 9."""
     # Decision: the logits, not their softmax. The ranking is the same, but very low logits have a
     # softmax of 0: ties.
     return attention_logits(sampled_queries, keys)
@@ -192,8 +187,7 @@ def top_each(
 ) -> Mask[np.ndarray, "... T"]:
     r"""GV-5, GV-A10: `K_h = top-b_h(I_h)`: every row keeps its own number of tokens.
 
-    Returns kept [..., T]; of equal scores the lower position is kept.
-    Source: equation 5; Algorithm 1, line 10.
+    Of equal scores the lower position is kept. Source: equation 5; Algorithm 1, line 10.
     """
     order = np.argsort(-scores, axis=-1, kind="stable")
     kept = np.zeros(scores.shape, dtype=bool)
@@ -203,7 +197,7 @@ def top_each(
 
 @contract
 def union(votes: Mask[np.ndarray, "... S T"]) -> Mask[np.ndarray, "... T"]:
-    r"""GV-A11: `K = union of the K_s`. Returns kept [..., T]. Source: Algorithm 1, line 11."""
+    r"""GV-A11: `K = union of the K_s`. Source: Algorithm 1, line 11."""
     return np.logical_or.reduce(votes, axis=-2)
 
 

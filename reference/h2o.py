@@ -24,9 +24,8 @@ def score(
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all
     queries, mean over the group.
 
-    Args: queries, of the last M tokens, after RoPE (M = T for H2O itself). Returns scores
-    [B, H_kv, T], higher = keep, summing to M; it costs O(M T). Source: section 4.1 of the paper,
-    the accumulated attention score.
+    Args: queries, of the last M tokens, after RoPE (M = T for H2O itself). Returns scores, higher = keep,
+    summing to M; it costs O(M T). Source: section 4.1 of the paper, the accumulated attention score.
     """
     queries, keys = by_group(queries, keys)
     num_queries, length = queries.shape[-2], keys.shape[-2]
@@ -49,9 +48,8 @@ def select(
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and fill the budget with the highest scores
     among the others.
 
-    Args: those of `score`; budget >= 1, more than T keeps all. Returns
-    kept [B, H_kv, T] with min(budget, T) True in each row. Source:
-    section 4.2 of the paper; half and half as in its experiments.
+    Args: those of `score`; budget >= 1, more than T keeps all. Each row keeps min(budget, T) tokens.
+    Source: section 4.2 of the paper; half and half as in its experiments.
     """
     scores = score(queries, keys)
     # Decision: the odd token of a budget goes to the recent half, so that a budget of 1 keeps the
