@@ -20,7 +20,7 @@ ArrayMap = Callable[[np.ndarray], np.ndarray]
 def score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
     r"""KD-8: `score_i = -cos(mu, k_i)`, in O(T).
 
-    Returns scores [B, H_kv, T] in [-1, 1], higher = keep. Source: section 3.2, equation 8.
+    Returns scores, higher = keep. Source: section 3.2, equation 8.
     """
     return -cosine(keys, anchor(keys))
 
@@ -129,18 +129,13 @@ def decode(
     budget: Setting[int, ">= 1"],
     scorer: ArrayMap = score,
 ) -> State[Cache, "..."]:
-    r"""KD-6: token generation is block processing with B = 1: key [..., D] and value [..., D_v] of
-    one new token.
-    """
+    r"""KD-6: token generation is block processing with B = 1: the key and the value of one new token."""
     return process_block(cache, key[..., None, :], value[..., None, :], budget=budget, scorer=scorer)
 
 
 @contract
 def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T T"]:
-    r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key.
-
-    Returns [..., T, T]. Source: section 3.2, equation 7.
-    """
+    r"""KD-7: `S_ij = cos(k_i, k_j)`, every key against every key. Source: section 3.2, equation 7."""
     directions = unit(keys)
     return directions @ np.swapaxes(directions, -1, -2)
 
@@ -149,8 +144,8 @@ def similarity_matrix(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "..
 def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
     r"""KD-7: `score = -S 1`, minus the sum of each row of the similarity matrix; it costs O(T^2).
 
-    Returns [..., T]. It ranks the tokens as `score` does: row i sums to `T |mu| cos(k_i, mu)`.
-    Source: section 3.2, equation 7.
+    It ranks the tokens as `score` does: row i sums to
+    `T |mu| cos(k_i, mu)`. Source: section 3.2, equation 7.
     """
     return -similarity_matrix(keys).sum(axis=-1)
 
@@ -159,7 +154,7 @@ def pairwise_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T
 def anchor(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... D"]:
     r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of the unit keys (not the mean of the keys).
 
-    Returns [..., D]. Source: section 3.2, equation 8.
+    Source: section 3.2, equation 8.
     """
     return unit(keys).mean(axis=-2)
 
@@ -167,14 +162,12 @@ def anchor(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... D"]:
 def cosine(
     keys: Real[np.ndarray, "... T D"], direction: Real[np.ndarray, "... D"]
 ) -> Cosine[np.ndarray, "... T"]:
-    r"""`cos(k_i, a)` of every key with one vector:
-    keys [..., T, D], direction [..., D] give [..., T].
-    """
+    r"""`cos(k_i, a)` of every key with one vector a, the direction."""
     return (unit(keys) @ unit(direction)[..., None])[..., 0]
 
 
 def unit(vectors: Real[np.ndarray, "... D"]) -> Real[np.ndarray, "... D"]:
-    r"""`x / |x|` along the last axis, [..., D] to [..., D]."""
+    r"""`x / |x|` along the last axis."""
     # The vector is divided by its largest component first: the square of 1e200 overflows in
     # float64.
     scale = np.abs(vectors).max(axis=-1, keepdims=True)

@@ -36,8 +36,7 @@ def causal_attention(
     r"""KD-2: `softmax(Q K^T / sqrt(D) + M) V`, with M
     = -inf strictly above the diagonal and 0 elsewhere.
 
-    Args: queries, keys, values, of one head (Q = X W_Q and so on; RoPE applied). Returns
-    [..., T, D_v]. Source: equation 2.
+    Args: queries, keys, values, of one head (Q = X W_Q and so on; RoPE applied). Source: equation 2.
     """
     return _masked_attention(queries, keys, values)
 
@@ -52,7 +51,7 @@ def cached_attention(
     r"""KD-3: `softmax(Q [K_c ; K]^T / sqrt(D) + M) [V_c ; V]`: the new tokens see all of the cache,
     and one another causally.
 
-    Args: queries, keys, values of the M new tokens. Returns [..., M, D_v]. Source: equation 3.
+    Args: queries, keys, values of the M new tokens. Source: equation 3.
     """
     joined = append(cache, keys, values)
     return _masked_attention(queries, joined.keys, joined.values)
@@ -74,8 +73,7 @@ def attention_policy(
     r"""KD-5: `top_N of phi(A)`, scores from attention, unlike KeyDiff: phi = the last row of A is
     TOVA, its column sums H2O.
 
-    Args: weights, attention of M queries; budget N; aggregate (phi),
-    which maps them to scores [..., T]. Returns kept [..., T], boolean.
+    Args: weights, attention of M queries; budget N; aggregate (phi), which maps them to scores [..., T].
     Raises ValueError as `selection.top_k` does. Source: equation 5.
     """
     return top_k(aggregate(weights), budget)
@@ -88,7 +86,7 @@ def pairwise_objective(
     r"""KD-O: `sum_{i in S} sum_{j in S} cos(k_i, k_j) = N sum_{i in S} khat_i . mu(S)`, the
     objective that section 3.3 minimises.
 
-    Args: kept (S). Returns [...].
+    Args: kept (S).
     """
     chosen = unit(keys) * kept[..., None]
     total = chosen.sum(axis=-2)
@@ -102,7 +100,7 @@ def relaxed_objective(
     r"""KD-O: `sum_{i in S} khat_i . mu`, with the mean over ALL keys instead of the mean over S;
     KeyDiff minimises this.
 
-    Args and Returns as `pairwise_objective`. Source: section 3.3.
+    Args as `pairwise_objective`. Source: section 3.3.
     """
     return ((unit(keys) @ anchor(keys)[..., None])[..., 0] * kept).sum(axis=-1)
 
@@ -123,8 +121,8 @@ def score_step_by_step(
     r"""KD-A1: KD-8 in the operations that appendix A.2.1
     counts: norms, unit keys, anchor, dot products, quotients.
 
-    Args: keys without zero keys, by whose norm it divides; epsilon bounds the denominators from
-    below. Returns scores [..., T]. Raises ValueError for a zero key. Source: appendix A.2.1.
+    Args: keys without zero keys, by whose norm it divides; epsilon bounds the denominators from below.
+    Raises ValueError for a zero key. Source: appendix A.2.1.
     """
     if (np.abs(keys).max(axis=-1) == 0).any():
         raise ValueError("keys: got a zero key, wanted none: each key is divided by its norm")
@@ -184,7 +182,7 @@ def squared_cosines(
     r"""KD-C2: `cos(x, e_i)^2` for the rows e_i of an
     orthonormal basis; they sum to 1 (to 0 for the zero vector).
 
-    Returns [..., D]. Source: lemma C.2.
+    Source: lemma C.2.
     """
     return cosine(basis, vector) ** 2
 
@@ -196,7 +194,7 @@ def anchor_cosine_bound(
     r"""KD-C3: `cos(k*, kbar) <= 1 - (bq - bk)^2 / 2` with
     bq = cos(k*, q) and bk = cos(kbar, q), of any signs.
 
-    Args: two arrays of cosines that broadcast. The least upper bound is the cosine of the
-    difference of the two angles, `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
+    The least upper bound is the cosine of the difference of the two angles,
+    `bq bk + sqrt((1 - bq^2)(1 - bk^2))`. Source: theorem C.3.
     """
     return 1 - (key_query - anchor_query) ** 2 / 2

@@ -14,9 +14,7 @@ from .selection import top_k
 
 @contract
 def median_score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
-    r"""KD-T2: `score_i = -cos(m, k_i)`, m the median of the keys in each channel. [..., T, D] to
-    [..., T]. Section 4.3.
-    """
+    r"""KD-T2: `score_i = -cos(m, k_i)`, m the median of the keys in each channel. Section 4.3."""
     # Decision: the median of the keys as cached; section 4.3 calls only the mean one of normalised
     # keys.
     return -cosine(keys, np.median(keys, axis=-2))
@@ -24,17 +22,15 @@ def median_score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T
 
 @contract
 def raw_mean_score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
-    r"""KD-T2: `score_i = -cos(kbar, k_i)`, kbar the mean of the keys, where long keys count more.
-    [..., T, D] to [..., T]. Section 4's wording; table 2 has no row for it.
+    r"""KD-T2: `score_i = -cos(kbar, k_i)`, kbar the mean of the keys, where long keys count more. Section
+    4's wording; table 2 has no row for it.
     """
     return -cosine(keys, keys.mean(axis=-2))
 
 
 @contract
 def dot_product_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
-    r"""KD-T3: `score_i = -k_i . kbar`, kbar the mean of the keys: it ranks as `-sum_j k_i . k_j`.
-    [..., T, D] to [..., T].
-    """
+    r"""KD-T3: `score_i = -k_i . kbar`, kbar the mean of the keys: it ranks as `-sum_j k_i . k_j`."""
     # Decision: the anchor follows from equation 7 with this similarity; for dot products it is the
     # mean of the keys.
     return -(keys @ keys.mean(axis=-2)[..., None])[..., 0]
@@ -42,9 +38,7 @@ def dot_product_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "..
 
 @contract
 def euclidean_score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
-    r"""KD-T3: `score_i = |k_i - kbar|`, with minus the distance to the mean of the keys as
-    similarity. [..., T, D] to [..., T].
-    """
+    r"""KD-T3: `score_i = |k_i - kbar|`, with minus the distance to the mean of the keys as similarity."""
     # Decision: as for dot products; `sum_j |k_i - k_j|^2` is `T |k_i - kbar|^2` and a number that
     # no token changes.
     difference = keys - keys.mean(axis=-2, keepdims=True)
@@ -61,7 +55,7 @@ def select_with_recent(
     r"""KD-T11: keep the `floor(recent_ratio * budget)` latest tokens, and fill the budget by
     `score` over all keys.
 
-    Returns kept [..., T], boolean. Source: appendix B.4.
+    Source: appendix B.4.
     """
     scores = score(keys)
     budget = min(budget, scores.shape[-1])

@@ -11,7 +11,6 @@ METHOD = "keeps the keys of smallest Euclidean norm"
 def score(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T"]:
     r"""KN-1: `score_i = -|k_i|`.
 
-    Returns scores [B, H_kv, T], at most 0, higher =
-    keep. Source: the paper's abstract and section 3.
+    Returns scores, at most 0, higher = keep. Source: the paper's abstract and section 3.
     """
     return -np.sqrt((keys * keys).sum(axis=-1))

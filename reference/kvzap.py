@@ -37,9 +37,9 @@ def select(
     A token is judged as it leaves the window. Later calls get the hidden states of the window and of the
     new tokens alone, and leave alone what was judged before.
 
-    Args: keys, of which only the shape is read; hidden_states, of the last M <= T tokens, as the
-    attention layer reads them; threshold and window_size, those of `dms`. Returns kept
-    [B, H_kv, T], boolean, ragged. Source: the public code; -4 is the threshold of its example.
+    Args: keys, of which only the shape is read; hidden_states, of the last M tokens, as the attention
+    layer reads them; threshold and window_size, those of `dms`. The kept tokens are ragged. Source: the
+    public code; -4 is the threshold of its example.
     """
     kept = np.ones(keys.shape[:3], dtype=bool)
     scores = score(hidden_states, surrogate_weights, surrogate_bias)
@@ -56,8 +56,7 @@ def dms(
 ) -> Mask[np.ndarray, "... T"]:
     r"""ZA-1: `kept_t = (s_t >= tau) or (t > T - w)`: eviction by a threshold, delayed by a window.
 
-    Args: scores, infinities allowed; threshold, any number or infinity. Returns kept [..., T],
-    boolean: each row keeps its own number.
+    Each row keeps its own number of tokens.
     """
     # Decision: the window is never empty, so a head keeps a token. The public code allows 0.
     length = scores.shape[-1]
@@ -72,7 +71,7 @@ def score(
 ) -> Real[np.ndarray, "B H_kv T"]:
     r"""ZA-2: `s_t = w . h_t + b`, the surrogate of each KV head on the hidden state of the token.
 
-    Returns scores [B, H_kv, T], higher = keep, logarithms of KVzip's scores.
+    Returns scores, higher = keep, logarithms of KVzip's scores.
     """
     return surrogate_weights @ np.swapaxes(hidden_states, 1, 2) + surrogate_bias[..., None]
 
@@ -89,8 +88,7 @@ def target(
     r"""ZA-3: `y_t = log max_gm A_gmt |W_o^g v_t| / |h_m|`, KVzip's score with the lengths of what a
     token adds and of the state that it is added to (KVzip+).
 
-    Args: the queries [B, H_q, M, D], keys and hidden states [B, M, hidden] of the replay. Returns
-    [B, H_kv, T].
+    Args: the queries, keys and hidden states of the replay.
     """
     queries, replay = by_group(replay_queries, replay_keys)
     attention = replay_attention(keys[:, :, None], queries, replay)
@@ -111,8 +109,8 @@ def fit(
 ) -> tuple[Real[np.ndarray, "B H_kv C"], Real[np.ndarray, "B H_kv"]]:
     r"""ZA-4: the w and b with the least `sum_t (w . h_t + b - y_t)^2 + ridge |w|^2`, for each KV head.
 
-    Args: ridge above 0, which leaves b alone. Returns weights [B, H_kv, hidden] and bias [B, H_kv].
-    Source: kvzap/train.py, whose ridge is 1, the default of scikit-learn.
+    Args: ridge, which leaves b alone. Returns the weights w and the bias b. Source: kvzap/train.py, whose
+    ridge is 1, the default of scikit-learn.
     """
     middle, mean = hidden_states.mean(axis=1, keepdims=True), target_scores.mean(axis=2, keepdims=True)
     centred = hidden_states - middle

@@ -26,8 +26,7 @@ def score(
 
     Given the states of the replay the score is pure: to read the text again is the caller's.
 
-    Returns scores [B, H_kv, T], from 0 to 1, higher
-    = keep; it costs O(M T). Source: the public code.
+    Returns scores, higher = keep; it costs O(M T). Source: the public code.
     """
     queries, replay = by_group(replay_queries, replay_keys)
     return replay_attention(keys[:, :, None], queries, replay).max(axis=(2, 3))
@@ -41,9 +40,8 @@ def replay_attention(
     r"""KZ-1: attention of the replay's M tokens on the text's T: the m-th sees the text and the
     replay up to itself.
 
-    Args: keys [..., T, D]; replay_queries and replay_keys [..., M, D],
-    after RoPE, at the positions after the text. Returns [..., M, T],
-    each row summing to less than 1 by what the replay attends to itself.
+    Args: replay_queries and replay_keys, after RoPE, at the positions after the text. Each row of the
+    answer sums to less than 1 by what the replay attends to itself.
     """
     whole = np.concatenate([keys, replay_keys], axis=-2)
     return causal_attention(replay_queries, whole)[..., : keys.shape[-2]]
@@ -56,8 +54,8 @@ def top_r(
     r"""KZ-3: one selection over all layers and heads: the
     `budget * L * H` highest scores, no head guaranteed any.
 
-    Args: budget, the tokens of each head on average. Returns kept [L, B, H_kv, T], boolean, with
-    min(budget, T) * L * H True for each row of the batch.
+    Args: budget, the tokens of each head on average. Returns kept, with min(budget, T) * L * H True for
+    each row of the batch.
     """
     layers, batch, heads, length = scores.shape
     rows = np.swapaxes(scores, 0, 1).reshape(batch, -1)

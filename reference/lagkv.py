@@ -27,8 +27,8 @@ def score(
     r"""LK-7..11: `score_i = score(K)_i + score(V)_i` of one partition against the next; the scores
     of a partition sum to 2.
 
-    Args: next_keys, next_values, the partition after it. Returns [..., L], higher = keep. Source:
-    section 2.2, equations 7 to 11.
+    Args: next_keys, next_values, the partition after it. Returns scores, higher = keep. Source: section
+    2.2, equations 7 to 11.
     """
     return variation_score(normalise(keys, next_keys)) + variation_score(normalise(values, next_values))
 
@@ -37,25 +37,17 @@ def score(
 def append(
     cached: Real[np.ndarray, "... N>=0 D"], new: Real[np.ndarray, "... n D"]
 ) -> Real[np.ndarray, "... N+n D"]:
-    r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. [..., N, D] and [..., n, D] to
-    [..., N + n, D].
-
-    `cached` may be empty (N = 0). Source: section 2.1, equation 5.
-    """
+    r"""LK-5: `K = Cat[K : k]`, the new tokens after the cached ones. Source: section 2.1, equation 5."""
     return np.concatenate([cached, new], axis=-2)
 
 
 def reference_minimum(next_states: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... 1 D"]:
-    r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
-    Source: equation 7.
-    """
+    r"""LK-7: `min_c = min over the tokens t of Z[p+1]_tc`, per channel. Source: equation 7."""
     return next_states.min(axis=-2, keepdims=True)
 
 
 def reference_maximum(next_states: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... 1 D"]:
-    r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. [..., L, D] to [..., 1, D].
-    Source: equation 8.
-    """
+    r"""LK-8: `max_c = max over the tokens t of Z[p+1]_tc`, per channel. Source: equation 8."""
     return next_states.max(axis=-2, keepdims=True)
 
 
@@ -65,8 +57,7 @@ def normalise(
     r"""LK-9: `Zbar = (Z - min) / (max - min)`, per channel, with the range of the NEXT partition;
     it may leave [0, 1].
 
-    Args: states [..., L, D] of partition p, next_states [..., L', D] of partition p + 1. Returns
-    [..., L, D]. Source: equation 9.
+    Args: states of partition p, next_states of partition p + 1. Source: equation 9.
     """
     low, high = reference_minimum(next_states), reference_maximum(next_states)
     spread = high - low
@@ -80,7 +71,7 @@ def variation_score(normalised: Real[np.ndarray, "... T D"]) -> Weight[np.ndarra
     r"""LK-10: `softmax over the tokens of std over the channels`:
     positive, sums to 1 over the partition.
 
-    Args: normalised [..., L, D]. Returns [..., L]. Source: equation 10.
+    Source: equation 10.
     """
     if normalised.shape[-1] == 1:
         deviation = np.zeros_like(normalised[..., 0])  # a single channel has no variation
@@ -103,8 +94,7 @@ def select(
     r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
     last partition onwards.
 
-    Returns kept [B, H_kv, T], boolean; each head keeps `retained_length(T)` tokens. Source: section
-    2.2 and figure 1.
+    Each head keeps `retained_length(T)` tokens. Source: section 2.2 and figure 1.
     """
     return _kept_after(sink_size, score, keys, values, keep_ratio, lag_size)
 
@@ -222,9 +212,9 @@ def step(
     an evicted token never returns. At most `sink_size + floor(rL) n + 2L - 1` tokens stay, n the
     partitions compressed so far.
 
-    Args: stream, None at the start; keys and values, the n >= 1 new tokens; the settings of
-    `select`. Returns the next Stream; the given stream is unchanged. Source: the list of section
-    2.2, figure 1 and (the prefill in chunks) section 4.3.
+    Args: stream, None at the start; keys and values, those of the new tokens; the settings of `select`.
+    Returns the next Stream; the given stream is unchanged. Source: the list of section 2.2, figure 1 and
+    (the prefill in chunks) section 4.3.
     """
     if stream is None:
         nothing = np.zeros((*keys.shape[:2], 0), dtype=int)

@@ -18,8 +18,7 @@ def project(
     r"""LK-1, LK-4: `Q = X W_Q, K = X W_K, V = X W_V` of one head; with a single row x, the q, k and
     v of a decoding step.
 
-    Args: the weights [..., d, d_h]. Returns queries, keys and values, each [..., n, d_h]. Source:
-    section 2.1, equations 1 and 4.
+    Returns queries, keys and values. Source: section 2.1, equations 1 and 4.
     """
     return states @ query_weight, states @ key_weight, states @ value_weight
 
@@ -30,10 +29,7 @@ def attention_output(
     values: Real[np.ndarray, "... h T d_h"],
     output_weight: Real[np.ndarray, "h*d_h d"],
 ) -> Real[np.ndarray, "... M d"]:
-    r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side.
-
-    Returns [..., M, d]. Source: section 2.1, equation 2.
-    """
+    r"""LK-2: `Y = Concat_i(A_i V_i) W_O`, the heads i side by side. Source: section 2.1, equation 2."""
     side_by_side = np.swapaxes(weights @ values, -2, -3)
     return side_by_side.reshape(*side_by_side.shape[:-2], len(output_weight)) @ output_weight
 
@@ -45,8 +41,7 @@ def attention_weights(
     r"""LK-3, LK-6: `A = softmax(Q K^T / sqrt(d_h))`, causal; the queries are those of the last M of
     the T tokens.
 
-    Args: queries, M <= T. Returns [..., M, T]: M = T is the prefill, M = 1 a decoding step. Source:
-    section 2.1, equations 3 and 6.
+    M = T is the prefill, M = 1 a decoding step. Source: section 2.1, equations 3 and 6.
     """
     num_queries, length = queries.shape[-2], keys.shape[-2]
     # Decision: causal. Equation 3 is printed without a mask; then a cached prefill would differ

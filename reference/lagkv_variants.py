@@ -18,7 +18,7 @@ def local_score(
     r"""LK-14, LK-15: LocalKV, `score` with `min_c` and `max_c` over the tokens of Z[p] itself
     instead of Z[p+1]: Zbar is in [0, 1].
 
-    Returns [..., L], higher = keep. Source: section 4.4, equations 14 and 15.
+    Returns scores, higher = keep. Source: section 4.4, equations 14 and 15.
     """
     return score(keys, values, keys, values)
 

@@ -35,10 +35,9 @@ def score(
     r"""MK-10: `score_j = alpha_j |r_j|`, with alpha
     the attention of the query over the retained keys.
 
-    Args: query, the decode query; keys and values of the retained tokens;
-    moments of the evicted ones. Returns [B, H_kv, T], at least 0, higher =
-    keep; alpha is the mean of the probabilities that the query heads of a
-    group give. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
+    Args: query, the decode query; keys and values of the retained tokens; moments of the evicted ones.
+    Returns scores, higher = keep; alpha is the mean of the probabilities that the query heads of a group
+    give. Source: section 4.2, equation 10, Algorithm 1 lines 7 to 12.
     """
     # Decision: a KV head is scored once for its group: the mean over its query heads, after the
     # softmax.
@@ -112,9 +111,7 @@ def update(
 def no_moments(
     keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
 ) -> State[Moments, "..."]:
-    r"""MK-22: the moments of the empty set, for the heads of keys [..., T, D] and values
-    [..., T, D_v].
-    """
+    r"""MK-22: the moments of the empty set, for the heads of these keys and values."""
     lead, head_dim, value_dim = keys.shape[:-2], keys.shape[-1], values.shape[-1]
     return Moments(
         np.zeros(lead, dtype=np.int64),
@@ -135,9 +132,8 @@ def approximate_evicted(
     r"""MK-9, MK-21: `fhat_E(q) = vbar + Stilde q / (n_e sqrt(d))`, the evicted output to first
     order; 0 where nothing was evicted.
 
-    Args: query [..., D]; moments with the same leading axes (or broadcasting to them). Returns
-    [..., D_v]. It may leave the convex hull of the evicted values. Source: equations 9 and 21,
-    Algorithm 1 line 23.
+    Args: moments, whose leading axes may broadcast to those of the query. The output may leave the convex
+    hull of the evicted values. Source: equations 9 and 21, Algorithm 1 line 23.
     """
     recovered = recover(moments)
     scale = np.maximum(moments.count, 1)[..., None] * np.sqrt(query.shape[-1])
@@ -152,8 +148,7 @@ def residual(
     r"""MK-10: `r_j = v_j - vbar - Stilde k_j / (n_e sqrt(d))`; where nothing was evicted,
     `r_j = v_j`.
 
-    Args: keys [..., T, D]; values [..., T, D_v]; moments. Returns [..., T, D_v]. Source: equation
-    10, Algorithm 1 line 10.
+    Source: equation 10, Algorithm 1 line 10.
     """
     # Decision: with n_e = 0 the printed line is 0/0; the means are then set to 0, so the residual
     # is v_j.
@@ -169,7 +164,7 @@ def residual_norm(
     values: Real[np.ndarray, "B H_kv T D_v"],
     moments: State[Moments, "B H_kv"],
 ) -> Weight[np.ndarray, "B H_kv T"]:
-    r"""MK-10: `|r_j|`, the Euclidean norm. Args as `residual`. Returns [..., T]."""
+    r"""MK-10: `|r_j|`, the Euclidean norm of each `residual`."""
     unexplained = residual(keys, values, moments)
     return np.sqrt((unexplained * unexplained).sum(axis=-1))
 
@@ -180,7 +175,7 @@ def log_evicted_partition(
     r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where
     nothing was evicted.
 
-    Args: query [..., D]; moments. Returns [...]. Source: equation 11, Algorithm 1 line 22.
+    Source: equation 11, Algorithm 1 line 22.
     """
     mean_logit = (query * recover(moments).mean_key).sum(axis=-1) / np.sqrt(query.shape[-1])
     return np.where(moments.count > 0, np.log(np.maximum(moments.count, 1)) + mean_logit, -np.inf)
@@ -197,10 +192,9 @@ def attend(
     r"""MK-12, MK-37: `fhat(q) = what_R f_R(q) + (1 - what_R) fhat_E(q)`,
     the weights in the log domain.
 
-    Args: kept (other tokens are not read; if they have been evicted, `moments` holds them); moments
-    of the evicted tokens. Returns [B, H_q, D_v]. With no moments it is f_R; a head that keeps
-    nothing and has no moments gives 0. Source: section 4.2, equations 12 and 37, Algorithm 1 lines
-    19 to 25.
+    Args: kept (other tokens are not read; if they have been evicted, `moments` holds them); moments of
+    the evicted tokens. With no moments the output is f_R; a head that keeps nothing and has no moments
+    gives 0. Source: section 4.2, equations 12 and 37, Algorithm 1 lines 19 to 25.
     """
     queries = grouped(query, keys.shape[1])
     from_retained, log_retained = retained_attention(
@@ -237,8 +231,7 @@ def retained_attention(
     r"""MK-2: `f_R` and `log Z_R`, attention renormalised over the kept tokens; 0 and -inf where
     none is kept.
 
-    Args: logits [..., M, T]; values [..., T, D_v]; kept [..., 1, T]. Returns [..., M, D_v] and
-    [..., M]. Algorithm 1 line 20.
+    Source: Algorithm 1 line 20.
     """
     top = np.where(kept, logits, -np.inf).max(axis=-1, keepdims=True)
     top = np.where(np.isfinite(top), top, 0)
@@ -300,9 +293,8 @@ def score_prompt(
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and
     the group, then over each chunk.
 
-    Args: queries, those of the last W tokens (32 in the paper), causal among themselves; keys and
-    values of the whole prompt, W <= T; chunk_size, neighbours that share one score. Returns
-    [B, H_kv, T]. Source: section 5.1.
+    Args: queries, those of the last M tokens (32 in the paper), causal among themselves; keys and values
+    of the whole prompt; chunk_size, neighbours that share one score. Source: section 5.1.
     """
     alpha = causal_attention(*by_group(queries, keys)).mean(axis=(2, 3))
     each = alpha * residual_norm(keys, values, no_moments(keys, values))
@@ -327,10 +319,10 @@ def select_prompt(
     r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot;
     `update` takes the evicted ones.
 
-    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones;
-    floor_ratio: a number, such as 0.2, and the heads of a layer share H_kv * budget by their
-    attention, by `ada_kv.select`, as the paper has it; None, and each head keeps the budget.
-    Returns kept [B, H_kv, T], boolean, ragged where the heads share. Source: section 5.1.
+    Args: as `score_prompt`, and budget, the tokens of a head, at least the protected ones; floor_ratio: a
+    number, such as 0.2, and the heads of a layer share H_kv * budget by their attention, by
+    `ada_kv.select`, as the paper has it; None, and each head keeps the budget. The kept tokens are ragged
+    where the heads share. Source: section 5.1.
     """
     scores = score_prompt(queries, keys, values, chunk_size=chunk_size)
     length, window = scores.shape[-1], np.shape(queries)[2]

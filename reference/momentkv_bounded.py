@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
 def no_bounds(
     keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
 ) -> State[Bounds, "..."]:
-    r"""MB-1: the bounds of the empty set, for keys [..., T, D], values [..., T, D_v]."""
+    r"""MB-1: the bounds of the empty set, for these keys and values."""
     key_high, value_high = (np.full_like(states[..., 0, :], -np.inf) for states in (keys, values))
     return Bounds(-key_high, key_high, -value_high, value_high)
 
@@ -80,7 +80,7 @@ def logit_range(
 
     M has max in place of min. Proof: q_c k_ic is linear in k_ic, so it lies between its values at
     the ends of channel c; add the channels.
-    Args: query [..., D]; finite bounds. Returns m and M, [...].
+    Args: finite bounds. Returns m and M.
     """
     ends = query * bounds.key_low, query * bounds.key_high
     root = np.sqrt(query.shape[-1])
@@ -95,7 +95,7 @@ def log_partition_bounds(
 
     Proof: below, Jensen (MK-11). Above, exp is convex, so on [m, M] it lies below its chord:
     `e^s <= e^m + (s - m) (e^M - e^m) / (M - m)`. Add up over the evicted tokens: s becomes sbar.
-    Args: query [..., D]; moments; bounds. Returns two [...], -inf where nothing was evicted.
+    Both are -inf where nothing was evicted.
     """
     lower = log_evicted_partition(query, moments)
     least, largest = logit_range(query, _finite(bounds, moments))
@@ -120,8 +120,7 @@ def evicted_bounds(
     variance of at most (h - x)(x - l) (Bhatia and Davis), so `std(v) <= a`; and for `n p_i`, of
     mean 1, with h = e^(M - m) l, this is at most `(h - l)^2 / (4 h l) = sinh^2((M - m) / 2)`, its
     largest over l.
-    Args: query [..., D]; moments; bounds. Returns low and high [..., D_v], 0 where nothing was
-    evicted.
+    Returns low and high, 0 where nothing was evicted.
     """
     bounds = _finite(bounds, moments)
     low, high = bounds.value_low, bounds.value_high
@@ -139,7 +138,6 @@ def bounded_evicted(
 
     Never farther from f_E than fhat_E is, for the box is convex and holds f_E. Proof: channel by
     channel, a number that moves to the near end of an interval approaches all of the interval.
-    Args: query [..., D]; moments; bounds. Returns [..., D_v].
     """
     return np.clip(approximate_evicted(query, moments), *evicted_bounds(query, moments, bounds))
 
@@ -160,7 +158,7 @@ def attend(
     `f_R + [min(w a, W a), max(w b, W b)]`, `a = l - f_R`, `b = h - f_R`, channel by channel. The
     nearest point is never farther from f than MomentKV's output is (as in MB-5), whatever the
     queries, keys and values. It is no promise that it is better than f_R: see `attend_certified`.
-    Args: as `momentkv.attend`, and bounds of the same evicted tokens. Returns [B, H_q, D_v].
+    Args: as `momentkv.attend`, and bounds of the same evicted tokens.
     """
     from_retained, correction, low, high = _parts(query, keys, values, kept, moments, bounds)
     return _by_query_head(from_retained + np.clip(correction, low, high))

@@ -22,16 +22,14 @@ from .momentkv import Moments, attend, recover
 def logits_of(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
 ) -> Real[np.ndarray, "... T"]:
-    r"""MK-1: `s_i = q . k_i / sqrt(d)`: query [..., D]
-    and keys [..., T, D] give [..., T]. Source: section 2.
-    """
+    r"""MK-1: `s_i = q . k_i / sqrt(d)`. Source: section 2."""
     return attention_logits(query[..., None, :], keys)[..., 0, :]
 
 
 def full_output(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
 ) -> Real[np.ndarray, "... D_v"]:
-    r"""MK-1: `f = sum_i exp(s_i) v_i / Z`, [..., D_v]. Source: equation 1."""
+    r"""MK-1: `f = sum_i exp(s_i) v_i / Z`. Source: equation 1."""
     return (softmax(logits_of(query, keys))[..., None, :] @ values)[..., 0, :]
 
 
@@ -51,8 +49,7 @@ def sub_outputs(
 ) -> tuple[Real[np.ndarray, "... D_v"], Real[np.ndarray, "... D_v"]]:
     r"""MK-2: `f_R` and `f_E`, each normalised by its own partition function Z_R, Z_E.
 
-    Args: kept [..., T], boolean. Returns two [..., D_v]. Raises ValueError where a set is empty.
-    Source: equation 2.
+    Raises ValueError where a set is empty. Source: equation 2.
     """
     of_retained, of_evicted = (
         softmax(_masked(query, keys, kept)),
@@ -64,9 +61,7 @@ def sub_outputs(
 def mass(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]
 ) -> tuple[Share[np.ndarray, "..."], Share[np.ndarray, "..."]]:
-    r"""MK-3: `w_R = Z_R / Z` and `w_E = Z_E / Z`, which sum to 1; `f = w_R f_R + w_E f_E`. Returns
-    two [...]. Equation 3.
-    """
+    r"""MK-3: `w_R = Z_R / Z` and `w_E = Z_E / Z`, which sum to 1; `f = w_R f_R + w_E f_E`. Equation 3."""
     total = log_sum_exp(logits_of(query, keys))
     retained, evicted = (log_sum_exp(_masked(query, keys, mask)) for mask in (kept, ~kept))
     return np.exp(retained - total), np.exp(evicted - total)
@@ -77,9 +72,7 @@ def eviction_error(
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
 ) -> Real[np.ndarray, "... D_v"]:
-    r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Args: f_R
-    and f_E [..., D_v], w_E [...]. Source: equation 4.
-    """
+    r"""MK-4: `f - f_R = w_E (f_E - f_R)`. Source: equation 4."""
     return evicted_mass[..., None] * (evicted_output - retained_output)
 
 
@@ -89,8 +82,8 @@ def split_divergence(
     r"""MK-5: `f_E - f_R = (|f_E| cos(theta) / |f_R| - 1) f_R + |f_E| sin(theta) n`, theta the
     angle, n orthogonal to f_R.
 
-    Returns the parallel and the perpendicular part, [..., D_v] each. Raises ValueError for f_R = 0,
-    which has no direction. Source: equation 5.
+    Returns the parallel and the perpendicular part. Raises ValueError for f_R = 0, which has no
+    direction. Source: equation 5.
     """
     squared = (retained_output * retained_output).sum(axis=-1, keepdims=True)
     if (squared == 0).any():
@@ -106,7 +99,7 @@ def squared_error(
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
 ) -> Weight[np.ndarray, "..."]:
-    r"""MK-6: `|f - f_R|^2 = w_E^2 [(|f_E| cos(theta) - |f_R|)^2 + |f_E|^2 sin(theta)^2]`, [...].
+    r"""MK-6: `|f - f_R|^2 = w_E^2 [(|f_E| cos(theta) - |f_R|)^2 + |f_E|^2 sin(theta)^2]`.
     Source: equation 6.
     """
     parallel, perpendicular = split_divergence(retained_output, evicted_output)
@@ -137,8 +130,8 @@ def shifted_softmax(
 def centred_logits(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
 ) -> Real[np.ndarray, "... T"]:
-    r"""MK-14, MK-15: `delta_i = q . (k_i - kbar) / sqrt(d)`, which sum to 0 for every query.
-    Returns [..., T]. Equations 14, 15.
+    r"""MK-14, MK-15: `delta_i = q . (k_i - kbar) / sqrt(d)`,
+    which sum to 0 for every query. Equations 14, 15.
     """
     return logits_of(query, keys - keys.mean(axis=-2, keepdims=True))
 
@@ -146,8 +139,8 @@ def centred_logits(
 def centred_output(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"], values: Real[np.ndarray, "... T D_v"]
 ) -> Real[np.ndarray, "... D_v"]:
-    r"""MK-8, MK-16: `f_E = sum exp(delta_i) v_i / sum exp(delta_i)`, in centred logits. Returns
-    [..., D_v]. Equations 8 and 16.
+    r"""MK-8, MK-16: `f_E = sum exp(delta_i) v_i / sum exp(delta_i)`,
+    in centred logits. Equations 8 and 16.
     """
     return (softmax(centred_logits(query, keys))[..., None, :] @ values)[..., 0, :]
 
@@ -199,9 +192,7 @@ def expansion(
 def linear_part(
     query: Real[np.ndarray, "... D"], covariance: Real[np.ndarray, "... D_v D"]
 ) -> Real[np.ndarray, "... D_v"]:
-    r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`.
-    Args: covariance (Stilde) [..., D_v, D]. Equation 19.
-    """
+    r"""MK-19: `sum_i delta_i v_i = Stilde q / sqrt(d)`, Stilde the covariance. Equation 19."""
     return (covariance @ query[..., None])[..., 0] / np.sqrt(query.shape[-1])
 
 
@@ -286,9 +277,7 @@ def geometric_bound(
 def log_partition(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
 ) -> tuple[Real[np.ndarray, "..."], Real[np.ndarray, "..."]]:
-    r"""MK-31: `log Z_E` and its lower bound `log Zhat_E = log n + sbar`, by Jensen. Returns two
-    [...]. Equation 31.
-    """
+    r"""MK-31: `log Z_E` and its lower bound `log Zhat_E = log n + sbar`, by Jensen. Equation 31."""
     logits = logits_of(query, keys)
     return log_sum_exp(logits), np.log(keys.shape[-2]) + logits.mean(axis=-1)
 
@@ -305,8 +294,8 @@ def partition_ratio(
 def logit_variance(
     query: Real[np.ndarray, "... D"], keys: Real[np.ndarray, "... T D"]
 ) -> Weight[np.ndarray, "..."]:
-    r"""MK-34: `Var(delta) = q^T Sigma_k q / d`, Sigma_k the covariance (over n) of the evicted
-    keys. Returns [...]. Equation 34.
+    r"""MK-34: `Var(delta) = q^T Sigma_k q / d`, Sigma_k the
+    covariance (over n) of the evicted keys. Equation 34.
     """
     centred = keys - keys.mean(axis=-2, keepdims=True)
     covariance = np.swapaxes(centred, -1, -2) @ centred / keys.shape[-2]
@@ -377,8 +366,7 @@ def output_error(
     r"""MK-36: `f - fhat = w_E (f_E - fhat_E) + (w_E - what_E) (fhat_E - f_R)`,
     which says when the correction helps.
 
-    Args: f_R, f_E, fhat_E [..., D_v]; w_E, what_E [...]. Derived here; the paper claims without
-    proof that it always helps.
+    Derived here; the paper claims without proof that it always helps.
     """
     of_approximation = mass[..., None] * (evicted_output - approximate)
     return Error(of_approximation, (mass - estimated_mass)[..., None] * (approximate - retained_output))
@@ -390,9 +378,9 @@ def largest_harmless_error(
     r"""MK-36S: fhat is no worse than f_R while
     `|fhat_E - f_E| <= |f_E - f_R|`, whatever the weights are.
 
-    Args: f_R and f_E [..., D_v]. Returns [...]. Derived here: as what_E <= w_E (MK-11), the error
-    `f - fhat = (w_E - what_E) (f_E - f_R) - what_E (fhat_E - f_E)` is then at most
-    `w_E |f_E - f_R|`, that of f_R. Sufficient, not necessary; no larger bound is.
+    Derived here: as what_E <= w_E (MK-11), the error
+    `f - fhat = (w_E - what_E) (f_E - f_R) - what_E (fhat_E - f_E)` is then at most `w_E |f_E - f_R|`,
+    that of f_R. Sufficient, not necessary; no larger bound is.
     """
     return norm(evicted_output - retained_output)
 
@@ -411,12 +399,11 @@ def algorithm_1(
     r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for
     one head, to be compared with `momentkv.decode_step`.
 
-    Args: query, new_key [D]; new_value [D_v], which line 3 projects from the new hidden state;
-    retained keys [T, D] and values [T, D_v]; moments without leading axes; budget (L). Returns
-    output [D_v], keys, values, moments. Raises FloatingPointError if a token is evicted with n_e =
-    0 (line 10 divides 0 by 0), UnboundLocalError if nothing is evicted with n_e > 0 (line 22 reads
-    means that were never set). Otherwise the output mixes with the means from before the last
-    eviction and the count from after it.
+    Args: new_value, which line 3 projects from the new hidden state; keys and values, the retained ones;
+    budget (L). Returns the output, and the keys, values and moments after it. Raises FloatingPointError
+    if a token is evicted with n_e = 0 (line 10 divides 0 by 0), UnboundLocalError if nothing is evicted
+    with n_e > 0 (line 22 reads means that were never set). Otherwise the output mixes with the means from
+    before the last eviction and the count from after it.
     """
     count, key_sum, value_sum, value_key_sum = moments
     keys, values = (

@@ -28,10 +28,10 @@ def compact_pages(
     Args: kept, True = keep, by place; beyond a head's length it is not read. A head may keep all of
     its tokens or none.
 
-    Returns the cache (other pools, physical lengths, the same logical lengths) and freed [P],
-    boolean: the pages that were held before and are no more. Raises ValueError where shapes disagree,
-    a length or a page is out of range, or a page is held twice: prefixes that are shared have to be
-    copied first, since the tokens of one sequence would be written over those of the other.
+    Returns the cache (other pools, physical lengths, the same logical lengths) and freed: the pages that
+    were held before and are no more. Raises ValueError where a length or a page is out of range, or a
+    page is held twice: prefixes that are shared have to be copied first, since the tokens of one sequence
+    would be written over those of the other.
     """
     _require_own_pages(paged)
     kept = kept & _filled(paged)
@@ -58,7 +58,7 @@ def slot_mapping(
     r"""PAGE-1: the slots of the next `count` tokens: place i of a sequence is in slot
     `block_table[i // S] * S + i % S`, and a head's next token takes the place of its physical length.
 
-    Returns [B, H_kv, count]. Raises ValueError where the block table has too few pages.
+    Raises ValueError where the block table has too few pages.
     """
     size = paged.keys.shape[1]
     places = paged.lengths[..., None] + np.arange(count)
@@ -71,7 +71,7 @@ def slot_mapping(
 def gather_pages(paged: State[PagedCache, ""]) -> State[CompressedCache, ""]:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
 
-    Raises ValueError where shapes disagree, or the block table has fewer places than a length.
+    Raises ValueError where the block table has fewer places than a length.
     """
     item, head, place = np.nonzero(_filled(paged))
     page, offset = _where(paged, item, place)
@@ -83,9 +83,7 @@ def gather_pages(paged: State[PagedCache, ""]) -> State[CompressedCache, ""]:
 def attend_pages(
     queries: Real[np.ndarray, "B H_q M D"], paged: State[PagedCache, ""]
 ) -> tuple[Real[np.ndarray, "B H_q M D_v"], Real[np.ndarray, "B H_q M"]]:
-    r"""PAGE-3: attention over the tokens of the pages: queries
-    [B, H_q, M, D]; returns and raises as `attention.attend`.
-    """
+    r"""PAGE-3: attention over the tokens of the pages; returns and raises as `attention.attend`."""
     return attend(queries, gather_pages(paged))
 
 

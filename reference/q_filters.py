@@ -21,8 +21,8 @@ def score(
     r"""QF-3: `score_t = f . k_t`, which is proportional to the expected logit where queries are
     spread around f.
 
-    Args: keys, after RoPE; q_filters, of `calibrate`. Returns scores [B, H_kv, T], higher = keep.
-    Source: the public code, where both the stored filter and the score have the other sign.
+    Args: keys, after RoPE; q_filters, of `calibrate`. Returns scores, higher = keep. Source: the public
+    code, where both the stored filter and the score have the other sign.
     """
     return (keys @ q_filters[..., None])[..., 0]
 
@@ -32,7 +32,7 @@ def main_direction(queries: Real[np.ndarray, "... N D"]) -> Real[np.ndarray, "..
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them
     have `q . v > 0`.
 
-    Returns [..., D], of length 1.
+    The direction has length 1.
     """
     direction = np.linalg.svd(queries, full_matrices=False)[2][..., 0, :]
     ahead = ((queries @ direction[..., None])[..., 0] > 0).mean(axis=-1)
@@ -47,8 +47,7 @@ def calibrate(
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a KV head: the mean of the directions of
     its query heads.
 
-    Args: queries, of a calibration text, after RoPE.
-    Returns filters [B, H_kv, D], of length at most 1.
+    Args: queries, of a calibration text, after RoPE. Returns filters of length at most 1.
     """
     directions = main_direction(queries)
     group = group_size(directions.shape[1], num_kv_heads)

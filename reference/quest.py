@@ -30,9 +30,8 @@ def select(
     the highest bounds, the last page among them.
 
     Args: query, of the last token; keys, its own included; layer_index, counted from 0: the first
-    `skipped_layers` attend to all; budget, tokens for a head, at least 1; page_size, tokens of a
-    page, at least 1. Returns [B, H_q, T], boolean. Source: section 3.4; the last page, and that it
-    counts, as in the public code.
+    `skipped_layers` attend to all; budget, tokens for a head; page_size, tokens of a page. Source:
+    section 3.4; the last page, and that it counts, as in the public code.
     """
     length = keys.shape[2]
     low, high = page_bounds(keys, page_size=page_size)
@@ -52,9 +51,8 @@ def page_bounds(
 ) -> tuple[Real[np.ndarray, "B H_kv P D"], Real[np.ndarray, "B H_kv P D"]]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
 
-    Token t is in page `t // page_size`, so the last may be
-    shorter. Returns m and M, [B, H_kv, P, D] with P = ceil(T /
-    page_size). Source: Algorithm 1, of the keys of a page at once.
+    Token t is in page `t // page_size` of the P = ceil(T / page_size) pages, so the last may be shorter.
+    Returns m and M. Source: Algorithm 1, of the keys of a page at once.
     """
     starts = np.arange(0, keys.shape[2], page_size)
     return np.minimum.reduceat(keys, starts, axis=2), np.maximum.reduceat(keys, starts, axis=2)
@@ -71,9 +69,9 @@ def append(
 ) -> tuple[Real[np.ndarray, "B H_kv pages D"], Real[np.ndarray, "B H_kv pages D"]]:
     r"""QU-1: the bounds after one more token: the last page is widened, or a new page begins.
 
-    Args: low and high, those so far; count, the tokens of the last page,
-    1 to page_size: a page of page_size tokens is full. Returns both, in
-    new arrays. Source: Algorithm 1, "when inserting new token".
+    Args: low and high, those so far; count, the tokens of the last page, 1 to page_size: a page of
+    page_size tokens is full. Returns both, in new arrays: pages is P + 1 where a new page begins, and P
+    otherwise. Source: Algorithm 1, "when inserting new token".
     """
     new, last = key[:, :, None], np.arange(low.shape[2])[:, None] == low.shape[2] - 1
     if as_count("count", count, low=1, high=page_size) == page_size:
@@ -89,8 +87,8 @@ def bounds(
 ) -> Real[np.ndarray, "B H_q P"]:
     r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
 
-    Args: low and high, from `page_bounds`. Returns [B, H_q, P], without the factor 1 / sqrt(D).
-    Source: Algorithm 1 and section 3.4.
+    Args: low and high, from `page_bounds`. Returns bounds without the factor 1 / sqrt(D). Source:
+    Algorithm 1 and section 3.4.
     """
     # Decision: each query head for itself, also where a group reads one KV head, as in
     # `evaluation/quest_attention.py`.
@@ -108,8 +106,8 @@ def attend(
     r"""QU-4: `softmax(q . k_t / sqrt(D)) V` over the
     tokens t that the query head attends to, and no others.
 
-    Args: attended, from `select`, a token or more of each head. Returns [B, H_q, D_v]. Source:
-    section 3.4, "normal self-attention only on selected pages".
+    Args: attended, from `select`, a token or more of each head. Source: section 3.4, "normal
+    self-attention only on selected pages".
     """
     logits = attention_logits(grouped(query, keys.shape[1]), keys)
     weights = softmax(np.where(grouped(attended, keys.shape[1]), logits, -np.inf))

@@ -27,9 +27,9 @@ def score(
 ) -> Open[np.ndarray, "B H_kv T"]:
     r"""RK-5: `lambda I_t - (1 - lambda) R_t`, lambda = importance_share; infinity for the window.
 
-    Args: those of `importance` and `redundancy`. The keys of the window count for the redundancy of
-    the others. Returns scores [B, H_kv, T], higher = keep; all infinite where T <= window_size.
-    Source: the public code, whose defaults these are.
+    Args: those of `importance` and `redundancy`. The keys of the window count for the redundancy of the
+    others. Returns scores, higher = keep; all infinite where T <= window_size. Source: the public code,
+    whose defaults these are.
     """
     if keys.shape[2] <= window_size:
         return np.full(keys.shape[:-1], np.inf)
@@ -40,9 +40,7 @@ def score(
 
 @contract
 def similarities(keys: Real[np.ndarray, "... T D"]) -> Real[np.ndarray, "... T T"]:
-    r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`. Keys
-    [..., T, D] to [..., T, T]; a zero key resembles none.
-    """
+    r"""RK-1: `S_ij = cos(k_i, k_j)`, and 0 for `i = j`; a zero key resembles none."""
     similarity = similarity_matrix(keys)
     return similarity * (1 - np.eye(similarity.shape[-1]))
 
@@ -51,7 +49,6 @@ def without_latest(
     similarity: Real[np.ndarray, "... T T"], threshold: float = 0.5
 ) -> Real[np.ndarray, "... T T"]:
     r"""RK-2: `S_ij = 0` for the latest j with `S_ij > threshold`, in each row i that has one.
-    [..., T, T] to [..., T, T].
 
     The latest of the keys that resemble key i is not redundant on its account: it may stay in the
     place of the others.
@@ -70,8 +67,8 @@ def redundancy(
     r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the
     means of the columns.
 
-    Args: threshold, the cosine above which two keys are similar. Returns [B, H_kv, T], summing to
-    1; it costs O(T^2).
+    Args: threshold, the cosine above which two keys are similar.
+    The redundancy of a head sums to 1; it costs O(T^2).
     """
     return softmax(without_latest(similarities(keys), threshold).mean(axis=-2))
 
@@ -90,8 +87,7 @@ def importance(
     The largest logit of the group goes into the
     softmax, which is over the tokens before the window.
 
-    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size;
-    kernel_size K, odd. Returns [B, H_kv, T - window_size].
+    Args: queries, of the last M >= window_size tokens, after RoPE; keys, T > window_size; kernel_size K.
     """
     queries, keys = by_group(queries, keys)
     require_window(queries.shape[-2], keys.shape[-2], window_size)
@@ -105,6 +101,6 @@ def importance(
 def combined(
     attended: Weight[np.ndarray, "... T"], repeated: Real[np.ndarray, "... T"], share: float, window_size: int
 ) -> Open[np.ndarray, "... T+window_size"]:
-    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window: [..., T] in all."""
+    r"""RK-5: `lambda I_t - (1 - lambda) R_t`, then infinity for the window."""
     scores = share * attended - (1 - share) * repeated
     return np.concatenate([scores, np.full((*scores.shape[:-1], window_size), np.inf)], axis=-1)

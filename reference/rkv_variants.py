@@ -20,8 +20,7 @@ def released_score(
     r"""RK-6: `score`, but a row of S without a similar key leaves out token 0: its latest similar
     key is searched from 0.
 
-    Args: those of `rkv.score`, T > window_size. Returns scores [B, H_kv, T], higher = keep;
-    infinity for the window.
+    Args: those of `rkv.score`, T > window_size. Returns scores, higher = keep; infinity for the window.
     """
     attended = importance(queries, keys, window_size=window_size, kernel_size=kernel_size)
     similarity = similarities(keys)

@@ -11,8 +11,8 @@ from .contract import Real, Setting, Share, contract
 def frequencies(
     head_dim: Setting[int, "even"], theta: Setting[float, "> 0"] = 10000.0
 ) -> Share[np.ndarray, "head_dim/2"]:
-    r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
-    radians. Shape [D/2].
+    r"""ROPE-1: the angle per position of each pair,
+    `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in radians.
     """
     return theta ** (-np.arange(0, head_dim, 2) / head_dim)
 
@@ -24,8 +24,7 @@ def rotate(
     r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i,
     x_{i + D/2}) by the angle position * frequency_i.
 
-    Args: positions [T] or any shape that broadcasts to [..., T]. Negated positions undo the
-    rotation. Returns [..., T, D].
+    Args: positions [T] or any shape that broadcasts to [..., T]. Negated positions undo the rotation.
     """
     angles = np.asarray(positions, dtype=np.float64)[..., None] * frequencies(states.shape[-1], theta)
     first, second = np.split(states, 2, axis=-1)

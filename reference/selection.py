@@ -30,9 +30,8 @@ def top_k(
     r"""SEL-2..4: keep the `budget` highest scores of
     each row, the protected tokens before all others.
 
-    Args: scores, infinities allowed; budget, 0 to any number (more than T keeps
-    all). Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each
-    row. Raises ValueError for a row with more protected tokens than the budget.
+    Returns kept, with exactly `min(budget, T)` True in each row: a budget above T keeps all. Raises
+    ValueError for a row with more protected tokens than the budget.
     """
     length = scores.shape[-1]
     count = min(budget, length)
@@ -53,8 +52,8 @@ def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> Open[
     r"""SEL-2: the loss of a selection, `sum of the |kept| highest scores - sum of the kept scores`,
     at least 0.
 
-    Args: scores [..., T], finite; kept [..., T], boolean. Returns the regret of each row, [...].
-    A selection made from slightly different numbers is judged by this, not by comparing positions.
+    Returns the regret of each row. A selection made from slightly different numbers is judged by this,
+    not by comparing positions.
     """
     scores = np.asarray(scores, dtype=np.float64)
     best = -np.sort(-scores, axis=-1)
@@ -63,7 +62,7 @@ def regret(scores: Real[Any, "... T"], kept: Mask[np.ndarray, "... T"]) -> Open[
 
 
 def gather(rows: Real[np.ndarray, "... T D"], kept: Mask[np.ndarray, "... T"]) -> Real[np.ndarray, "... n D"]:
-    """The kept rows, equally many of each head, as a block:
-    [..., T, D] or [..., T] to [..., n, D] or [..., n].
+    """The kept rows as a block: n of each head, equally
+    many. Rows may have no axis D: [..., T] gives [..., n].
     """
     return rows[kept].reshape(*kept.shape[:-1], -1, *rows.shape[kept.ndim :])

@@ -25,9 +25,9 @@ def score(
     r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group,
     pooled; infinity for the window.
 
-    Args: queries, of the last M tokens, after RoPE, at least those of the window. Returns scores
-    [B, H_kv, T], higher = keep; all infinite where T <= window_size. A budget of at least
-    window_size keeps the whole window under `selection.top_k`. Source: section 4 of the paper.
+    Args: queries, of the last M tokens, after RoPE, at least those of the window. Returns scores,
+    higher = keep; all infinite where T <= window_size. A budget of at least window_size keeps the whole
+    window under `selection.top_k`. Source: section 4 of the paper.
     """
     queries, keys = by_group(queries, keys)
     length = keys.shape[-2]
@@ -46,9 +46,7 @@ def score(
 def average_pool(
     weights: Real[np.ndarray, "... T"], kernel_size: Setting[int, "odd"]
 ) -> Real[np.ndarray, "... T"]:
-    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
-    [..., N] to [..., N].
-    """
+    r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd."""
     # Decision: the ends divide by K as well, as the authors' code does: a token near an end scores
     # as if zeros lay beyond it.
     beyond = np.zeros((*weights.shape[:-1], kernel_size // 2))

@@ -16,8 +16,7 @@ def score(
     r"""SL-1: `score_t = t`, and infinity for the first `sink_size` tokens: top-k of it is sinks
     plus the most recent.
 
-    Args: keys, of which only the shape is read. Returns
-    scores [B, H_kv, T]. Source: section 3.2 of the paper.
+    Args: keys, of which only the shape is read. Source: section 3.2 of the paper.
     """
     positions = np.arange(keys.shape[-2], dtype=np.float64)
     scores = np.where(positions < sink_size, np.inf, positions)

@@ -17,8 +17,8 @@ def score(
     r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t` for the last query, the same
     for every KV head.
 
-    Args: queries, the last M after RoPE, of which the last one is read. Returns scores
-    [B, H_kv, T], higher = keep, summing to 1. Source: section 3.2 of the paper.
+    Args: queries, the last M after RoPE, of which the last one is read. Returns scores, higher = keep,
+    summing to 1. Source: section 3.2 of the paper.
     """
     queries, keys = by_group(queries, keys)
     # Decision: nothing is protected; the last token attends to itself and competes like any other,

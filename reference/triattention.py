@@ -35,8 +35,8 @@ def score(
     r"""TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`: each query head's S is standardised over the
     tokens, the largest counts.
 
-    Args: keys, after RoPE; query_direction and query_slack, calibrated. Returns scores
-    [B, H_kv, T], higher = keep. Source: the public code.
+    Args: keys, after RoPE; query_direction and query_slack, calibrated. Returns scores, higher = keep.
+    Source: the public code.
     """
     rows = logits(
         keys[:, :, None], *(grouped(each, keys.shape[1]) for each in (query_direction, query_slack))
@@ -54,8 +54,7 @@ def statistics(
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the mean query, and what the mean hides of
     each pair's length.
 
-    Args: queries of a calibration text, before RoPE.
-    Returns the mean [..., D] and the slack [..., D/2].
+    Args: queries of a calibration text, before RoPE. Returns the mean and the slack.
     """
     mean = queries.mean(axis=-2)
     return mean, pair_lengths(queries).mean(axis=-2) - pair_lengths(mean)
@@ -71,7 +70,7 @@ def average_over_offsets(
 ) -> Real[np.ndarray, "... D"]:
     r"""TA-2: `(1/n) sum_d R_{p + d} E q` over the offsets d = 1, 2, 4, ..., at most max_offset.
 
-    Args: position p, that of the next token; theta, the base of RoPE. Returns [..., D].
+    Args: position p, that of the next token; theta, the base of RoPE.
     """
     offsets = 2 ** np.arange(max_offset.bit_length())
     turned = rotate(query_mean[..., None, :], position + offsets, theta)
@@ -90,16 +89,13 @@ def logits(
     phi_f the angle between mean query and key before RoPE, averaged over the offsets: that is the
     product with the averaged rotated query, for keys after RoPE.
 
-    Args: keys [..., T, D], after RoPE; query_direction qbar [..., D], of TA-2; query_slack
-    [..., D/2]. Returns [..., T].
+    Args: keys, after RoPE; query_direction, qbar of TA-2.
     """
     bonus = (pair_lengths(keys) @ query_slack[..., None])[..., 0]
     return (keys @ query_direction[..., None])[..., 0] + bonus
 
 
 def pair_lengths(states: Real[np.ndarray, "... T D%2"]) -> Weight[np.ndarray, "... T D/2"]:
-    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to
-    [..., D/2]. RoPE keeps it.
-    """
+    r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together. RoPE keeps it."""
     first, second = np.split(states, 2, axis=-1)
     return np.sqrt(first * first + second * second)
