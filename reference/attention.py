@@ -3,7 +3,7 @@ r"""Scaled dot-product attention, which all the papers use (requirements ATT-1 t
 import numpy as np
 
 from .cache import CompressedCache, heads
-from .contract import Real, Share, State, contract
+from .contract import Open, Real, Share, State, contract
 
 
 def softmax(logits: Real[np.ndarray, "... T"], axis: int = -1) -> Share[np.ndarray, "... T"]:
@@ -39,7 +39,7 @@ def attention(
 @contract
 def attend(
     queries: Real[np.ndarray, "B H_q M D"], cache: State[CompressedCache, ""]
-) -> tuple[Real[np.ndarray, "B H_q M D_v"], Real[np.ndarray, "B H_q M"]]:
+) -> tuple[Real[np.ndarray, "B H_q M D_v"], Open[np.ndarray, "B H_q M"]]:
     r"""ATT-1..3: attention of every query over the kept tokens of its KV head, with the log-sum-exp
     of the logits.
 

@@ -92,7 +92,7 @@ def single_step_budget(candidates: Mask[np.ndarray, "... T"]) -> Whole[np.ndarra
 @contract
 def hidden_statistics(
     hidden_states: Real[np.ndarray, "... T C"], *, sink_size: Setting[int, ">= 0"] = 4
-) -> tuple[Real[np.ndarray, "... C"], Real[np.ndarray, "... C"]]:
+) -> tuple[Real[np.ndarray, "... C"], Weight[np.ndarray, "... C"]]:
     r"""GV-A4: `mu_c, sigma^2_c`: mean and variance over the tokens of each channel of the
     normalised hidden states, sinks skipped.
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import softmax
-from .contract import Mask, Real, Setting, State, Weight, Whole, contract
+from .contract import Mask, Real, Setting, Share, State, Weight, Whole, contract
 from .selection import gather, top_k
 
 METHOD = "keeps, partition by partition, the tokens that vary most against the next partition"
@@ -67,7 +67,7 @@ def normalise(
     return np.where(spread == 0, 0, (states - low) / np.where(spread == 0, 1, spread))
 
 
-def variation_score(normalised: Real[np.ndarray, "... T D"]) -> Weight[np.ndarray, "... T"]:
+def variation_score(normalised: Real[np.ndarray, "... T D"]) -> Share[np.ndarray, "... T"]:
     r"""LK-10: `softmax over the tokens of std over the channels`:
     positive, sums to 1 over the partition.
 

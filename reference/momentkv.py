@@ -171,7 +171,7 @@ def residual_norm(
 
 def log_evicted_partition(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"]
-) -> Real[np.ndarray, "B H_kv"]:
+) -> Open[np.ndarray, "B H_kv"]:
     r"""MK-11: `log Zhat_E = log n_e + q . kbar / sqrt(d)`, at most log Z_E (Jensen); -inf where
     nothing was evicted.
 
@@ -211,7 +211,7 @@ def attend(
 
 def log_mixing_weights(
     log_retained: Real[np.ndarray, "..."], log_evicted: Real[np.ndarray, "..."]
-) -> tuple[Real[np.ndarray, "..."], Real[np.ndarray, "..."]]:
+) -> tuple[Open[np.ndarray, "..."], Open[np.ndarray, "..."]]:
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
     `log what_E`, in the log domain.
 
@@ -227,7 +227,7 @@ def retained_attention(
     logits: Real[np.ndarray, "... M T"],
     values: Real[np.ndarray, "... T D_v"],
     kept: Mask[np.ndarray, "... 1 T"],
-) -> tuple[Real[np.ndarray, "... M D_v"], Real[np.ndarray, "... M"]]:
+) -> tuple[Real[np.ndarray, "... M D_v"], Open[np.ndarray, "... M"]]:
     r"""MK-2: `f_R` and `log Z_R`, attention renormalised over the kept tokens; 0 and -inf where
     none is kept.
 
@@ -289,7 +289,7 @@ def score_prompt(
     values: Real[np.ndarray, "B H_kv T D_v"],
     *,
     chunk_size: Setting[int, ">= 1"] = 4,
-) -> Open[np.ndarray, "B H_kv T"]:
+) -> Weight[np.ndarray, "B H_kv T"]:
     r"""MK-P: score a prompt once: `alpha_j |v_j|`, alpha averaged over the observation window and
     the group, then over each chunk.
 

@@ -89,7 +89,7 @@ def logit_range(
 
 def log_partition_bounds(
     query: Real[np.ndarray, "B H_kv D"], moments: State[Moments, "B H_kv"], bounds: State[Bounds, "B H_kv"]
-) -> tuple[Real[np.ndarray, "B H_kv"], Real[np.ndarray, "B H_kv"]]:
+) -> tuple[Open[np.ndarray, "B H_kv"], Open[np.ndarray, "B H_kv"]]:
     r"""MB-3: `n e^sbar <= Z_E <= n ((1 - p) e^m + p e^M)`,
     with `p = (sbar - m) / (M - m)`; as logarithms.
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .attention import attention_logits, log_sum_exp, softmax
-from .contract import Mask, Real, Share, State, Weight, contract
+from .contract import Mask, Open, Real, Share, State, Weight, contract
 from .expected_attention import norm
 from .momentkv import Moments, attend, recover
 
@@ -112,7 +112,7 @@ def amplification(
     retained_output: Real[np.ndarray, "... D_v"],
     evicted_output: Real[np.ndarray, "... D_v"],
     evicted_mass: Share[np.ndarray, "..."],
-) -> Weight[np.ndarray, "..."]:
+) -> Open[np.ndarray, "..."]:
     r"""MK-7: `gamma = |f_E - f_R| / |f|`, so that `|f - f_R| / |f| = w_E gamma`; |f| makes it
     depend on w_E. Source: equation 7.
     """
@@ -340,7 +340,7 @@ def weight_bias(
 
 def estimated_evicted_weight(
     evicted_mass: Share[np.ndarray, "..."], ratio: Share[np.ndarray, "..."]
-) -> Weight[np.ndarray, "..."]:
+) -> Share[np.ndarray, "..."]:
     r"""MK-36: `what_E = w_E rho / (w_R + w_E rho)`
     with `rho = Zhat_E / Z_E` in (0, 1]. Equation 36.
     """
@@ -393,9 +393,7 @@ def algorithm_1(
     values: Real[np.ndarray, "T D_v"],
     moments: State[Moments, ""],
     budget: int,
-) -> tuple[
-    Real[np.ndarray, "D_v"], Real[np.ndarray, "budget D"], Real[np.ndarray, "budget D_v"], State[Moments, ""]
-]:
+) -> tuple[Real[np.ndarray, "D_v"], Real[np.ndarray, "n D"], Real[np.ndarray, "n D_v"], State[Moments, ""]]:
     r"""MK-A1: lines 4 to 25 of Algorithm 1 as printed, for
     one head, to be compared with `momentkv.decode_step`.
 

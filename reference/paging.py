@@ -15,7 +15,7 @@ import numpy as np
 from .attention import attend
 from .cache import CompressedCache, PagedCache
 from .checks import require_between
-from .contract import Mask, Real, Setting, State, Whole, contract
+from .contract import Mask, Open, Real, Setting, State, Whole, contract
 
 
 @contract
@@ -82,7 +82,7 @@ def gather_pages(paged: State[PagedCache, ""]) -> State[CompressedCache, ""]:
 @contract
 def attend_pages(
     queries: Real[np.ndarray, "B H_q M D"], paged: State[PagedCache, ""]
-) -> tuple[Real[np.ndarray, "B H_q M D_v"], Real[np.ndarray, "B H_q M"]]:
+) -> tuple[Real[np.ndarray, "B H_q M D_v"], Open[np.ndarray, "B H_q M"]]:
     r"""PAGE-3: attention over the tokens of the pages; returns and raises as `attention.attend`."""
     return attend(queries, gather_pages(paged))
 

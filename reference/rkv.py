@@ -63,7 +63,7 @@ def without_latest(
 @contract
 def redundancy(
     keys: Real[np.ndarray, "... T D"], *, threshold: Setting[float, "[-inf, inf]"] = 0.5
-) -> Weight[np.ndarray, "... T"]:
+) -> Share[np.ndarray, "... T"]:
     r"""RK-3: `R_j = softmax_j((1/T) sum_i S_ij)`, S without the latest similar key of each row: the
     means of the columns.
 

@@ -253,25 +253,38 @@ class Part:
         first = node.body[0]
         if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
             start, end = self.module.at(first)
-            paragraphs = self.module.text[start:end].removesuffix('"""').split("\n\n")
+            paragraphs = self.module.text[start:end].removesuffix('"""').rstrip().split("\n\n")
             paragraphs[1:1] = self._axes(node)
             said = "\n\n".join(map(_without_refusals, paragraphs)).rstrip()
             # Quotes behind a text of several lines stand alone.
             self.edits.append((start, end, said + "\n    " * ("\n" in said) + '"""'))
 
     def _axes(self, node: ast.FunctionDef | ast.ClassDef) -> list[str]:
-        """A paragraph with the axes of the arrays that a function takes, as its signature says them."""
+        """A paragraph with the axes of the arrays that a function takes and gives, as its signature says."""
         if isinstance(node, ast.ClassDef):
             return []
-        found = []
-        for each in [*node.args.args, *node.args.kwonlyargs]:
-            match each.annotation:
-                case ast.Subscript(
-                    value=ast.Name(id=kind), slice=ast.Tuple(elts=[_, ast.Constant(value=text)])
-                ) if self._of_contract(kind) and kind not in ("Setting", "State"):
-                    found.append(f"{each.arg} [{', '.join(str(text).split())}]")
-        lines = textwrap.wrap("; ".join(found) + ".", 96)
-        return [textwrap.indent("\n".join(lines), INDENT)] if found else []
+        taken = [
+            f"{each.arg} {axes}"
+            for each in [*node.args.args, *node.args.kwonlyargs]
+            if (axes := self._said(each.annotation))
+        ]
+        match node.returns:
+            case ast.Subscript(value=ast.Name(id="tuple"), slice=ast.Tuple(elts=parts)):
+                given = [axes for part in parts if (axes := self._said(part))]
+            case one:
+                given = [axes] if (axes := self._said(one)) else []
+        said = [*taken, *([f"the answer {' and '.join(given)}"] if given else [])]
+        lines = textwrap.wrap("; ".join(said) + ".", 96)
+        return [textwrap.indent("\n".join(lines), INDENT)] if said else []
+
+    def _said(self, annotation: ast.expr | None) -> str:
+        """The axes of an array as its annotation says them, `[B, H_kv, T]`; empty for anything else."""
+        match annotation:
+            case ast.Subscript(
+                value=ast.Name(id=kind), slice=ast.Tuple(elts=[_, ast.Constant(value=text)])
+            ) if self._of_contract(kind) and kind not in ("Setting", "State"):
+                return f"[{', '.join(str(text).split())}]"
+        return ""
 
     def written(self, names: dict[Key, str]) -> str:
         """The text of the definition, with these names."""

@@ -88,9 +88,7 @@ def described(path: str) -> dict[str, Any]:
 
 def _arrays(said: Iterable[Any]) -> dict[str, Any]:
     """Each array that is said, by its name; of a state those of its fields: `cache.keys`."""
-    return {
-        array.name: array for each in said for array in (each.fields.values() if each.fields else [each])
-    }
+    return {array.name: array for each in said for array in (each.fields.values() if each.fields else [each])}
 
 
 def _file(found: list[dict[str, Any]], judged: Path) -> str:

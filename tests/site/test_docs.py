@@ -66,9 +66,8 @@ def test_every_file_that_a_page_quotes_exists(page: Path) -> None:
 def test_the_contract_holds_the_signatures_of_today() -> None:
     """In the file itself, for who reads it in a clone; `python -m docs_build.contract` writes them."""
     text = contract.PAGE.read_text(encoding="utf-8")
-    assert 'def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:' in text and text == contract.written(
-        text
-    )
+    assert 'def score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:' in text
+    assert text == contract.written(text)
     assert "<!-- end -->" not in pages.filled("reference/contract.md", text)
 
 
