@@ -39,7 +39,7 @@ from evictionary.classroom import bundle
 from evictionary.classroom.tasks import Task, tasks, write
 from evictionary.spec_tests.judge.degenerate import MATHEMATICS
 from evictionary.spec_tests.judge.outcome import TimedOut, outcome, time_limit
-from evictionary.spec_tests.proof.matrix import laws_for
+from evictionary.spec_tests.proof.asking import laws_for
 from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
 from evictionary.store import put
 

@@ -36,7 +36,7 @@ from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import STEPS, contract_functions, load
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.memory.arguments import arguments_of
-from evictionary.spec_tests.proof import matrix
+from evictionary.spec_tests.proof import alarms, matrix, power
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
 from evictionary.spec_tests.verdict.coverage import functions
 from evictionary.store import cell
@@ -155,6 +155,8 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "method": catalogue.definition,
         "planted": load_mutants(),
         "proof": matrix,
+        "power": power,
+        "alarms": alarms,
         "methods": METHODS,
         "evicting": catalogue.evicting(),
         "page_of": page_of,

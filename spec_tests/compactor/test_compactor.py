@@ -185,9 +185,12 @@ def test_two_heads_are_standardised_together(impl):
 
 @law("CO-4", of=SCORE, case=seeded_cases(min_length=15, max_length=33, kinds=MODEST), seed=seeds())
 def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case, seed):
-    """Values four times as long give the same scores, and each item scores alone as among others."""
+    """The values of an item in another unit give the same scores, and each item scores alone as among
+    others.
+    """
     queries, keys, values, *rest = states = states_of(case, seed)
-    longer = impl.compactor.score(queries, keys, 4 * values, *rest, compression_ratio=0.5)
+    units = 4.0 ** np.arange(1, case.batch + 1)[:, None, None, None]
+    longer = impl.compactor.score(queries, keys, units * values, *rest, compression_ratio=0.5)
     same(impl, SCORE, *states, got=longer, compression_ratio=0.5)
     items = [[each[[item]] for each in states] for item in range(case.batch)]
     alone = [impl.compactor.score(*item, compression_ratio=0.5) for item in items]

@@ -27,7 +27,7 @@ from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
 from evictionary.spec_tests.judge.domain import OutsideDomain
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import Law, load_laws
-from evictionary.spec_tests.proof.matrix import folder_of, outcome
+from evictionary.spec_tests.proof.asking import folder_of, outcome
 from evictionary.spec_tests.proof.planted import Control, load_controls
 from evictionary.store import grouped, put
 

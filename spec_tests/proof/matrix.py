@@ -5,47 +5,28 @@ A mutant is killed only by an assertion of a law. A crash, a hang or a law that 
 a kill and is counted apart.
 """
 
-import functools
-import json
-import lzma
-import math
-import re
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.progress import track
 
-from evictionary.progress import tracked
-from evictionary.spec_tests.judge.degenerate import EDGE, MATHEMATICS
-from evictionary.spec_tests.judge.domain import Domain
-from evictionary.spec_tests.judge.implementation import ANY
-from evictionary.spec_tests.judge.law import SUITE, Law, law_version, laws_version, load_laws, suite_version
-from evictionary.spec_tests.judge.outcome import outcome as at_once
-from evictionary.spec_tests.proof.planted import Mutant, load_controls, load_mutants
-from evictionary.store import grouped, put
+from evictionary.spec_tests.judge.law import Law, load_laws
+from evictionary.spec_tests.proof.alarms import run_controls
+from evictionary.spec_tests.proof.asking import (
+    DOCS,
+    by_folder,
+    in_processes,
+    laws_for,
+    outcome,
+    store,
+    stored,
+    versions_of,
+)
+from evictionary.spec_tests.proof.planted import load_mutants
+from evictionary.spec_tests.proof.power import run_power
+from evictionary.store import grouped
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 MATRIX = DOCS / "kill_matrix.json.xz"
-CONTROLS = DOCS / "controls.json"
-POWER = DOCS / "power.json"
-outcome = functools.partial(at_once, patience=10)  # a measurement shares the machine with other work
-# What docs/power.json lists by name: mistakes that die otherwise than by their own laws.
-OTHERWISE = ("another", "crash", "none")
-
-
-def laws_for(mutant: Mutant, requirement: str | None = None) -> list[Law]:
-    """The laws that call the mutant's function, of one requirement
-    or of all; those of its own requirement come first.
-    """
-    found = (
-        law
-        for law in load_laws().values()
-        if mutant.of in law.functions or ANY in law.functions
-        if requirement in (None, law.requirement.id)
-    )
-    return sorted(found, key=lambda law: law.requirement.id != mutant.killed_by)
 
 
 def row(name: str, max_examples: int, asked: Sequence[str], known: dict[str, str]) -> dict[str, str]:
@@ -77,73 +58,9 @@ def verdict(name: str, outcomes: dict[str, str]) -> str:
     return next((word for word in ("killed", "timed out", "crashed") if word in own), "survived")
 
 
-def dies(name: str, dtype: str, head_dim: int, max_examples: int) -> str:
-    """By what a mutant dies at a dtype, judged as a kernel for so many channels: its "own" law, "another",
-    a "crash", or "none".
-    """
-    mutant = load_mutants()[name]
-    implementation = mutant.implementation(dtype)
-    implementation.domain |= Domain.read({"head_dim": (head_dim,)})
-    laws = [law for law in laws_for(mutant) if not law.missing(implementation)[0]]
-    own = [law for law in laws if law.requirement.id == mutant.killed_by]
-    others, crash = [law for law in laws if law not in own], False
-    # Most mistakes show in few inputs. One that does not gets a longer look before it counts as alive.
-    looks = [(law, more) for some in (own, others) for more in (0.25, 1) for law in some]
-    for law, more in looks + [(law, 4) for law in own]:
-        word, _ = outcome(law, implementation, max_examples=math.ceil(more * max_examples))
-        if word == "killed":
-            return "own" if law in own else "another"
-        crash |= word == "crashed"
-    return "crash" if crash else "none"
-
-
-@functools.cache
-def folder_of(path: str) -> str:
-    """The folder of the suite that specifies a function: `lagkv` for `lagkv_variants.score`."""
-    folders = (each.parent.name for each in SUITE.glob("*/requirements.toml"))
-    return max((name for name in folders if re.match(rf"{name}(_|\.)", path)), key=len, default="shared")
-
-
-@functools.cache
-def by_folder() -> dict[str, list[str]]:
-    """The names of the mutants of each folder."""
-    return grouped((folder_of(mutant.of), name) for name, mutant in sorted(load_mutants().items()))
-
-
-def judged(folder: str) -> list[Any]:
-    """What a measurement of the mutants of a folder stands for: how many they are, and the laws."""
-    return [len(by_folder()[folder]), laws_version(folder)]
-
-
-def earlier(stored: dict[str, Any]) -> list[str]:
-    """The folders whose laws or number of mutants are not those of `stored`, what was judged by folder."""
-    return [folder for folder in sorted(by_folder()) if stored.get(folder) != judged(folder)]
-
-
-def in_processes(jobs: int, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]], what: str) -> Any:
-    """The results of a function with each of these arguments, computed in several processes."""
-    from joblib import Parallel, delayed
-
-    answers = Parallel(n_jobs=jobs, return_as="generator")(delayed(function)(*each) for each in calls)
-    return list(tracked(answers, len(calls), what))
-
-
-def by_each_folder(
-    only: list[str], known: dict[str, Any], function: Callable[..., Any], settings: tuple[Any, ...], jobs: int
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each of some folders, or of those that are not `known` by the laws and mutants of today, with what the
-    function says of each mutant. The folder is known then.
-    """
-    for folder in only or earlier(known):
-        names = by_folder()[folder]
-        found = in_processes(jobs, function, [(name, *settings) for name in names], folder)
-        known[folder] = judged(folder)
-        yield folder, dict(zip(names, found, strict=True))
-
-
 def kill_matrix() -> dict[str, Any]:
     """The stored matrix: of each folder the versions of its mutants and laws, and the rows of its mutants."""
-    return dict(json.loads(lzma.decompress(MATRIX.read_bytes())))
+    return stored(MATRIX) or {"judged": {}, "mutants": {}, "max_examples": {}}
 
 
 def rows() -> dict[str, dict[str, str]]:
@@ -190,8 +107,14 @@ def versions(folder: str) -> dict[str, dict[str, str]]:
     laws = {law.name for mutant in mutants for law in laws_for(mutant)}
     return {
         "mutants": {mutant.name: mutant.version for mutant in mutants},
-        "laws": {name: law_version(name, folder) for name in sorted(laws)},
+        "laws": versions_of(laws, mutants[0].of),
     }
+
+
+def earlier() -> list[str]:
+    """The folders whose rows were made by other laws or of other mistakes than those of today."""
+    judged = kill_matrix()["judged"]
+    return [folder for folder in sorted(by_folder()) if judged.get(folder) != versions(folder)]
 
 
 def to_ask(name: str, known: dict[str, dict[str, str]], now: dict[str, dict[str, str]]) -> list[str]:
@@ -210,7 +133,7 @@ def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
 
     Writes docs/kill_matrix.json.xz after each folder, and returns how many are not killed.
     """
-    content = kill_matrix() if MATRIX.exists() else {"judged": {}, "mutants": {}, "max_examples": {}}
+    content = kill_matrix()
     # Small folders come first, so that a run that is stopped has done most of them.
     for folder in only or sorted(by_folder(), key=lambda folder: len(by_folder()[folder])):
         now, known = versions(folder), NOTHING if only else content["judged"].get(folder, NOTHING)
@@ -222,138 +145,19 @@ def run_matrix(max_examples: int, jobs: int, only: list[str]) -> int:
             for name in by_folder()[folder]
             for asked in [to_ask(name, known, now)]
         ]
-        found = in_processes(jobs, row, calls, f"{folder} ({sum(len(call[2]) for call in calls)} laws)")
+        found = list(in_processes(jobs, row, calls, f"{folder} ({sum(len(call[2]) for call in calls)} laws)"))
         content["mutants"][folder] = dict(zip(by_folder()[folder], found, strict=True))
         content["judged"][folder], content["max_examples"][folder] = now, max_examples
-        put(MATRIX, lzma.compress(json.dumps(content, sort_keys=True).encode()))
+        store(MATRIX, content)
     survivors = [name for name, outcomes in rows().items() if verdict(name, outcomes) != "killed"]
     print(f"not killed by their own laws: {', '.join(survivors) or 'none'}")
     return len(survivors)
 
 
-def run_power(dtype: str, head_dim: int, max_examples: int, jobs: int, only: list[str]) -> int:
-    """Judge the mutants of some folders at a dtype and a number of channels, or those whose laws or mutants
-    have changed since.
-
-    Writes docs/power.json after each folder, and returns how many live.
-    """
-    content = json.loads(POWER.read_text(encoding="utf-8")) if POWER.exists() else {}
-    cell = content.setdefault(f"{dtype} {head_dim}", {"judged": {}} | {word: [] for word in OTHERWISE})
-    for _, found in by_each_folder(only, cell["judged"], dies, (dtype, head_dim, max_examples), jobs):
-        cell["max_examples"] = max_examples
-        for word in OTHERWISE:
-            others = [name for name in cell[word] if name in load_mutants() and name not in found]
-            cell[word] = sorted(others + [name for name, by in found.items() if by == word])
-        put(POWER, json.dumps(content, indent=1) + "\n")
-    alive, every = cell["none"], sum(count for count, _ in cell["judged"].values())
-    print(
-        f"{every - len(alive)} of {every} die in {dtype} with {head_dim} channels; alive: "
-        f"{', '.join(alive) or 'none'}"
-    )
-    return len(alive)
-
-
-# What kernel authors accept; a seed takes one of them, in turn.
-DOMAINS = (
-    {"head_dim": (64, 128)},
-    {"head_dim": (128,), "length_multiple_of": 16, "batch": (1,)},
-    {"head_dim": (64,), "group": (1, 4, 8), "min_length": 16},
-)
-
-
-# Laws of long inputs take most of the time: they are asked at each so many-th seed. A prime, so that they
-# meet every dtype and domain, which seeds take in turn.
-LONG_EVERY = 23
-# Of the laws of every function a right variant owes these: they are about numbers, the others about memory.
-OF_SIZES = "MEM-10"
-
-
-def alarms(name: str, dtype: str, seed: int, max_examples: int, bare: bool = False) -> list[str]:
-    """The laws that a correct variant fails at one seed,
-    each with what it said; none is what they are for.
-
-    bare is the variant as a kernel author writes it: it checks no argument, takes some sizes only, and owes
-    the mathematics alone.
-    """
-    control = load_controls()[name]
-    implementation = control.implementation(dtype, bare)
-    if bare:
-        implementation.domain |= Domain.read(DOMAINS[seed % len(DOMAINS)])
-    silent = {"passed", "not asked"} if bare else {"passed"}
-    owed = (
-        law
-        for law in load_laws().values()
-        if (control.of in law.functions or law.requirement.id == OF_SIZES)
-        if not law.missing(implementation)[0]
-        if law.kind == MATHEMATICS or not bare
-        if law.kind != EDGE or control.edges
-        if not law.examples or not seed % LONG_EVERY
-    )
-    found = []
-    for law in owed:
-        word, message = outcome(law, implementation, max_examples=max_examples, seed=seed)
-        # Laws of sizes leave out steps, and some functions that take long.
-        if word not in silent and not (word == "not asked" and law.requirement.id == OF_SIZES):
-            found.append(f"{name} at {dtype}, seed {seed}{', bare' * bare}: {law.name} {word}: {message}")
-    return found
-
-
-def run_controls(seeds: int, max_examples: int, jobs: int, only_new: bool = False) -> int:
-    """Run every correct variant over the seeds, as it is and
-    bare; print each alarm at once, write docs/controls.json.
-
-    Returns how many alarms there were. Each seed takes one of the dtypes that the variant claims, in turn. A
-    run that was stopped goes on with the next seed, unless laws, variants or their number of inputs have
-    changed since. Runs with another number of inputs stay stored, and so do all if only_new takes the
-    variants that no earlier run had.
-    """
-    from joblib import Parallel, delayed
-    from rich.console import Console
-
-    stored = json.loads(CONTROLS.read_text(encoding="utf-8")) if CONTROLS.exists() else {"sets": []}
-    known = {name for one in stored["sets"] for name in one["controls"] if one["seeds"] >= seeds}
-    controls = [each for each in sorted(load_controls().items()) if not (only_new and each[0] in known)]
-    of = {
-        "suite": suite_version(),
-        "controls": [name for name, _ in controls],
-        "max_examples": max_examples,
-        "long_every": LONG_EVERY,
-    }
-    last = stored["sets"][-1] if stored["sets"] else {}
-    goes_on = {name: last.get(name) for name in of} == of
-    first, found = (last["seeds"], last["alarms"]) if goes_on else (0, [])
-    others = (
-        stored["sets"][:-1]
-        if goes_on
-        else [one for one in stored["sets"] if only_new or one["max_examples"] != max_examples]
-    )
-    of["mended"] = last.get("mended", []) if goes_on else []  # written by hand
-    console = Console()
-    with Parallel(n_jobs=jobs, batch_size=4) as parallel:
-        for seed in track(range(first, seeds), description=f"seeds from {first}", console=console):
-            runs = [
-                (name, control.dtypes[seed % len(control.dtypes)], seed, max_examples)
-                for name, control in controls
-            ]
-            both = [delayed(alarms)(*run, bare=bare) for run in runs for bare in (False, True)]
-            for line in [line for lines in parallel(both) for line in lines]:
-                found.append(line)
-                console.print(line, markup=False, soft_wrap=True)
-            this = of | {"seeds": seed + 1, "runs": 2 * (seed + 1) * len(controls), "alarms": found}
-            # After each seed, and whole: a run that is stopped keeps what it had.
-            content = {"schema": "evictionary/controls/3", "sets": [*others, this]}
-            put(CONTROLS, json.dumps(content, indent=1) + "\n")
-    console.print(
-        f"{len(found)} alarms in {seeds} seeds of {len(controls)} correct variants, {max_examples} inputs a "
-        "law"
-    )
-    return bool(found)
-
-
 def main(
     max_examples: Annotated[
         int | None,
-        typer.Option(help="Inputs that each law draws: 30 by default, and 4 for --controls."),
+        typer.Option(help="Inputs that each law draws: 30 by default, and 2 for --controls."),
     ] = None,
     controls: Annotated[
         int, typer.Option(metavar="SEEDS", help="Run the right variants instead, over this many seeds.")
@@ -365,18 +169,15 @@ def main(
     head_dim: Annotated[int, typer.Option(help="The channels of that kernel.")] = 64,
     only: Annotated[
         list[str] | None,
-        typer.Option(metavar="FOLDER", help="Mistakes of this folder of the suite alone; repeated."),
+        typer.Option(metavar="FOLDER", help="This folder of the suite alone; repeated."),
     ] = None,
-    new: Annotated[
-        bool, typer.Option("--new", help="With --controls: the variants that no earlier run had.")
-    ] = False,
     jobs: Annotated[int, typer.Option(help="Processes.")] = 2,
 ) -> None:
     """Run planted mistakes against the laws: those whose laws have changed since docs/kill_matrix.json.xz."""
     if unknown := sorted(set(only or []) - set(known := by_folder())):
         raise typer.BadParameter(f"--only: got {unknown[0]!r}, wanted some of {', '.join(known)}")
     if controls:
-        raise typer.Exit(run_controls(controls, max_examples or 4, jobs, new))
+        raise typer.Exit(run_controls(controls, max_examples or 2, jobs, only or []))
     if dtype:
         raise typer.Exit(bool(run_power(dtype, head_dim, max_examples or 30, jobs, only or [])))
     raise typer.Exit(bool(run_matrix(max_examples or 30, jobs, only or [])))

@@ -30,7 +30,7 @@ from evictionary.spec_tests.judge.degenerate import REFUSAL
 from evictionary.spec_tests.judge.implementation import oracle
 from evictionary.spec_tests.judge.law import SUITE, Law, load_laws
 from evictionary.spec_tests.judge.outcome import outcome, prepared, time_limit
-from evictionary.spec_tests.proof.matrix import DOCS, in_processes, laws_for
+from evictionary.spec_tests.proof.asking import DOCS, in_processes, laws_for
 from evictionary.spec_tests.proof.planted import copied, load_mutants, replaced
 from evictionary.spec_tests.proof.source_mutations import functions, mutations
 from evictionary.store import grouped, table

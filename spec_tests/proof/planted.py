@@ -281,6 +281,13 @@ class Control:
     max_length: int | None = None
     edges: bool = True
 
+    @property
+    def version(self) -> str:
+        """A digest of what it computes, and of what it claims."""
+        claims = (self.name, self.of, self.array_library, self.dtypes, self.max_length, self.edges)
+        told = (*claims, inspect.getsource(self.function))
+        return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
+
     def implementation(self, dtype: str, bare: bool = False) -> Implementation:
         """This one function, judged alone at a dtype; bare is without checks. What else its laws call
         comes from the reference.

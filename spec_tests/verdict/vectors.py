@@ -30,7 +30,7 @@ from evictionary.spec_tests.judge.law import Law, load_laws, suite_version
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.judge.process import member, plain
 from evictionary.spec_tests.judge.tolerance import allowance
-from evictionary.spec_tests.proof.matrix import laws_for
+from evictionary.spec_tests.proof.asking import laws_for
 from evictionary.spec_tests.proof.planted import Mutant, answer, load_mutants
 from evictionary.store import grouped
 

@@ -11,7 +11,7 @@ from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.implementation import STEMS, load
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.outcome import outcome
-from evictionary.spec_tests.proof.matrix import alarms
+from evictionary.spec_tests.proof.alarms import alarms
 from evictionary.spec_tests.proof.planted import load_controls
 
 CONTROLS = load_controls()

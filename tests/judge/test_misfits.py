@@ -12,7 +12,7 @@ from evictionary.reference.contract import contracts
 from evictionary.spec_tests.judge.implementation import STEPS, oracle
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.misfits import fitting, misfits
-from evictionary.spec_tests.proof.matrix import outcome
+from evictionary.spec_tests.proof.asking import outcome
 from evictionary.spec_tests.proof.planted import replaced
 
 LAW = "test_refusals::test_knorm_score_refuses_what_does_not_fit"

@@ -8,7 +8,7 @@ from tools import sampled
 from evictionary.spec_tests.judge.implementation import ANY
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
 from evictionary.spec_tests.judge.outcome import outcome
-from evictionary.spec_tests.proof.matrix import laws_for
+from evictionary.spec_tests.proof.asking import laws_for
 from evictionary.spec_tests.proof.planted import load_mutants
 
 MUTANTS = load_mutants()

@@ -1,8 +1,6 @@
 """What the laws still see in half precision, and inside a domain of 64 channels, where real kernels run."""
 
 import functools
-import json
-import lzma
 import tomllib
 import types
 from pathlib import Path
@@ -20,7 +18,7 @@ from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.judge.widen import widened
-from evictionary.spec_tests.proof import matrix
+from evictionary.spec_tests.proof import alarms, asking, matrix, power
 from evictionary.spec_tests.proof.planted import load_controls, load_mutants, replaced
 
 LAWS = load_laws()
@@ -135,46 +133,92 @@ def test_a_kernel_may_multiply_before_it_divides() -> None:
 
 
 def test_at_most_three_of_a_hundred_mistakes_live_and_each_for_a_reason() -> None:
-    """What docs/power.json stores of each dtype and number
+    """What docs/power.json.xz stores of each dtype and number
     of channels, and the reasons that the kill matrix gives.
     """
     reasons = {
         name
-        for names in tomllib.loads((matrix.DOCS / "alive.toml").read_text(encoding="utf-8")).values()
+        for names in tomllib.loads((asking.DOCS / "alive.toml").read_text(encoding="utf-8")).values()
         for name in names
     }
-    alive = [cell["none"] for cell in json.loads(matrix.POWER.read_text(encoding="utf-8")).values()]
+    alive = [power.names(cell, "none") for cell in power.cells().values()]
+    assert len(alive) == 6
     assert max(map(len, alive)) <= 0.03 * len(load_mutants())
     assert set().union(*alive) <= reasons <= set(load_mutants())
 
 
-def test_mistakes_of_one_folder_are_judged_again_alone(
+def test_only_mistakes_whose_killer_has_changed_are_judged_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is known of the others stays; a folder whose laws have changed since is named on the page."""
-    monkeypatch.setattr(matrix, "POWER", tmp_path / "power.json")
-    monkeypatch.setattr(matrix, "dies", lambda name, *_: "none" if "epsilon" in name else "own")
-    first = matrix.run_power("bfloat16", 64, 1, 1, only=[])
-    monkeypatch.setattr(matrix, "dies", lambda name, *_: "another")
-    alive = matrix.run_power("bfloat16", 64, 1, 1, only=["lagkv"])
-    cell = json.loads(matrix.POWER.read_text(encoding="utf-8"))["bfloat16 64"]
-    assert set(cell["another"]) == {
-        name for name, mutant in load_mutants().items() if matrix.folder_of(mutant.of) == "lagkv"
-    }
-    assert 0 < len(cell["none"]) == alive < first
-    assert sum(count for count, _ in cell["judged"].values()) == len(load_mutants())
+    """A mistake that one law kills is known while that law is the same; one that lives, while all are."""
+    version, asked = asking.law_version, list[str]()
+    killer = {name: matrix.laws_for(each)[0].name for name, each in load_mutants().items()}
+
+    def dies(name: str, *_: object) -> tuple[str, str]:
+        asked.append(name)
+        return ("none", "") if "epsilon" in name else ("own", killer[name])
+
+    def again() -> set[str]:
+        asked.clear()
+        power.run_power("bfloat16", 64, 1, 1, only=[])
+        return set(asked)
+
+    monkeypatch.setattr(power, "POWER", tmp_path / "power.json.xz")
+    monkeypatch.setattr(power, "dies", dies)
+    every = set(load_mutants())
+    assert again() == every
+    assert again() == set()
+    changed = killer["h2o.later_tokens_seen"]
     monkeypatch.setattr(
-        matrix, "laws_version", lambda folder: cell["judged"][folder][1] + "0" * (folder == "h2o")
+        asking, "law_version", lambda name, folder: version(name, folder) + "0" * (name == changed)
     )
-    assert matrix.earlier(cell["judged"]) == ["h2o"]
+    alive = {name for name in every if "epsilon" in name}
+    assert again() == {name for name in every - alive if killer[name] == changed} | {
+        name for name in alive if changed in [law.name for law in matrix.laws_for(load_mutants()[name])]
+    }
+    cell = power.cells()["bfloat16 64"]
+    assert set(power.names(cell, "none")) == alive and power.earlier(cell) == []
+    del cell["mutants"]["h2o.later_tokens_seen"]
+    assert power.folders_of(power.earlier(cell)) == ["h2o"]
     refused(
         functools.partial(matrix.main, only=["h20"]), "--only: got 'h20', wanted some of", typer.BadParameter
     )
 
 
+def test_only_variants_and_laws_that_have_changed_are_judged_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And an alarm stays known while its law is not asked again."""
+    version, asked = asking.law_version, dict[str, list[str]]()
+
+    def over_seeds(name: str, seeds: int, max_examples: int, laws: list[str]) -> list[tuple[str, str]]:
+        asked[name] = laws
+        return [(laws[0], f"{name} was called wrong")] if name == "h2o.tokens_first" else []
+
+    def again(seeds: int = 3) -> dict[str, list[str]]:
+        asked.clear()
+        assert alarms.run_controls(seeds, 1, 1, []) == 1
+        return dict(asked)
+
+    monkeypatch.setattr(alarms, "CONTROLS", tmp_path / "controls.json.xz")
+    monkeypatch.setattr(alarms, "over_seeds", over_seeds)
+    every = {name: sorted(law.name for law in alarms.owed_by(each)) for name, each in load_controls().items()}
+    assert again() == every
+    assert again() == again(2) == {} and alarms.earlier() == []
+    changed = every["h2o.tokens_first"][1]
+    monkeypatch.setattr(
+        asking, "law_version", lambda name, folder: version(name, folder) + "0" * (name == changed)
+    )
+    assert "h2o" in alarms.earlier()
+    alarms.run_controls(3, 1, 1, [])
+    assert asked == {name: [changed] for name, laws in every.items() if changed in laws}
+    found = alarms.measured()["variants"]["h2o.tokens_first"]["alarms"]
+    assert [law for law, _ in found] == [every["h2o.tokens_first"][0], changed]
+
+
 def test_the_matrix_asks_again_what_has_changed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A law that has changed is asked about every mistake, a new mistake of every law, and nothing else."""
-    version, asked = matrix.law_version, dict[str, list[str]]()
+    version, asked = asking.law_version, dict[str, list[str]]()
 
     def row(name: str, _: int, laws: list[str], known: dict[str, str]) -> dict[str, str]:
         asked[name] = laws
@@ -192,12 +236,12 @@ def test_the_matrix_asks_again_what_has_changed(tmp_path: Path, monkeypatch: pyt
     assert again() == {}
     changed = everything["h2o.later_tokens_seen"][0]
     monkeypatch.setattr(
-        matrix, "law_version", lambda name, folder: version(name, folder) + "0" * (name == changed)
+        asking, "law_version", lambda name, folder: version(name, folder) + "0" * (name == changed)
     )
     assert again() == {name: [changed] for name, laws in everything.items() if changed in laws}
     content = matrix.kill_matrix()
     del content["judged"]["h2o"]["mutants"]["h2o.later_tokens_seen"]
-    matrix.put(matrix.MATRIX, lzma.compress(json.dumps(content).encode()))
+    asking.store(matrix.MATRIX, content)
     assert again() == {"h2o.later_tokens_seen": everything["h2o.later_tokens_seen"]}
 
 
