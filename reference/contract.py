@@ -21,7 +21,8 @@ The kinds: `Real`, finite numbers; `Weight`, of at least 0; `Share`, from 0 to 1
 A `Setting` says its range: `>= 1`, `> 0`, `odd`, `even`, `[0, 1)`, or `[-inf, inf]`, where infinity counts
 as a number. Its type says what the function gets: an int, a float, or the decimal number as it was written,
 where the type is `float | Fraction`.
-Behind the range stand the values that papers use beside the default: `Setting[int, ">= 1", 128]`.
+Behind the range stand the values that papers and public code use beside the default:
+`Setting[int, ">= 1", 128]`.
 
 What may be None has None in its type. `@contract` checks; without it a signature says, and nothing checks.
 """

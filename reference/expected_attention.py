@@ -31,7 +31,7 @@ def score(
     query_mean: Real[np.ndarray, "B H_q D"],
     query_covariance: Real[np.ndarray, "B H_q D D"],
     *,
-    epsilon: Setting[float, ">= 0"] = 0.02,
+    epsilon: Setting[float, ">= 0", 0.0] = 0.02,
 ) -> Weight[np.ndarray, "B H_kv T"]:
     r"""EA-7..9, EA-V: `(mean over the group of ahat_i + epsilon) |v_i|`; head-adaptive budgets are
     `ada_kv` on these scores.
@@ -231,7 +231,7 @@ def decode_step(
     buffer_size: Setting[int, ">= 1"] = 128,
     horizon: Setting[int, ">= 1"] = 512,
     theta: Setting[float, "> 0"] = 10000.0,
-    epsilon: Setting[float, ">= 0"] = 0.02,
+    epsilon: Setting[float, ">= 0", 0.0] = 0.02,
 ) -> State[Decoding, ""]:
     r"""EA-10: add one token; after every `interval` steps keep the `target` best tokens by EA-9, or
     all tokens if there are fewer.

@@ -81,7 +81,7 @@ def process_block(
     keys: Real[np.ndarray, "... M D"],
     values: Real[np.ndarray, "... M D_v"],
     *,
-    budget: Setting[int, ">= 1"],
+    budget: Setting[int, ">= 1", 2048],
     scorer: ArrayMap = score,
 ) -> State[Cache, "..."]:
     r"""KD-6: `C_t = pi([C_(t-1) ; K_t, V_t])`: the block joins the cache and is scored with it;
@@ -101,7 +101,7 @@ def process_prompt(
     keys: Real[np.ndarray, "... T D"],
     values: Real[np.ndarray, "... T D_v"],
     *,
-    budget: Setting[int, ">= 1"],
+    budget: Setting[int, ">= 1", 2048],
     block_size: Setting[int, ">= 1", 1, 128],
     scorer: ArrayMap = score,
 ) -> State[Cache, "..."]:

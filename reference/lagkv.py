@@ -88,8 +88,8 @@ def select(
     values: Real[np.ndarray, "B H_kv T D_v"],
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""LK-12: keep the sinks, the best floor(rL) tokens of every partition but the last, and the
     last partition onwards.
@@ -116,8 +116,8 @@ def retained_length(
     length: Setting[int, ">= 0"],
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
 ) -> int:
     r"""LK-12: `L_R = S + floor(rL) (floor((L_s - S) / L) - 1) + L + (L_s - S) mod L` for
     `L_s >= S + 2L`, else `L_s`.
@@ -137,8 +137,8 @@ def compression_ratio(
     length: Setting[int, ">= 1"],
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
 ) -> float:
     r"""LK-13: `C = 1 - L_R / L_s`, the fraction removed: below `1 - floor(rL) / L`, or 0 as that is
     at r = 1.
@@ -153,8 +153,8 @@ def keep_ratio_for(
     length: Setting[int, ">= 1"],
     budget: Setting[int, ">= 1"],
     *,
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
 ) -> Fraction:
     r"""LK-13, solved for r: the largest keep_ratio whose retained length is within `budget`, or 0
     if there is none.
@@ -202,8 +202,8 @@ def step(
     values: Real[np.ndarray, "B H_kv n D_v"],
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
 ) -> State[Stream, "B H_kv"]:
     r"""LK-R: append new tokens, then compress every partition after the static part that has a
     whole partition behind it.

@@ -29,8 +29,8 @@ def local_select(
     values: Real[np.ndarray, "B H_kv T D_v"],
     *,
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""LK-14, LK-15: `select` with the score of LocalKV; sinks and sliding window as they were.
     Source: section 4.4.
@@ -47,8 +47,8 @@ def norm_select(
     *,
     layer: Setting[int, ">= 0"],
     keep_ratio: Setting[float | Fraction, "[0, 1]"],
-    sink_size: Setting[int, ">= 0"] = 16,
-    lag_size: Setting[int, ">= 1", 128] = 1024,
+    sink_size: Setting[int, ">= 0", 4] = 16,
+    lag_size: Setting[int, ">= 1", 128, 512] = 1024,
     skipped_layers: Setting[int, ">= 0"] = 2,
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""LK-16: `select` with `score_i = -|k_i|`, and

@@ -310,11 +310,11 @@ def select_prompt(
     queries: Real[np.ndarray, "B H_q M<=T D"],
     keys: Real[np.ndarray, "B H_kv T D"],
     values: Real[np.ndarray, "B H_kv T D_v"],
-    budget: Setting[int, ">= 1"],
+    budget: Setting[int, ">= 1", 128, 256, 512, 1024],
     *,
     sink_size: Setting[int, ">= 0"] = 1,
     chunk_size: Setting[int, ">= 1"] = 4,
-    floor_ratio: Setting[float | None, "[0, 1]"] = None,
+    floor_ratio: Setting[float | None, "[0, 1]", 0.2] = None,
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""MK-P, MK-P2: keep the first token, the observation window and the best others, in one shot;
     `update` takes the evicted ones.

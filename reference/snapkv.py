@@ -19,8 +19,8 @@ def score(
     queries: Real[np.ndarray, "B H_q M<=T D"],
     keys: Real[np.ndarray, "B H_kv T D"],
     *,
-    window_size: Setting[int, ">= 1"] = 32,
-    kernel_size: Setting[int, "odd"] = 7,
+    window_size: Setting[int, ">= 1", 64] = 32,
+    kernel_size: Setting[int, "odd", 5] = 7,
 ) -> Open[np.ndarray, "B H_kv T"]:
     r"""SN-1: the attention of the last `window_size` queries, averaged over them and the group,
     pooled; infinity for the window.
