@@ -50,6 +50,7 @@ from torch.utils._pytree import tree_leaves
 
 from benchmarks.contract_rows import CONTRACT_ROWS
 from benchmarks.decoder import MODEL_ROWS
+from benchmarks.product import PRODUCT_ROWS
 from benchmarks.row import NoKernel, Place, Row, Work
 from benchmarks.rows import KERNEL_ROWS
 from benchmarks.timing import (
@@ -69,7 +70,7 @@ from evictionary.spec_tests.judge import compiled
 
 SCHEMA = "evictionary/benchmark-gpu/1"
 LINES, RESULT = "gpu.jsonl", "gpu.json"
-ROWS = {row.id: row for row in [*KERNEL_ROWS, *CONTRACT_ROWS, *MODEL_ROWS]}
+ROWS = {row.id: row for row in [*KERNEL_ROWS, *CONTRACT_ROWS, *MODEL_ROWS, *PRODUCT_ROWS]}
 TAUGHT = sorted(path.stem for path in (ROOT / "optimized" / "teaching").glob("[!_]*.py"))
 """What has a kernel to read: also without a row its laws are judged, in a run of all rows."""
 MINUTES = 9.0  # of the whole run

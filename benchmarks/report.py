@@ -21,7 +21,7 @@ MODEL_GOALS = {"compression": 0.05, "decoding": 1.0, "blocks": 0.4}
 
 def page(folder: Path = RESULTS) -> str:
     """The whole page, from the results in a folder."""
-    stored = {name: folder / f"{name}.json" for name in ("gpu", "cpu", "model", "costs")}
+    stored = {name: folder / f"{name}.json" for name in ("gpu", "cpu", "model", "costs", "host")}
     found = {
         name: json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
         for name, path in stored.items()

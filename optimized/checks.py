@@ -48,21 +48,30 @@ def require_fit(line: str, *given: Any, free: tuple[str, ...] = (), finite: bool
     later launch: there NaN passes through to NaN scores and a NaN output, never to a wrong
     address. `finite=False` leaves the check to a caller that can do it at no cost.
     """
-    axes, tensors = Axes(), list(_tensors(arguments(line), given))
-    name, first = tensors[0][0].name, tensors[0][1]
+    tensors = list(_tensors(arguments(line), given))
+    _require_alike(tuple((argument, each.dtype, each.shape, each.device) for argument, each in tensors), free)
     for argument, value in tensors:
-        _require_kind(argument, value)
-        axes.fit(argument, tuple(value.shape))
-    axes.relate()
-    for argument, value in tensors:
-        require_same_device(argument.name, value, name, first)
-        alike = value.is_floating_point() and first.is_floating_point() and "." not in argument.name
-        if alike and argument.name not in free and value.dtype != first.dtype:
-            raise ValueError(
-                f"{argument.name}: got dtype {value.dtype}, wanted {first.dtype} (that of {name})"
-            )
-        if finite and value.device.type == "cpu":
+        if finite and value.is_cpu:
             _require_numbers(argument, value)
+
+
+@functools.lru_cache(maxsize=1024)  # a step of decoding has the same shapes as the one before
+def _require_alike(
+    tensors: tuple[tuple[Argument, torch.dtype, torch.Size, torch.device], ...], free: tuple[str, ...]
+) -> None:
+    """Raise ValueError unless the kinds, shapes, devices and dtypes of tensors fit one another."""
+    axes = Axes()
+    for argument, dtype, shape, _ in tensors:
+        _require_kind(argument, dtype)
+        axes.fit(argument, tuple(shape))
+    axes.relate()
+    first, wanted, _, there = tensors[0]
+    for argument, dtype, _, device in tensors:
+        if device != there:
+            raise ValueError(f"{argument.name}: got device {device}, wanted {there} (that of {first.name})")
+        alike = dtype.is_floating_point and wanted.is_floating_point and "." not in argument.name
+        if alike and argument.name not in free and dtype != wanted:
+            raise ValueError(f"{argument.name}: got dtype {dtype}, wanted {wanted} (that of {first.name})")
 
 
 def _tensors(line: tuple[Argument, ...], given: tuple[Any, ...]) -> Iterator[tuple[Argument, torch.Tensor]]:
@@ -84,11 +93,11 @@ def _tensors(line: tuple[Argument, ...], given: tuple[Any, ...]) -> Iterator[tup
             yield argument, value
 
 
-def _require_kind(argument: Argument, value: torch.Tensor) -> None:
+def _require_kind(argument: Argument, dtype: torch.dtype) -> None:
     """Raise ValueError unless a tensor has the dtype of its kind. A field of a state may hold whole
     numbers of any dtype.
     """
-    dtype, real = value.dtype, value.dtype != torch.bool and not value.is_complex()
+    real = dtype != torch.bool and not dtype.is_complex
     match argument.kind:
         case "bool":
             fits, wanted = dtype == torch.bool, "a boolean mask, True = keep"

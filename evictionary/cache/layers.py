@@ -145,6 +145,8 @@ class EvictingLayer(DynamicLayer):
         """
         assert self._keys is not None and self._values is not None
         self._is_saved |= torch.is_grad_enabled()
+        if self._keys.shape[2] == self.stored:  # a layer that is full to its budget, at each token
+            return self._keys, self._values
         return self._keys[:, :, : self.stored], self._values[:, :, : self.stored]
 
     def _rooms(self, needed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -127,6 +127,8 @@ class Reading:
 
     def padding_of_rows(self, layer: EvictingLayer) -> list[int]:
         """The tokens of each row, or of all, that are padding."""
+        if self.padding is None and layer.holes is None:
+            return [0]
         return list(self.padding_until(layer)[:, -1].tolist())
 
     @property

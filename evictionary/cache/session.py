@@ -265,7 +265,8 @@ class Session:
             self._compress_replayed(layer_index, scaled)
             return output
         try:
-            if layer.waiting is not None and are_wanted(queries, layer.slots(), layer.moments):
+            records = torch.is_grad_enabled() and layer.waiting is not None
+            if records and are_wanted(queries, layer.slots(), layer.moments):
                 layer.append(*layer.waiting)  # a step writes into what a graph needs
                 layer.waiting = None
             if layer.waiting is not None:

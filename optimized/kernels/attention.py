@@ -37,7 +37,7 @@ import triton.language as tl
 
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, is_for, launch, launcher, outputs, padded, warps
+from .launching import cdiv, floats, is_amd, is_for, launch, launcher, outputs, padded, warps
 from .strided import Rows, load_row, pages, row_of_slot, strided
 from .tiles import LN_2, LOG2_E, absorb, at_head, dot_dtype, load_queries, load_tile
 
@@ -90,7 +90,7 @@ def chunk_size(tokens: int, row_blocks: int) -> int:
     """Return the tokens of a chunk: with `row_blocks` blocks
     of query rows, fewer and longer chunks fill a GPU.
     """
-    wanted = triton.next_power_of_2(triton.cdiv(tokens, max(1, PROGRAMS_WANTED // row_blocks)))
+    wanted = triton.next_power_of_2(cdiv(tokens, max(1, PROGRAMS_WANTED // row_blocks)))
     return max(CHUNKS[0], min(wanted, CHUNKS[1] * row_blocks))
 
 
@@ -150,10 +150,10 @@ def _attend(
     tile = _tile(queries, padded(head_dim), padded(value_dim), rows)
     if kept is not None or bias is not None:
         tile["num_stages"] = 2  # with either, three tiles in flight spill registers
-    row_blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
+    row_blocks = cdiv(rows, tile["BLOCK_ROWS"])
     length = 0 if recent is None else recent[0].shape[2]
     chunk = chunk_size(most_tokens(cache) + heads * length, row_blocks)
-    chunks_each = triton.cdiv(length, chunk)
+    chunks_each = cdiv(length, chunk)
     # A part that is missing has no chunk, and the tensors of the other part stand in for its pointers.
     stored = Plan(chunk, 0)
     if cache is not None:

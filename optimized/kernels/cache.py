@@ -22,7 +22,7 @@ import triton.language as tl
 
 from ..states import CompressedCache
 from .compiling import HEAD_DIMS, configurations
-from .launching import launch, launcher, padded
+from .launching import cdiv, launch, launcher, padded
 from .strided import strided
 from .tiles import copy_tile, head_of
 
@@ -46,7 +46,7 @@ def copy_kept(
     cache = empty_cache(keys, values, total, kept.sum(dim=-1))
     block_d, block_dv = padded(head_dim), padded(values.shape[-1])
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
-    tiles = triton.cdiv(length, block_t)
+    tiles = cdiv(length, block_t)
     launch(copy_rows, (batch * num_heads * tiles,))(
         strided(keys), strided(values), kept, Copy(*cache[:3], rows), num_heads, length, tiles, head_dim,
         values.shape[-1],

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, launch, launcher, on_tensor_cores, outputs, padded, warps
+from .launching import as_heads, cdiv, launch, launcher, on_tensor_cores, outputs, padded, warps
 from .strided import strided
 from .tiles import add_product, dot_dtype, head_and_tokens, head_of, load_tile
 
@@ -34,7 +34,7 @@ def spread(
     merged = outputs(values, *values.shape).copy_(values)
     # kept tokens of a program, and values of a step
     block_rows, block_t = (32, 64) if on_tensor_cores(values) else (16, 16)
-    launch(receive, (batch * num_heads * triton.cdiv(length, block_rows),))(
+    launch(receive, (batch * num_heads * cdiv(length, block_rows),))(
         strided(heads), parts.contiguous(), first.contiguous(), order.contiguous(),
         kept.sum(dim=-1).flatten(), merged, num_heads, length, value_dim,
         BLOCK_ROWS=block_rows, BLOCK_T=block_t, BLOCK_D=padded(value_dim), DOT_DTYPE=dot_dtype(values),

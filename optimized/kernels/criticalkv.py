@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, on_tensor_cores, padded
+from .launching import cdiv, floats, launch, launcher, on_tensor_cores, padded
 from .strided import Rows, strided
 from .tiles import dot_dtype, head_and_tokens, head_of, load_tile
 
@@ -24,7 +24,7 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     batch, num_heads, length, value_dim = values.shape
     norms, block_d = floats(values, batch, num_heads, length), padded(value_dim)
     block_t, block_h = (128 if block_d <= 128 else 64, 64) if on_tensor_cores(values) else (32, 32)
-    launch(sum_projections, (batch * num_heads * triton.cdiv(length, block_t),))(
+    launch(sum_projections, (batch * num_heads * cdiv(length, block_t),))(
         strided(values), strided(w_o), norms,
         num_heads, w_o.shape[0] // num_heads, length, w_o.shape[2], value_dim,
         BLOCK_T=block_t, BLOCK_H=block_h, BLOCK_D=block_d, DOT_DTYPE=dot_dtype(values), num_warps=8,

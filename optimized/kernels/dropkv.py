@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, padded
+from .launching import cdiv, floats, launch, launcher, padded
 from .received_attention import by_channels, load_rows, row_logits, scale_of, split_of, tile_of
 from .strided import strided
 from .tiles import absorb, add_product, head_and_tokens, head_of, load_tile
@@ -33,9 +33,9 @@ def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     heads, rows = batch * num_heads, group * window
     # more rows would leave a multiprocessor one program
     tile = tile_of(queries, min(rows, 32), value_dim) | {"BLOCK_DV": padded(value_dim), "num_warps": 8}
-    blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
+    blocks = cdiv(rows, tile["BLOCK_ROWS"])
     split = split_of(length, blocks, tile["BLOCK_T"])
-    splits = triton.cdiv(length, split)
+    splits = cdiv(length, split)
     states = strided(queries), strided(keys), strided(values)
     sizes = num_heads, group, window, length, head_dim, value_dim
 
@@ -63,7 +63,7 @@ def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     output = weight[..., None] * (value + odds[..., None] * without)
     change = weight * torch.linalg.vector_norm(value - without, dim=-1)
     changes = floats(keys, batch, num_heads, length)
-    launch(sum_changes, (heads * triton.cdiv(length, tile["BLOCK_T"]),))(
+    launch(sum_changes, (heads * cdiv(length, tile["BLOCK_T"]),))(
         *states, place, largest + torch.log2(1 + odds), change, output, changes, *sizes,
         **tile | {"BLOCK_ROWS": 16},
     )  # fmt: skip

@@ -34,7 +34,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
-from .launching import floats, launch, launcher, on_tensor_cores, padded, register_limit, warps
+from .launching import cdiv, floats, launch, launcher, on_tensor_cores, padded, register_limit, warps
 from .strided import Rows, strided
 from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
@@ -67,7 +67,7 @@ def score(
     terms = 1 if keys.dtype == torch.float32 else TERMS
     tile = _tile(keys, values)
     block_group = padded(group, 1)
-    tiles, runs = triton.cdiv(length, tile["BLOCK_T"]), triton.cdiv(length, TOKENS_OF_A_RUN)
+    tiles, runs = cdiv(length, tile["BLOCK_T"]), cdiv(length, TOKENS_OF_A_RUN)
     parts = keys.new_empty(readers, terms, head_dim, head_dim)
     factors, logits = floats(keys, readers), floats(keys, readers, tiles, tile["BLOCK_T"])
     highest, mass = floats(keys, readers, tiles), floats(keys, readers, tiles)

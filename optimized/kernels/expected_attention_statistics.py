@@ -26,7 +26,7 @@ import triton.language as tl
 
 from ..rope import frequencies
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, launcher, padded, register_limit, warps
+from .launching import as_heads, cdiv, floats, launch, launcher, padded, register_limit, warps
 from .strided import strided
 from .tiles import at_head, dot_dtype, head_of, load_tile
 
@@ -86,9 +86,9 @@ def _statistics(
     # longer than its loads.
     stages = 2 if positions is None else 1 if queries.dtype == torch.float32 else 3
     wanted = PROGRAMS_WANTED // (2 if each else 1)
-    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, wanted // count)))
-    split = triton.cdiv(split, block_t) * block_t
-    splits = triton.cdiv(length, split)
+    split = max(LEAST_TOKENS_OF_A_SPLIT, cdiv(length, max(1, wanted // count)))
+    split = cdiv(split, block_t) * block_t
+    splits = cdiv(length, split)
     shifts, sums = floats(queries, count, 2 * half), floats(queries, count * splits, 2 * half)
     products = floats(queries, count * splits, 3, half, half)
     places = None if positions is None else strided(as_heads(positions[..., None])[..., 0])

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, padded, warps
+from .launching import cdiv, floats, launch, launcher, padded, warps
 from .selection import keep_each
 from .strided import strided
 from .tiles import dot_dtype, head_of, load_queries, load_tile
@@ -110,11 +110,11 @@ def _logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     num_kv_heads, length = keys.shape[1], keys.shape[2]
     rows = num_query_heads // num_kv_heads * num_queries
     # Rows that start at a multiple of 64 bytes are read and written 16 bytes at a time, for any T.
-    columns = triton.cdiv(length, 16) * 16
+    columns = cdiv(length, 16) * 16
     logits = floats(keys, batch * num_kv_heads * rows, columns)
     tile = _tile(keys, rows)
-    blocks = triton.cdiv(length, tile["BLOCK_T"])
-    launch(multiply, (batch * num_kv_heads * blocks, triton.cdiv(rows, tile["BLOCK_ROWS"])))(
+    blocks = cdiv(length, tile["BLOCK_T"])
+    launch(multiply, (batch * num_kv_heads * blocks, cdiv(rows, tile["BLOCK_ROWS"])))(
         strided(queries), strided(keys), logits,
         num_kv_heads, num_queries, rows, length, columns, blocks, head_dim, 1 / math.sqrt(head_dim), **tile,
     )  # fmt: skip

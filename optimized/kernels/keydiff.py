@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, launcher, padded
+from .launching import as_heads, cdiv, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import head_of, load_tile, power_of_two
 
@@ -68,8 +68,8 @@ def _tile(keys: torch.Tensor) -> dict[str, Any]:
 
 def _splits(length: int, block_t: int) -> tuple[int, int]:
     """Return the tokens of a split, whole tiles, and the number of splits."""
-    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(triton.cdiv(length, MOST_SPLITS), block_t) * block_t)
-    return split, triton.cdiv(length, split)
+    split = max(LEAST_TOKENS_OF_A_SPLIT, cdiv(cdiv(length, MOST_SPLITS), block_t) * block_t)
+    return split, cdiv(length, split)
 
 
 def partial_sums(keys: torch.Tensor, inverses: torch.Tensor | None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import as_heads, floats, launch, launcher, padded
+from .launching import as_heads, cdiv, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import head_and_tokens, head_of, load_tile, power_of_two
 
@@ -25,7 +25,7 @@ def score(keys: torch.Tensor) -> torch.Tensor:
     batch, num_heads, length, head_dim = heads.shape
     scores, block_d = floats(keys, *keys.shape[:-1]), padded(head_dim)
     block_t = min(128, ELEMENTS_OF_A_TILE // block_d)
-    launch(score_norms, (batch * num_heads * triton.cdiv(length, block_t),))(
+    launch(score_norms, (batch * num_heads * cdiv(length, block_t),))(
         strided(heads), scores, num_heads, length, head_dim, BLOCK_T=block_t, BLOCK_D=block_d, num_warps=4
     )
     return scores

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import floats, launch, launcher, padded
+from .launching import cdiv, floats, launch, launcher, padded
 from .strided import Rows, strided
 from .tiles import head_and_tokens, load_tile
 
@@ -27,7 +27,7 @@ def score(hidden_states: torch.Tensor, weights: torch.Tensor, bias: torch.Tensor
     """
     (batch, length, hidden), heads = hidden_states.shape, weights.shape[1]
     scores = floats(hidden_states, batch, heads, length)
-    launch(project_states, (batch * triton.cdiv(length, BLOCK_T),))(
+    launch(project_states, (batch * cdiv(length, BLOCK_T),))(
         strided(hidden_states), strided(weights), strided(bias), scores, length, hidden, heads,
         BLOCK_T=BLOCK_T, BLOCK_C=BLOCK_C, BLOCK_H=padded(heads, 8), num_warps=8, num_stages=3,
     )  # fmt: skip

@@ -38,7 +38,7 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, padded
+from .launching import cdiv, floats, launch, launcher, padded
 from .selection import keep_highest, ordered, top_k
 from .strided import strided
 from .tiles import copy_tile, head_of, load_tile, rows_from
@@ -109,7 +109,7 @@ def compress(
     # A cache too short to be compressed is all tail: no partition is scored.
     scored = 0 if retained == length else (length - sink_size) // lag_size - 1
     copied = length - scored * lag_size  # the sinks and the tail
-    programs = scored + triton.cdiv(copied, lag_size)
+    programs = scored + cdiv(copied, lag_size)
     launch(compress_partitions, (batch * num_heads * programs,))(
         strided(keys), strided(values), Copy(*cache[:3]),
         num_heads, length, retained, scored, programs, min(sink_size, length), lag_size, kept_each, head_dim,

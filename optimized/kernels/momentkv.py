@@ -56,6 +56,7 @@ from ..states import Moments, zero_moments
 from .attention import attend as attend_parts
 from .compiling import FEW_SPILLS, HEAD_DIMS, configurations
 from .launching import (
+    cdiv,
     floats,
     is_amd,
     is_for,
@@ -87,7 +88,7 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     batch, num_kv_heads, length, _ = keys.shape
     scores = floats(keys, batch, num_kv_heads, length)
     block = min(1024, padded(length))
-    launch(finish_scores, (batch * num_kv_heads, triton.cdiv(length, block)))(
+    launch(finish_scores, (batch * num_kv_heads, cdiv(length, block)))(
         moments, walked, scores, sizes.group, length, sizes.splits, sizes.chunks,
         GROUP=padded(sizes.group, 1), BLOCK_L=block, num_warps=4,
     )  # fmt: skip
@@ -130,7 +131,7 @@ def step(
         states[-1], position, moments, walked, num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks,
         **tile, num_warps=4,
     )  # fmt: skip
-    launch(evict, (heads * triton.cdiv(value_dim, block_v),))(
+    launch(evict, (heads * cdiv(value_dim, block_v),))(
         strided(query), *states[:-1], moments, walked, output,
         num_kv_heads, sizes.group, length, sizes.splits, head_dim, value_dim, 1 / math.sqrt(head_dim), **tile,
         BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
@@ -174,9 +175,9 @@ def _walk(
     heads, group, value_dim = batch * num_kv_heads, query.shape[1] // num_kv_heads, values.shape[3]
     tile = _walk_tile(keys, values)
     width = length + (new is not None)
-    tiles = triton.cdiv(length, tile["BLOCK_T"]) + (new is not None)
-    tiles_of_split = triton.cdiv(tiles, triton.cdiv(PROGRAMS_WANTED, heads))
-    splits, chunks = triton.cdiv(tiles, tiles_of_split), triton.cdiv(value_dim, tile["BLOCK_DV"])
+    tiles = cdiv(length, tile["BLOCK_T"]) + (new is not None)
+    tiles_of_split = cdiv(tiles, cdiv(PROGRAMS_WANTED, heads))
+    splits, chunks = cdiv(tiles, tiles_of_split), cdiv(value_dim, tile["BLOCK_DV"])
     walked = _Walked(
         floats(keys, heads, group, width),
         floats(keys, heads, chunks, width),

@@ -23,7 +23,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, zero_moments
 from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, padded
+from .launching import cdiv, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import copy_tile, dot_dtype, head_of, load_tile
 
@@ -65,10 +65,10 @@ def _sum_evicted(
     heads = keys.shape[0] * num_heads
     tile = _sum_tile(keys, values)
     block_t = tile["BLOCK_T"]
-    splits = max(1, min(triton.cdiv(PROGRAMS_WANTED, heads), triton.cdiv(length, LEAST_TOKENS_OF_A_SPLIT)))
-    split = triton.cdiv(triton.cdiv(length, splits), block_t) * block_t
-    splits = triton.cdiv(length, split)
-    chunks = triton.cdiv(value_dim, tile["BLOCK_DV"])
+    splits = max(1, min(cdiv(PROGRAMS_WANTED, heads), cdiv(length, LEAST_TOKENS_OF_A_SPLIT)))
+    split = cdiv(cdiv(length, splits), block_t) * block_t
+    splits = cdiv(length, split)
+    chunks = cdiv(value_dim, tile["BLOCK_DV"])
     sums = [
         floats(keys, heads, splits, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))
     ]

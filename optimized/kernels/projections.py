@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, padded
+from .launching import cdiv, floats, launch, launcher, padded
 from .strided import strided
 from .tiles import at_head, head_and_tokens, head_of, load_tile, power_of_two
 
@@ -25,10 +25,10 @@ def project(keys: torch.Tensor, directions: torch.Tensor, slack: torch.Tensor | 
     directions [B, H_q, D] and slack [B, H_q, D/2] in float32.
     """
     batch, num_heads, length, head_dim = keys.shape
-    group, half = directions.shape[1] // num_heads, triton.cdiv(head_dim, 2)
+    group, half = directions.shape[1] // num_heads, cdiv(head_dim, 2)
     rows, block = floats(keys, batch, directions.shape[1], length), padded(half, 8)
     block_t = min(128, ELEMENTS_OF_A_TILE // (2 * block))
-    launch(project_keys, (batch * num_heads * triton.cdiv(length, block_t),))(
+    launch(project_keys, (batch * num_heads * cdiv(length, block_t),))(
         strided(keys), strided(directions), strided(directions if slack is None else slack), rows,
         num_heads, group, length, head_dim,
         SLACK=slack is not None, HALF=half, BLOCK_T=block_t, BLOCK_F=block, num_warps=4,

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, launch, launcher, padded
+from .launching import cdiv, floats, launch, launcher, padded
 from .strided import load_row, strided
 from .tiles import at_head, head_and_tokens, head_of, load_tile
 
@@ -23,7 +23,7 @@ def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
     r"""QU-2: bounds [B, H_q, P], float32, of query [B, H_q, D], low and high [B, H_kv, P, D], any strides."""
     batch, num_heads, pages, head_dim = low.shape
     found, block_p = floats(low, batch, query.shape[1], pages), ELEMENTS_OF_A_TILE // padded(head_dim)
-    launch(bound_pages, (batch * num_heads * triton.cdiv(pages, block_p),))(
+    launch(bound_pages, (batch * num_heads * cdiv(pages, block_p),))(
         strided(query), strided(low), strided(high), found,
         num_heads, query.shape[1] // num_heads, pages, head_dim,
         BLOCK_P=block_p, BLOCK_D=padded(head_dim), num_warps=8,

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
-from .launching import floats, is_amd, launch, launcher, on_tensor_cores, outputs, padded
+from .launching import cdiv, floats, is_amd, launch, launcher, on_tensor_cores, outputs, padded
 from .strided import strided
 from .tiles import LN_2, LOG2_E, absorb, dot_dtype, head_of, load_tile
 
@@ -104,7 +104,7 @@ def measure_window(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     tile = tile_of(queries, rows) | {"BLOCK_ROWS": padded(shape[1])}
     tile["BLOCK_T"] = tile["BLOCK_T"] if on_tensor_cores(queries) else 16
-    tiles = triton.cdiv(shape[2] - shape[1], tile["BLOCK_T"])
+    tiles = cdiv(shape[2] - shape[1], tile["BLOCK_T"])
     sums, logs = floats(queries, 2, heads, tiles), _sum_rows(queries, keys, None)[0]
     launch(measure_columns, (heads * tiles,))(
         strided(queries), strided(keys), logs, sums, sums[1:], num_kv_heads, *shape, **tile
@@ -152,8 +152,8 @@ def tile_of(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]
 
 def split_of(length: int, blocks: int, block_t: int) -> int:
     """Return the tokens of a split, whole tiles, where the rows of a head are so many blocks."""
-    split = max(LEAST_TOKENS_OF_A_SPLIT, triton.cdiv(length, max(1, MOST_SPLITS // blocks)))
-    return triton.cdiv(split, block_t) * block_t
+    split = max(LEAST_TOKENS_OF_A_SPLIT, cdiv(length, max(1, MOST_SPLITS // blocks)))
+    return cdiv(split, block_t) * block_t
 
 
 def _sum_rows(
@@ -165,10 +165,10 @@ def _sum_rows(
     shape, heads, num_kv_heads, rows = _sizes(queries, keys)
     value_dim = 0 if values is None else values.shape[3]
     tile = tile_of(queries, rows, value_dim)
-    blocks = triton.cdiv(rows, tile["BLOCK_ROWS"])
+    blocks = cdiv(rows, tile["BLOCK_ROWS"])
     # an output is not added up from splits
     split = split_of(shape[2], blocks, tile["BLOCK_T"]) if values is None else shape[2]
-    splits = triton.cdiv(shape[2], split)
+    splits = cdiv(shape[2], split)
     logs, output = floats(queries, heads, splits, rows), outputs(queries, *queries.shape[:3], value_dim)
     launch(sum_rows, (heads * blocks * splits,))(
         strided(queries), strided(keys), strided(keys if values is None else values), logs, output,
@@ -178,7 +178,7 @@ def _sum_rows(
     if splits == 1:
         return logs, output
     merged = floats(queries, heads, rows)
-    launch(merge_splits, (heads * triton.cdiv(rows, 32),))(
+    launch(merge_splits, (heads * cdiv(rows, 32),))(
         logs, merged, rows, splits, MOST_SPLITS=MOST_SPLITS, BLOCK_ROWS=32, num_warps=4
     )
     return merged, output
@@ -201,7 +201,7 @@ def _sum_columns(
         }
     columns = tokens or shape[2]
     scores = floats(queries, *keys.shape[:2], columns)
-    launch(sum_columns, (heads * triton.cdiv(columns, tile["BLOCK_T"]),))(
+    launch(sum_columns, (heads * cdiv(columns, tile["BLOCK_T"]),))(
         strided(queries),
         strided(keys),
         logs,

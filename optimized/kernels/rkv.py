@@ -22,7 +22,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .keydiff import load_keys, partial_sums, score_against
-from .launching import as_heads, floats, is_amd, launch, launcher
+from .launching import as_heads, cdiv, floats, is_amd, launch, launcher
 from .received_attention import tile_of
 from .strided import strided
 from .tiles import head_of
@@ -52,7 +52,7 @@ def _latest(
     heads = as_heads(keys)
     (batch, num_heads, length, head_dim), tile = heads.shape, tile_of(heads, 128)
     found, latest = floats(keys, *keys.shape[:-1]), keys.new_empty(keys.shape[:-1], dtype=torch.int64)
-    launch(find_latest, (batch * num_heads * triton.cdiv(length, tile["BLOCK_ROWS"]),))(
+    launch(find_latest, (batch * num_heads * cdiv(length, tile["BLOCK_ROWS"]),))(
         strided(heads), inverses, found, latest, threshold, num_heads, length, head_dim,
         **tile | {"BLOCK_T": min(16 if is_amd(keys) else 32, tile["BLOCK_T"])},
     )  # fmt: skip

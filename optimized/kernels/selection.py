@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import launch, launcher, padded, warps
+from .launching import cdiv, launch, launcher, padded, warps
 
 LONGEST_SHORT_ROW = 16384
 MOST_CHUNKS = 256
@@ -74,8 +74,8 @@ def _keep(
         return kept
     flags |= {"BLOCK": 2048, "num_warps": warps(rows, 256)}
     least = max(LEAST_TOKENS_OF_A_CHUNK, number * length // PROGRAMS_WANTED)
-    chunk = padded(triton.cdiv(length, MOST_CHUNKS), padded(least))
-    chunks = triton.cdiv(length, chunk)
+    chunk = padded(cdiv(length, MOST_CHUNKS), padded(least))
+    chunks = cdiv(length, chunk)
     counts = torch.zeros((number, 4, 256), dtype=torch.int32, device=rows.device)
     last_counts = torch.empty((number, chunks, 256), dtype=torch.int32, device=rows.device)
     grid = (number * chunks,)

@@ -18,7 +18,7 @@ import triton.language as tl
 from ..states import CompressedCache
 from .cache import ELEMENTS_OF_A_TILE, Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
-from .launching import launch, launcher, padded
+from .launching import cdiv, launch, launcher, padded
 from .strided import strided
 from .tiles import copy_tile, head_of
 
@@ -34,7 +34,7 @@ def compress(keys: torch.Tensor, values: torch.Tensor, sinks: int, recent: int) 
     cache = empty_cache(keys, values, batch * num_heads * kept, lengths)
     block_d, block_dv = padded(head_dim), padded(values.shape[-1])
     block_t = min(128, ELEMENTS_OF_A_TILE // max(block_d, block_dv))
-    launch(copy_ends, (batch * num_heads * triton.cdiv(kept, block_t),))(
+    launch(copy_ends, (batch * num_heads * cdiv(kept, block_t),))(
         strided(keys), strided(values), Copy(*cache[:3]), num_heads, length, sinks, kept, head_dim,
         values.shape[-1],
         BLOCK_T=block_t, BLOCK_D=block_d, BLOCK_DV=block_dv, num_warps=4,

@@ -3,6 +3,7 @@ the files, the page.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -21,8 +22,9 @@ from conftest import tiny_llama
 from tools import refused, says
 from tools.reading import IDS
 
-from benchmarks import corrections, costs, cpu, gpu, report, rows, timing
+from benchmarks import contract_rows, corrections, costs, cpu, gpu, host, report, rows, timing
 from benchmarks.row import NoKernel, Place, Row, Work, rows_apart
+from evictionary.optimized import knorm
 from evictionary.spec_tests.judge.law import judging_files
 
 TINY = Place(device="cpu", dtype=torch.float32, shrink=512, heads=2, group=2, head_dim=16)
@@ -414,6 +416,48 @@ def test_the_page_tells_what_a_real_model_took(tmp_path: Path) -> None:
         "| tova | 1.0 | 8.0 | 12.5% |",
         "8,192 tokens in blocks of 512, with a budget of 1,024",
     )
+
+
+# the time of the processor
+
+
+def test_a_launch_that_does_nothing_leaves_the_processors_time() -> None:
+    """Kernels are taken and none of them runs: what a score would be is never written."""
+    keys = torch.randn(1, 2, 8, 16)
+    with host.launching_nothing(), torch.no_grad():
+        assert (knorm.score(keys) == 0).all()
+    assert (knorm.score(keys) < 0).all()
+
+
+def test_a_finite_number_is_not_looked_for_as_on_a_gpu() -> None:
+    with host.launching_nothing(), torch.no_grad():
+        knorm.score(torch.full((1, 1, 2, 16), math.nan))
+    with pytest.raises(ValueError, match="keys: got NaN"):
+        knorm.score(torch.full((1, 1, 2, 16), math.nan))
+
+
+@pytest.mark.whole
+def test_the_processors_time_is_measured_for_each_row_and_stored(tmp_path: Path) -> None:
+    host.main(calls=2, run="before", out=tmp_path)
+    host.main(calls=2, run="now", out=tmp_path)
+    stored = json.loads((tmp_path / "host.json").read_text(encoding="utf-8"))
+    timed = {row.id for row in [*rows.KERNEL_ROWS, *contract_rows.CONTRACT_ROWS]}
+    for run in ("before", "now"):
+        found = {row["row"]: row for row in stored[run]["rows"]}
+        assert {*found} == timed | {f"cache {name}" for name in host.CACHES}
+        assert all(row["least_us"] > 0 for name, row in found.items() if name in timed)
+    says(report.page(tmp_path), "| 18: KNorm: score; T = 131072 |", "a token and layer of a cache: momentkv")
+    refused(
+        functools.partial(host.main, run="later"),
+        "--run: got 'later', wanted now or before",
+        typer.BadParameter,
+    )
+
+
+def test_the_stored_times_of_the_processor_are_those_of_todays_rows() -> None:
+    stored = json.loads((timing.RESULTS / "host.json").read_text(encoding="utf-8"))["now"]["rows"]
+    timed = [row.id for row in [*rows.KERNEL_ROWS, *contract_rows.CONTRACT_ROWS]]
+    assert [row["row"] for row in stored] == [f"cache {name}" for name in host.CACHES] + timed
 
 
 # the costs of a token with each method

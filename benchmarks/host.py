@@ -1,0 +1,154 @@
+"""The time of the processor in a call of each kernel: `python -m benchmarks.host`, on any machine.
+
+A GPU waits while the processor checks arguments, allocates and launches. So this is the least time that a
+small call takes. It is measured for our arm of the rows of the GPU benchmark, and for a token in a cache. The
+launcher does nothing: what Triton does for a launch is left out, and what a GPU does. NaN is not looked for,
+as on a GPU.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import pkgutil
+import statistics
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+from unittest.mock import patch
+
+import torch
+import typer
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+from benchmarks.contract_rows import CONTRACT_ROWS
+from benchmarks.costs import read
+from benchmarks.row import Place, Row
+from benchmarks.rows import KERNEL_ROWS
+from benchmarks.timing import RESULTS, provenance, seconds, show, write_json
+from evictionary.cache import checks as cache_checks
+from evictionary.cache.evicting_cache import EvictingCache
+from evictionary.optimized import checks, kernels
+from evictionary.progress import tracked
+
+SMALL = Place(device="cpu", shrink=512)
+"""The time does not depend on the sizes."""
+
+LAYERS = 8
+"""Of the model whose cache is measured."""
+
+
+def no_launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+    """In the place of `launching.launch`: a launch that does nothing."""
+    return lambda *given, **named: None
+
+
+@contextlib.contextmanager
+def launching_nothing() -> Iterator[None]:
+    """Kernels take tensors of the processor, and none of their launches does anything."""
+    modules = (
+        importlib.import_module(f"{kernels.__name__}.{module.name}")
+        for module in pkgutil.iter_modules(kernels.__path__)
+    )
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(patch.dict(os.environ, TRITON_INTERPRET="1"))
+        stack.enter_context(patch.multiple(checks, is_finite=lambda value: True, _require_numbers=_unread))
+        stack.enter_context(patch.object(cache_checks, "is_finite", lambda value: True))
+        # What no kernel writes has to be a number: some functions go on with it as a place in a tensor.
+        stack.enter_context(patch.multiple(torch, empty=torch.zeros, empty_like=torch.zeros_like))
+        stack.enter_context(patch.object(torch.Tensor, "new_empty", torch.Tensor.new_zeros))
+        for module in modules:
+            if hasattr(module, "launch"):
+                stack.enter_context(patch.object(module, "launch", no_launch))
+        yield
+
+
+def _unread(argument: Any, value: torch.Tensor) -> None:
+    """In the place of what reads the numbers of a tensor on a processor."""
+
+
+@torch.no_grad()
+def of_row(row: Row, calls: int) -> dict[str, Any]:
+    """The time of a call of a row's kernel."""
+    work = row.build(SMALL)
+    given, few = work.make(0), torch.zeros(8)
+    with launching_nothing():
+        ours, additions = in_turn(lambda: work.arms["ours"](*given), lambda: few.add(1), calls)
+    return {"row": row.id, "title": row.title} | told(min(ours), statistics.median(ours), additions)
+
+
+CACHES: dict[str, dict[str, Any]] = {
+    "momentkv": {"budget": 32},
+    "keydiff": {"compression_ratio": 0.5},
+    "keydiff+ada_kv": {"compression_ratio": 0.5},
+    "keydiff+moments": {"compression_ratio": 0.5},
+}
+"""What a token costs in them: a step in place, plain layers, ragged heads, and moments beside the rows."""
+
+
+@torch.no_grad()
+def of_cache(name: str, calls: int) -> dict[str, Any]:
+    """The time that a layer of a cache adds to a token, beside that of DynamicCache."""
+    shape = LlamaConfig(
+        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
+    )  # fmt: skip
+    model, few = LlamaForCausalLM(shape).eval(), torch.zeros(8)
+    prompt = torch.arange(64)[None]
+    with EvictingCache(model, name, **CACHES[name]) as cache:
+        full = DynamicCache()
+        for each in (cache, full):
+            read(model, prompt, each)
+
+        def whole() -> None:
+            read(model, prompt[:, :1], full)
+            full.crop(64 - full.get_seq_length())
+
+        with launching_nothing():
+            ours, others = in_turn(lambda: read(model, prompt[:, :1], cache), whole, calls)
+            _, additions = in_turn(whole, lambda: few.add(1), calls)
+    added = [(find(ours) - find(others)) / LAYERS for find in (min, statistics.median)]
+    return {"row": f"cache {name}", "title": f"a token and layer of a cache: {name}"} | told(
+        *added, additions
+    )
+
+
+def in_turn(call: Callable[[], Any], base: Callable[[], Any], calls: int) -> tuple[list[float], list[float]]:
+    """The seconds of two calls that take turns; a fifth of them more come before, and do not count."""
+    pairs = [(seconds(call), seconds(base)) for _ in range(calls + calls // 5)][calls // 5 :]
+    return [own for own, _ in pairs], [other for _, other in pairs]
+
+
+def told(least: float, median: float, additions: list[float]) -> dict[str, float]:
+    """Two times in microseconds, and how many additions of eight numbers in torch take as long as the median,
+    in the same run.
+    """
+    return {
+        "least_us": 1e6 * least,
+        "median_us": 1e6 * median,
+        "additions": median / statistics.median(additions),
+    }
+
+
+def main(
+    calls: Annotated[int, typer.Option(help="How often each kernel is called.")] = 500,
+    run: Annotated[str, typer.Option(help="Store the times as this run: now, or before.")] = "now",
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Where host.json goes.")] = RESULTS,
+) -> None:
+    """Measure the time of the processor in a call of each kernel."""
+    if run not in ("now", "before"):
+        raise typer.BadParameter(f"--run: got {run!r}, wanted now or before")
+    torch.set_num_threads(1)
+    rows = [*KERNEL_ROWS, *CONTRACT_ROWS]
+    work = [partial(of_cache, name) for name in CACHES] + [partial(of_row, row) for row in rows]
+    found = list(tracked((measure(calls) for measure in work), len(work), "rows"))
+    path = out / "host.json"
+    stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    stored[run] = provenance("torch", "triton", "transformers") | {"calls": calls, "rows": found}
+    write_json(path, stored)
+    show("the processor's time in a call", found)
+
+
+if __name__ == "__main__":
+    typer.run(main)
