@@ -31,8 +31,8 @@ IN_TORCH = patch.multiple(launching, DTYPES=(), _warn_once=lambda message: None)
 def contract_row(place: Place, function: str, kernel: tuple[str, str], length: int, products: str) -> Work:
     """A function with the file and the launcher of its kernel, beside its torch path.
 
-    products are the axes of the multiplications that nothing saves. What is read and written, its signature
-    says.
+    products are the axes of the multiplications that nothing
+    saves. What is read and written, its signature says.
     """
     tokens, queries, dim = place.tokens(length), place.heads * place.group, place.head_dim
     sizes = {

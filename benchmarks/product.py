@@ -1,5 +1,5 @@
-"""Rows of the GPU benchmark that run what a user gets: `EvictingCache` in a model of transformers, beside its
-DynamicCache.
+"""Rows of the GPU benchmark that run what a user gets:
+`EvictingCache` in a model of transformers, beside its DynamicCache.
 
 The model has the shape of Llama-3.1-8B and random weights, which give the right times. Each arm is a whole
 forward, with the hooks of the cache and the processor's time. Other rows check the numbers.

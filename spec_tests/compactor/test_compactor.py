@@ -185,8 +185,8 @@ def test_two_heads_are_standardised_together(impl):
 
 @law("CO-4", of=SCORE, case=seeded_cases(min_length=15, max_length=33, kinds=MODEST), seed=seeds())
 def test_neither_the_unit_of_values_nor_the_rest_of_the_batch_counts(impl, case, seed):
-    """The values of an item in another unit give the same scores, and each item scores alone as among
-    others.
+    """The values of an item in another unit give the same
+    scores, and each item scores alone as among others.
     """
     queries, keys, values, *rest = states = states_of(case, seed)
     units = 4.0 ** np.arange(1, case.batch + 1)[:, None, None, None]

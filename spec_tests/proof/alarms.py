@@ -1,7 +1,7 @@
 """Right variants against the laws: an alarm is a law that a right program fails.
 
-`python -m evictionary.spec_tests.proof.matrix --controls 200` writes docs/controls.json.xz, which
-docs/kill_matrix.md shows.
+`python -m evictionary.spec_tests.proof.matrix --controls 200`
+writes docs/controls.json.xz, which docs/kill_matrix.md shows.
 """
 
 from typing import Any
@@ -138,8 +138,8 @@ def earlier() -> list[str]:
 
 
 def run_controls(seeds: int, max_examples: int, jobs: int, only: list[str]) -> int:
-    """Judge the right variants of some folders, or of all, over the seeds, by the laws that have changed
-    since docs/controls.json.xz.
+    """Judge the right variants of some folders, or of all, over the
+    seeds, by the laws that have changed since docs/controls.json.xz.
 
     Prints each alarm, stores each folder of the suite as it is done, and returns how many alarms there are.
     """
