@@ -97,7 +97,10 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
 
     found = json.loads(asked("contract", "keydiff.score", "--json").stdout)
     assert (found["axes"], [*found["equations"]]) == ({"keys": ["...", "T", "D"]}, ["KD-8"])
+    assert found["answers"] == {"answer": {"kind": "cosine", "axes": ["...", "T"]}}
     assert found["laws"] > 20
+    states = asked("contract", "keydiff.append").stdout
+    says(states, "cache.keys: [..., n, D], finite numbers", "answer.positions: [..., n], whole numbers")
     assert asked("contract").stdout.split() == contract_functions()
     # Each method has at least one function, and a name that is neither is told what there is.
     for stem in {path.partition(".")[0] for path in contract_functions()}:
@@ -122,8 +125,8 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
     text = (tmp_path / "keydiff.py").read_text()
     assert re.findall("^(?:def |from |import ).*", text, re.MULTILINE) == [
         "import numpy as np",
-        "from evictionary.reference.contract import Real",
-        'def score(keys: Real[np.ndarray, "... T D"]) -> np.ndarray:',
+        "from evictionary.reference.contract import Cosine, Real",
+        'def score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:',
     ]
     says(asked("judge", "--starter", "keydiff", code=2).stderr, "is not written over")
     assert (tmp_path / "keydiff.py").read_text() == text
