@@ -5,6 +5,7 @@ The model has the shape of Llama-3.1-8B and random weights, which give the right
 forward, with the hooks of the cache and the processor's time. Other rows check the numbers.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -18,23 +19,23 @@ from evictionary.cache.evicting_cache import EvictingCache
 
 LAYERS, VOCABULARY, WIDTH_OF_A_GATE = 32, 128_256, 3.5
 PLAIN, FLASH = "DynamicCache, sdpa", "DynamicCache, flash_attention_2"
-OF_A_TOKEN: dict[str, tuple[str, dict[str, Any]]] = {
+Asked = dict[str, tuple[str, dict[str, Any]]]
+"""A method with its settings, by the name of its arm."""
+OF_A_TOKEN: Asked = {
     "ours": ("momentkv", {"budget": 1024}),
     "KeyDiff, half": ("keydiff", {"compression_ratio": 0.5}),
     "KeyDiff + AdaKV, half": ("keydiff+ada_kv", {"compression_ratio": 0.5}),
 }
-"""The arms of a token, each a method with its settings. Ours evicts at each token."""
-OF_A_PROMPT: dict[str, tuple[str, dict[str, Any]]] = {
+"""Ours evicts at each token."""
+OF_A_PROMPT: Asked = {
     "ours": ("keydiff", {"compression_ratio": 0.5}),
     "SnapKV, half": ("snapkv", {"compression_ratio": 0.5}),
     "H2O, half": ("h2o", {"compression_ratio": 0.5}),
 }
 
 
-def model_of(place: Place, attention: str = "sdpa", like: PreTrainedModel | None = None) -> PreTrainedModel:
-    """A model on the device of a place, in its dtype, and smaller where the place shrinks; with the weights
-    of another one, or its own.
-    """
+def model_of(place: Place) -> PreTrainedModel:
+    """A model on the device of a place, in its dtype, and smaller where the place shrinks."""
     width = place.heads * place.group * place.head_dim
     shape = LlamaConfig(
         vocab_size=place.tokens(VOCABULARY),
@@ -45,13 +46,17 @@ def model_of(place: Place, attention: str = "sdpa", like: PreTrainedModel | None
         num_key_value_heads=place.heads,
         head_dim=place.head_dim,
         max_position_embeddings=131_072,
-        attn_implementation=attention,
     )
     with torch.device(place.device):
-        model = LlamaForCausalLM(shape).to(place.dtype).eval()
-    if like is not None:
-        model.load_state_dict(like.state_dict(), assign=True)
-    return model
+        return LlamaForCausalLM(shape).to(place.dtype).eval()
+
+
+def twin_of(model: PreTrainedModel, attention: str = "sdpa") -> PreTrainedModel:
+    """The same model with the same weights, and hooks of its own."""
+    weights = {id(weight): weight for weight in model.parameters()}
+    twin = copy.deepcopy(model, weights)
+    twin.set_attn_implementation(attention)
+    return twin
 
 
 def tokens_of(place: Place, batch: int, length: int, seed: int) -> torch.Tensor:
@@ -65,14 +70,26 @@ def bytes_of(model: PreTrainedModel, cached: int) -> int:
     return sum(weight.nbytes for weight in model.parameters()) + cached
 
 
-def peers(place: Place, model: PreTrainedModel, arm: Callable[[PreTrainedModel], Arm]) -> dict[str, Any]:
-    """The arms of DynamicCache, each in a model of its own with the same weights, which no cache has hooks
-    in; and why one is missing.
+def arms_of(
+    place: Place,
+    model: PreTrainedModel,
+    asked: Asked,
+    ours: Callable[[PreTrainedModel, str, dict[str, Any]], Arm],
+    whole: Callable[[PreTrainedModel], Arm],
+) -> dict[str, Any]:
+    """The arms of methods and of DynamicCache, as fields of a Work, and why one is missing. Each has a model
+    of its own, so that none pays for the hooks of another's cache.
     """
     has_flash = place.is_gpu and is_flash_attn_2_available()
     attentions = {PLAIN: "sdpa"} | ({FLASH: "flash_attention_2"} if has_flash else {})
-    arms = {name: arm(model_of(place, attention, model)) for name, attention in attentions.items()}
-    return {"arms": arms, "missing": {} if has_flash else {FLASH: "flash-attn is not installed"}}
+    arms = {name: ours(twin_of(model), *method) for name, method in asked.items()}
+    arms |= {name: whole(twin_of(model, attention)) for name, attention in attentions.items()}
+    return {
+        "arms": arms,
+        "missing": {} if has_flash else {FLASH: "flash-attn is not installed"},
+        "waits": frozenset(arms),  # the hooks are called from the processor
+        "copies": 1,
+    }
 
 
 @sized
@@ -81,32 +98,27 @@ def token_row(place: Place, batch: int, length: int) -> Work:
     model, sequences, tokens = model_of(place), place.batch(batch), place.tokens(length)
     prompt = tokens_of(place, sequences, tokens, seed=0)
 
-    def compressed(method: str, settings: dict[str, Any]) -> Arm:
+    def ours(own: PreTrainedModel, method: str, settings: dict[str, Any]) -> Arm:
         budget = {"budget": place.tokens(settings["budget"])} if "budget" in settings else {}
-        cache = EvictingCache(model, method, **settings | budget)
-        read(model, prompt, cache)
-        return lambda ids: read(model, ids, cache)
+        cache = EvictingCache(own, method, **settings | budget)
+        read(own, prompt, cache)
+        return lambda ids: read(own, ids, cache)
 
-    def whole(plain: PreTrainedModel) -> Arm:
+    def whole(own: PreTrainedModel) -> Arm:
         full = DynamicCache()
-        read(plain, prompt, full)
+        read(own, prompt, full)
 
         def call(ids: torch.Tensor) -> None:
-            read(plain, ids, full)
+            read(own, ids, full)
             full.crop(-1)  # as long at each call
 
         return call
 
-    others = peers(place, model, whole)
-    arms = {name: compressed(*asked) for name, asked in OF_A_TOKEN.items()} | others["arms"]
     cached = model.config.num_hidden_layers * 2 * sequences * place.bytes_of(place.tokens(1024))
     return Work(
         make=lambda seed: (tokens_of(place, sequences, 1, seed),),
-        arms=arms,
         bytes=bytes_of(model, cached),
-        missing=others["missing"],
-        waits=frozenset(arms),  # the hooks are called from the processor
-        copies=1,
+        **arms_of(place, model, OF_A_TOKEN, ours, whole),
     )
 
 
@@ -115,23 +127,21 @@ def prompt_row(place: Place, length: int) -> Work:
     """A prompt that is read and compressed to a half, and one that is read."""
     model, tokens = model_of(place), place.tokens(length)
 
-    def compressing(method: str, settings: dict[str, Any]) -> Arm:
+    def ours(own: PreTrainedModel, method: str, settings: dict[str, Any]) -> Arm:
         def call(ids: torch.Tensor) -> None:
-            with EvictingCache(model, method, **settings) as cache:
-                read(model, ids, cache)
+            with EvictingCache(own, method, **settings) as cache:
+                read(own, ids, cache)
 
         return call
 
-    others = peers(place, model, lambda plain: lambda ids: read(plain, ids, DynamicCache()))
-    arms = {name: compressing(*asked) for name, asked in OF_A_PROMPT.items()} | others["arms"]
+    def whole(own: PreTrainedModel) -> Arm:
+        return lambda ids: read(own, ids, DynamicCache())
+
     return Work(
         make=lambda seed: (tokens_of(place, 1, tokens, seed),),
-        arms=arms,
         bytes=bytes_of(model, model.config.num_hidden_layers * 2 * place.bytes_of(tokens)),
         flops=2.0 * tokens * sum(weight.numel() for weight in model.parameters()),
-        missing=others["missing"],
-        waits=frozenset(arms),
-        copies=1,
+        **arms_of(place, model, OF_A_PROMPT, ours, whole),
     )
 
 
