@@ -26,7 +26,7 @@ from benchmarks.contract_rows import CONTRACT_ROWS
 from benchmarks.costs import read
 from benchmarks.row import Place, Row
 from benchmarks.rows import KERNEL_ROWS
-from benchmarks.timing import RESULTS, provenance, seconds, show, write_json
+from benchmarks.timing import RESULTS, provenance, show, turns, write_json
 from evictionary.cache import checks as cache_checks
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.optimized import checks, kernels
@@ -74,7 +74,7 @@ def of_row(row: Row, calls: int) -> dict[str, Any]:
     work = row.build(SMALL)
     given, few = work.make(0), torch.zeros(8)
     with launching_nothing():
-        ours, additions = in_turn(lambda: work.arms["ours"](*given), lambda: few.add(1), calls)
+        ours, additions = apart(turns(lambda: work.arms["ours"](*given), lambda: few.add(1), calls))
     return {"row": row.id, "title": row.title} | told(min(ours), statistics.median(ours), additions)
 
 
@@ -106,17 +106,16 @@ def of_cache(name: str, calls: int) -> dict[str, Any]:
             full.crop(64 - full.get_seq_length())
 
         with launching_nothing():
-            ours, others = in_turn(lambda: read(model, prompt[:, :1], cache), whole, calls)
-            _, additions = in_turn(whole, lambda: few.add(1), calls)
+            ours, others = apart(turns(lambda: read(model, prompt[:, :1], cache), whole, calls))
+            _, additions = apart(turns(whole, lambda: few.add(1), calls))
     added = [(find(ours) - find(others)) / LAYERS for find in (min, statistics.median)]
     return {"row": f"cache {name}", "title": f"a token and layer of a cache: {name}"} | told(
         *added, additions
     )
 
 
-def in_turn(call: Callable[[], Any], base: Callable[[], Any], calls: int) -> tuple[list[float], list[float]]:
-    """The seconds of two calls that take turns; a fifth of them more come before, and do not count."""
-    pairs = [(seconds(call), seconds(base)) for _ in range(calls + calls // 5)][calls // 5 :]
+def apart(pairs: list[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """The seconds of each of two calls."""
     return [own for own, _ in pairs], [other for _, other in pairs]
 
 

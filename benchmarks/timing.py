@@ -86,12 +86,22 @@ def seconds(call: Callable[[], Any], clock: Callable[[], float] = time.perf_coun
     return clock() - start
 
 
-def taking_turns(call: Callable[[], Any], base: Callable[[], Any], rounds: int) -> dict[str, float]:
-    """The median seconds of a call, and its ratios to another one in rounds in which the two take turns.
+def turns(call: Callable[[], Any], base: Callable[[], Any], rounds: int) -> list[tuple[float, float]]:
+    """The seconds of two calls in rounds in which they take turns.
 
     Each is called once before its clock starts, since the other has just used the processor.
     """
-    times = [[(one(), seconds(one))[1] for one in (call, base)] for _ in range(rounds)]
+
+    def timed(one: Callable[[], Any]) -> float:
+        one()
+        return seconds(one)
+
+    return [(timed(call), timed(base)) for _ in range(rounds)]
+
+
+def taking_turns(call: Callable[[], Any], base: Callable[[], Any], rounds: int) -> dict[str, float]:
+    """The median seconds of a call, and its ratios to another one in rounds in which the two take turns."""
+    times = turns(call, base, rounds)
     ratios = [own / other for own, other in times]
     return {
         "seconds": statistics.median(own for own, _ in times),

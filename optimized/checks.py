@@ -67,8 +67,7 @@ def _require_alike(
     axes.relate()
     first, wanted, _, there = tensors[0]
     for argument, dtype, _, device in tensors:
-        if device != there:
-            raise ValueError(f"{argument.name}: got device {device}, wanted {there} (that of {first.name})")
+        _require_device(argument.name, device, first.name, there)
         alike = dtype.is_floating_point and wanted.is_floating_point and "." not in argument.name
         if alike and argument.name not in free and dtype != wanted:
             raise ValueError(f"{argument.name}: got dtype {dtype}, wanted {wanted} (that of {first.name})")
@@ -166,8 +165,12 @@ def require_shape(name: str, value: torch.Tensor, wanted: tuple[int, ...], like:
 
 def require_same_device(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:
     """Raise ValueError unless `value` lives on the device of `other`."""
-    if value.device != other.device:
-        raise ValueError(f"{name}: got device {value.device}, wanted {other.device} (that of {other_name})")
+    _require_device(name, value.device, other_name, other.device)
+
+
+def _require_device(name: str, device: torch.device, other_name: str, wanted: torch.device) -> None:
+    if device != wanted:
+        raise ValueError(f"{name}: got device {device}, wanted {wanted} (that of {other_name})")
 
 
 def require_same_kind(name: str, value: torch.Tensor, other_name: str, other: torch.Tensor) -> None:

@@ -69,4 +69,4 @@ def in_processes(
     from joblib import Parallel, delayed
 
     answers = Parallel(n_jobs=jobs, return_as="generator")(delayed(function)(*each) for each in calls)
-    return iter(tracked(answers, len(calls), what))
+    return tracked(answers, len(calls), what)

@@ -7,7 +7,6 @@ tree as it is. A commit that changes the goldens says why.
 
 import argparse
 import json
-import lzma
 import shutil
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import zipfile
 from pathlib import Path
 
 from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+from evictionary.spec_tests.proof import asking
 from evictionary.spec_tests.proof.matrix import rows
 from evictionary.spec_tests.proof.planted import load_controls, load_mutants
 
@@ -92,7 +92,7 @@ PARTS = {
 
 
 def stored() -> dict[str, dict[str, str]]:
-    return json.loads(lzma.decompress(STORED.read_bytes())) if STORED.exists() else {}
+    return asking.stored(STORED)
 
 
 def differences(before: dict[str, str], after: dict[str, str]) -> list[str]:
@@ -117,7 +117,7 @@ def main() -> None:
     lines = [f"{part}: {line}" for part in found for line in differences(stored().get(part, {}), found[part])]
     print("\n".join([*lines, f"{len(lines)} differences"]))
     if arguments.write:
-        STORED.write_bytes(lzma.compress(json.dumps(stored() | found, sort_keys=True).encode()))
+        asking.store(STORED, stored() | found)
     elif lines:
         raise SystemExit(1)
 
