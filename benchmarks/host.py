@@ -35,8 +35,8 @@ from evictionary.progress import tracked
 SMALL = Place(device="cpu", shrink=512)
 """The time does not depend on the sizes."""
 
-LAYERS = 8
-"""Of the model whose cache is measured."""
+LAYERS, TOKENS = 8, 25
+"""Of the model whose cache is measured, and of a text after its prompt."""
 
 
 def no_launch(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
@@ -95,20 +95,18 @@ def of_cache(name: str, calls: int) -> dict[str, Any]:
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
     model, few = LlamaForCausalLM(shape).eval(), torch.zeros(8)
-    prompt = torch.arange(64)[None]
-    with EvictingCache(model, name, **CACHES[name]) as cache:
-        full = DynamicCache()
-        for each in (cache, full):
-            read(model, prompt, each)
-
-        def whole() -> None:
-            read(model, prompt[:, :1], full)
-            full.crop(64 - full.get_seq_length())
-
-        with launching_nothing():
-            ours, others = apart(turns(lambda: read(model, prompt[:, :1], cache), whole, calls))
-            _, additions = apart(turns(whole, lambda: few.add(1), calls))
-    added = [(find(ours) - find(others)) / LAYERS for find in (min, statistics.median)]
+    prompt, pairs = torch.arange(64)[None], list[tuple[float, float]]()
+    while len(pairs) < calls:  # a cache that grows long would take time for its tokens
+        with EvictingCache(model, name, **CACHES[name]) as cache:
+            full = DynamicCache()
+            for each in (cache, full):
+                read(model, prompt, each)
+            with launching_nothing():
+                ours, others = (partial(read, model, prompt[:, :1], each) for each in (cache, full))
+                pairs += turns(ours, others, min(calls, TOKENS))
+    own, other = apart(pairs)
+    _, additions = apart(turns(lambda: few.add(1), lambda: few.add(1), calls))
+    added = [(find(own) - find(other)) / LAYERS for find in (min, statistics.median)]
     return {"row": f"cache {name}", "title": f"a token and layer of a cache: {name}"} | told(
         *added, additions
     )
