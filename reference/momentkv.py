@@ -210,7 +210,7 @@ def attend(
 
 
 def log_mixing_weights(
-    log_retained: Real[np.ndarray, "..."], log_evicted: Real[np.ndarray, "..."]
+    log_retained: Open[np.ndarray, "..."], log_evicted: Open[np.ndarray, "..."]
 ) -> tuple[Open[np.ndarray, "..."], Open[np.ndarray, "..."]]:
     r"""MK-37: `log what_R = log Z_R - logsumexp(log Z_R, log n_e + sbar)` and the same for
     `log what_E`, in the log domain.

@@ -12,9 +12,19 @@ from tools import refused
 from evictionary.methods import catalogue
 from evictionary.reference import checks
 from evictionary.reference.answers import require_answer
-from evictionary.reference.contract import Setting, arguments, arrays, contract, contracts, states
+from evictionary.reference.contract import (
+    Setting,
+    arguments,
+    arrays,
+    contract,
+    contract_of,
+    contracts,
+    states,
+)
 from evictionary.spec_tests.judge.cases import Case
-from evictionary.spec_tests.judge.implementation import contract_functions, load, oracle
+from evictionary.spec_tests.judge.implementation import ANY, Implementation, contract_functions, load, oracle
+from evictionary.spec_tests.judge.law import MATHEMATICS, load_laws
+from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.memory.arguments import arguments_of
 
 REFERENCE = Path(checks.__file__).parent
@@ -162,6 +172,28 @@ def test_an_answer_is_what_the_signature_says(path: str) -> None:
             require_answer(path, bound.arguments, oracle(path)(**given))
             asked += 1
     assert asked
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        for name, law in load_laws().items()
+        if law.kind == MATHEMATICS and not contracts().keys() | {ANY} >= set(law.functions)
+    ],
+)
+def test_a_law_asks_a_step_what_its_signature_says(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A function that is not checked may be written from its signature alone."""
+    call = Implementation.call
+
+    def reading(self: Implementation, path: str, *args: object, **kwargs: object) -> object:
+        answer = call(self, path, *args, **kwargs)
+        if path not in contracts():
+            contract_of(path).read(*args, **kwargs)
+        return answer
+
+    monkeypatch.setattr(Implementation, "call", reading)
+    assert outcome(load_laws()[name], load("reference"), max_examples=4)[0] in ("passed", "not asked")
 
 
 @pytest.mark.parametrize(
