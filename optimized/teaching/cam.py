@@ -21,14 +21,14 @@ def spread(
     r"""CAM-3: values [..., T, D_v] and weights [..., T] give the values after kept tokens have received."""
     values, (parts, first, _) = values.contiguous(), stretches(kept, weights, merge_size)
     answer, (length, channels) = torch.empty_like(values), values.shape[-2:]
-    receive[kept.numel() // length, length](values, parts, first.contiguous(), answer, channels, BLOCK)
+    receive[length, kept.numel() // length](values, parts, first.contiguous(), answer, channels, BLOCK)
     return answer
 
 
 @triton.jit
 def receive(values, parts, first, answer, D: tl.constexpr, BLOCK: tl.constexpr):
-    """A value, and the parts of those from the place `first` to its own. Grid: heads, tokens."""
-    head, token, length = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    """A value, and the parts of those from the place `first` to its own. Grid: tokens, heads."""
+    token, length, head = tl.program_id(0), tl.num_programs(0), tl.program_id(1).to(tl.int64)
     row, channel = head * length, tl.arange(0, D)
     total = tl.load(values + (row + token) * D + channel)
     for start in range(tl.load(first + row + token), token, BLOCK):

@@ -25,7 +25,7 @@ def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
         max(16, triton.next_power_of_2(chunk_size)),
         32,
     )  # 32 queries of a tile
-    attend_to_chunk[received.numel() // length, triton.cdiv(length, chunk_size)](
+    attend_to_chunk[triton.cdiv(length, chunk_size), received.numel() // length](
         queries, keys, received, *sizes, num_warps=8
     )
     return received
@@ -36,8 +36,8 @@ def attend_to_chunk(
     queries_ptr, keys_ptr, received_ptr, length, chunk_size, D: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr
 ):  # fmt: skip
-    """received[head, t] = the sum of softmax(q_m . k_t) over the m of the chunk of t. Grid: heads, chunks."""
-    row, start = tl.program_id(0).to(tl.int64) * length, tl.program_id(1) * chunk_size
+    """received[head, t] = the sum of softmax(q_m . k_t) over the m of the chunk of t. Grid: chunks, heads."""
+    start, row = tl.program_id(0) * chunk_size, tl.program_id(1).to(tl.int64) * length
     stop = tl.minimum(start + chunk_size, length)
     tokens = start + tl.arange(0, SIZE)
     received = tl.zeros([SIZE], dtype=tl.float32)
