@@ -34,6 +34,7 @@ slow: .venv/installed  ## what takes long: every slow test, the memory of the ke
 	$(PYTEST) -m "slow and not browser and not compiled and not arrays" -k "not every_mutant"
 	$(PYTEST) --profile thorough spec_tests/shared/test_selection.py spec_tests/shared/test_cache.py --impl reference --impl optimized
 	$(INTERPRETED) spec_tests --impl optimized --dtype float32
+	$(INTERPRETED) $(MATHEMATICS) --impl evictionary.optimized.teaching --strict
 	$(INTERPRETED) spec_tests/memory --impl optimized --dtype float16
 
 mutants: .venv/installed  ## every planted mistake against its laws
@@ -58,13 +59,13 @@ oldest: .venv/installed  ## the oldest releases that pyproject.toml allows, trie
 new-method: .venv/installed  ## the recipe for a new method, in a copy of the tree
 	$(BIN)/python tests/new_method.py
 
-# Mathematics at each push; the laws of memory, which call everything many times, and float32 at night, in `make slow`.
+# Mathematics at each push. The laws of memory, which call everything many times, float32, and the kernels to read are judged at
+# night, in `make slow`; tests/kernels/test_graphs.py calls each kernel to read at each push.
 MATHEMATICS := $(filter-out spec_tests/memory/test_memory.py,$(wildcard spec_tests/*/test_*.py))
 
 kernels: .venv/installed  ## the mathematics of the kernels in Triton's interpreter
 	$(INTERPRETED) $(MATHEMATICS) --impl optimized --dtype float16
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels/test_kernels.py tests/kernels/test_graphs.py
-	$(INTERPRETED) $(MATHEMATICS) --impl evictionary.optimized.teaching --strict
 
 # The kernels as Triton compiles them, executed on a CPU (docs/compiled.md): wrong kernels, then a fixed list of launches.
 # bfloat16, because the interpreter has none. `make compiled-all` asks every law in three dtypes, and of the kernels to read: 80 minutes.
