@@ -84,7 +84,7 @@ QUERIES = np.array(
 )
 TOKENS, BUDGET = len(KEYS), len(KEYS) // 2
 # Settings of a text of twelve tokens, where a method has them.
-SETTINGS = {
+SETTINGS: dict[str, Any] = {
     "budget": BUDGET,
     "compression_ratio": 0.5,
     "keep_ratio": 0.5,
@@ -168,7 +168,7 @@ def called(function: Callable[..., Any], own: Mapping[str, Any] | None = None) -
     Args: own, inputs and settings in place of the shared ones. Raises TypeError for an input that the twelve
     tokens do not have: give it to `_inputs`.
     """
-    known = _inputs() | SETTINGS | (own or {})
+    known = {**_inputs(), **SETTINGS, **(own or {})}
     wanted = inspect.signature(function).parameters
     return function(**{name: known[name] for name in wanted if name in known})
 
@@ -414,7 +414,7 @@ class Picture(NamedTuple):
             top += LABEL + row.height + 5
         return "\n".join(
             [
-                '<div class="idea" data-search-exclude>',
+                '<div class="idea" data-search-exclude="">',
                 f'<svg viewBox="0 0 {WIDTH} {top}" role="img" aria-label="{html.escape(self.alt)}">',
                 *marks,
                 "</svg>",
