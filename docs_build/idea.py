@@ -290,7 +290,7 @@ def _entry(stem: str) -> Callable[..., Any]:
 
 # The picture: rows of twelve cells.
 
-CELL, EDGE, LABEL, MOST_ARROWS = 32, 6, 13, 3
+CELL, EDGE, LABEL, GAP, MOST_ARROWS = 32, 6, 15, 7, 3
 WIDTH = TOKENS * CELL + 2 * EDGE
 
 
@@ -405,13 +405,19 @@ class Picture(NamedTuple):
         each = [f"{row.label}: {row.told}" if len(told) > 1 else row.told.capitalize() for row in told]
         return ". ".join([self.begins, *each]) + "."
 
+    @property
+    def caption(self) -> str:
+        """The line below the picture: with several rows of tokens it leaves those to the picture."""
+        several = len([row for row in self.rows if row.told]) > 1
+        return f"{self.begins}." if several else self.alt
+
     def svg(self) -> str:
         """The picture, as lines of HTML without a blank one."""
         marks, top = [], 0
         for row in self.rows:
-            marks.append(f'<text class="label" x="{EDGE}" y="{top + 10}">{html.escape(row.label)}</text>')
+            marks.append(f'<text class="label" x="{EDGE}" y="{top + 11}">{html.escape(row.label)}</text>')
             marks += [f'<g transform="translate(0 {top + LABEL})">', *row.marks, "</g>"]
-            top += LABEL + row.height + 5
+            top += LABEL + row.height + GAP
         return "\n".join(
             [
                 '<div class="idea" data-search-exclude="">',
