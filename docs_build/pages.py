@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import facts, sizes
+from docs_build import facts, methods, sizes
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -26,6 +26,7 @@ from docs_build.entries import (
     mutant_definition,
     stem_of,
 )
+from docs_build.idea import picture
 from evictionary import source
 from evictionary.cli.app import app
 from evictionary.evaluation import study
@@ -147,12 +148,14 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         ),
     }
     helpers = {
+        "about": methods,
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
         "charts": CHARTS,
         "commands": PROGRAM.commands,
         "counts": facts.counts(),
         "method": catalogue.definition,
+        "picture": picture,
         "planted": load_mutants(),
         "proof": matrix,
         "power": power,

@@ -16,7 +16,8 @@ from tools import refused
 from tools.pages import ROOT, blocks, commands
 from typer.testing import CliRunner
 
-from docs_build.pages import PAPERS, filled
+from docs_build import methods
+from docs_build.pages import filled
 from docs_build.running import said
 from evictionary.cli.app import app
 from evictionary.models import embedded
@@ -117,11 +118,14 @@ def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.
     assert " MiB -> " in capsys.readouterr().out or page != README
 
 
-@pytest.mark.parametrize("stem", PAPERS)
+@pytest.mark.parametrize("stem", methods.PAGES)
 def test_the_lines_of_a_method_page_run(
     stem: str, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = filled(f"methods/{stem}.md", f"<!-- run: {stem} -->")
+    page = (DOCS / "methods" / f"{stem}.md").read_text(encoding="utf-8")
+    (marker,) = re.findall(r"<!-- run: .+ -->", page)
+    assert marker == f"<!-- run: {methods.composition(stem)} -->"
+    told = filled(f"methods/{stem}.md", marker)
     exec(compile(told.split("```")[1].removeprefix("python\n"), stem, "exec"), {})
     assert "Clara Winter" in capsys.readouterr().out
     understood(told.split("`")[-2])

@@ -214,9 +214,24 @@ def of_momentkv() -> list[str]:
     ]
 
 
-def baselines() -> list[str]:
+def of_cam() -> list[str]:
     pairs = ("streaming_llm", "h2o", "h2o+cam", "keydiff", "keydiff+cam")
     return [f"| `{name}` | {' | '.join(moved(name))} |" for name in pairs]
+
+
+def of_kvzip() -> list[str]:
+    for part in ("finals", "real_finals"):
+        rows = [row for row in facts.stored(facts.STUDY)[part]["rows"] if "moments" not in row["method"]]
+        for ratio in (HALF, QUARTER, TENTH):
+            least = min((row["cost"], row["method"]) for row in rows if row["ratio"] == ratio)
+            assert least[1] == "kvzip+ada_kv"
+    return ["it cost least in both finals of [the study](../study.md), of all compositions without"]
+
+
+def of_pyramid_kv() -> list[str]:
+    effects = facts.stored(facts.STUDY)["pyramid"]["effects"]
+    assert {row["better"] for row in effects if row["addition"] == "pyramid_kv"} == {0}
+    return ["In the study here it made every composition worse, at each size."]
 
 
 def verify() -> list[str]:
@@ -232,8 +247,10 @@ SAID: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
     "docs/index.md": index,
     "docs/in_a_model.md": in_a_model,
-    "docs/methods/baselines.md": baselines,
+    "docs/methods/cam.md": of_cam,
+    "docs/methods/kvzip.md": of_kvzip,
     "docs/methods/momentkv.md": of_momentkv,
+    "docs/methods/pyramid_kv.md": of_pyramid_kv,
     "docs/real_texts.md": real_texts,
     "docs/results.md": results,
     "docs/retrieval.md": retrieval,

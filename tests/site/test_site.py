@@ -12,7 +12,7 @@ import pytest
 import yaml
 from tools import saved, says
 
-from docs_build import charts, entries as site, figures, hooks, judging, pages
+from docs_build import charts, entries as site, figures, hooks, judging, methods, pages
 from docs_build.running import said
 from evictionary.methods import catalogue
 from evictionary.spec_tests.judge.implementation import STEMS
@@ -110,14 +110,7 @@ def test_the_pages_of_a_paper_have_every_part_and_every_anchor_that_one_page_onc
         "Decisions and errata",
         "A kernel to read",
     )
-    wanted = (
-        "The method in short",
-        "Where it shines and where it fails",
-        "Results",
-        "Run it",
-        "All equations",
-    )
-    assert re.findall(r"^## (.+)$", short, re.MULTILINE) == [*wanted]
+    assert re.findall(r"^## (.+)$", short, re.MULTILINE) == [*methods.SECTIONS, "All equations"]
     assert re.findall(r"^## (.+)$", long, re.MULTILINE) == [*behind, "The equations"]
     marked = {
         short: ("kept", "retrieved", "run", "ids"),
@@ -203,19 +196,19 @@ def test_the_page_on_judging_is_what_its_programs_are_told_today() -> None:
 
 
 def test_every_method_is_in_the_gallery_and_in_the_comparison_and_has_a_page() -> None:
-    methods = [
+    known = [
         stem
         for stem in STEMS
         if "METHOD = " in (site.ROOT / "reference" / f"{stem}.py").read_text(encoding="utf-8")
     ]
-    assert [stem for stem in methods if stem not in site.PAGES] == []
+    assert [stem for stem in known if stem not in site.PAGES] == []
     cards, table = (
         pages.filled("methods/index.md", f"<!-- {marker} -->") for marker in ("gallery", "compared")
     )
     assert set(catalogue.evicting()) <= set(figures.strips(figures.stored()))
     says(cards, *(f"(../images/kept_{stem}.png)" for stem in catalogue.evicting()))
     kvzip = "keys, replay\\_keys, replay\\_queries | yes |  | with its queries |  | 145.1% |"
-    says(table, *(f"| [`{stem}`](" for stem in methods), f"| [`kvzip`](kvzip.md) | {kvzip}")
+    says(table, *(f"| [`{stem}`](" for stem in known), f"| [`kvzip`](kvzip.md) | {kvzip}")
 
 
 def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() -> None:

@@ -1,0 +1,160 @@
+"""Every method has a page of the same sections, with a picture, a formula, results and code to run. A picture
+shows what the functions of `reference/` give for its twelve tokens.
+"""
+
+import html
+import re
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+from tools import says
+
+from docs_build import idea, methods, pages
+from docs_build.entries import ROOT, entries, stem_of
+from evictionary.methods import catalogue
+from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
+from evictionary.reference.selection import top_k
+
+every_method = pytest.mark.parametrize("stem", methods.PAGES)
+TREE = "docs/methods"
+
+
+def page(stem: str) -> str:
+    return (ROOT / TREE / f"{stem}.md").read_text(encoding="utf-8")
+
+
+def sections(stem: str) -> dict[str, str]:
+    """The sections of a page as a reader sees it."""
+    shown = pages.filled(f"methods/{stem}.md", page(stem))
+    return dict(re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", shown, re.MULTILINE))
+
+
+@every_method
+def test_a_page_has_every_section_a_picture_with_its_words_and_a_formula(stem: str) -> None:
+    told = sections(stem)
+    assert tuple(told)[: len(methods.SECTIONS)] == methods.SECTIONS
+    assert all(len(told[name].split()) >= 15 for name in methods.SECTIONS)
+    first = told["What it does"]
+    (words,) = re.findall(r'<svg [^>]*role="img" aria-label="([^"]+)"', first)
+    assert html.unescape(words) == idea.picture(stem).alt
+    assert re.search(r"^\$\$\n.+\n\$\$$", first, re.MULTILINE)
+    formulas = re.findall(r"\[([A-Z\d]+-\S+) · ", first)
+    assert formulas and {stem_of()[name] for name in formulas} <= {stem}
+    assert all(entries()[name].requirement.tex for name in formulas)
+
+
+@every_method
+def test_a_page_says_what_its_method_reads_costs_and_comes_from(stem: str) -> None:
+    told = sections(stem)
+    says(told["What it reads and costs"], *(f"- **{subject}**" for subject, _ in methods.reads(stem)))
+    says(told["Run it"], f'method="{methods.composition(stem)}"', f"--method {methods.composition(stem)} ")
+    says(told["Sources"], "- **Paper** ", f"[`reference/{stem}.py`]", "](../wild.md)")
+    says(page(stem), "](https://")
+    measured = methods.is_measured(stem)
+    assert measured != ("No quality of it was measured yet" in told["Results"])
+    assert not measured or re.search(r"\d\.\d+ ", told["Results"])
+
+
+def test_only_two_methods_wait_for_a_measurement_of_quality() -> None:
+    assert [stem for stem in methods.PAGES if not methods.is_measured(stem)] == ["quest"]
+
+
+def test_what_a_method_reads_is_said_from_its_signature_and_its_traits() -> None:
+    told = dict(methods.reads("kvzip"))
+    assert told["Second reading"] == "The model reads the prompt twice."
+    assert told["Reads `replay_keys`"] == "[B, H_kv, T, D], after RoPE, of the same tokens."
+    assert dict(methods.reads("q_filters"))["Calibration"].startswith("A text of yours")
+    assert dict(methods.reads("keydiff"))["Fused attention"].startswith("It works, because")
+    assert (
+        dict(methods.reads("momentkv"))["Always stays"]
+        == "Of the tokens the first 1 and the last 32 of a prompt."
+    )
+    assert dict(methods.reads("gvote")).keys().isdisjoint({"Budget"})
+    refused = dict(methods.reads("cam"))["Is refused after"]
+    assert refused == "`attention_matching`, `momentkv`, `quest`."
+
+
+def test_what_is_best_and_worst_is_that_of_the_study() -> None:
+    told = methods.tasks("keydiff")
+    assert [one.share for one in told] == sorted(one.cost / one.drawn for one in told) and len(told) == 5
+    assert methods.tasks("quest") == []
+    assert (
+        methods.costs("", "keydiff")["keydiff"][0.5].low < methods.costs("", "keydiff")["keydiff"][0.5].high
+    )
+    assert set(methods.costs("", "cake")) == set()
+    assert methods.pairs("cam") == [("h2o", "h2o+cam"), ("keydiff", "keydiff+cam")]
+
+
+def drawn(stem: str) -> ElementTree.Element:
+    return ElementTree.fromstring(idea.picture(stem).svg())
+
+
+def gone(picture: idea.Picture) -> list[list[int]]:
+    """The struck tokens of each row of tokens."""
+    return [[int(each) for each in re.findall(r"\d+", row.told)] for row in picture.rows if row.told]
+
+
+@every_method
+def test_a_picture_has_twelve_tokens_and_says_who_goes(stem: str) -> None:
+    found, shown = drawn(stem), idea.picture(stem)
+    rows = [row for row in shown.rows if row.told]
+    assert rows and len(found.findall(".//rect[@class='stays']")) + len(
+        found.findall(".//rect[@class='goes']")
+    ) == idea.TOKENS * len(rows)
+    assert len(found.findall(".//line[@class='struck']")) == sum(map(len, gone(shown)))
+    assert all(row.told in shown.alt or row.told.capitalize() in shown.alt for row in rows)
+    # Nothing leaves the picture, so nothing is cut off on a phone.
+    for place in found.iter("polygon"):
+        for corner in str(place.get("points")).split():
+            assert 0 <= float(corner.partition(",")[0]) <= idea.WIDTH
+
+
+@pytest.mark.parametrize("stem", catalogue.names())
+def test_a_method_goes_where_its_scores_are_lowest(stem: str) -> None:
+    kept, numbers = idea.kept(stem), idea.scores(stem)
+    assert gone(idea.picture(stem)) == [list(np.flatnonzero(~each)) for each in kept]
+    free = {"own_budget", "recursive"} & catalogue.traits(catalogue.definition(stem))
+    if numbers is not None and not free and stem != "h2o":  # H2O keeps the last half whatever its scores
+        np.testing.assert_array_equal(kept, top_k(numbers, idea.BUDGET))
+
+
+def bars(stem: str) -> list[float]:
+    """The numbers that the bars of a picture say, in their order."""
+    told = [str(one.text).rpartition(" ")[2] for one in drawn(stem).iter("title")]
+    return [float(number.replace("infinity", "inf")) for number in told]
+
+
+@pytest.mark.parametrize(
+    ("stem", "numbers"),
+    [
+        ("keydiff", keydiff.score(idea.KEYS)),
+        ("h2o", h2o.score(idea.QUERIES[None, None], idea.KEYS[None, None])),
+        ("tova", tova.score(idea.QUERIES[None, None], idea.KEYS[None, None])),
+        ("kvzip", kvzip.score(*(each[None, None] for each in (idea.KEYS, idea.QUERIES, idea.KEYS)))),
+    ],
+)
+def test_bars_are_the_numbers_of_reference(stem: str, numbers: np.ndarray) -> None:
+    np.testing.assert_allclose(bars(stem), numbers.ravel(), rtol=5e-3)
+
+
+def test_additions_are_drawn_without_and_with_them() -> None:
+    assert gone(idea.picture("chunk_kv")) == [
+        list(np.flatnonzero(~top_k(keydiff.score(idea.KEYS), idea.BUDGET))),
+        list(np.flatnonzero(~chunk_kv.choose(keydiff.score(idea.KEYS), idea.BUDGET, chunk_size=3))),
+    ]
+    sizes = [idea.TOKENS - len(each) for each in gone(idea.picture("pyramid_kv"))]
+    assert sizes[::2] == [idea.BUDGET] * 3
+    assert sizes[1::2] == pyramid_kv.budgets(idea.BUDGET, 3, length=idea.TOKENS, window_size=2)
+    for stem in ("ada_kv", "cake"):
+        sizes = [idea.TOKENS - len(each) for each in gone(idea.picture(stem))]
+        assert sum(sizes[::2]) == sum(sizes[1::2]) and len(set(sizes[1::2])) > 1
+    assert len(gone(idea.picture("cam"))) == 1
+
+
+def test_a_method_that_reads_what_the_twelve_tokens_lack_is_refused() -> None:
+    def score(keys: np.ndarray, weather: np.ndarray) -> np.ndarray:
+        return keys[..., 0] + weather
+
+    with pytest.raises(TypeError, match="weather"):
+        idea.called(score)
