@@ -97,11 +97,11 @@ def check_turned(impl, got, states, positions):
     rounds_to(impl, got, turned_by_hand(states, positions), "the turned keys", size=radii, angle=angle)
 
 
-def check_held(impl, cache, keys, values, tokens):
+def check_held(impl, cache, states, tokens):
     """Raise Violation unless a cache holds these tokens of a text, turned to their positions, and no other,
     and has seen the whole text.
     """
-    got_keys, got_values, seen = cache
+    (_, keys, values), (got_keys, got_values, seen) = states, cache
     equal(seen, keys.shape[2], f"the cache has seen {seen} tokens, wanted {keys.shape[2]}")
     equal(got_values, values[:, :, tokens], "the values are not those of the tokens, in their order")
     check_turned(impl, got_keys, keys[:, :, tokens], tokens)

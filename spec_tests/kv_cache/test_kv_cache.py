@@ -117,14 +117,24 @@ def test_a_window_over_the_whole_text_changes_nothing(impl, case, seed):
 # Grouped heads
 
 
+def check_shows_the_weights(impl, case, seed, window, sinks):
+    """Raise Violation unless values that tell the tokens apart show the implementation's own weights."""
+    queries, keys, _ = text_of(impl, case, seed)
+    bounds: dict[str, Any] = {"window": window, "sinks": sinks}
+    told_apart = np.broadcast_to(np.eye(case.length), (*keys.shape[:2], case.length, case.length)).copy()
+    got = impl.kv_cache.attend(queries, keys, told_apart, **bounds)
+    what = f"the output with a window of {window} and {sinks} sinks" if window else "the output"
+    same(impl, WEIGHTS, queries, for_each_reader(keys, queries), **bounds, got=got, what=what)
+
+
 @law("KVC-3", of=ATTEND, case=CASES, seed=seeds())
 def test_the_output_is_the_weighted_sum_of_the_values(impl, case, seed):
     """Query head h weighs the values of KV head h // G, head by head."""
-    states = text_of(impl, case, seed)
+    queries, keys, values = text_of(impl, case, seed)
+    size = size_of(queries, keys, values)
     for count in (1, case.length):
-        queries, keys, values = states[0][:, :, -count:], *states[1:]
-        size = size_of(queries, keys, values)
-        agrees(impl, ATTEND, queries, keys, values, by_hand=attend_by_hand, size=size, what="the output")
+        last = queries[:, :, -count:]
+        agrees(impl, ATTEND, last, keys, values, by_hand=attend_by_hand, size=size, what="the output")
 
 
 @law("KVC-3", of=ATTEND, case=CASES, seed=seeds())
@@ -136,24 +146,27 @@ def test_grouped_heads_are_repeated_kv_heads(impl, case, seed):
     same(impl, ATTEND, queries, keys, values, got=got, what="the output with repeated KV heads")
 
 
-@law("KVC-3", of=ATTEND, case=CASES, seed=seeds())
-def test_what_comes_later_changes_no_output(impl, case, seed):
-    """A text that is cut off has the outputs that its tokens have in the whole text."""
-    states, stop = text_of(impl, case, seed), (case.length + 1) // 2
-    got = impl.kv_cache.attend(*cut(states, 0, stop))
-    what = "the output of a text that is cut off"
-    same(impl, ATTEND, *states, got=got, becomes=lambda own: own[:, :, :stop], what=what)
+@law("KVC-3", of=(WEIGHTS, ATTEND), case=CASES, seed=seeds())
+def test_a_value_of_its_own_for_each_token_shows_the_weights(impl, case, seed):
+    """Where value t is 1 in channel t and 0 elsewhere, the output of a head is its row of weights."""
+    check_shows_the_weights(impl, case, seed, None, 0)
 
 
-@law("KVC-3", of=ATTEND, case=CASES, seed=seeds())
-def test_the_output_sees_a_window_and_sinks(impl, case, seed):
-    """With a window and sinks, the output is that of the tokens that a query sees."""
-    states = text_of(impl, case, seed)
-    for window, sinks in BOUNDS:
-        by_hand = attend_by_hand(*states, window, sinks)
-        what = f"the output with a window of {window} and {sinks} sinks"
-        bounds: dict[str, Any] = {"window": window, "sinks": sinks}
-        agrees(impl, ATTEND, *states, **bounds, by_hand=by_hand, size=size_of(*states), what=what)
+@law("KVC-2", of=(WEIGHTS, ATTEND), case=CASES, seed=seeds())
+def test_the_output_sees_the_window_and_the_sinks(impl, case, seed):
+    """With a window and sinks too, the output weighs the values by the weights of the same window."""
+    for window, sinks in BOUNDS[1:]:
+        check_shows_the_weights(impl, case, seed, window, sinks)
+
+
+@law("KVC-3", of=ATTEND, case=CASES)
+def test_each_query_head_gives_what_its_kv_head_holds(impl, case):
+    """Where all values of a KV head are one number, its G query heads give this number, and no other do."""
+    heads = case.num_kv_heads
+    values = np.broadcast_to(np.arange(heads)[:, None, None], (case.batch, heads, case.length, 1)) + 1.0
+    got = impl.kv_cache.attend(case.queries, case.keys, values.copy())
+    expected = for_each_reader(values[:, :, -1:], case.queries)
+    rounds_to(impl, got, expected, "the output", terms=case.length, size=float(heads))
 
 
 # Positions
@@ -192,11 +205,35 @@ def test_prefill_attends_between_turned_tokens(impl, case, seed):
     agrees(impl, PREFILL, *states, pick=0, by_hand=by_hand, size=size, what="the output")
 
 
+def check_is_attend(impl, states, **bounds):
+    """Raise Violation unless prefill gives what the implementation's own attend gives of turned states."""
+    places = np.arange(states[0].shape[2])
+    turned = [impl.round(impl.kv_cache.rotate(each, places)) for each in states[:2]]
+    got, more = (
+        impl.kv_cache.prefill(*states, **bounds)[0],
+        impl.allowance(PREFILL, *states, pick=0, **bounds),
+    )
+    same(impl, ATTEND, *turned, states[2], **bounds, got=got, more=more, what="the output of prefill")
+
+
+@law("KVC-5", of=(ROTATE, ATTEND, PREFILL), case=CASES, seed=seeds())
+def test_prefill_is_attend_between_turned_tokens(impl, case, seed):
+    """Turn queries and keys by rotate, leave the values, and attend: this is the output of prefill."""
+    check_is_attend(impl, text_of(impl, case, seed))
+
+
+@law("KVC-7", of=(ROTATE, ATTEND, PREFILL), case=CASES, seed=seeds())
+def test_prefill_hands_its_window_to_attend(impl, case, seed):
+    """With a window and sinks, the output of prefill is that of attend with the same window and sinks."""
+    for window, sinks in BOUNDS[1:]:
+        check_is_attend(impl, text_of(impl, case, seed), window=window, sinks=sinks)
+
+
 @law("KVC-5", of=PREFILL, case=CASES, seed=seeds())
 def test_prefill_leaves_a_cache_of_the_whole_text(impl, case, seed):
     """The cache holds each key, turned once to its position, each value as it was, and their number."""
     states = text_of(impl, case, seed)
-    check_held(impl, impl.kv_cache.prefill(*states)[1], *states[1:], list(range(case.length)))
+    check_held(impl, impl.kv_cache.prefill(*states)[1], states, list(range(case.length)))
 
 
 @law("KVC-5", of=PREFILL, case=CASES, seed=seeds())
@@ -285,7 +322,7 @@ def test_a_bounded_cache_holds_the_first_and_the_last_tokens(impl, case, seed):
         bounds: dict[str, Any] = {"window": window, "sinks": sinks}
         held = seen_by(case.length - 1, window, sinks)
         for cache in (impl.kv_cache.prefill(*states, **bounds)[1], decoded(impl, states, 1, **bounds)[1]):
-            check_held(impl, cache, *states[1:], held)
+            check_held(impl, cache, states, held)
 
 
 @law("KVC-7", of=PREFILL, case=CASES, seed=seeds())
@@ -293,8 +330,8 @@ def test_prefill_sees_a_window_and_sinks(impl, case, seed):
     """With a window and sinks, the output is that of the tokens that each token sees."""
     states = text_of(impl, case, seed)
     for window, sinks in BOUNDS[1:]:
-        by_hand, size = prefilled_by_hand(*states, window, sinks), 10 * size_of(*states)
         bounds: dict[str, Any] = {"window": window, "sinks": sinks}
+        by_hand, size = prefilled_by_hand(*states, **bounds), 10 * size_of(*states)
         what = f"the output with a window of {window} and {sinks} sinks"
         agrees(impl, PREFILL, *states, **bounds, pick=0, by_hand=by_hand, size=size, what=what)
 
@@ -337,6 +374,16 @@ def test_a_token_of_an_8b_model_takes_128_kib(impl):
     for length in (1, 1000):
         got = impl.kv_cache.cache_bytes(length, **sizes)
         equal(got, length * 128 * 1024, f"{length} tokens take {got} bytes")
+
+
+@law("KVC-8", of=BYTES, **SHAPES)
+def test_a_window_bounds_the_bytes(impl, **shape):
+    """A cache with a window holds its sinks and its window, and never more tokens than the text has."""
+    one = impl.kv_cache.cache_bytes(1, **config(**shape))
+    for (window, sinks), length in itertools.product(BOUNDS, (2, 5, 300)):
+        got = impl.kv_cache.cache_bytes(length, **config(**shape), window=window, sinks=sinks)
+        what = f"{length} tokens with a window of {window} and {sinks} sinks take {got} bytes"
+        equal(got, len(seen_by(length - 1, window, sinks)) * one, f"{what}, where one token takes {one}")
 
 
 @law("KVC-8", of=(BYTES, PREFILL), case=CASES, seed=seeds())
