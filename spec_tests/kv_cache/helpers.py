@@ -90,18 +90,28 @@ def decoded(impl, states, start, **bounds):
     return np.stack(outputs, axis=2), cache
 
 
-def check_turned(impl, got, states, positions):
-    """Raise Violation unless states [B, H, T, D] are turned once, to these positions [T]."""
-    radii = np.tile(np.hypot(*np.split(states, 2, axis=-1)), 2)
-    angle = np.array(positions)[:, None]
-    rounds_to(impl, got, turned_by_hand(states, positions), "the turned keys", size=radii, angle=angle)
-
-
-def check_held(impl, cache, states, tokens):
-    """Raise Violation unless a cache holds these tokens of a text, turned to their positions, and no other,
-    and has seen the whole text.
+def turned_by(impl, states, positions):
+    """States as the implementation's own rotate turns them, or plain loops where it has none: what is wrong
+    with rotate, its own laws say.
     """
-    (_, keys, values), (got_keys, got_values, seen) = states, cache
-    equal(seen, keys.shape[2], f"the cache has seen {seen} tokens, wanted {keys.shape[2]}")
+    if impl.missing(("kv_cache.rotate",)):
+        return turned_by_hand(states, positions)
+    return impl.kv_cache.rotate(states, np.array(positions))
+
+
+def check_turned(impl, got, expected, positions):
+    """Raise Violation unless the keys are those [B, H, T, D] that are turned once, to these positions [T]."""
+    radii = np.tile(np.hypot(*np.split(expected, 2, axis=-1)), 2)
+    angle = np.array(positions)[:, None]
+    rounds_to(impl, got, expected, "the turned keys", roundings=2, size=radii, angle=angle)
+
+
+def check_held(impl, cache, turned, values, tokens):
+    """Raise Violation unless a cache holds these tokens of a text, and no other, and has seen the whole text.
+
+    turned [B, H, T, D] are the keys of the text, each turned to its position.
+    """
+    got_keys, got_values, seen = cache
+    equal(seen, turned.shape[2], f"the cache has seen {seen} tokens, wanted {turned.shape[2]}")
     equal(got_values, values[:, :, tokens], "the values are not those of the tokens, in their order")
-    check_turned(impl, got_keys, keys[:, :, tokens], tokens)
+    check_turned(impl, got_keys, turned[:, :, tokens], tokens)
