@@ -20,7 +20,7 @@ from evictionary.store import grouped
 
 ROOT = Path(__file__).parent.parent
 
-SHARED = ("shared", "rope", "memory")
+SHARED = ("shared", "rope", "kv_cache", "memory")
 
 
 def _page(stem: str) -> str:

@@ -171,6 +171,15 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
             ]
         case "h2o":
             return [("score", (queries, keys), {}), ("select", (queries, keys), {"budget": case.length // 2})]
+        case "kv_cache":
+            readers = for_each_reader(keys, queries)
+            return [
+                ("weights", (queries, readers), {}),
+                ("attend", (queries, keys, values), {}),
+                ("attend", (queries, keys, values), {"window": case.length // 3, "sinks": 2}),
+                # An angle of a thousand radians is rounded, and a right answer may round it in another way.
+                ("rotate", (keys, np.arange(case.length) % 32), {}),
+            ]
         case "duo_attention":
             return [("estimate_gates", (query, keys[:, :, 0]), {"length": 200})]
     raise KeyError(stem)

@@ -18,6 +18,7 @@ from evictionary.reference import (
     expected_attention,
     keydiff,
     keydiff_theory,
+    kv_cache,
     lagkv,
     momentkv,
     momentkv_bounded,
@@ -65,6 +66,7 @@ OF_CASE: dict[str, Callable[[Case], Any]] = {
     "lag_size": lambda case: max(3, case.length // 8),
     "length": lambda case: case.length,
     "num_kv_heads": lambda case: case.num_kv_heads,
+    "num_query_heads": lambda case: case.num_kv_heads * case.group,
     "positions": lambda case: np.arange(case.length),
     "target": lambda case: max(1, case.length // 2),
 }
@@ -126,6 +128,7 @@ STATES_OF: dict[str, Callable[[Case], Any]] = {
     "Expansion": lambda case: momentkv_theory.expansion(
         case.queries[:, :: case.group, 0], case.keys, case.values
     ),
+    "KVCache": lambda case: kv_cache.KVCache(case.next_keys, case.next_values, case.length + 3),
     "Moments": moments_of,
     "Operations": lambda case: keydiff_theory.operation_count(case.length, case.head_dim),
     "PagedCache": in_pages,

@@ -6,6 +6,7 @@ import re
 import runpy
 import sys
 import types
+import warnings
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -38,6 +39,7 @@ from evictionary.classroom.child import Child
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import empty, reference
 from evictionary.errors import InstallError
+from evictionary.models import embedded
 from evictionary.spec_tests.judge import outcome
 from evictionary.spec_tests.judge.cases import Case
 from evictionary.spec_tests.judge.degenerate import REFUSAL
@@ -77,6 +79,21 @@ def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= {
         mutant.misconception for mutant in load_mutants().values()
     }
+
+
+def test_a_cache_is_tried_in_a_model_as_its_handout_says(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handout = text_of(assignments.load("kv_cache").folder / "README.md")
+    (program,) = re.findall(r"^```python title=.*?\n(.*?)^```$", handout, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.setattr(embedded, "install", lambda: model_folder)
+    monkeypatch.setitem(sys.modules, "kv_cache", reference("kv_cache"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)  # transformers says so of a name that it takes away
+        exec(compile(program, "in_the_model.py", "exec"), {})
+    difference, token, measured = capsys.readouterr().out.splitlines()
+    assert (difference, token) == ("largest difference of a logit: 0.0", "the same next token: True")
+    assert len(set(re.findall(r"\d+", measured))) == 1, measured
 
 
 @every_assignment
@@ -127,6 +144,7 @@ def test_a_kernel_that_keeps_its_output_contributes(tmp_path: Path) -> None:
 
 
 MISTAKES = (
+    ("kv_cache", "kv_cache.heads_tiled"),
     ("keydiff", "keydiff.raw_mean_anchor"),
     ("keydiff", "keydiff.row_means"),
     ("lagkv", "lagkv.population_deviation"),

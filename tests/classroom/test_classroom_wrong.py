@@ -278,6 +278,7 @@ ABOVE = {
     "4 items": "np.ndim(args[0]) > 2 and np.shape(args[0])[0] > 4",
 }
 SIZED = {
+    ("kv_cache", "sizes"): ("weights", "attend", "rotate"),
     ("keydiff", "sizes"): ("score", "anchor"),
     ("lagkv", "sizes"): ("score", "select"),
     ("gvote", "sizes"): ("attention_weights", "nucleus", "select"),

@@ -21,7 +21,7 @@ from evictionary.spec_tests.proof.planted import Mutant, edited_source
 
 from . import saved
 
-NUMPY = ("keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
+NUMPY = ("kv_cache", "keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
 PAGES = Path(__file__).parents[2] / "docs" / "classroom"
 EVERY_FORMAT = tuple(formats.FORMATS)
 EVERY_FILE = {formats.GRADE, *(file for file, _ in formats.FORMATS.values())}
