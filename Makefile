@@ -142,8 +142,9 @@ wheel: .venv/installed  ## the wheel, in build/wheel
 	$(BIN)/python -m build --wheel --outdir build/wheel .
 
 # The site, strictly: build/site/index.html opens from the folder.
-docs: .venv/installed  ## the site, strictly, with every lesson run
+docs: .venv/installed  ## the site, strictly, with every lesson run; its search is asked what readers ask
 	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m tests.site.site_search build/site
 
 docs-serve: .venv/installed  ## the site while you write it
 	$(BIN)/python -m mkdocs serve
@@ -153,7 +154,7 @@ docs-check:  ## every page and figure in a browser
 	@command -v chromium > /dev/null || { echo 'docs-check needs a browser: `apt-get install chromium`, or another way to a `chromium` on the PATH'; exit 1; }
 	$(MAKE) docs
 	$(PYTEST) -m browser
-	$(BIN)/python tests/site/site_browser.py build/site
+	$(BIN)/python -m tests.site.site_browser build/site
 
 lint: .venv/installed  ## ruff and the layers of imports
 	$(BIN)/ruff check .

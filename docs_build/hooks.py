@@ -2,6 +2,7 @@
 they add generated pages and fill in markers and links.
 """
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -12,7 +13,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from docs_build import charts, figures, pages
-from docs_build.entries import PAGES, ROOT
+from docs_build.entries import ROOT
 from tutorials.build import LessonError, built, is_built, lessons
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
@@ -27,6 +28,18 @@ WIDE = {
 NOT_SEARCHED = re.compile(
     r"(changelog|coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
 )
+
+# How much a hit of the search counts, by its address and title: the first pattern that fits, else 1. A title
+# with an id is that of a card.
+BOOSTS = {
+    r"which_method": 16,
+    r"\S+ [A-Z]\w+-\w+ · ": 2,
+    r"methods/(\w+_equations|derivations)|claims/|reference/api/": 0.5,
+    r"(bugs|decisions|errata|upstream|wild)\.": 0.5,
+    r"methods/": 6,
+    r"lessons/\w+\.html ": 4,
+    r"(faq|in_a_model|judging|ten_minutes|reference/(cli|glossary|plug_in))\.": 4,
+}
 
 log = logging.getLogger("mkdocs.hooks.lessons")
 
@@ -79,8 +92,6 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         page.meta["hide"] = ["navigation"]
     if NOT_SEARCHED.match(uri):
         page.meta["search"] = {"exclude": True}
-    if uri in PAGES.values():
-        page.meta["search"] = {"boost": 4}  # a search for an equation should find its card before other pages
     return pages.linked(uri, pages.filled(uri, markdown))
 
 
@@ -113,11 +124,22 @@ def on_post_page(output: str, **_: Any) -> str:
     )
 
 
+def boost(address: str, title: str) -> float:
+    """How much the search counts a hit on this section."""
+    hit = f"{address} {title}"
+    return next((factor for pattern, factor in BOOSTS.items() if re.match(pattern, hit)), 1)
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Leave out what no reader needs: source maps, the search's other languages, and the page for web
-    servers, which does not open from a folder.
+    """Tell the search how much each section counts. Leave out what no reader needs: source maps, the search's
+    other languages, and the page for web servers, which does not open from a folder.
     """
     site = Path(config.site_dir)
+    index = site / "search" / "search_index.json"
+    content = json.loads(index.read_text(encoding="utf-8"))
+    for section in content["docs"]:
+        section["boost"] = boost(section["location"], section["title"])
+    index.write_text(json.dumps(content, separators=(",", ":")), encoding="utf-8")
     for path in [
         *site.glob("assets/**/*.map"),
         *site.glob("assets/javascripts/lunr/**/*.js"),

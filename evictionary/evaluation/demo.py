@@ -1,5 +1,5 @@
 """The demo: an evaluation of every method on a passkey at five depths, with |h - h_c| and pictures of
-which tokens survive.
+which tokens survive. Its report says who found the number, and of whom did not, what became of its digits.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +12,18 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError, require
 from evictionary.evaluation import passkey
 from evictionary.evaluation.pages import render, short_name
 from evictionary.evaluation.pictures import Picture, panels, survivors
+from evictionary.evaluation.report import wilson
 from evictionary.evaluation.run import FULL, Measurement, Setting, label, measure
 from evictionary.evaluation.tasks import Prompt, score_number
 from evictionary.methods import catalogue
 from evictionary.methods.method import tokens_to_keep
 from evictionary.methods.resolve import resolve
-from evictionary.store import put
+from evictionary.store import grouped, put
 
 RATIOS = (0.25, 0.5, 0.75)
 MAX_NEW_TOKENS = 12
@@ -38,6 +40,19 @@ MEANS = (
 # The demo sets these options where a method has them, and the row shows it: 1,500 tokens are below LagKV's 16
 # + 2 * 1024.
 OPTIONS: dict[str, Any] = {"lag_size": 128}
+
+
+# The pages of the methods, and those methods that share one.
+METHOD_PAGES = "https://github.com/evictionary/evictionary/blob/main/docs/methods"
+ON_ONE_PAGE = ("h2o", "knorm", "snapkv", "streaming_llm", "tova")
+
+
+def page_of(method: str) -> str | None:
+    """The address of the page of a method; None for random eviction and for a file of one's own."""
+    name = method.partition("+")[0]
+    if name not in catalogue.names():
+        return None
+    return f"{METHOD_PAGES}/{'baselines' if name in ON_ONE_PAGE else name}.md"
 
 
 @dataclass
@@ -61,8 +76,8 @@ class Row:
         """'25%', or 'own' for a method that sets its own budget."""
         return "own" if self.compression_ratio is None else f"{self.compression_ratio:.0%}"
 
-    def add(self, depth: float, full: Measurement, own: Measurement) -> None:
-        """Add the measurement at one depth, compared with the full cache."""
+    def add(self, depth: float, full: Measurement, own: Measurement, prompt: passkey.Passkey) -> None:
+        """Add the measurement of the prompt at one depth, compared with the full cache."""
         line = own.line
         if full.answer is None or own.answer is None:
             raise MethodError(line["error"])
@@ -76,6 +91,7 @@ class Row:
             "tokens_after": line["tokens_kept"],
             "answers": line["answer"],
             "right": line["exact"] == 1,
+            "digits_kept": digits_kept(own.cache, prompt),
             "error": float(distance),
             "relative_error": float(distance / size),
             "seconds": line["seconds"],
@@ -107,20 +123,29 @@ class Row:
         }
 
 
+def digits_kept(cache: EvictingCache | None, prompt: passkey.Passkey) -> float:
+    """The share of the number's tokens that a cache holds: a mean over layers, heads and both copies."""
+    if cache is None:
+        return 1.0
+    digits = [position for copy in prompt.copies for position in range(*copy)]
+    return float(survivors(cache)[:, :, digits].mean())
+
+
 @dataclass
 class Result:
-    """The rows of the table in order, the pictures of the
-    middle prompt, and the reasons why methods were left out.
+    """The rows of the table in order, the texts with their numbers, the pictures of the middle text, and the
+    reasons why methods were left out.
     """
 
     model: str
     seed: int
     rows: list[Row]
+    texts: list["Text"]
     pictures: list[Picture]
     left_out: dict[str, str]
 
     def as_json(self) -> dict[str, Any]:
-        """Everything but the pictures."""
+        """Everything but the texts and the pictures."""
         return {
             "model": self.model,
             "seed": self.seed,
@@ -129,9 +154,111 @@ class Result:
         }
 
 
+@dataclass(frozen=True)
+class Text:
+    """One text, cut where the sentence with the number begins and ends, and the number."""
+
+    depth: float
+    before: str
+    needle: str
+    after: str
+    number: str
+
+
+@dataclass(frozen=True)
+class Told:
+    """What the report says of one method: its rows, whose sizes are the columns, and a sentence of what
+    became of the number.
+    """
+
+    label: str
+    page: str | None
+    rows: list[Row]
+    sentence: str
+
+    @property
+    def found(self) -> int:
+        return sum(sum(row.measured["right"]) for row in self.rows)
+
+    @property
+    def bytes_after(self) -> float:
+        return float(np.mean([row.measured["bytes_after"] for row in self.rows]))
+
+    @property
+    def asked(self) -> int:
+        return sum(len(row.measured["right"]) for row in self.rows)
+
+
+def told(result: Result) -> list[Told]:
+    """What the report says of each method: those that found the number most often first, and of these those
+    with the least memory.
+    """
+    full = result.rows[0]
+    found = [
+        Told(name, page_of(rows[0].method), rows, reason(rows, full))
+        for name, rows in grouped((row.label, row) for row in result.rows[1:]).items()
+    ]
+    return sorted(found, key=lambda one: (-one.found / one.asked, one.bytes_after))
+
+
+def reason(rows: Sequence[Row], full: Row) -> str:
+    """A sentence on the number under one method, of the weakest compression at which it was not found: its
+    digits had left the cache, or they were there and the answer was another.
+    """
+    missed = next((row for row in rows if not all(row.measured["right"])), None)
+    if missed is None:
+        worst = min(rows, key=lambda row: float(np.mean(row.measured["digits_kept"])))
+        kept = float(np.mean(worst.measured["digits_kept"]))
+        return f"Found every time. {_size(worst)}, {kept:.0%} of the digits stayed."
+    wrong = [index for index, right in enumerate(missed.measured["right"]) if not right]
+    if not any(full.measured["right"][index] for index in wrong):
+        return f"{_size(missed)} it was missed only where the full cache misses it too."
+    kept = float(np.mean([missed.measured["digits_kept"][index] for index in wrong]))
+    tokens = float(np.mean([missed.measured["tokens_after"][index] for index in wrong]))
+    share = tokens / float(np.mean([missed.measured["tokens_before"][index] for index in wrong]))
+    counted = f"{_size(missed)}, {kept:.0%} of the digits stayed, and {share:.0%} of all tokens"
+    if kept == 0:
+        return f"{_size(missed)}, every head had evicted every digit."
+    if kept < share:
+        return f"{counted}: the digits were evicted first."
+    answer = " ".join(missed.measured["answers"][wrong[0]].split()) or "nothing"
+    return f"{counted}: the digits were kept, but the model answered {answer[:40]!r}."
+
+
+def _size(row: Row) -> str:
+    return "With its own budget" if row.compression_ratio is None else f"At {row.asked} removed"
+
+
+def summary(result: Result, methods: Sequence[Told]) -> list[str]:
+    """What the report says at its top: how many methods found the number in every text, and which of them
+    needs the least memory.
+    """
+    full, texts = result.rows[0], len(result.texts)
+    sentences = []
+    if not all(full.measured["right"]):
+        sentences.append(
+            f"The full cache itself finds the number in {sum(full.measured['right'])} of {texts} texts."
+        )
+    by_size = grouped((_size(row), row) for one in methods for row in one.rows)
+    for size, rows in sorted(by_size.items()):
+        found = sum(all(row.measured["right"]) for row in rows)
+        sentences.append(f"{size}, {found} of {len(rows)} methods found the number in every text.")
+    always = [row for one in methods for row in one.rows if all(row.measured["right"])]
+    if always:
+        least = min(always, key=lambda row: float(np.mean(row.measured["bytes_after"])))
+        sizes = [np.mean(row.measured["bytes_after"]) / 2**20 for row in (full, least)]
+        sentences.append(
+            f"The smallest cache with every answer right is that of {least.label}: "
+            f"{sizes[1]:.1f} MiB instead of {sizes[0]:.1f}."
+        )
+    low, _ = wilson(texts, texts)
+    sentences.append(f"{texts} of {texts} right answers may mean {low:.0%} in the long run (95 % interval).")
+    return sentences
+
+
 def write(result: Result, path: Path) -> None:
     """Write the report, one HTML file."""
-    rows = [row.summary() for row in result.rows]
+    methods = told(result)
     path.parent.mkdir(parents=True, exist_ok=True)
     put(
         path,
@@ -139,8 +266,13 @@ def write(result: Result, path: Path) -> None:
             "demo.html",
             model=short_name(result.model),
             result=result,
-            rows=rows,
-            panels=panels(result.pictures),
+            full=result.rows[0].summary(),
+            methods=methods,
+            sizes=sorted({row.asked for row in result.rows[1:] if row.compression_ratio is not None}),
+            summary=summary(result, methods),
+            question=passkey.QUESTION,
+            rows=[row.summary() for row in result.rows],
+            panels={panel["label"]: panel for panel in panels(result.pictures)},
         ),
     )
 
@@ -213,34 +345,39 @@ def run(
         Setting(row.method, row.options, max(ratios) if row.asked == "own" else row.compression_ratio)
         for row in rows[1:]
     ]
-    made = (passkey.make(tokenizer, depth=depth, seed=seed, tokens=tokens) for depth in depths)
-    prompts = [
-        Prompt(
-            each.context_ids,
-            each.question_ids,
-            (each.answer,),
-            (each.needle,),
-            MAX_NEW_TOKENS,
-            partial(score_number, each.answer),
-        )
-        for each in made
-    ]
-    plan(len(prompts) * len(rows))
+    made = [passkey.make(tokenizer, depth=depth, seed=seed, tokens=tokens) for depth in depths]
+    plan(len(made) * len(rows))
     pictures = []
-    for index, (depth, prompt) in enumerate(zip(depths, prompts, strict=True)):
+    for index, (depth, text) in enumerate(zip(depths, made, strict=True)):
+        prompt = Prompt(
+            text.context_ids,
+            text.question_ids,
+            (text.answer,),
+            (text.needle,),
+            MAX_NEW_TOKENS,
+            partial(score_number, text.answer),
+        )
         measurements = measure(model, tokenizer, prompt, [Setting(FULL), *settings], seed + index)
-        place = f"prompt {index + 1} of {len(prompts)}"
+        place = f"prompt {index + 1} of {len(made)}"
         advance(f"{place}: reading {prompt.context_ids.shape[1]} tokens")
         full = next(measurements)
-        rows[0].add(depth, full, full)
+        rows[0].add(depth, full, full, text)
         for row in rows[1:]:
             advance(f"{place}: {row.method}, removed: {row.asked}")
             own = next(measurements)
-            row.add(depth, full, own)
-            if index == len(prompts) // 2:
+            row.add(depth, full, own, text)
+            if index == len(made) // 2:
                 assert own.cache is not None
                 pictures.append(Picture(row.label, row.asked, survivors(own.cache), prompt.needles[0]))
-    return Result(str(model.config.name_or_path), seed, rows, pictures, left_out)
+    texts = [_text(tokenizer, *each) for each in zip(depths, made, strict=True)]
+    return Result(str(model.config.name_or_path), seed, rows, texts, pictures, left_out)
+
+
+def _text(tokenizer: Any, depth: float, made: passkey.Passkey) -> Text:
+    first, last = made.needle
+    ids = made.context_ids[0]
+    before, needle, after = (tokenizer.decode(part) for part in (ids[:first], ids[first:last], ids[last:]))
+    return Text(depth, before, needle, after, made.answer)
 
 
 def _rows(name: str, ratios: Sequence[float]) -> Iterator[Row]:

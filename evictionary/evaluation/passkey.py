@@ -1,6 +1,7 @@
 """A retrieval task that a 135M model can do: a seven-digit number in a long text of everyday sentences."""
 
 import random
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -62,14 +63,15 @@ ANSWER_START = "The secret number mentioned in the text is"
 
 @dataclass(frozen=True)
 class Passkey:
-    """One text with a number in it; `needle` is the range
-    of token positions of the sentence that says the number.
+    """One text with a number in it; `needle` is the range of token positions of the sentence that says the
+    number, and `copies` are those of the number itself, which the sentence says twice.
     """
 
     context_ids: torch.Tensor
     question_ids: torch.Tensor
     answer: str
     needle: tuple[int, int]
+    copies: tuple[tuple[int, int], ...]
 
 
 def filler(draw: random.Random) -> str:
@@ -108,7 +110,8 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     needle = NEEDLE.format(answer)
     text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
-    return Passkey(context_ids, question_ids, answer, locate(tokenizer, context_ids, needle))
+    place = locate(tokenizer, context_ids, needle)
+    return Passkey(context_ids, question_ids, answer, place, located(tokenizer, context_ids, answer))
 
 
 def require_made(depth: float, tokens: int) -> None:
@@ -118,14 +121,27 @@ def require_made(depth: float, tokens: int) -> None:
 
 
 def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int, int]:
-    """The needle's range of token positions (first, last
-    + 1) in context ids [1, T], found in the decoded text.
+    """The first of the places where `located` finds the needle. Raises ValueError if there is none."""
+    places = located(tokenizer, context_ids, needle)
+    if not places:
+        raise ValueError("substring not found")
+    return places[0]
+
+
+def located(tokenizer: Any, context_ids: torch.Tensor, text: str) -> tuple[tuple[int, int], ...]:
+    """The ranges of token positions (first, last + 1) of a text in context ids [1, T], found in the decoded
+    context.
     """
     ids = context_ids[0].tolist()
-    start = tokenizer.decode(ids).index(needle)
 
     def end(index: int) -> int:  # of one token alone, a part of a letter may be all that can be decoded
         return len(tokenizer.decode(ids[: index + 1]))
 
-    first = bisect_right(range(len(ids)), start, key=end)
-    return first, bisect_left(range(len(ids)), start + len(needle), key=end) + 1
+    starts = [match.start() for match in re.finditer(re.escape(text), tokenizer.decode(ids))]
+    return tuple(
+        (
+            bisect_right(range(len(ids)), start, key=end),
+            bisect_left(range(len(ids)), start + len(text), key=end) + 1,
+        )
+        for start in starts
+    )

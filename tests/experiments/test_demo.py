@@ -2,20 +2,26 @@
 
 import functools
 import json
+import re
 from collections.abc import Callable
+from html import unescape
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import tiny_llama
-from tools import refused, saved
-from tools.pages import pictures_of
+from markupsafe import escape
+from tools import refused, saved, says
+from tools.pages import ROOT, pictures_of
 from transformers import DynamicCache, PreTrainedTokenizerFast
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.errors import MethodError
 from evictionary.evaluation import demo, passkey, tasks
 from evictionary.evaluation.questions import ask, likelihood, prefill, tokenize
+from evictionary.methods import catalogue
+from tests.site.test_pages import understood
+from tutorials.build import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +143,115 @@ def test_the_report_asks_the_network_for_nothing(result: demo.Result, tmp_path: 
     demo.write(result, path)
     assert pictures_of(path) == 4 and "lagkv (lag_size=128)" in path.read_text(encoding="utf-8")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_the_report_shows_the_texts_the_answers_and_the_pages_of_the_methods(
+    result: demo.Result, tmp_path: Path
+) -> None:
+    demo.write(result, tmp_path / "report.html")
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    for text in result.texts:
+        assert text.needle.count(text.number) == 2
+        says(page, f"The secret number is {text.number}.", f"<mark>{escape(text.needle)}</mark>")
+    for row in result.rows:
+        assert all(str(escape(answer)) in page for answer in row.measured["answers"])
+    linked = re.findall(r'<a href="(\S+)">(\w+)', page)
+    assert sorted(linked) == [(demo.page_of(name), name) for name in ("keydiff", "lagkv")]
+    # The answers, the texts and the numbers are behind folds; the sentences are not.
+    shown = re.sub(r"<details>.*?</details>", "", page, flags=re.DOTALL)
+    says(shown, *(str(escape(one.sentence)) for one in demo.told(result)), never=["<mark>", "seconds"])
+    for command in re.findall(r"<code>(evictionary .*?)</code>", page):
+        understood(unescape(command))
+
+
+def test_the_digits_that_a_cache_holds_are_counted_in_every_head(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = passkey.make(tokenizer, depth=0.5, tokens=200)
+    assert [tokenizer.decode(text.context_ids[0, slice(*copy)]).strip() for copy in text.copies] == [
+        text.answer
+    ] * 2
+    model = tiny_llama(max_position_embeddings=2048)
+    for method, share in ((None, 1.0), ("streaming_llm", 0.0)):  # the number is in the middle
+        cache = EvictingCache(model, method, **({"compression_ratio": 0.9} if method else {}))
+        prefill(model, text.context_ids, cache)
+        assert demo.digits_kept(cache, text) == share
+
+
+def row(method: str, right: str, kept: float = 0.0, ratio: float | None = 0.5, left: int = 50) -> demo.Row:
+    """Measurements of texts of 100 tokens, right where the letter is r."""
+    each = len(right)
+    measured = {
+        "right": [letter == "r" for letter in right],
+        "digits_kept": [kept] * each,
+        "tokens_before": [100] * each,
+        "tokens_after": [left] * each,
+        "bytes_before": [2**21] * each,
+        "bytes_after": [left * 2**20 // 50] * each,
+        "answers": ["1234567" if letter == "r" else " 7\n" for letter in right],
+        "error": [0.0] * each,
+        "relative_error": [0.0] * each,
+        "seconds": [0.0] * each,
+    }
+    return demo.Row(method, {}, ratio, measured)
+
+
+FULL_ROW = row("full cache", "rrr", 1.0, 0.0, 100)
+
+
+@pytest.mark.parametrize(
+    ("rows", "sentence"),
+    [
+        ([row("knorm", "rrr", 0.6)], "Found every time. At 50% removed, 60% of the digits stayed."),
+        ([row("knorm", "rww", 0.0)], "At 50% removed, every head had evicted every digit."),
+        (
+            [row("knorm", "rww", 0.3)],
+            "At 50% removed, 30% of the digits stayed, and 50% of all tokens: the digits were evicted first.",
+        ),
+        (
+            [row("knorm", "rrr", 1.0), row("knorm", "rww", 0.8, 0.75, 25)],
+            "At 75% removed, 80% of the digits stayed, and 25% of all tokens: the digits were kept, "
+            "but the model answered '7'.",
+        ),
+        ([row("gvote", "www", 0.0, None)], "With its own budget, every head had evicted every digit."),
+    ],
+)
+def test_the_report_says_what_became_of_the_number(rows: list[demo.Row], sentence: str) -> None:
+    assert demo.reason(rows, FULL_ROW) == sentence
+
+
+def test_a_number_that_the_full_cache_misses_too_is_no_fault_of_a_method() -> None:
+    told = demo.reason([row("knorm", "rrw")], row("full cache", "rrw", 1.0, 0.0, 100))
+    assert told == "At 50% removed it was missed only where the full cache misses it too."
+
+
+def test_who_found_the_number_comes_first_and_of_these_who_needs_less() -> None:
+    rows = [
+        FULL_ROW,
+        row("h2o", "rrw", 0.1),
+        row("keydiff", "rrr", 0.9),
+        row("knorm", "rrr", 0.9, left=40),
+        row("random", "www"),
+    ]
+    texts = [demo.Text(0.5, "a", "1234567", "b", "1234567")] * 3
+    result = demo.Result("a/model", 0, rows, texts, [], {})
+    told = demo.told(result)
+    assert [one.label for one in told] == ["knorm", "keydiff", "h2o", "random"]
+    assert demo.summary(result, told) == [
+        "At 50% removed, 2 of 4 methods found the number in every text.",
+        "The smallest cache with every answer right is that of knorm: 0.8 MiB instead of 2.0.",
+        "3 of 3 right answers may mean 44% in the long run (95 % interval).",
+    ]
+
+
+def test_every_method_has_a_page_that_exists() -> None:
+    """The report has no site beside it, so it knows which methods share a page."""
+    assert f"{REPOSITORY}/blob/main/docs/methods" == demo.METHOD_PAGES
+    for name in catalogue.names():
+        page = demo.page_of(name)
+        assert page and (ROOT / "docs" / "methods" / page.rpartition("/")[2]).is_file()
+    assert demo.page_of("keydiff+ada_kv") == demo.page_of("keydiff")
+    assert demo.page_of("random") is None and demo.page_of("mine.py") is None
 
 
 def test_a_method_that_fails_ends_the_demo(demonstrated: Callable[..., demo.Result], tmp_path: Path) -> None:

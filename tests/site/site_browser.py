@@ -4,7 +4,8 @@
 Each page is opened from its file at two widths. A page fails where the console has an error, where a request
 fails or leaves the folder, where a formula is not typeset, where Markdown is shown as it was written, or
 where the page scrolls sideways. A page with each of these faults comes first, and has to be complained of. At
-the end the search is asked for a word.
+the end the search is asked what readers ask (tests/site/questions.toml): from the folder, and once as a web
+server gives the site, where the theme runs its search in another way.
 """
 
 import itertools
@@ -13,11 +14,17 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Annotated, Any
+from urllib.parse import quote, urlsplit
 
 import typer
 from playwright.sync_api import Browser, ConsoleMessage, Page, Request, TimeoutError, sync_playwright
+
+from tests.site.site_search import QUESTIONS, wrong
 
 WIDTHS = (1280, 390)
 HEIGHT = 900
@@ -59,7 +66,8 @@ LOOK = r"""
   }).flat(),
 })
 """
-SEARCH = 'all => all.map((one) => one.textContent.trim().replace(/\\s+/g, " ").slice(0, 80))'
+FOUND = """(found) => found.map((page) => [...page.querySelectorAll(".md-search-result__link")].map(
+  (one) => { const address = new URL(one.href); return address.pathname + address.hash; }))"""
 # Scripts that run at "load" have run once two frames are drawn.
 DRAWN = (
     "document.fonts.ready.then(() => new Promise((done) => requestAnimationFrame(() => "
@@ -151,16 +159,47 @@ def overlooked(browser: Browser) -> list[str]:
     return [f"{fault} at {width}" for width in WIDTHS for fault in FAULTS if fault not in found[width]]
 
 
-def search(browser: Browser, site: Path, word: str) -> list[str]:
-    """The titles that the search of the site finds for a word."""
+def search(browser: Browser, site: str, question: str) -> list[list[str]]:
+    """The pages that the search of the site at this address finds for a question, the best first: of each the
+    addresses of its sections, or its own, without that of the site.
+    """
     page = new_page(browser, WIDTHS[0])
-    page.goto(f"{(site / 'index.html').as_uri()}?q={word}")
-    found = page.locator(".md-search-result__link")
+    page.goto(f"{site}/index.html?q={quote(question)}")
+    found = page.locator(".md-search-result__item")
     try:
         found.first.wait_for(state="attached", timeout=SECONDS * 1000)
     except TimeoutError:
         return []
-    return found.evaluate_all(SEARCH)
+    pages = found.evaluate_all(FOUND)
+    page.context.close()
+    folder = f"{urlsplit(site).path}/"
+    # A page is shown before its sections, whichever was hit.
+    return [[address.removeprefix(folder) for address in shown[1:] or shown] for shown in pages]
+
+
+@contextmanager
+def served(site: Path) -> Iterator[str]:
+    """The address of the site while a web server of this machine gives it."""
+    with ThreadingHTTPServer(("localhost", 0), partial(Silent, directory=site)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://localhost:{server.server_port}"
+        server.shutdown()
+
+
+class Silent(SimpleHTTPRequestHandler):
+    """Prints no line for each request."""
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def unanswered(browser: Browser, site: Path) -> list[str]:
+    """What the search answers wrongly: all questions from the folder, and the first from a web server."""
+    found = {question: search(browser, site.as_uri(), question) for question in QUESTIONS}
+    first = next(iter(QUESTIONS))
+    with served(site) as address:
+        online = {first: search(browser, address, first)}
+    return [*wrong(found), *wrong(online)]
 
 
 def main(
@@ -174,20 +213,22 @@ def main(
     site = site.resolve()
     size = sum(path.stat().st_size for path in site.rglob("*") if path.is_file())
     pages = [path for path in sorted(site.rglob("*.html")) if only in str(path.relative_to(site))]
-    wrong = [] if size <= LIMIT else [f"the site has {size / 2**20:.1f} MiB, more than {LIMIT / 2**20:.0f}"]
+    complaints = (
+        [] if size <= LIMIT else [f"the site has {size / 2**20:.1f} MiB, more than {LIMIT / 2**20:.0f}"]
+    )
     formulas = 0
     with chromium(executable) as browser:
         if missed := overlooked(browser):
             sys.exit(f"the check overlooks: {missed}")
         for page, width in itertools.product(pages, WIDTHS):
             found, count = look(browser, page, width)
-            wrong += [f"{page.relative_to(site)} at {width}: {one}" for one in found]
+            complaints += [f"{page.relative_to(site)} at {width}: {one}" for one in found]
             formulas += count if width == WIDTHS[0] else 0
-        found = search(browser, site, "Jensen")
-    wrong += [] if found else ["the search does not find Jensen"]
-    told = f"{len(pages)} pages at {WIDTHS}, {formulas} formulas, {size / 2**20:.1f} MiB; Jensen: {found[:3]}"
-    print("\n".join([*wrong, f"{told}; {len(wrong)} complaints"]))
-    sys.exit(bool(wrong))
+        complaints += unanswered(browser, site)
+    told = f"{len(pages)} pages at {WIDTHS}, {formulas} formulas, {size / 2**20:.1f} MiB"
+    asked = f"{len(QUESTIONS)} questions to the search"
+    print("\n".join([*complaints, f"{told}; {asked}; {len(complaints)} complaints"]))
+    sys.exit(bool(complaints))
 
 
 if __name__ == "__main__":
