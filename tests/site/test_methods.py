@@ -56,7 +56,7 @@ def test_a_page_says_what_its_method_reads_costs_and_comes_from(stem: str) -> No
     assert not measured or re.search(r"\d\.\d+ ", told["Results"])
 
 
-def test_only_two_methods_wait_for_a_measurement_of_quality() -> None:
+def test_only_quest_waits_for_a_measurement_of_quality() -> None:
     assert [stem for stem in methods.PAGES if not methods.is_measured(stem)] == ["quest"]
 
 
@@ -82,7 +82,10 @@ def test_what_is_best_and_worst_is_that_of_the_study() -> None:
     assert (
         methods.costs("", "keydiff")["keydiff"][0.5].low < methods.costs("", "keydiff")["keydiff"][0.5].high
     )
-    assert set(methods.costs("", "cake")) == set()
+    assert methods.costs("", "cake") == {}
+    pair = {"keydiff+ada_kv", "keydiff+ada_kv+pyramid_kv"}
+    assert pair <= set(methods.costs("pyramid", "pyramid_kv"))
+    assert methods.own_size("duo_attention") > 300 and methods.own_size("lagkv") == 0
     assert methods.pairs("cam") == [("h2o", "h2o+cam"), ("keydiff", "keydiff+cam")]
 
 
