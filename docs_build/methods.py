@@ -290,8 +290,12 @@ def bibliography() -> dict[str, dict[str, str]]:
 
 
 def paper(stem: str) -> str:
-    """The paper of a method: authors, title, year and a link to the version that was read."""
-    entry = bibliography()[stem]
+    """The paper of a method: authors, title, year and a link to the version that was read; a method that the
+    bibliography does not have is of none.
+    """
+    if stem not in (known := bibliography()):
+        return "None."
+    entry = known[stem]
     version = next((one.version for name, one in REQUIREMENTS.items() if stem_of()[name] == stem), "")
     number = entry.get("eprint")
     url = f"https://arxiv.org/abs/{number}{version}" if number else entry["url"]
