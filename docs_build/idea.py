@@ -1,9 +1,9 @@
 """Draws the idea of a method: the same twelve tokens for all, what it reads of them, its scores, who goes.
 
-The tokens have keys, values and queries of two channels, without RoPE. The scores and the choice come from
-the method's own functions of `reference/`, so a picture shows what the method does. What twelve tokens cannot
-give, such as gates and weights, is a small input that the picture states. An addition is drawn without it and
-with it.
+The tokens have keys, values and queries of two channels, without RoPE. The scores and
+the choice come from the method's own functions of `reference/`, so a picture shows
+what the method does. What twelve tokens cannot give, such as gates and weights, is a
+small input that the picture states. An addition is drawn without it and with it.
 """
 
 import html
@@ -455,7 +455,9 @@ def _of_method(stem: str) -> Picture:
     rows += [boxes(name, each, *verbs) for name, each in zip(names, stay, strict=True)]
     stated = [STATED[name] for name in reads if name in STATED]
     chosen = [f"{name.replace('_', ' ')} {value}" for name, value in settings(function, stem).items()]
-    looks = f"The method looks at {beside.words}" if beside else ALONE[stem]
+    alone = " and ".join(f"the {name}" for name in ("keys", "values") if name in reads)
+    looks = f"The method looks at {beside.words if beside else alone}"
+    looks = looks if beside else ALONE.get(stem, looks)
     return Picture(rows, looks, _below(stated, chosen))
 
 

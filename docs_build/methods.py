@@ -164,14 +164,19 @@ class Cost(NamedTuple):
 
 
 def costs(part: str, stem: str) -> dict[str, dict[float, Cost]]:
-    """The costs of a page's compositions without MomentKV's correction, and of random eviction."""
+    """The costs of a page's compositions without MomentKV's correction, of the same ones without an addition,
+    and of random eviction; empty where none of the page's own is there.
+    """
     study = facts.stored(facts.STUDY)
-    found: dict[str, dict[float, Cost]] = {}
-    for row in (study[part] if part else study)["rows"]:
-        name = row["method"]
-        if catalogue.MOMENTS not in parts(name) and (is_about(name, stem) or name == RANDOM):
-            found.setdefault(name, {})[row["ratio"]] = Cost(row["cost"], *row["interval"])
-    return found if set(found) - {RANDOM} else {}
+    rows = (study[part] if part else study)["rows"]
+    own = {row["method"] for row in rows if is_about(row["method"], stem)}
+    own -= {name for name in own if catalogue.MOMENTS in parts(name)}
+    shown = own and {*own, RANDOM, *(without(name, stem) for name in own if stem in BEHIND)}
+    found: dict[str, dict[float, Cost]] = {name: {} for name in sorted(shown)}
+    for row in rows:
+        if row["method"] in shown:
+            found[row["method"]][row["ratio"]] = Cost(row["cost"], *row["interval"])
+    return {name: costs for name, costs in found.items() if costs}
 
 
 class Task(NamedTuple):
@@ -192,13 +197,13 @@ def tasks(method: str, ratio: float = 0.5) -> list[Task]:
 
 def sets_budget(stem: str) -> bool:
     """Whether a method decides by itself how many tokens stay."""
-    return "own_budget" in catalogue.traits(catalogue.modules()[stem])
+    return stem in catalogue.names() and "own_budget" in catalogue.traits(catalogue.definition(stem))
 
 
 def own_size(method: str) -> float:
     """The tokens of a head that a method with its own budget kept in the study; 0 for any other."""
-    rows = facts.stored(facts.STUDY)["rows"]
-    return next((row["tokens_kept"] for row in rows if row["method"] == method and row["own"]), 0)
+    kept = {row["method"]: row["tokens_kept"] for row in facts.stored(facts.STUDY)["rows"]}
+    return float(kept.get(method, 0)) if sets_budget(method) else 0
 
 
 def effects(stem: str) -> list[tuple[str, Mapping[str, Any]]]:
@@ -285,8 +290,12 @@ def bibliography() -> dict[str, dict[str, str]]:
 
 
 def paper(stem: str) -> str:
-    """The paper of a method: authors, title, year and a link to the version that was read."""
-    entry = bibliography()[stem]
+    """The paper of a method: authors, title, year and a link to the version that was read; a method that the
+    bibliography does not have is of none.
+    """
+    if stem not in (known := bibliography()):
+        return "None."
+    entry = known[stem]
     version = next((one.version for name, one in REQUIREMENTS.items() if stem_of()[name] == stem), "")
     number = entry.get("eprint")
     url = f"https://arxiv.org/abs/{number}{version}" if number else entry["url"]
