@@ -110,8 +110,8 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     needle = NEEDLE.format(answer)
     text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
-    place = locate(tokenizer, context_ids, needle)
-    return Passkey(context_ids, question_ids, answer, place, located(tokenizer, context_ids, answer))
+    sentence = locate(tokenizer, context_ids, needle)
+    return Passkey(context_ids, question_ids, answer, sentence, located(tokenizer, context_ids, answer))
 
 
 def require_made(depth: float, tokens: int) -> None:
