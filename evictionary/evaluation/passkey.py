@@ -129,8 +129,8 @@ def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int,
 
 
 def located(tokenizer: Any, context_ids: torch.Tensor, text: str) -> tuple[tuple[int, int], ...]:
-    """The ranges of token positions (first, last + 1) of a text in context ids [1, T], found in the decoded
-    context.
+    """The ranges of token positions (first, last + 1) of a
+    text in context ids [1, T], found in the decoded context.
     """
     ids = context_ids[0].tolist()
 
