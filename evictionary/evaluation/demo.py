@@ -220,9 +220,9 @@ def reason(rows: Sequence[Row], full: Row) -> str:
     if kept == 0:
         return f"{_size(missed)}, every head had evicted every digit."
     if kept < share:
-        return f"{counted}: the digits were evicted first."
+        return f"{counted}: it evicts them more than others."
     answer = " ".join(missed.measured["answers"][wrong[0]].split()) or "nothing"
-    return f"{counted}: the digits were kept, but the model answered {answer[:40]!r}."
+    return f"{counted}: it evicts them no more than others, but the model answered {answer[:40]!r}."
 
 
 def _size(row: Row) -> str:

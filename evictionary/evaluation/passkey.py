@@ -110,8 +110,8 @@ def make(tokenizer: Any, *, depth: float, seed: int = 0, tokens: int = 1500) -> 
     needle = NEEDLE.format(answer)
     text = " ".join([INTRODUCTION, *sentences[:place], needle, *sentences[place:]])
     context_ids, question_ids = tokenize(tokenizer, text, QUESTION, ANSWER_START)
-    place = locate(tokenizer, context_ids, needle)
-    return Passkey(context_ids, question_ids, answer, place, located(tokenizer, context_ids, answer))
+    sentence = locate(tokenizer, context_ids, needle)
+    return Passkey(context_ids, question_ids, answer, sentence, located(tokenizer, context_ids, answer))
 
 
 def require_made(depth: float, tokens: int) -> None:
@@ -129,8 +129,8 @@ def locate(tokenizer: Any, context_ids: torch.Tensor, needle: str) -> tuple[int,
 
 
 def located(tokenizer: Any, context_ids: torch.Tensor, text: str) -> tuple[tuple[int, int], ...]:
-    """The ranges of token positions (first, last + 1) of a text in context ids [1, T], found in the decoded
-    context.
+    """The ranges of token positions (first, last + 1) of a
+    text in context ids [1, T], found in the decoded context.
     """
     ids = context_ids[0].tolist()
 

@@ -206,12 +206,13 @@ FULL_ROW = row("full cache", "rrr", 1.0, 0.0, 100)
         ([row("knorm", "rww", 0.0)], "At 50% removed, every head had evicted every digit."),
         (
             [row("knorm", "rww", 0.3)],
-            "At 50% removed, 30% of the digits stayed, and 50% of all tokens: the digits were evicted first.",
+            "At 50% removed, 30% of the digits stayed, and 50% of all tokens: "
+            "it evicts them more than others.",
         ),
         (
             [row("knorm", "rrr", 1.0), row("knorm", "rww", 0.8, 0.75, 25)],
-            "At 75% removed, 80% of the digits stayed, and 25% of all tokens: the digits were kept, "
-            "but the model answered '7'.",
+            "At 75% removed, 80% of the digits stayed, and 25% of all tokens: it evicts them no more "
+            "than others, but the model answered '7'.",
         ),
         ([row("gvote", "www", 0.0, None)], "With its own budget, every head had evicted every digit."),
     ],

@@ -109,7 +109,7 @@ def tiny_for_embedded(monkeypatch: pytest.MonkeyPatch, model_folder: Path, tmp_p
 
 @pytest.mark.parametrize("page", [README, DOCS / "in_a_model.md"], ids=lambda page: page.stem)
 def test_every_program_runs(page: Path, tiny_for_embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    programs = [block for block in blocks(page, "python") if "load(" in block]
+    programs = [block for block in blocks(page, "python") if "= load(" in block]
     assert programs
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)  # transformers says so of a name that it takes away
