@@ -29,10 +29,10 @@ def protected(filled: torch.Tensor, budget: int, *, first: int = 4, last: int = 
 def choose(scores: torch.Tensor, budget: int, *, first: int = 4, last: int = 32) -> torch.Tensor:
     r"""PR-3: the protected tokens, and of the others those with the highest scores.
 
-    Args: scores, infinities allowed; budget, more than T keeps all; first and last, the tokens that stay at
-    each end. Returns kept [..., T], boolean, with exactly `min(budget, T)` True in each row: the protected
-    tokens are inside the budget. Raises ValueError naming the argument out of range, and on a CPU for NaN
-    scores.
+    Args: scores, infinities allowed; budget, more than T keeps all; first and last,
+    the tokens that stay at each end. Returns kept [..., T], boolean, with exactly
+    `min(budget, T)` True in each row: the protected tokens are inside the budget.
+    Raises ValueError naming the argument out of range, and on a CPU for NaN scores.
     """
     everywhere = torch.ones_like(scores, dtype=torch.bool)
     return top_k(scores, budget, protected(everywhere, budget, first=first, last=last))

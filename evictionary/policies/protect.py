@@ -1,5 +1,5 @@
-"""Protection of both ends behind any method (`+protect`), and with `prompt=true` of the whole prompt while
-decoding.
+"""Protection of both ends behind any method (`+protect`),
+and with `prompt=true` of the whole prompt while decoding.
 
 The state is `prompt`: the tokens of each row that the first forward has read.
 """

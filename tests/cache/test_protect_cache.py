@@ -1,5 +1,5 @@
-"""Protection in a cache: both ends of a text stay behind any method, of a prompt, of blocks and while
-decoding.
+"""Protection in a cache: both ends of a text stay behind
+any method, of a prompt, of blocks and while decoding.
 """
 
 from pathlib import Path
