@@ -25,6 +25,7 @@ from evictionary.reference import (
     keydiff,
     lagkv,
     momentkv,
+    protect,
     pyramid_kv,
     q_filters,
     quest,
@@ -553,6 +554,17 @@ def _of_cake() -> Picture:
     return Picture(rows, "Three layers share one budget by their preferences", below)
 
 
+def _of_protect() -> Picture:
+    found = keydiff.score(KEYS)
+    rows = [
+        arrows("keys", KEYS, "key", seen("keydiff")),
+        bars("score", found),
+        boxes("keydiff", top_k(found, BUDGET)),
+        boxes("keydiff+protect", protect.choose(found, BUDGET, first=1, last=2)),
+    ]
+    return Picture(rows, "Both ends stay, whatever they score", _below([], ["first 1", "last 2"]))
+
+
 def _of_pyramid_kv() -> Picture:
     window = SETTINGS["window_size"]
     budgets = pyramid_kv.budgets(BUDGET, LAYERS, length=TOKENS, window_size=window)
@@ -567,5 +579,6 @@ ADDITIONS: dict[str, Callable[[], Picture]] = {
     "cake": _of_cake,
     "cam": _of_cam,
     "chunk_kv": _of_chunk_kv,
+    "protect": _of_protect,
     "pyramid_kv": _of_pyramid_kv,
 }

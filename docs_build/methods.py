@@ -32,7 +32,14 @@ PAGES = (*catalogue.names(), *catalogue.additions())
 # Inputs that say how much to keep and where a layer is, and nothing of the text.
 SIZES = {"budget", "keep_ratio", "compression_ratio", "layer_index", "num_layers", "length"}
 # The method behind which an addition was measured, and is shown.
-BEHIND = {"ada_kv": "keydiff", "cake": "snapkv", "cam": "h2o", "chunk_kv": "snapkv", "pyramid_kv": "keydiff"}
+BEHIND = {
+    "ada_kv": "keydiff",
+    "cake": "snapkv",
+    "cam": "h2o",
+    "chunk_kv": "snapkv",
+    "protect": "keydiff",
+    "pyramid_kv": "keydiff",
+}
 KINDS = {
     "merge_values": "It merges values of evicted tokens into kept ones, and changes no choice.",
     "preference": "It divides a budget among the layers, by a comparison of the layers.",
@@ -242,7 +249,7 @@ def is_retrieved(stem: str) -> bool:
 
 def is_measured(stem: str) -> bool:
     """Whether any result of a method's quality is stored."""
-    studied = any(costs(part, stem) for part in ("", "pyramid", "real", "real_finals"))
+    studied = any(costs(part, stem) for part in ("", "pyramid", "protected", "real", "real_finals"))
     return studied or is_retrieved(stem) or len(perplexities(stem)) > 1
 
 

@@ -4,7 +4,7 @@ and its picture.
 results.jsonl.xz has the measurements of every composition on texts that programs made, finals.jsonl.xz those
 of its final, and pyramid.jsonl.xz those of the final with PyramidKV's division on some of its prompts.
 real.jsonl.xz, real_2000.jsonl.xz, real_4000.jsonl.xz and real_finals.jsonl.xz are of texts that people
-wrote. `evictionary study` writes such a file, and `xz -9e` compresses it.
+wrote. protected.jsonl.xz compares selections with and without `+protect`. `evictionary study` writes such a file, and `xz -9e` compresses it.
 """
 
 import json
@@ -28,7 +28,7 @@ def summary() -> study.Summary:
     of real texts. Of these the study of real texts chooses the same one, on average over the sizes, so these
     prompts had no part in choosing it.
     """
-    names = ("results", "finals", "pyramid", "real", "real_2000", "real_4000", "real_finals")
+    names = ("results", "finals", "pyramid", "real", "real_2000", "real_4000", "real_finals", "protected")
     found, *others = (study.summarise(lines(f"{name}.jsonl")) for name in names)
     found |= dict(zip(names[1:], others, strict=True))
     return found | {"recommended": found["real_finals"]["recommended"]}

@@ -123,7 +123,6 @@ class Compressor:
         the tokens that it would have kept at once.
         """
         method, settings, seen = step.method, {**step.options, **request.options}, request.seen or ()
-        choose = method.head_budgets or method.choose
         own = {name: settings[name] for name in method.preference.options if name in settings}
         preferred = method.preference.scores(states, replace(request, options=own)).amax(dim=(1, 2)).cpu()
         self.stages.append((asked.layer_index, method.scores(states, request), preferred))
@@ -132,9 +131,8 @@ class Compressor:
             one, kept = asked._replace(layer_index=index), torch.zeros_like(scores, dtype=torch.bool)
             for row, count in enumerate(seen):
                 wanted = replace(request, preferences=preferences[row], layer_index=place)
-                kept[row, :, -count:] = choose(
-                    scores[row : row + 1, :, -count:], method.amount(count, wanted)
-                )
+                own = scores[row : row + 1, :, -count:]
+                kept[row, :, -count:] = method.chosen(own, method.amount(count, wanted), wanted, row)
             now = step if index == asked.layer_index else self._opened(one._replace(note=None))
             _skip(now)
             positions, filled = _gather(one.layer, now)

@@ -10,6 +10,8 @@ ADDITIONS = {
     "cake": "an allocator for any method with scores: layers whose attention spreads and moves get more",
     "cam": "for any method: the values of some evicted tokens are merged into those of later kept ones",
     "chunk_kv": "for any method with scores: whole chunks of ten neighbouring tokens stay, the best first",
+    "protect": "for any method with scores: the first tokens and the last stay whatever they score; first=4; "
+    "last=32; prompt=False",
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
     "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
 }
@@ -21,10 +23,10 @@ def methods(as_json: AsJson = False) -> None:
     attend) and its options.
 
     Methods compose, with + between the names: a method, then allocators, then moments or cam. ada_kv lets the
-    heads of a layer share its budget, chunk_kv keeps whole chunks, cake compares the layers, pyramid_kv gives
-    more to lower layers, moments adds MomentKV's correction for the evicted tokens, and cam merges some of
-    their values into later ones: snapkv+pyramid_kv+ada_kv, keydiff+moments, h2o+cam. A file of your own,
-    path/to/file.py, composes in the same way.
+    heads of a layer share its budget, chunk_kv keeps whole chunks, protect keeps both ends of the text, cake
+    compares the layers, pyramid_kv gives more to lower layers, moments adds MomentKV's correction for the
+    evicted tokens, and cam merges some of their values into later ones: snapkv+pyramid_kv+ada_kv,
+    keydiff+moments, h2o+cam. A file of your own, path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 

@@ -314,7 +314,7 @@ def _effects(rows: Sequence[Mapping[str, Any]], draws: np.ndarray) -> list[dict[
     """
     place = {row["method"]: index for index, row in enumerate(rows)}
     found = []
-    for addition in (*catalogue.allocators(), MOMENTS):
+    for addition in (catalogue.PROTECT, *catalogue.allocators(), MOMENTS):
         without = {name: "+".join(part for part in name.split("+") if part != addition) for name in place}
         pairs = [
             (index, place[without[name]])
@@ -435,6 +435,16 @@ def markdown(found: Summary) -> str:
     return "\n".join(parts)
 
 
+def _composed(method: str) -> tuple[str, str, bool]:
+    """The selector of a composition, with the additions that are no allocator, its allocator or an empty
+    string, and whether the correction is in it.
+    """
+    base, *additions = method.split("+")
+    allocator = next((name for name in additions if name in COLOURS), "")
+    others = [name for name in additions if name not in (allocator, MOMENTS)]
+    return "+".join([base, *others]), allocator, MOMENTS in additions
+
+
 COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}
 
 
@@ -444,23 +454,17 @@ def picture(found: Summary) -> Figure:
     """
     rows = [row for row in found["rows"] if not row["own"]]
     ratios = sorted({row["ratio"] for row in rows})
-    costs = store.grouped((row["method"].partition("+")[0], row["cost"]) for row in rows)
+    costs = store.grouped((_composed(row["method"])[0], row["cost"]) for row in rows)
     order = sorted(costs, key=lambda selector: min(costs[selector]), reverse=True)
     figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
     for axes, ratio in zip(
         figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True
     ):
         for row in (row for row in rows if row["ratio"] == ratio):
-            selector, *additions = row["method"].split("+")
-            allocator = next((name for name in additions if name != MOMENTS), "")
-            height = (
-                order.index(selector)
-                + 0.2 * list(COLOURS).index(allocator)
-                - 0.2
-                + 0.07 * (MOMENTS in additions)
-            )
+            selector, allocator, is_corrected = _composed(row["method"])
+            height = order.index(selector) + 0.2 * list(COLOURS).index(allocator) - 0.2 + 0.07 * is_corrected
             axes.plot(row["interval"], [height] * 2, color=COLOURS[allocator], linewidth=1)
-            face = COLOURS[allocator] if MOMENTS in additions else "white"
+            face = COLOURS[allocator] if is_corrected else "white"
             axes.plot(row["cost"], height, "o", color=COLOURS[allocator], markerfacecolor=face, markersize=4)
         axes.set_xscale("symlog", linthresh=0.1)
         axes.axvline(0, color="#8a8a8a", linewidth=0.8)

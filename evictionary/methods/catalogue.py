@@ -20,11 +20,16 @@ from evictionary.errors import did_you_mean, require, require_known
 from evictionary.source import first_paragraph
 
 # The options that count tokens which stay whatever their scores.
-PROTECTING = {"first": ("sink_size", "sinks"), "last": ("window_size", "recent_size", "window", "lag_size")}
+PROTECTING = {
+    "first": ("sink_size", "sinks", "first"),
+    "last": ("window_size", "recent_size", "window", "lag_size", "last"),
+}
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
 # The addition that corrects the attention by moments of the evicted tokens.
 MOMENTS = "moments"
+# The addition that keeps the tokens at both ends of a text.
+PROTECT = "protect"
 # The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
 
@@ -163,16 +168,30 @@ def protected(name: str, options: Mapping[str, Any]) -> str:
     """What a method keeps whatever its scores, 'first 4, last 32' tokens; a dash for none, and for a file
     of one's own.
     """
-    if name.partition("+")[0] not in {*names(), *BASELINES}:
+    base, *composed = name.split("+")
+    if base not in {*names(), *BASELINES}:
         return "-"
-    module = definition(name.partition("+")[0])
+    module = definition(base)
     said = getattr(module, "PROTECTED", None)
-    functions = [function for function in (entry(module), getattr(module, "select_prompt", None)) if function]
-    known = {
-        key: value for function in functions for key, value in split_signature(function)[1].items()
-    } | dict(options)
-    parts = [f"{place} {known[key]}" for place, keys in PROTECTING.items() for key in keys if known.get(key)]
+    functions = [entry(module), getattr(module, "select_prompt", None)]
+    known: dict[str, Any] = {}
+    for function in filter(None, functions):
+        known |= split_signature(function)[1]
+    known |= {**(protect_options() if PROTECT in composed else {}), **options}
+    most = {
+        place: max([known[key] for key in keys if key in known], default=0)
+        for place, keys in PROTECTING.items()
+    }
+    parts = [f"{place} {count}" for place, count in most.items() if count]
+    parts += ["the prompt"] if known.get("prompt") else []
     return ", ".join([*parts, *([said] if said else [])]) or "-"
+
+
+def protect_options() -> dict[str, Any]:
+    """The options of the addition that protects, with their defaults: those of its function, and `prompt`,
+    which keeps a whole prompt while decoding.
+    """
+    return split_signature(modules()[PROTECT].choose)[1] | {"prompt": False}
 
 
 def parts(method: str) -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from evictionary.errors import UsageError, did_you_mean, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import call, checked_kept, checked_scores, typed_option
 from evictionary.methods.ragged_batches import Piece, cut, pieces, put
-from evictionary.optimized import selection
+from evictionary.optimized import protect, selection
 from evictionary.optimized.softmax import Softmax, of_model
 from evictionary.policies import Policy
 
@@ -69,8 +69,9 @@ class Method:
     of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
     `layer_budgets` divides a budget among layers, `preference` computes how much of it a layer should have,
     where it compares them, `head_budgets` divides a budget among the heads of a layer by their scores,
-    `choose` keeps other tokens of a head than those with its highest scores, `corrected` says that the
-    moments of the evicted tokens correct the attention, and `merge` gives their values to kept tokens.
+    `choose` keeps other tokens of a head than those with its highest scores, or those at both ends before
+    them, `corrected` says that the moments of the evicted tokens correct the attention, and `merge` gives
+    their values to kept tokens.
     """
 
     name: str
@@ -97,6 +98,11 @@ class Method:
     def is_top_k(self) -> bool:
         """Whether each head keeps the highest of its own scores."""
         return self.head_budgets is None and self.choose is selection.top_k
+
+    @property
+    def protects(self) -> bool:
+        """Whether the tokens at both ends stay whatever they score."""
+        return self.choose is protect.choose
 
     @property
     def is_per_query(self) -> bool:
@@ -219,15 +225,51 @@ class Method:
             put(scores if is_shared else kept, piece, found.to(scores.dtype) if is_shared else found)
         return scores if is_shared else kept
 
+    def chosen(
+        self,
+        scores: torch.Tensor,
+        amount: int,
+        request: Request,
+        row: int = 0,
+        filled: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The kept mask of scores [B, H_kv, T], of rows from `row` on: `amount` tokens stay in a head, or on
+        average in heads that share a budget.
+
+        filled [B, H_kv, T] is False where there is no token, None for a token everywhere. Raises UsageError
+        for an option out of range.
+        """
+        if not self.protects:
+            return (self.head_budgets or self.choose)(scores, amount)
+        filled = torch.ones_like(scores, dtype=torch.bool) if filled is None else filled
+        protected = self._protected(filled, amount, request, row)
+        return (self.head_budgets or selection.top_k)(scores, amount, protected=protected)
+
+    def _protected(self, filled: torch.Tensor, amount: int, request: Request, row: int) -> torch.Tensor:
+        """The tokens [B, H_kv, T] that stay whatever they score, where a head keeps `amount`."""
+        options = {**self.options, **request.options}
+        prompt = request.state["prompt"][row] if "prompt" in request.state else 0
+        require(
+            amount >= min(prompt, filled.shape[2]),
+            f"option prompt: got true with {amount} tokens to keep in a head, wanted a budget of at least "
+            f"{prompt}, those of the prompt",
+        )
+        first = max(options["first"], prompt) if prompt else options["first"]
+        try:
+            return protect.protected(filled, amount, first=first, last=options["last"])
+        except ValueError as error:
+            raise UsageError(f"option {error}") from None
+
     def _shared_out(self, scores: torch.Tensor, request: Request, seen: Sequence[int]) -> torch.Tensor:
         """The kept mask of scores [B, H_kv, T]: in each row the heads share the budget of the layer."""
         assert self.head_budgets is not None
         filled = torch.ones_like(scores, dtype=torch.bool) if request.filled is None else request.filled
         rows = []
-        for here, own_scores, own_seen in zip(filled.split(1), scores.split(1), seen, strict=True):
+        parts = zip(filled.split(1), scores.split(1), seen, strict=True)
+        for row, (here, own_scores, own_seen) in enumerate(parts):
             amount = self.amount(own_seen, request)
             fits = int(here.sum()) <= amount * scores.shape[1]
-            rows.append(here if fits else self.head_budgets(own_scores, amount) & here)
+            rows.append(here if fits else self.chosen(own_scores, amount, request, row, here) & here)
         return torch.cat(rows)
 
     def amount(self, seen: int, request: Request) -> int:
@@ -238,7 +280,10 @@ class Method:
         known = {name: getattr(request, name) for name in ("num_layers", "preferences")}
         if self.layer_budgets is None or amount == seen or (self.preference and known["preferences"] is None):
             return amount
-        window = request.options.get("window_size", self.options.get("window_size", 0))
+        options = {**self.options, **request.options}
+        window = options.get("window_size", 0)
+        if self.protects:
+            window = max(window, options["first"] + options["last"])
         known |= {"budget": amount, "length": seen, "window_size": window}
         return self.layer_budgets(**_accepted(self.layer_budgets, known))[request.layer_index]
 
@@ -249,7 +294,7 @@ class Method:
         `shape`, or its scores where the heads share a budget.
         """
         own_shape, device, length = self._shape(states), states["keys"].device, states["keys"].shape[2]
-        amount = min(self.amount(seen, request), length)
+        amount, row = min(self.amount(seen, request), length), piece.rows.start or 0
         if (
             amount == length
             and "keep_ratio" not in request.options
@@ -259,11 +304,14 @@ class Method:
             return torch.ones(own_shape, dtype=torch.bool, device=device)
         label, result = self._answer(states, piece, request, seen, amount)
         if label.startswith("select"):
-            return checked_kept(label, result, own_shape, device)
+            kept = checked_kept(label, result, own_shape, device)
+            if self.protects:  # a method that decides by itself how many stay leaves room for others
+                kept = kept | self._protected(torch.ones_like(kept), length, request, row)
+            return kept
         if label.startswith("preference "):  # one number for a row
             result = result[:, None, None].expand(own_shape)
         scores = checked_scores(label, result, own_shape, device)
-        return scores if self.head_budgets else self.choose(scores, amount)
+        return scores if self.head_budgets else self.chosen(scores, amount, request, row)
 
     def _answer(
         self,

@@ -13,6 +13,7 @@ from evictionary.errors import UsageError, require
 from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.method import Method
+from evictionary.optimized import selection
 from evictionary.source import import_file
 
 MOMENTS = catalogue.MOMENTS
@@ -63,21 +64,46 @@ def _compose(method: Method, addition: str) -> Method:
     )
     if hasattr(module, "budgets") and not compares:
         return replace(method, layer_budgets=module.budgets)
-    require(
-        not method.is_select and not (compares and method.prompt_function),
-        f"method: {method.name} chooses its tokens itself, but {addition} chooses them by scores; wanted a "
-        "scorer first",
-    )
+    protects = addition == catalogue.PROTECT
+    if protects:
+        _require_protectable(method)
+    else:
+        require(
+            not method.is_select and not (compares and method.prompt_function),
+            f"method: {method.name} chooses its tokens itself, but {addition} chooses them by scores; wanted "
+            "a scorer first",
+        )
     if compares:
         preference, traits = _from_module(module, addition, "preference"), method.traits | {"prompt_only"}
         return replace(method, layer_budgets=module.budgets, preference=preference, traits=traits)
+    divides = not hasattr(module, "choose")
     require(
-        method.is_top_k,
+        method.choose is selection.top_k if protects else method.is_top_k or (divides and method.protects),
         f"method: got {addition!r} after another addition that chooses tokens by scores, wanted one of them",
     )
-    if hasattr(module, "choose"):
-        return replace(method, choose=module.choose)
-    return replace(method, head_budgets=module.select)
+    if divides:
+        return replace(method, head_budgets=module.select)
+    options = catalogue.protect_options() if protects else {}
+    return replace(method, choose=module.choose, options=method.options | options)
+
+
+def _require_protectable(method: Method) -> None:
+    """Raise UsageError for a method that chooses its tokens itself, and say what it keeps."""
+    chooses = (method.is_select and "own_budget" not in method.traits) or method.prompt_function is not None
+    named = {*catalogue.PROTECTING["first"], *catalogue.PROTECTING["last"]} & method.options.keys()
+    kept = catalogue.protected(method.name, {}).replace("-", "no token by itself")
+    own = f"its options {' and '.join(sorted(named))}, or " if named else ""
+    require(
+        not chooses,
+        f"method: {method.name} chooses its tokens itself and keeps {kept}, but {catalogue.PROTECT} chooses "
+        f"them by scores; wanted {own}a scorer first",
+    )
+    twice = sorted(method.options.keys() & catalogue.protect_options().keys())
+    require(
+        not twice,
+        f"method: {method.name} has an option {', '.join(twice)}, which {catalogue.PROTECT} has too; wanted "
+        "another name for it",
+    )
 
 
 def _resolve_one(method: str) -> Method:

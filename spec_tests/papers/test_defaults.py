@@ -16,6 +16,7 @@ from evictionary.reference import (
     lagkv_variants,
     momentkv,
     momentkv_theory,
+    protect,
     pyramid_kv,
     rope,
     snapkv,
@@ -114,7 +115,7 @@ def test_the_base_of_rope():
 @law("SN-1")
 def test_the_settings_of_the_baselines():
     """SnapKV: a window of 32 and a kernel of 7; StreamingLLM: 4 sinks; AdaKV: a fifth for each head;
-    PyramidKV: beta = 20.
+    PyramidKV: beta = 20; protection: 4 tokens and 32.
     """
     assert defaults(snapkv) == {"score": {"window_size": 32, "kernel_size": 7}}
     assert defaults(streaming_llm) == {"score": {"sink_size": 4}}
@@ -127,4 +128,5 @@ def test_the_settings_of_the_baselines():
         name: {"merge_size": 32} for name in ("merge_values", "probabilities", "shares", "spread")
     }
     assert defaults(chunk_kv) == {name: {"chunk_size": 10} for name in ("choose", "chunk_means")}
+    assert defaults(protect) == {name: {"first": 4, "last": 32} for name in ("choose", "protected")}
     assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0, "window_size": 0}}

@@ -247,7 +247,7 @@ def test_files_that_hold_no_method(tmp_path: Path, text: str, suffix: str, messa
         (
             "keydiff+adakv",
             r"got 'adakv' after the \+ \(did you mean ada_kv\?\), wanted one of ada_kv, cake, cam, chunk_kv, "
-            r"pyramid_kv, moments",
+            r"protect, pyramid_kv, moments",
         ),
         *(
             (name, rf"got '{name}' first, wanted a method before it, such as \w+\+{name}")

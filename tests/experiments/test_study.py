@@ -223,6 +223,29 @@ def test_the_command_writes_a_table_and_a_picture_and_recommends(
     assert "keydiff" in (tmp_path / "study.svg").read_text() and "costs least" in printed(*asked)
 
 
+def test_what_protection_changes_is_what_was_measured() -> None:
+    """The table and the changes of the page, from its measurements."""
+    found = study.summarise(docs_build.study.lines("protected.jsonl"))
+    costs = {(row["method"], row["ratio"]): f"{row['cost']:.2f}" for row in found["rows"]}
+    page = (docs_build.study.MEASURED.parent / "study.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([a-z_+]+)` \| ([-.0-9]+(?: \| [-.0-9]+){5}) \|$", page, re.MULTILINE)
+    for method, told in rows:
+        protected = re.sub(r"^\w+", r"\g<0>+protect", method)
+        cells = [costs[name, ratio] for ratio in study.RATIOS for name in (method, protected)]
+        assert told.split(" | ") == cells
+    changes = [each for each in found["effects"] if each["addition"] == "protect"]
+    told = ["({:.2f} to {:.2f})".format(*each["interval"]) for each in changes]
+    assert len(rows) == 9 and len(changes) == 3 and all(each in page for each in told)
+
+
+def test_a_picture_shows_compositions_of_every_addition() -> None:
+    """A selector may have additions that are no allocator."""
+    stored = json.loads(study.STORED.read_text(encoding="utf-8"))["real"]
+    assert "snapkv+cake" in {row["method"] for row in stored["rows"]}
+    labels = [text.get_text() for text in study.picture(stored).axes[0].get_yticklabels()]
+    assert {"snapkv+cake", "keydiff"} <= set(labels)
+
+
 def test_the_help_names_the_tasks() -> None:
     assert (tuple(cli_study.TASKS.split(",")), cli_study.FEWEST) == (study.TASKS, study.LEAST)
 
