@@ -18,15 +18,16 @@ from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.judge.law import REQUIREMENTS
 from tutorials.build import heading, lessons
 
-SECTIONS = (
-    "What it does",
-    "What it reads and costs",
-    "Where it shines and where it fails",
-    "Results",
-    "Run it",
-    "Sources",
-)
-"""The sections with which every method page begins, in this order."""
+MARKERS = {
+    "What it does": ("idea", "formulas"),
+    "What it reads and costs": ("reads",),
+    "Where it shines and where it fails": ("strengths",),
+    "Results": ("retrieved", "costs"),
+    "Run it": ("run",),
+    "Sources": ("sources",),
+}
+"""The sections with which every method page begins, in this order, and the markers that each has."""
+SECTIONS = tuple(MARKERS)
 PAGES = (*catalogue.names(), *catalogue.additions())
 """What has a page with them: the methods, and the additions."""
 # Inputs that say how much to keep and where a layer is, and nothing of the text.
@@ -53,6 +54,26 @@ RANDOM = catalogue.RANDOM
 def composition(stem: str) -> str:
     """How a method is called in `evictionary run`; an addition follows the method of BEHIND."""
     return f"{BEHIND[stem]}+{stem}" if stem in BEHIND else stem
+
+
+def completed(stem: str, markdown: str) -> str:
+    """A method page with every section and marker: what it does not write itself comes at its place."""
+    begin, *blocks = re.split(r"^## (.+)\n", markdown, flags=re.MULTILINE)
+    written = dict(zip(blocks[::2], blocks[1::2], strict=True))
+    given = {"formulas": ", ".join(ids_with_formulas(stem)), "run": composition(stem)}
+    sections = []
+    for title, markers in MARKERS.items():
+        own = written.pop(title, "").strip()
+        missing = [name for name in markers if f"<!-- {name}: " not in own]
+        made = [f"<!-- {name}: {given.get(name, stem)} -->" for name in missing]
+        sections.append("\n\n".join([f"## {title}", *([own] if own else []), *made]))
+    rest = [f"## {title}\n\n{body.strip()}" for title, body in written.items()]
+    return "\n\n".join([begin.strip(), *sections, *rest]) + "\n"
+
+
+def ids_with_formulas(stem: str) -> list[str]:
+    """The requirements of a method that have a formula, in their order."""
+    return [name for name, own in stem_of().items() if own == stem and entries()[name].requirement.tex]
 
 
 def parts(method: str) -> list[str]:

@@ -3,8 +3,9 @@ and its picture.
 
 results.jsonl.xz has the measurements of every composition on texts that programs made, finals.jsonl.xz those
 of its final, and pyramid.jsonl.xz those of the final with PyramidKV's division on some of its prompts.
-real.jsonl.xz, real_2000.jsonl.xz, real_4000.jsonl.xz and real_finals.jsonl.xz are of texts that people
-wrote. protected.jsonl.xz compares selections with and without `+protect`. `evictionary study` writes such a file, and `xz -9e` compresses it.
+real.jsonl.xz, real_2000.jsonl.xz, real_4000.jsonl.xz and real_finals.jsonl.xz are of texts that people wrote.
+protected.jsonl.xz compares selections with and without `+protect`. `evictionary study` writes such a file,
+and `xz -9e` compresses it.
 """
 
 import json

@@ -44,6 +44,15 @@ def test_a_page_has_every_section_a_picture_with_its_words_and_a_formula(stem: s
     assert all(entries()[name].requirement.tex for name in formulas)
 
 
+def test_a_page_that_leaves_sections_out_has_them_all() -> None:
+    own = "# KNorm\n\n## What it does\n\nOne.\n\n## Sources\n\nTwo.\n\n## More\n\nThree.\n"
+    made = methods.completed("knorm", own)
+    assert re.findall(r"^## (.+)$", made, re.MULTILINE) == [*methods.SECTIONS, "More"]
+    says(made, "One. <!-- idea: knorm --> <!-- formulas: KN-1 -->", "Two. <!-- sources: knorm -->", "Three.")
+    whole = page("knorm")
+    assert methods.completed("knorm", whole) == whole
+
+
 @every_method
 def test_a_page_says_what_its_method_reads_costs_and_comes_from(stem: str) -> None:
     told = sections(stem)
