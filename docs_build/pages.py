@@ -304,10 +304,10 @@ def filled(page: str, markdown: str) -> str:
 
     A marker that is indented, as in a tab, is replaced by lines with the same indent. What stands below one,
     up to `<!-- end -->`, is for readers of the file itself (`docs_build.contract`), and is replaced with it.
-    A page of a method has all sections of one.
+    A whole page of a method, from its title on, has all sections of one.
     """
     stem = page.removeprefix("methods/").removesuffix(".md")
-    if stem in methods.PAGES and page.startswith("methods/"):
+    if stem in methods.PAGES and markdown.startswith("# "):
         markdown = methods.completed(stem, markdown)
 
     def fill(match: re.Match[str]) -> str:

@@ -48,7 +48,12 @@ def test_a_page_that_leaves_sections_out_has_them_all() -> None:
     own = "# KNorm\n\n## What it does\n\nOne.\n\n## Sources\n\nTwo.\n\n## More\n\nThree.\n"
     made = methods.completed("knorm", own)
     assert re.findall(r"^## (.+)$", made, re.MULTILINE) == [*methods.SECTIONS, "More"]
-    says(made, "One. <!-- idea: knorm --> <!-- formulas: KN-1 -->", "Two. <!-- sources: knorm -->", "Three.")
+    says(
+        made,
+        "One.\n\n<!-- idea: knorm -->\n\n<!-- formulas: KN-1 -->",
+        "Two.\n\n<!-- sources: knorm -->",
+        "Three.",
+    )
     whole = page("knorm")
     assert methods.completed("knorm", whole) == whole
 
