@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import facts, methods, sizes
+from docs_build import abstracts, facts, methods, sizes
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -149,6 +149,8 @@ def _rendered(template: str, page: str, **content: Any) -> str:
     }
     helpers = {
         "about": methods,
+        "abstracts": abstracts.ABSTRACTS,
+        "comparison": abstracts.rows,
         "at_ratios": at_ratios,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
         "charts": CHARTS,

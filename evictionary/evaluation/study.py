@@ -209,13 +209,6 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
     is left out; UsageError where all are.
     """
     lengths = sorted({line["length"] for line in lines})
-    asked = set(itertools.product((line["selector"] for line in lines), lengths))
-    by_prompt = store.grouped(
-        ((line["ratio"], line["task"], line["seed"]), ((line["selector"], line["length"]), line))
-        for line in lines
-        if line["error"] is None
-    )
-    whole = {key: dict(pairs) for key, pairs in by_prompt.items() if set(dict(pairs)) == asked}
     found: Summary = {
         "model": Plan.subject(lines[0]),
         "lengths": lengths,
@@ -224,15 +217,7 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
         "effects": [],
         "recommended": [],
     }
-    for ratio in sorted({key[0] for key in whole}):
-        by_task = {
-            task: prompts
-            for task in tasks.TASKS
-            if (prompts := [each for key, each in sorted(whole.items()) if key[:2] == (ratio, task)])
-        }
-        if any(len(prompts) < LEAST for prompts in by_task.values()):
-            continue
-        rows, draws = _rows(ratio, lengths, by_task)
+    for by_task, rows, draws in by_ratio(lines):
         found["rows"] += rows
         found["effects"] += _effects(rows, draws)
         if not all(row["own"] for row in rows):
@@ -246,11 +231,33 @@ def summarise(lines: Sequence[store.Line]) -> Summary:
     return found
 
 
-def _rows(
-    ratio: float,
-    lengths: Sequence[int],
-    by_task: Mapping[str, Sequence[Mapping[tuple[str, int], store.Line]]],
-) -> tuple[list[dict[str, Any]], np.ndarray]:
+Prompts = Mapping[str, Sequence[Mapping[tuple[str, int], store.Line]]]
+"""Of each task its prompts, each with the lines of its selectors and lengths."""
+
+
+def by_ratio(lines: Sequence[store.Line]) -> Iterator[tuple[Prompts, list[dict[str, Any]], np.ndarray]]:
+    """For each ratio that has LEAST prompts of each task: the prompts on which every selector was measured,
+    the row of each composition, and its costs in the draws, [compositions, DRAWS].
+    """
+    lengths = sorted({line["length"] for line in lines})
+    asked = set(itertools.product((line["selector"] for line in lines), lengths))
+    by_prompt = store.grouped(
+        ((line["ratio"], line["task"], line["seed"]), ((line["selector"], line["length"]), line))
+        for line in lines
+        if line["error"] is None
+    )
+    whole = {key: dict(pairs) for key, pairs in by_prompt.items() if set(dict(pairs)) == asked}
+    for ratio in sorted({key[0] for key in whole}):
+        by_task = {
+            task: prompts
+            for task in tasks.TASKS
+            if (prompts := [each for key, each in sorted(whole.items()) if key[:2] == (ratio, task)])
+        }
+        if all(len(prompts) >= LEAST for prompts in by_task.values()):
+            yield by_task, *_rows(ratio, lengths, by_task)
+
+
+def _rows(ratio: float, lengths: Sequence[int], by_task: Prompts) -> tuple[list[dict[str, Any]], np.ndarray]:
     """The row of each composition at a ratio, and the costs of the draws, [compositions, DRAWS]."""
     first = next(iter(by_task.values()))[0]
     keys = [

@@ -493,10 +493,7 @@ def test_the_memory_that_hurts_is_computed_from_the_models_figures() -> None:
 
 def test_the_readme_links_every_method() -> None:
     linked = set(re.findall(r"docs/methods/(\w+)\.md", ENGLISH.read_text(encoding="utf-8")))
-    shared = {"h2o", "knorm", "snapkv", "streaming_llm", "tova"}
-    assert set(catalogue.names()) <= linked | shared and "baselines" in linked
-    for name in ("H2O", "KNorm", "SnapKV", "StreamingLLM", "TOVA"):
-        assert name in text_of(ENGLISH)
+    assert set(catalogue.names()) <= linked
 
 
 @pytest.mark.whole
