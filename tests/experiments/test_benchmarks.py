@@ -515,7 +515,8 @@ def test_every_method_that_decodes_has_a_stored_cost() -> None:
     stored = json.loads((timing.RESULTS / "costs.json").read_text(encoding="utf-8"))
     (part,) = costs.compared(stored)
     assert {row["method"] for row in part["rows"]} == set(costs.names())
-    assert all(row["before"] for row in part["rows"])
+    newer = {"keydiff+protect"}  # which the commit before did not have
+    assert {row["method"] for row in part["rows"] if not row["before"]} == newer
     assert "not known" not in {row["work"] for row in part["rows"]}
 
 

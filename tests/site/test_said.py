@@ -465,7 +465,7 @@ def test_the_memory_that_the_readme_shows_is_that_of_the_models_shape(
 
 @pytest.mark.whole
 def test_pytest_says_of_the_readmes_kernel_what_judge_says(tmp_path: Path) -> None:
-    (kernel,) = [block for block in blocks(ENGLISH, "python") if "def score(keys):" in block]
+    (kernel,) = [block for block in blocks(ENGLISH, "python") if "anchor = keys.mean" in block]
     (tmp_path / "keydiff.py").write_text(kernel, encoding="utf-8")
     (command,) = [
         line for block in blocks(ENGLISH, "") for line in block.splitlines() if line.endswith("my_kernels")
