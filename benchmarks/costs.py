@@ -269,10 +269,13 @@ def main(
     path, key = out / "costs.json", f"{tokens}"
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     here = found.setdefault(run, {})
-    here |= provenance("torch", "transformers") | {"model": name, "layers": LAYERS}
+    made = provenance("torch", "transformers")
+    of_row = {"made": made} if method and here else {}  # the other rows keep the origin that they have
+    if not of_row:
+        here |= made | {"model": name, "layers": LAYERS}
     kept = here.setdefault("tokens", {}).setdefault(key, {"rounds": rounds, "rows": []})
     for row in rows(name, tokens, rounds, method or names(), also or []):
-        kept["rows"] = [other for other in kept["rows"] if other["method"] != row["method"]] + [row]
+        kept["rows"] = [other for other in kept["rows"] if other["method"] != row["method"]] + [row | of_row]
         kept["rows"].sort(key=lambda row: -row["decode"]["ratio"])
         write_json(path, found)  # a killed run keeps what it had
     if "now" in found:

@@ -6,7 +6,7 @@ others, of the same prompts, has an interval: below 0 the order is the paper's, 
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -109,16 +109,16 @@ class Row(NamedTuple):
 class Measured(NamedTuple):
     """A composition at a ratio: its row of the study, and its cost in each draw."""
 
-    row: Mapping[str, object]
+    row: Mapping[str, Any]
     draws: np.ndarray
 
     @property
     def cost(self) -> float:
-        return float(str(self.row["cost"]))
+        return float(self.row["cost"])
 
     @property
     def kept(self) -> float:
-        return float(str(self.row["tokens_kept"]))
+        return float(self.row["tokens_kept"])
 
 
 @functools.cache

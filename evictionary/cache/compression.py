@@ -131,8 +131,8 @@ class Compressor:
             one, kept = asked._replace(layer_index=index), torch.zeros_like(scores, dtype=torch.bool)
             for row, count in enumerate(seen):
                 wanted = replace(request, preferences=preferences[row], layer_index=place)
-                own = scores[row : row + 1, :, -count:]
-                kept[row, :, -count:] = method.chosen(own, method.amount(count, wanted), wanted, row)
+                of_row = scores[row : row + 1, :, -count:]
+                kept[row, :, -count:] = method.chosen(of_row, method.amount(count, wanted), wanted, row)
             now = step if index == asked.layer_index else self._opened(one._replace(note=None))
             _skip(now)
             positions, filled = _gather(one.layer, now)

@@ -42,9 +42,7 @@ MEANS = (
 OPTIONS: dict[str, Any] = {"lag_size": 128}
 
 
-# The pages of the methods, and those methods that share one.
 METHOD_PAGES = "https://github.com/evictionary/evictionary/blob/main/docs/methods"
-ON_ONE_PAGE = ("h2o", "knorm", "snapkv", "streaming_llm", "tova")
 
 
 def page_of(method: str) -> str | None:
@@ -52,7 +50,7 @@ def page_of(method: str) -> str | None:
     name = method.partition("+")[0]
     if name not in catalogue.names():
         return None
-    return f"{METHOD_PAGES}/{'baselines' if name in ON_ONE_PAGE else name}.md"
+    return f"{METHOD_PAGES}/{name}.md"
 
 
 @dataclass

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from evictionary.spec_tests.shared.forms import TURNED
+from evictionary.spec_tests.shared.forms import TURNED, softmax_by_log_add_exp, softmax_by_maximum
 
 
 class KVCache(NamedTuple):
@@ -14,15 +14,6 @@ class KVCache(NamedTuple):
     keys: np.ndarray
     values: np.ndarray
     seen: int
-
-
-def softmax_of_rows(logits):
-    powers = np.exp(logits - logits.max(axis=-1, keepdims=True))
-    return powers / powers.sum(axis=-1, keepdims=True)
-
-
-def softmax_by_its_logarithm(logits):
-    return np.exp(logits - np.logaddexp.reduce(logits, axis=-1, keepdims=True))
 
 
 def softmax_in_place(logits):
@@ -175,7 +166,7 @@ def _is_held(place, length, num_query_heads, window=None, sinks=0):
 
 
 FORMS: dict = {
-    "softmax": (softmax_of_rows, softmax_by_its_logarithm, softmax_in_place),
+    "softmax": (softmax_by_maximum, softmax_by_log_add_exp, softmax_in_place),
     "seen": (seen_by_comparing, seen_by_triangles, seen_row_by_row),
     "weights": (weights_masked, weights_with_a_bias, weights_query_by_query),
     "attend": (attend_with_repeated_heads, attend_head_by_head, attend_by_groups),

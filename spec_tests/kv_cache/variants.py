@@ -12,7 +12,7 @@ control(WEIGHTS, name="query_by_query")(
     put_together(forms, "weights", weights=forms.weights_query_by_query, seen=forms.seen_row_by_row)
 )
 control(WEIGHTS, name="with_a_bias")(
-    put_together(forms, "weights", weights=forms.weights_with_a_bias, softmax=forms.softmax_by_its_logarithm)
+    put_together(forms, "weights", weights=forms.weights_with_a_bias, softmax=forms.softmax_by_log_add_exp)
 )
 control(ATTEND, name="by_groups")(put_together(forms, "attend", attend=forms.attend_by_groups))
 control(ATTEND, name="head_by_head")(put_together(forms, "attend", attend=forms.attend_head_by_head))
