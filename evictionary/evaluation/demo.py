@@ -217,7 +217,7 @@ def reason(rows: Sequence[Row], full: Row) -> str:
     counted = f"{_size(missed)}, {kept:.0%} of the digits stayed, and {share:.0%} of all tokens"
     if kept == 0:
         return f"{_size(missed)}, every head had evicted every digit."
-    if kept < share:
+    if round(100 * kept) < round(100 * share):  # as the sentence shows them
         return f"{counted}: it evicts them more than others."
     answer = " ".join(missed.measured["answers"][wrong[0]].split()) or "nothing"
     return f"{counted}: it evicts them no more than others, but the model answered {answer[:40]!r}."

@@ -214,6 +214,11 @@ FULL_ROW = row("full cache", "rrr", 1.0, 0.0, 100)
             "At 75% removed, 80% of the digits stayed, and 25% of all tokens: it evicts them no more "
             "than others, but the model answered '7'.",
         ),
+        (
+            [row("kvzip", "rww", 0.498)],  # as many as of all tokens, as far as the sentence shows it
+            "At 50% removed, 50% of the digits stayed, and 50% of all tokens: it evicts them no more "
+            "than others, but the model answered '7'.",
+        ),
         ([row("gvote", "www", 0.0, None)], "With its own budget, every head had evicted every digit."),
     ],
 )
@@ -246,7 +251,7 @@ def test_who_found_the_number_comes_first_and_of_these_who_needs_less() -> None:
 
 
 def test_every_method_has_a_page_that_exists() -> None:
-    """The report has no site beside it, so it knows which methods share a page."""
+    """The report has no site beside it, so it knows where the pages are."""
     assert f"{REPOSITORY}/blob/main/docs/methods" == demo.METHOD_PAGES
     for name in catalogue.names():
         page = demo.page_of(name)
