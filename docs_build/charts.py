@@ -4,49 +4,87 @@ than its data.
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import matplotlib
-import numpy as np
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from docs_build.entries import ROOT
 from evictionary.evaluation.pages import drawn
-from evictionary.evaluation.pictures import TEXT_COLOUR
 from evictionary.store import grouped
 
-BLUES = ("#9dc6ea", "#2f7fc1", "#123f66")
-VERDICTS = {"holds here": "#4f9d4f", "undecided": "#c9c9c9", "does not hold here": "#e0662b"}
+# The grammar of all charts. A row for each method, the best on top. The five papers have a colour each, the
+# same in every chart, and all else is grey. What has an interval shows it. Words stand beside what they name,
+# and no chart has a legend. Each colour has a contrast of 4.5 or more with the page, and the site turns its
+# brightness round in the dark.
+PAPERS = {
+    "expected_attention": "#7a3d9a",
+    "keydiff": "#0b6170",
+    "lagkv": "#2c6e3f",
+    "momentkv": "#b03f0a",
+    "gvote": "#b02a5b",
+}
+GREY, INK, FAINT = "#6b7478", "#1b2b30", "#d8dad6"
+VERDICTS = {"holds here": PAPERS["keydiff"], "undecided": FAINT, "does not hold here": PAPERS["momentkv"]}
 RATIOS = (0.25, 0.5, 0.75)
-WIDTH = 5.6  # inches, in which a phone can still read the text
+SHADES = (0.35, 0.65, 1.0)  # from the first dot of a row to its last
+WIDTH = 5.0  # inches, in which a phone can still read the text
 STYLE = {
+    "axes.edgecolor": GREY,
+    "axes.labelcolor": INK,
     "axes.labelsize": 9,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
     "axes.titlesize": 9,
     "figure.constrained_layout.use": True,
+    "font.family": "sans-serif",
     "font.size": 8,
-    "legend.frameon": False,
-    "legend.handletextpad": 0.3,
-    "lines.markersize": 4,
+    "lines.markersize": 4.5,
+    "text.color": INK,
+    "xtick.color": GREY,
+    "ytick.color": GREY,
+    "ytick.left": False,
 }
-ABOVE = {"loc": "outside upper center", "ncols": 3}
+
+
+def colour_of(name: str) -> str:
+    """The colour of a method, or of a composition by the method that it begins with."""
+    return PAPERS.get(name.partition("+")[0].partition("_protected")[0], GREY)
+
+
+def tint(colour: str, share: float) -> tuple[float, ...]:
+    """A colour on white, in this strength."""
+    return tuple(1 - share * (1 - part) for part in to_rgb(colour))
 
 
 def retrieval(stored: Mapping[str, Any]) -> Figure:
     """Numbers found, of five, and the distance of the hidden states, for each method and share removed."""
     each = {label.partition(" (")[0]: summaries for label, summaries in at_ratios(stored).items()}
     order = sorted(each, key=lambda name: (sum(one["right"] for one in each[name]), -each[name][1]["error"]))
-    right = np.array([[one["right"] for one in each[name]] for name in order])
     figure, (grid, dots) = _panels(order, [1, 2])
-    grid.imshow(right, cmap="Blues", vmin=0, vmax=8, aspect="auto", origin="lower")
-    for (height, place), count in np.ndenumerate(right):
-        grid.text(place, height, count, ha="center", va="center")
+    found = [[one["right"] for one in each[name]] for name in order]
+    shades = [
+        [tint(colour_of(name), count / 8) for count in row] for name, row in zip(order, found, strict=True)
+    ]
+    grid.imshow(shades, aspect="auto", interpolation="none")
+    for height, row in enumerate(found):
+        for place, count in enumerate(row):
+            grid.text(place, height, count, ha="center", va="center")
     grid.set(
-        xticks=range(len(RATIOS)), xticklabels=[f"{ratio:.0%}" for ratio in RATIOS], xlabel="found, of 5"
+        xticks=range(len(RATIOS)),
+        xticklabels=[f"{ratio:.0%}" for ratio in RATIOS],
+        xlabel="found, of 5",
+        xlim=(-0.5, 2.5),
+        ylim=(-0.6, len(order) + 0.3),
     )
+    grid.spines["bottom"].set_visible(False)
     _dots(
         dots,
-        [f"{ratio:.0%} removed" for ratio in RATIOS],
+        order,
+        [f"{ratio:.0%}" for ratio in RATIOS],
         [[one["error"] for one in each[name]] for name in order],
         "distance of the hidden states",
         (6, 12, 25, 50, 100, 200),
@@ -74,8 +112,9 @@ def perplexity(stored: Mapping[str, Any]) -> Figure:
     order = sorted({name for name, _ in found if name != "full"}, key=lambda name: -found[name, "perplexity"])
     figure, (axes,) = _panels(order, [1])
     values = [[found[name, task] for task in ("perplexity", "perplexity_decoding")] for name in order]
-    _dots(axes, ["read at once", "while decoding"], values, "perplexity", (12, 15, 20, 25))
-    axes.axvline(found["full", "perplexity"], color=TEXT_COLOUR, linewidth=0.8)
+    _dots(axes, order, ["read at once", "while decoding"], values, "perplexity", (12, 15, 20, 25))
+    axes.axvline(found["full", "perplexity"], color=GREY, linewidth=0.8, zorder=0)
+    axes.text(found["full", "perplexity"], len(order) - 0.1, " full cache", color=GREY, va="center")
     return figure
 
 
@@ -89,34 +128,33 @@ def finals(stored: Mapping[str, Any]) -> Figure:
     figure, (axes,) = _panels(order, [1])
     _dots(
         axes,
+        order,
         [f"{ratio:.0%} removed" for ratio in ratios],
         [[at[name, ratio]["cost"] for ratio in ratios] for name in order],
         "cost, nats a token above the full cache",
         (0.01, 0.1, 1),
-    )
-    axes.hlines(
-        [order.index(name) for name, _ in at],
-        *zip(*(row["interval"] for row in at.values()), strict=True),
-        TEXT_COLOUR,
-        zorder=1,
+        [[at[name, ratio]["interval"] for ratio in ratios] for name in order],
     )
     return figure
 
 
 def claims(stored: Mapping[str, Any]) -> Figure:
     """How many claims of each paper hold in the small model."""
-    names = [paper["paper"] for paper in stored["papers"]]
-    counts = [
-        [sum(claim["verdict"] == one for claim in paper["claims"]) for one in VERDICTS]
-        for paper in stored["papers"]
-    ]
-    figure, (axes,) = _panels(names, [1])
-    for left, width, (verdict, colour) in zip(
-        (np.cumsum(counts, 1) - counts).T, np.transpose(counts), VERDICTS.items(), strict=True
-    ):
-        axes.bar_label(axes.barh(names, width, left=left, color=colour, label=verdict), label_type="center")
-    axes.set_xlabel("claims")
-    figure.legend(**ABOVE)
+    papers = stored["papers"][::-1]
+    figure, (axes,) = _panels([paper["paper"] for paper in papers], [1])
+    for height, paper in enumerate(papers):
+        left = 0
+        for verdict, colour in VERDICTS.items():
+            count = sum(claim["verdict"] == verdict for claim in paper["claims"])
+            axes.barh(height, count, 0.72, left, color=colour)
+            if count:
+                said = "white" if colour != FAINT else INK
+                axes.text(left + count / 2, height, count, color=said, ha="center", va="center")
+            left += count
+    axes.set(xlabel="claims", xticks=[])
+    axes.spines["bottom"].set_visible(False)
+    for place, (verdict, colour) in zip((0, 4.5, 8), VERDICTS.items(), strict=True):
+        axes.text(place, len(papers) - 0.3, verdict, color=GREY if colour == FAINT else colour, weight="bold")
     return figure
 
 
@@ -126,7 +164,9 @@ def speed(stored: Mapping[str, Any]) -> Figure:
     rows = sorted(stored["compression"][1:], key=lambda row: -row["share_of_prefill"])
     names, shares = [row["method"] for row in rows], [row["share_of_prefill"] for row in rows]
     figure, (axes,) = _panels(names, [1])
-    axes.bar_label(axes.barh(names, shares, color=BLUES[1]), [f"{share:.1%}" for share in shares], padding=3)
+    bars = axes.barh(names, shares, 0.72, color=[colour_of(name) for name in names])
+    axes.bar_label(bars, [f"{share:.1%}" for share in shares], padding=3)
+    axes.axvline(1, color=GREY, linewidth=0.8, zorder=0)
     axes.set(
         xscale="log",
         xlim=(0.005, 4),
@@ -134,21 +174,30 @@ def speed(stored: Mapping[str, Any]) -> Figure:
         xticklabels=["1%", "10%", "100%"],
         xlabel="time, as a share of reading the prompt",
     )
+    axes.minorticks_off()
     return figure
 
 
 def against_kvpress(stored: Mapping[str, Any]) -> Figure:
     """How many times faster our scores are than those of kvpress, by the number of tokens."""
-    figure = Figure(figsize=(WIDTH, 3.2))
+    figure = Figure(figsize=(WIDTH, 4.2))
     sizes = stored["tokens"]
     for axes, (dtype, found) in zip(
         figure.subplots(1, 2, sharey=True), stored["methods"].items(), strict=True
     ):
-        for name in found[str(sizes[0])]:
-            axes.loglog(sizes, [found[str(size)][name]["ratio"]["value"] for size in sizes], "o-", label=name)
+        ends = {name: found[str(sizes[-1])][name]["ratio"]["value"] for name in found[str(sizes[0])]}
+        for name in ends:
+            ratios = [found[str(size)][name]["ratio"]["value"] for size in sizes]
+            axes.loglog(sizes, ratios, "o-", color=colour_of(name), zorder=2 + (name in PAPERS))
+        for name, height in _apart(ends, 1.17).items():
+            weight = "bold" if name in PAPERS else "normal"
+            axes.text(
+                sizes[-1] * 1.25, height, name, color=colour_of(name), va="center", weight=weight, size=7
+            )
         axes.set(
             title=dtype,
             xlabel="tokens",
+            xlim=(sizes[0] * 0.8, sizes[-1] * 40),
             xticks=sizes,
             xticklabels=[f"{size // 1024}K" for size in sizes],
             ylabel="times faster than kvpress",
@@ -156,30 +205,65 @@ def against_kvpress(stored: Mapping[str, Any]) -> Figure:
             yticklabels=["0.5", "1", "2", "4", "8", "16"],
         )
         axes.minorticks_off()
-        axes.axhline(1, color=TEXT_COLOUR, linewidth=0.8)
+        axes.spines["bottom"].set_bounds(sizes[0], sizes[-1])
+        axes.axhline(1, color=GREY, linewidth=0.8, zorder=0)
         axes.label_outer()
-    figure.legend(*axes.get_legend_handles_labels(), **ABOVE)
     return figure
 
 
+def _apart(heights: Mapping[str, float], factor: float) -> dict[str, float]:
+    """The heights of labels on a logarithmic axis, moved up until each is `factor` above the one below."""
+    placed: dict[str, float] = {}
+    lowest = 0.0
+    for name, height in sorted(heights.items(), key=lambda each: each[1]):
+        placed[name] = lowest = max(height, lowest * factor)
+    return placed
+
+
 def _panels(names: Sequence[str], widths: Sequence[float]) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with the names down its left side, the
-    last one on top, and panels of these relative widths.
-    """
-    figure = Figure(figsize=(WIDTH, 0.9 + 0.24 * len(names)))
+    """A figure with the names down its left side, the last one on top, and panels of these widths."""
+    figure = Figure(figsize=(WIDTH, 1.0 + 0.24 * len(names)))
     panels = figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0]
     panels[0].set_yticks(range(len(names)), names)
+    panels[0].set_ylim(-0.6, len(names) + 0.3)
+    for label, name in zip(panels[0].get_yticklabels(), names, strict=True):
+        label.set(color=colour_of(name) if name.partition("+")[0] in PAPERS else INK)
+        label.set(weight="bold" if name in PAPERS else "normal")
+    for axes in panels:
+        axes.spines["left"].set_visible(False)
     return figure, panels
 
 
-def _dots(axes: Axes, labels: Sequence[str], values: Any, label: str, ticks: Sequence[float]) -> None:
-    """A row of dots for each list of values, a shade for each label."""
-    for column, name, colour in zip(np.transpose(values), labels, BLUES[-len(labels) :], strict=True):
-        axes.semilogx(column, range(len(column)), "o", color=colour, label=name)
-    axes.set(xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks], xlabel=label)
+def _dots(
+    axes: Axes,
+    names: Sequence[str],
+    labels: Sequence[str],
+    values: Sequence[Sequence[float]],
+    label: str,
+    ticks: Sequence[float],
+    intervals: Sequence[Sequence[tuple[float, float]]] | None = None,
+) -> None:
+    """A row of dots for each method, darker from one label to the next, with their intervals. The labels are
+    above the dots of one row.
+    """
+    shades = SHADES[-len(labels) :]
+    for height, (name, row) in enumerate(zip(names, values, strict=True)):
+        axes.plot([min(row), max(row)], [height] * 2, color=FAINT, linewidth=1, zorder=1)
+        for place, (value, shade) in enumerate(zip(row, shades, strict=True)):
+            colour = tint(colour_of(name), shade)
+            if intervals:
+                axes.hlines(height, *intervals[height][place], colors=[colour], linewidth=2.2, zorder=2)
+            axes.plot(value, height, "o", color=colour, zorder=3)
+    axes.set(xscale="log", xticks=ticks, xticklabels=[f"{tick:g}" for tick in ticks], xlabel=label)
     axes.minorticks_off()
-    axes.grid(alpha=0.25)
-    axes.figure.legend(**ABOVE)
+    # the first row whose dots are far enough apart for words
+    labelled = next(
+        height
+        for height, row in reversed(list(enumerate(values)))
+        if all(after / before > 1.3 for before, after in pairwise(row))
+    )
+    for said, value in zip(labels, values[labelled], strict=True):
+        axes.text(value, labelled + 0.5, said, color=GREY, ha="center", va="center", size=7)
 
 
 class Chart(NamedTuple):
