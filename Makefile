@@ -143,10 +143,13 @@ wheel: .venv/installed  ## the wheel, in build/wheel
 
 # The site, strictly: build/site/index.html opens from the folder.
 docs: .venv/installed  ## the site, strictly, with every lesson run; its search is asked what readers ask
+	$(BIN)/python -m docs_build.written
 	$(BIN)/python -m mkdocs build --strict
+	$(BIN)/python -m docs_build.finished build/site
 	$(BIN)/python -m tests.site.site_search build/site
 
 docs-serve: .venv/installed  ## the site while you write it
+	$(BIN)/python -m docs_build.written
 	$(BIN)/python -m mkdocs serve
 
 # Every page and every figure in a real browser.

@@ -6,7 +6,9 @@ and of KeyDiff and LagKV, calculate in the browser; tests compare that with `ref
 """
 
 import base64
+import html
 import io
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -125,6 +127,49 @@ def strips(data: Any) -> dict[str, bytes]:
         imsave(picture, kept.reshape(-1, len(needle)) + needle, cmap=colours, vmin=0, vmax=3, format="png")
         found[method["name"]] = picture.getvalue()
     return found
+
+
+# What the cover shows: methods that read keys, queries and positions, in some sentences around the number.
+COVER = {
+    "keydiff": ("KeyDiff", "reads the keys, and keeps those that point elsewhere"),
+    "snapkv": ("SnapKV", "keeps what the last queries attended to"),
+    "streaming_llm": ("StreamingLLM", "keeps the first tokens and the last ones"),
+}
+AROUND = (110, 188)
+
+
+def cover(data: Any) -> str:
+    """The cover of the site as HTML: for each method of COVER the sentences around the number, each token
+    marked by the share of the heads that keep it when half of all tokens stay.
+    """
+    pieces, needle = data["tokens"], range(*data["needle"])
+    digits = [place for place in needle if pieces[place].strip().isdigit()]
+    sections = []
+    for method in data["methods"]:
+        if method["name"] in COVER:
+            kept = decode(data, method)[data["budgets"].index(STRIP)]
+            shares = kept.reshape(-1, len(pieces)).mean(0)
+            title, idea = COVER[method["name"]]
+            found = f"{shares[digits].mean():.0%} of the number stays"
+            sections.append(
+                f'<section><p class="name">{title}</p><p>{idea}: <strong>{found}</strong>.</p>'
+                f'<p class="text" role="img" aria-label="{title}: {found}">'
+                f"{_marked(pieces, shares, digits)}</p></section>"
+            )
+    return f'<div class="cover">{"".join(sections)}</div>'
+
+
+def _marked(pieces: Sequence[str], shares: np.ndarray, digits: Sequence[int]) -> str:
+    """The pieces of AROUND, those of one mark together; a digit of the number is underlined."""
+    marks = [(round(10 * shares[place]), place in digits) for place in range(*AROUND)]
+    runs = itertools.groupby(zip(pieces[slice(*AROUND)], marks, strict=True), key=lambda each: each[1])
+    return "".join(
+        f'<span style="--s:{tenths}"'
+        + (' class="needle">' if digit else ">")
+        + html.escape("".join(piece for piece, _ in run))
+        + "</span>"
+        for (tenths, digit), run in runs
+    )
 
 
 def main() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import abstracts, facts, methods, sizes
+from docs_build import abstracts, facts, figures, methods, sizes
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -286,12 +286,18 @@ def measured_by_rulers(page: str) -> str:
     return rulers.markdown(rulers.rulers())
 
 
+def cover(page: str) -> str:
+    """What three methods keep of one text, for the first page."""
+    return figures.cover(figures.stored())
+
+
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
     "studied": studied,
     "signature": signature,
     "code": code,
+    "cover": cover,
     "included": included,
     "reached": reached,
     "sizes_of_models": sizes.beside_models,

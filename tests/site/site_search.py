@@ -82,7 +82,8 @@ def worker_of(folder: Path) -> Path:
 
 def main(site: Annotated[Path, typer.Argument(help="The folder of the built site.")]) -> None:
     """Ask the search of the built site what readers ask."""
-    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    script = (site / "search" / "search_index.js").read_text(encoding="utf-8")
+    index = json.loads(script.removeprefix("var __index="))
     found = dict(zip(QUESTIONS, asked(worker_of(site), index, list(QUESTIONS)), strict=True))
     complaints = wrong(found)
     print("\n".join([*complaints, f"{len(QUESTIONS)} questions to the search; {len(complaints)} complaints"]))

@@ -11,7 +11,7 @@ from unittest.mock import Mock
 import pytest
 from tools import refused, saved, says
 
-from docs_build import hooks, pages
+from docs_build import pages, written
 from evictionary.errors import InstallError
 from evictionary.models import embedded
 from tutorials import build
@@ -167,6 +167,6 @@ def test_without_the_model_the_build_of_the_site_says_so_in_one_sentence(
 ) -> None:
     error = InstallError("the embedded model could not be downloaded\nno network")
     monkeypatch.setattr(embedded, "install", Mock(side_effect=error))
-    monkeypatch.setattr(hooks, "lessons", lambda: [lesson])
+    monkeypatch.setattr(written, "lessons", lambda: [lesson])
     message = r"\A01_made_up\.md cannot be run: the embedded model could not be downloaded no network\Z"
-    refused(hooks.lesson_folders, message, hooks.PluginError)
+    refused(written.lesson_folders, message, build.LessonError)

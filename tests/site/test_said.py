@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import evictionary
 from benchmarks.gpu import ROWS
-from docs_build import facts
+from docs_build import facts, figures
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
 from docs_build.pages import METHODS
 from docs_build.running import said
@@ -79,8 +79,17 @@ def readme() -> list[str]:
 
 
 def index() -> list[str]:
-    (prompt,) = {round(retrieved()["keydiff"][0]["tokens_before"], -2)}
-    return [f"about {prompt:,.0f} tokens", "three methods keep half"]
+    shown, tokens = figures.stored(), 131_072
+    half, heads = 2 * figures.STRIP, shown["layers"] * shown["heads"]
+    assert half == len(shown["tokens"])
+    # keys and values of Llama-3.1-8B, of two bytes: 32 layers, 8 heads, 128 channels
+    gib = 2 * 2 * 32 * 8 * 128 * tokens / 2**30
+    model = shown["model"].removesuffix("-Instruct")
+    return [
+        f"a text of {half} tokens, and each method keeps half of the cache of {model}.",
+        f"The more of the {heads} heads",
+        f"a text of {tokens:,} tokens the cache of Llama-3.1-8B takes {gib:.0f} GiB",
+    ]
 
 
 def results() -> list[str]:

@@ -11,7 +11,7 @@ from typing import Any
 import material
 from markdown.extensions.toc import slugify
 
-from docs_build import hooks, pages
+from docs_build import finished, pages
 from tests.site.site_search import NODE, QUESTIONS, SCRIPT, asked, is_first, worker_of, wrong
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -29,7 +29,7 @@ def index(*sections: tuple[str, str, str]) -> dict[str, Any]:
     return {
         "config": CONFIG,
         "docs": [
-            {"location": address, "title": title, "text": text, "boost": hooks.boost(address, title)}
+            {"location": address, "title": title, "text": text, "boost": finished.boost(address, title)}
             for address, title, text in sections
         ],
     }
@@ -128,5 +128,5 @@ def test_pages_that_explain_come_before_equations_and_records() -> None:
         ("tolerance.html", "Tolerance"),
         ("methods/keydiff_equations.html", "KeyDiff: all equations"),
     ]
-    boosts = [hooks.boost(*one) for one in order]
+    boosts = [finished.boost(*one) for one in order]
     assert boosts == sorted(boosts, reverse=True) and len(set(boosts)) == len(boosts)

@@ -5,14 +5,13 @@ link leads somewhere.
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from tools import saved, says
 
-from docs_build import charts, entries as site, figures, hooks, judging, methods, pages
+from docs_build import charts, entries as site, figures, finished, judging, methods, pages, written
 from docs_build.running import said
 from evictionary.methods import catalogue
 from evictionary.spec_tests.judge.implementation import STEMS
@@ -270,11 +269,12 @@ def test_ids_tests_and_files_become_links_and_code_and_formulas_stay(
 
 def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> None:
     style = (DOCS / "stylesheets" / "extra.css").read_text(encoding="utf-8")
-    for uri, kind in hooks.WIDE.items():
+    for uri, kind in written.WIDE.items():
         assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
-        page = SimpleNamespace(file=SimpleNamespace(src_uri=uri))
-        shown = hooks.on_page_content("<table></table>", page=page)
-        assert shown == f'<div class="wide {kind}"><table></table></div>'
+        shown = written.page(uri, "---\ntitle: a\n---\n# A\n\nIt has a\ntable.\n")
+        head, _, text = shown.removeprefix("---\n").partition("---\n")
+        assert yaml.safe_load(head).items() >= {"title": "a", "hide": ["navigation"]}.items()
+        assert text == f'# A\n\n<div class="wide {kind}" markdown>\n\nIt has a\ntable.\n\n</div>\n'
         assert f".{kind} td:nth-child(5)" in style
 
 
@@ -301,12 +301,11 @@ def test_nothing_of_the_theme_is_fetched_from_elsewhere() -> None:
     settings = (site.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert "font: false" in settings and f"repo_url: {pages.REPOSITORY}\n" in settings
     # the theme would ask the host of the repository for its stars
-    html = hooks.on_post_page(
-        '<a data-md-component="source">\n  a\n</a><article> data-md-component\n </article>'
-    )
-    assert html == "<a >\na\n</a><article> data-md-component\n </article>"
+    assert "data-md-component" not in finished.page('<a data-md-component="source">a</a>')
     assert [
-        path for path in re.findall(r"- (assets/\S+|stylesheets/\S+)", settings) if not (DOCS / path).exists()
+        path
+        for path in re.findall(r"(?:-|logo:|favicon:) (assets/\S+|stylesheets/\S+)", settings)
+        if not (DOCS / path).exists()
     ] == []
     style = (DOCS / "assets/vendor/katex/katex.min.css").read_text(encoding="utf-8")
     assert all(
