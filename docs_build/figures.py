@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
-from evictionary.evaluation.pictures import KEPT_COLOUR, NEEDLE_COLOUR, survivors as kept
+from evictionary.evaluation.pictures import survivors as kept
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.models.load import load as load_model
@@ -117,7 +117,7 @@ def strips(data: Any) -> dict[str, bytes]:
     """For each method a picture of what it keeps at STRIP
     tokens a head: a row for each head, a column for each token.
     """
-    colours = ListedColormap(["white", KEPT_COLOUR, "#f8d9c8", NEEDLE_COLOUR])
+    colours = ListedColormap(["white", "#14707f", "#f8d9c8", "#b03f0a"])
     needle = np.zeros(len(data["tokens"]), dtype=int)
     needle[slice(*data["needle"])] = 2
     found = {}
