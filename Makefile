@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 INTERPRETED := TRITON_INTERPRET=1 $(PYTEST) --profile quick
 
-.PHONY: help demo test test-all whole slow mutants oracle wheel-check latest oldest new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check clean
+.PHONY: help demo test test-all whole slow mutants oracle wheel-check latest oldest new-method kernels compiled compiled-all arrays compile-all measure goldens peers wild lint typed laws pages wheel docs docs-serve docs-check docs-builders clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-14s%s\n", $$1, $$2 }' Makefile
@@ -151,6 +151,10 @@ docs: .venv/installed  ## the site, strictly, with every lesson run; its search 
 docs-serve: .venv/installed  ## the site while you write it
 	$(BIN)/python -m docs_build.written
 	$(BIN)/python -m mkdocs serve
+
+# The builders beside MkDocs are in no extra: `pip install properdocs zensical`. Each that is installed has to make the same pages.
+docs-builders: .venv/installed  ## the site by each builder that is installed
+	$(BIN)/python -m tests.site.site_builders
 
 # Every page and every figure in a real browser.
 docs-check:  ## every page and figure in a browser

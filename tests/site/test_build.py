@@ -12,6 +12,7 @@ from PIL import Image
 
 from docs_build import finished, hooks, written
 from docs_build.entries import ROOT
+from tests.site.site_builders import Article, differences
 
 BUNDLE = (
     'a;function k(){return location.protocol==="file:"?s(`${new URL("search/search_index.js",b)}`):j("x")}'
@@ -138,3 +139,21 @@ def test_a_theme_that_loads_its_search_in_another_way_is_complained_of(tmp_path:
 def test_the_builders_get_the_folder_that_is_written() -> None:
     settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     assert f"docs_dir: {written.OUTPUT.relative_to(ROOT)}\n" in settings
+
+
+def words(html: str) -> dict[str, int]:
+    return dict(Article(html).words)
+
+
+def test_the_words_of_a_page_are_those_of_its_article() -> None:
+    html = """<nav>no</nav><article><h1>A title<a class="headerlink" href="#a">no</a></h1><script>no</script>
+<p>one <code>two_three</code> one<svg><text>no</text></svg></article>no"""
+    assert words(html) == {"A": 1, "title": 1, "one": 2, "two_three": 1}
+
+
+def test_a_page_that_is_missing_and_a_word_that_is_missing_are_differences() -> None:
+    wanted = {"a.html": Article("<article>one two").words, "b.html": Article("<article>three").words}
+    assert differences(wanted, wanted) == []
+    assert differences(wanted, wanted | {"c.html": Article("<article>more").words}) == []
+    found = {"a.html": Article("<article>one other").words}
+    assert differences(wanted, found) == ["no page b.html", "a.html lacks two"]

@@ -99,6 +99,19 @@ def test_a_question_keeps_what_says_something() -> None:
     assert dict(zip(asked_for, terms(*asked_for), strict=True)) == asked_for
 
 
+def test_only_a_question_of_this_search_is_rewritten() -> None:
+    """Zensical's search has messages of the same kind with other content, and once got none of them."""
+    messages = [{"type": 2, "data": "what is a loss"}, {"type": 2, "data": {"input": "a"}}, {"type": 0}]
+    program = (
+        "const sent = []; class Worker { postMessage(message) { sent.push(message); } }"
+        f"globalThis.Worker = Worker; {SCRIPT.read_text('utf-8')}\n"
+        f"for (const message of {json.dumps(messages)}) new Worker().postMessage(message);"
+        "console.log(JSON.stringify(sent))"
+    )
+    told = subprocess.run([NODE, "-e", program], capture_output=True, text=True, check=True)
+    assert json.loads(told.stdout) == [{"type": 2, "data": "loss"}, *messages[1:]]
+
+
 def test_every_section_that_readers_should_find_is_on_a_page() -> None:
     """Of pages that are written and filled here; the lessons and the API are made with the site."""
     assert len(QUESTIONS) >= 20

@@ -28,7 +28,7 @@ if (typeof Worker !== "undefined") {
   const QUERY = 2; // the kind of a message of the theme's search that asks
   const send = Worker.prototype.postMessage;
   Worker.prototype.postMessage = function (message, ...others) {
-    const asks = message?.type === QUERY;
+    const asks = message?.type === QUERY && typeof message.data === "string"; // another builder's search asks in another way
     return send.call(this, asks ? { ...message, data: terms(message.data) } : message, ...others);
   };
 }
