@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import abstracts, facts, methods, sizes
+from docs_build import abstracts, facts, methods, moving, sizes, steps
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -163,6 +163,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "power": power,
         "alarms": alarms,
         "methods": METHODS,
+        "moving": moving,
         "evicting": catalogue.evicting(),
         "page_of": page_of,
         "question": question,
@@ -186,6 +187,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "named": _named,
         "relative": relative,
         "source_url": source_url,
+        "steps_of": steps.element,
         "stored": stored,
     }
     return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
