@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import abstracts, facts, methods, moving, sizes, steps
+from docs_build import abstracts, facts, methods, moving, sizes, steps, symbols
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -189,6 +189,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "source_url": source_url,
         "steps_of": steps.element,
         "stored": stored,
+        "symbols_of": symbols.listed,
     }
     return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
 

@@ -2,6 +2,7 @@
 pictures that step through time, and symbols of a formula that say their names.
 """
 
+import html
 import json
 import re
 from collections.abc import Callable
@@ -14,8 +15,8 @@ import test_figures
 from playwright.sync_api import Browser, Locator, Page
 from site_browser import new_page, watch
 
-from docs_build import idea, moving, pages, steps
-from docs_build.entries import ROOT
+from docs_build import idea, methods, moving, pages, steps, symbols
+from docs_build.entries import ROOT, entries
 from evictionary.reference import ada_kv, cache, gvote, h2o, keydiff, paging, tova
 from evictionary.reference.attention import attention_logits, softmax
 from evictionary.reference.selection import top_k
@@ -412,3 +413,105 @@ def test_a_picture_steps_by_the_keyboard_and_comes_back(
     assert picture.locator("svg").inner_html() == whole
     assert page.evaluate("document.documentElement.scrollWidth") <= width and complaints == []
     page.context.close()
+
+
+# symbols of formulas
+
+
+def formulas(stem: str) -> tuple[str, list[str]]:
+    """The ids of a method page's formulas, and the formulas."""
+    text = methods.completed(stem, sources()[f"methods/{stem}.md"])
+    (ids,) = re.findall(r"<!-- formulas: (.*) -->", text)
+    return ids, [entries()[name].requirement.tex for name in ids.split(", ")]
+
+
+every_method = pytest.mark.parametrize("stem", methods.PAGES)
+
+
+@every_method
+def test_the_symbols_of_a_method_are_in_its_formulas_and_have_a_shape(stem: str) -> None:
+    ids, tex = formulas(stem)
+    found = symbols.symbols(stem, tex)
+    assert len(found) >= 2
+    assert len({json.dumps(symbol.drawn) for symbol in found}) == len(found)
+    for symbol in found:
+        assert any(symbols.is_in(symbol.tex, formula) for formula in tex), symbol.tex
+        assert re.match(r"(a number|\[[\w, ]+\]|a set|a function|0 or 1|true or false)", symbol.shape)
+    shown = pages.filled(f"methods/{stem}.md", f"<!-- formulas: {ids} -->")
+    assert shown.count('<li tabindex="0"') == len(found) and len(symbols.listed(ids)) < 4000
+
+
+def test_every_symbol_that_has_words_is_in_a_formula() -> None:
+    words = symbols.words()
+    used = {stem: {one.tex for one in symbols.symbols(stem, formulas(stem)[1])} for stem in methods.PAGES}
+    assert [
+        (stem, tex) for stem in words for tex in words[stem] if stem != "shared" and tex not in used[stem]
+    ] == []
+    assert words["shared"].keys() <= set().union(*used.values())
+
+
+def test_a_shape_is_that_of_the_contract() -> None:
+    def said(stem: str, tex: str) -> str:
+        (shape,) = (one.shape for one in symbols.symbols(stem, formulas(stem)[1]) if one.tex == tex)
+        return shape
+
+    assert said("keydiff", "k_i") == "[D], of keys [..., T, D]"
+    assert said("h2o", "G") == "a number"
+    assert said("compactor", r"\Phi") == "[D, k], of sketch [B, H_kv, D, k]"
+    assert said("quest", "b") == "a number: budget"
+    assert symbols.arguments("kvzap")["hidden_states"] == ("B", "T", "C")
+
+
+@pytest.mark.parametrize(
+    ("tex", "formula", "is_there"),
+    [
+        ("T", r"\frac 1 T x^\top", True),
+        ("T", r"\mathrm{T} x^\top", False),
+        ("k_i", r"\lVert k_i \rVert", True),
+        ("b", r"b_{\text{first}} + \beta", False),
+        (r"\tau", r"\tau_1", False),
+    ],
+)
+def test_a_letter_of_a_word_or_with_a_subscript_is_another_symbol(
+    tex: str, formula: str, is_there: bool
+) -> None:
+    assert symbols.is_in(tex, formula) == is_there
+
+
+@pytest.fixture(scope="module")
+def typeset(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The formulas of all method pages with their lists, typeset by the site's scripts."""
+    folder = DOCS / "assets"
+    files = ["vendor/katex/katex.min.js", "vendor/katex/auto-render.min.js", "javascripts/formulas.js"]
+    scripts = "".join(f'<script src="{(folder / file).as_uri()}"></script>' for file in files)
+    parts = ['<!doctype html><meta charset="utf-8"><body>']
+    for stem in methods.PAGES:
+        ids, tex = formulas(stem)
+        shown = "".join(f'<div class="arithmatex">\\[{html.escape(one)}\\]</div>' for one in tex)
+        parts.append(f'<section id="{stem}"><div>{shown}{symbols.listed(ids)}</div></section>')
+    file = tmp_path_factory.mktemp("symbols") / "all.html"
+    file.write_text("".join([*parts, scripts]), encoding="utf-8")
+    page = new_page(browser, 1280)
+    complaints = watch(page, ("file:",))
+    page.goto(file.as_uri())
+    assert complaints == []
+    return page
+
+
+@every_method
+def test_each_symbol_of_the_list_is_named_in_a_formula_and_nothing_else_is(typeset: Page, stem: str) -> None:
+    found = symbols.symbols(stem, formulas(stem)[1])
+    part = typeset.locator(f"section#{stem}")
+    titles = part.locator(".katex [title]").evaluate_all("all => all.map((one) => one.title)")
+    assert set(titles) == {f"{one.words}, {one.shape}" for one in found}
+    # no symbol is inside of another one that has a name
+    drawn = part.locator(".katex [title]").evaluate_all("all => all.map((one) => one.textContent)")
+    assert all(len(text) <= 14 for text in drawn), drawn
+    part.locator("summary").press("Enter")
+    for index, entry in enumerate(part.locator("li").all()):
+        entry.focus()
+        marked = part.locator(".katex .marked")
+        assert marked.count() >= 1
+        assert set(marked.evaluate_all("all => all.map((one) => one.title)")) == {
+            f"{found[index].words}, {found[index].shape}"
+        }
