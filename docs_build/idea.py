@@ -515,8 +515,8 @@ LAYERS = 3
 
 
 def two_heads() -> np.ndarray:
-    """Keys [2, T, 2]: those of the second head point in more directions, so KeyDiff scores more of them
-    high.
+    """Keys [2, T, 2]: those of the second head point in
+    more directions, so KeyDiff scores more of them high.
     """
     turned = np.linspace(-1.3, 1.3, TOKENS)
     return np.stack([KEYS, np.stack([np.cos(turned), np.sin(turned)], axis=-1)])

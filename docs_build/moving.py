@@ -1,8 +1,8 @@
 """The interactive figures, wherever a page has one.
 
-A figure has a page of its own, and `<!-- figure: keys -->` puts it into any other page or lesson. It loads
-its scripts when it comes near the window, so a page costs a few hundred bytes. Without scripts its words
-stay.
+A figure has a page of its own, and `<!-- figure: keys -->` puts it into any
+other page or lesson. It loads its scripts when it comes near the window, so
+a page costs a few hundred bytes. Without scripts its words stay.
 """
 
 import html

@@ -432,7 +432,7 @@ every_method = pytest.mark.parametrize("stem", methods.PAGES)
 def test_the_symbols_of_a_method_are_in_its_formulas_and_have_a_shape(stem: str) -> None:
     ids, tex = formulas(stem)
     found = symbols.symbols(stem, tex)
-    assert len(found) >= 2
+    assert found
     assert len({json.dumps(symbol.drawn) for symbol in found}) == len(found)
     for symbol in found:
         assert any(symbols.is_in(symbol.tex, formula) for formula in tex), symbol.tex
