@@ -8,7 +8,7 @@ small input that the picture states. An addition is drawn without it and with it
 
 import html
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -108,7 +108,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
-def _inputs() -> dict[str, Any]:
+def inputs() -> dict[str, Any]:
     """What a method can read of the twelve tokens, by the names of the contract: one text, one head."""
     mean, covariance = expected_attention.query_statistics(QUERIES[None, None])
     direction, slack = triattention.statistics(QUERIES[None, None])
@@ -167,9 +167,9 @@ def called(function: Callable[..., Any], own: Mapping[str, Any] | None = None) -
     """The answer of a function of `reference/` about the twelve tokens.
 
     Args: own, inputs and settings in place of the shared ones. Raises TypeError for an input that the twelve
-    tokens do not have: give it to `_inputs`.
+    tokens do not have: give it to `inputs`.
     """
-    known = {**_inputs(), **SETTINGS, **(own or {})}
+    known = {**inputs(), **SETTINGS, **(own or {})}
     wanted = inspect.signature(function).parameters
     return function(**{name: known[name] for name in wanted if name in known})
 
@@ -202,23 +202,23 @@ def seen(stem: str) -> Seen | None:
     found = [name for name in inspect.signature(function).parameters if name in LOOKED_AT]
     if not found:
         return None
-    given = (_inputs() | OWN.get(stem, {}))[found[0]].reshape(-1, 2)
+    given = (inputs() | OWN.get(stem, {}))[found[0]].reshape(-1, 2)
     words = LOOKED_AT[found[0]]
     if found[0] == "queries":
         given = given[-settings(function, stem).get("window_size", TOKENS) :]
         if len(given) < TOKENS:
-            words = _plural("the query of token", range(TOKENS - len(given), TOKENS), "the queries of tokens")
-    return Seen(words, _beside(given))
+            words = plural("the query of token", range(TOKENS - len(given), TOKENS), "the queries of tokens")
+    return Seen(words, beside_all(given))
 
 
-def _beside(arrows: np.ndarray) -> np.ndarray | None:
+def beside_all(arrows: np.ndarray) -> np.ndarray | None:
     """The same few arrows beside each of the twelve keys; None for more, which a key has no room for."""
     few = np.reshape(arrows, (1, -1, 2))
     return np.broadcast_to(few, (TOKENS, *few.shape[1:])) if few.shape[1] <= MOST_ARROWS else None
 
 
 def _of_keydiff() -> Seen:
-    return Seen("the mean direction of all keys", _beside(keydiff.anchor(KEYS)))
+    return Seen("the mean direction of all keys", beside_all(keydiff.anchor(KEYS)))
 
 
 def _of_lagkv() -> Seen:
@@ -232,11 +232,11 @@ def _of_lagkv() -> Seen:
 def _of_quest() -> Seen:
     bounds = np.stack([each[0, 0] for each in called(quest.page_bounds)], axis=1)
     boxes = bounds.repeat(SETTINGS["page_size"], axis=0)
-    return Seen("the last query, and the range of the keys of a page", _beside(QUERIES[-1:]), boxes)
+    return Seen("the last query, and the range of the keys of a page", beside_all(QUERIES[-1:]), boxes)
 
 
 def _of_gvote() -> Seen:
-    return Seen("three samples of future queries", _beside(_inputs()["sampled_queries"]))
+    return Seen("three samples of future queries", beside_all(inputs()["sampled_queries"]))
 
 
 SEEN = {"gvote": _of_gvote, "keydiff": _of_keydiff, "lagkv": _of_lagkv, "quest": _of_quest}
@@ -254,7 +254,7 @@ def scores(stem: str) -> np.ndarray | None:
 
 
 def _votes() -> np.ndarray:
-    known = _inputs()
+    known = inputs()
     weights = gvote.attention_weights(known["query"][0, 0], KEYS)
     size = int(gvote.single_step_budget(gvote.nucleus(weights, SETTINGS["p"])))
     logits = gvote.sampled_logits(known["sampled_queries"][0, 0], KEYS)
@@ -269,7 +269,7 @@ def _by_partition() -> np.ndarray:
 
 
 def _of_pages() -> np.ndarray:
-    found = quest.bounds(_inputs()["query"], *called(quest.page_bounds))[0]
+    found = quest.bounds(inputs()["query"], *called(quest.page_bounds))[0]
     return found.repeat(SETTINGS["page_size"], axis=-1)
 
 
@@ -323,13 +323,22 @@ def _arrow(token: int, vector: np.ndarray, kind: str) -> str:
     )
 
 
-def arrows(label: str, vectors: np.ndarray, kind: str, beside: Seen | None = None) -> Row:
-    """A row of arrows [T, 2], and behind them in each cell what the token is compared with."""
+def arrows(
+    label: str,
+    vectors: np.ndarray,
+    kind: str,
+    beside: Seen | None = None,
+    there: Collection[int] = range(TOKENS),
+) -> Row:
+    """A row of arrows [T, 2], and behind them in each cell what the token is compared with.
+
+    Args: there, the tokens whose cells are not empty.
+    """
     scale = (CELL / 2 - 1) / np.abs(vectors).max()
     marks = []
     if beside and beside.boxes is not None:
         for token, (low, high) in enumerate(beside.boxes):
-            if np.isfinite(low).all():
+            if np.isfinite(low).all() and token in there:
                 x, y = _centre(token) + scale * low[0], CELL / 2 - scale * high[1]
                 wide, tall = (float(each) for each in np.maximum(scale * (high - low), 1))
                 marks.append(
@@ -338,17 +347,21 @@ def arrows(label: str, vectors: np.ndarray, kind: str, beside: Seen | None = Non
     if beside and beside.arrows is not None:
         longest = np.sqrt((beside.arrows**2).sum(axis=-1)).max()
         for token, few in enumerate(beside.arrows * (CELL / 2 - 1) / longest):
-            marks += [_arrow(token, one, "look") for one in few]
-    marks += [_arrow(token, one, kind) for token, one in enumerate(scale * vectors)]
+            marks += [_arrow(token, one, "look") for one in few if token in there]
+    marks += [_arrow(token, one, kind) for token, one in enumerate(scale * vectors) if token in there]
     return Row(label, marks, CELL)
 
 
 def bars(label: str, numbers: np.ndarray) -> Row:
-    """A row of bars, from the lowest finite number to the highest; one that is infinite says so."""
+    """A row of bars, from the lowest finite number to the highest; one that is infinite says so, and none is
+    drawn for NaN.
+    """
     finite = numbers[np.isfinite(numbers)]
     low, high = (float(finite.min()), float(finite.max())) if finite.size else (0.0, 1.0)
     marks, tallest = [], CELL - 4
     for token, number in enumerate(numbers):
+        if np.isnan(number):
+            continue
         known = np.isfinite(number)
         tall = 2 + (tallest - 2) * (number - low) / max(high - low, 1e-12) if known else tallest
         said = f"{number:.3g}" if known else "infinity"
@@ -362,29 +375,33 @@ def bars(label: str, numbers: np.ndarray) -> Row:
     return Row(label, marks, CELL)
 
 
-def boxes(label: str, stay: np.ndarray, one: str = "goes", more: str = "go") -> Row:
-    """A row of the tokens: filled where they stay, hollow and struck out where they go.
+def boxes(
+    label: str, stay: np.ndarray, one: str = "goes", more: str = "go", waits: Collection[int] = ()
+) -> Row:
+    """A row of the tokens: filled where they stay, hollow and struck out where they go, pale where they wait.
 
-    Args: one and more, the words for one token that does not stay and for several.
+    Args: one and more, the words for one token that does not stay and for several; waits, the tokens about
+    which nothing is decided yet.
     """
     marks = []
     for token, stays in enumerate(stay):
         x = _centre(token)
+        kind, on = ("waits", "off waits") if token in waits else ("stays", "on") if stays else ("goes", "off")
         marks.append(
-            f'<rect class="{"stays" if stays else "goes"}" x="{x - 13:.1f}" y="1" width="26" '
+            f'<rect class="{kind}" x="{x - 13:.1f}" y="1" width="26" '
             f'height="20" rx="3"/>'
-            f'<text class="{"on" if stays else "off"}" x="{x:.1f}" y="15">{token}</text>'
+            f'<text class="{on}" x="{x:.1f}" y="15">{token}</text>'
         )
-        if not stays:
+        if kind == "goes":
             marks.append(f'<line class="struck" x1="{x - 11:.1f}" y1="19" x2="{x + 11:.1f}" y2="3"/>')
-    gone = [token for token, stays in enumerate(stay) if not stays]
+    gone = [token for token, stays in enumerate(stay) if not stays and token not in waits]
     told = (
-        f"{_plural('token', gone, 'tokens')} {more if len(gone) > 1 else one}" if gone else f"no token {one}"
+        f"{plural('token', gone, 'tokens')} {more if len(gone) > 1 else one}" if gone else f"no token {one}"
     )
     return Row(label, marks, 22, told)
 
 
-def _plural(one: str, numbers: Sequence[int] | range, more: str) -> str:
+def plural(one: str, numbers: Sequence[int] | range, more: str) -> str:
     """`token 3`, or `tokens 3, 5 and 6`."""
     words = [str(number) for number in numbers]
     if len(words) == 1:
@@ -412,22 +429,32 @@ class Picture(NamedTuple):
         several = len([row for row in self.rows if row.told]) > 1
         return f"{self.begins}." if several else self.alt
 
-    def svg(self) -> str:
-        """The picture, as lines of HTML without a blank one."""
-        marks, top = [], 0
-        for row in self.rows:
-            marks.append(f'<text class="label" x="{EDGE}" y="{top + 11}">{html.escape(row.label)}</text>')
-            marks += [f'<g transform="translate(0 {top + LABEL})">', *row.marks, "</g>"]
-            top += LABEL + row.height + GAP
+    def svg(self, steps: str = "") -> str:
+        """The picture, as lines of HTML without a blank one; steps, an element with those of `steps`."""
         return "\n".join(
             [
                 '<div class="idea" data-search-exclude="">',
-                f'<svg viewBox="0 0 {WIDTH} {top}" role="img" aria-label="{html.escape(self.alt)}">',
-                *marks,
+                f'<svg viewBox="{self.box}" role="img" aria-label="{html.escape(self.alt)}">',
+                *self.drawn(),
                 "</svg>",
+                *([steps] if steps else []),
                 "</div>",
             ]
         )
+
+    @property
+    def box(self) -> str:
+        """The view box, in pixels."""
+        return f"0 0 {WIDTH} {sum(LABEL + row.height + GAP for row in self.rows)}"
+
+    def drawn(self) -> list[str]:
+        """The elements of each row, at its place."""
+        rows, top = [], 0
+        for row in self.rows:
+            label = f'<text class="label" x="{EDGE}" y="{top + 11}">{html.escape(row.label)}</text>'
+            rows.append("\n".join([label, f'<g transform="translate(0 {top + LABEL})">', *row.marks, "</g>"]))
+            top += LABEL + row.height + GAP
+        return rows
 
 
 def picture(stem: str) -> Picture:
@@ -452,7 +479,7 @@ def _of_method(stem: str) -> Picture:
     names = ["who is attended to" if per_query else "who stays"]
     verbs = ("is left out", "are left out") if per_query else ("goes", "go")
     if len(stay) > 1:
-        names = [f"head {head}, with a gate of {gate}" for head, gate in enumerate(_inputs()["gates"][0])]
+        names = [f"head {head}, with a gate of {gate}" for head, gate in enumerate(inputs()["gates"][0])]
     rows += [boxes(name, each, *verbs) for name, each in zip(names, stay, strict=True)]
     stated = [STATED[name] for name in reads if name in STATED]
     chosen = [f"{name.replace('_', ' ')} {value}" for name, value in settings(function, stem).items()]
@@ -487,10 +514,16 @@ NUMBERS = {
 LAYERS = 3
 
 
-def _of_ada_kv() -> Picture:
-    """Two heads: in the second one the keys point in more directions, so KeyDiff scores more of them high."""
+def two_heads() -> np.ndarray:
+    """Keys [2, T, 2]: those of the second head point in
+    more directions, so KeyDiff scores more of them high.
+    """
     turned = np.linspace(-1.3, 1.3, TOKENS)
-    heads = np.stack([KEYS, np.stack([np.cos(turned), np.sin(turned)], axis=-1)])[None]
+    return np.stack([KEYS, np.stack([np.cos(turned), np.sin(turned)], axis=-1)])
+
+
+def _of_ada_kv() -> Picture:
+    heads = two_heads()[None]
     found = keydiff.score(heads)
     without, with_it = top_k(found, BUDGET)[0], ada_kv.select(found, BUDGET)[0]
     rows = []
@@ -516,7 +549,7 @@ def _of_chunk_kv() -> Picture:
 
 
 def _of_cam() -> Picture:
-    known, size = _inputs(), SETTINGS["merge_size"]
+    known, size = inputs(), SETTINGS["merge_size"]
     attention, stay, draws = called(h2o.score), called(h2o.select), np.full((1, 1, TOKENS), 0.5)
     chance = cam.probabilities(attention, stay, merge_size=size)
     merged = cam.merge_values(known["values"], attention, stay, draws, merge_size=size)

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import abstracts, facts, figures, methods, sizes
+from docs_build import abstracts, facts, figures, methods, moving, sizes, steps, symbols
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -163,6 +163,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "power": power,
         "alarms": alarms,
         "methods": METHODS,
+        "moving": moving,
         "evicting": catalogue.evicting(),
         "page_of": page_of,
         "question": question,
@@ -186,7 +187,9 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "named": _named,
         "relative": relative,
         "source_url": source_url,
+        "steps_of": steps.element,
         "stored": stored,
+        "symbols_of": symbols.listed,
     }
     return rendered(TEMPLATES / f"{template}.md.j2", filters, page=page, **helpers | content).rstrip("\n")
 

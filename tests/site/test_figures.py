@@ -17,7 +17,8 @@ from playwright.sync_api import Browser, Locator, Page
 from site_browser import chromium, new_page, watch
 from transformers import PreTrainedTokenizerFast
 
-from docs_build import figures
+from docs_build import figures, moving
+from docs_build.pages import filled
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
 from evictionary.evaluation.questions import prefill
@@ -39,7 +40,8 @@ from evictionary.reference import (
 from evictionary.reference.momentkv_theory import full_output
 
 PAGES = Path(__file__).parents[2] / "docs" / "figures"
-FIGURES = ("survivors", "moments", "keys")
+LOADER = PAGES.parent / "assets" / "javascripts" / "moving.js"
+FIGURES = tuple(moving.FIGURES)
 SAID = ("log", "debug", "info", "warning", "error", "assert")
 
 
@@ -267,19 +269,19 @@ def show(browser: Browser, tmp_path: Path) -> Iterator[Callable[..., Page]]:
     shown: list[tuple[Page, list[str]]] = []
 
     def show(name: str, width: int = 1280, scheme: str = "light") -> Page:
-        text = (PAGES / f"{name}.md").read_text(encoding="utf-8")
-        links = re.findall(r"\((assets/[^)]+)\)\{ \.figure-file \}", text)
+        text = filled(f"figures/{name}.md", (PAGES / f"{name}.md").read_text(encoding="utf-8"))
         parts = [
-            *(f'<a class="figure-file" href="{(PAGES / link).as_uri()}"></a>' for link in links),
-            *re.findall(r"<div id=.*?</div>|<script>.*?</script>", text, re.DOTALL),
+            *re.findall(r"<div id=.*?</div>", text, re.DOTALL),
+            f'<script src="{LOADER.as_uri()}"></script>',
         ]
         viewport = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
         ground = "<style>html { color-scheme: light dark }</style>"
         file = tmp_path / f"{name}.html"
         file.write_text(f"<!doctype html>{viewport}{ground}<body>{' '.join(parts)}", encoding="utf-8")
         page = new_page(browser, width, 800, scheme)
-        shown.append((page, watch(page, (tmp_path.as_uri(), PAGES.as_uri()), SAID)))
+        shown.append((page, watch(page, (tmp_path.as_uri(), PAGES.parent.as_uri()), SAID)))
         page.goto(file.as_uri())
+        page.locator(f"#figure-{name} .told").wait_for()
         return page
 
     yield show

@@ -126,6 +126,29 @@ evictionary.drawing = (() => {
     }
   }
 
+  // Buttons that move a slider by one, for a reader who steps through time.
+  function stepper(parent, input, what) {
+    const row = add(parent, "div", { class: "steps", role: "group", "aria-label": `Step through the ${what}` });
+    for (const [name, step] of [["Step back", -1], ["Step forward", 1]]) {
+      add(row, "button", { type: "button" }, name).addEventListener("click", () => setTo(input, input.valueAsNumber + step));
+    }
+  }
+
+  // A box to tick, with its words.
+  function tick(parent, label, onInput) {
+    const control = add(parent, "label", { class: "control" });
+    const box = add(control, "input", { type: "checkbox" });
+    control.append(label);
+    box.addEventListener("change", onInput);
+    return box;
+  }
+
+  // The numbers of an array that is ascending, as a sentence has them.
+  function listed(numbers, none = "none") {
+    if (numbers.length < 2) return numbers.length ? `${numbers[0]}` : none;
+    return `${numbers.slice(0, -1).join(", ")} and ${numbers.at(-1)}`;
+  }
+
   // Moves a slider or ticks a box from outside, as a reader would.
   function setTo(input, value) {
     if (input.type === "checkbox") input.checked = value;
@@ -140,5 +163,5 @@ evictionary.drawing = (() => {
   const number = (value, digits = 2) => (Number(value.toFixed(digits)) + 0).toFixed(digits).replace("-", "−");
   const pair = (vector) => `(${number(vector[0])}, ${number(vector[1])})`;
 
-  return { add, mark, number, pair, plane, point, presets, said, set, setTo, slider };
+  return { add, listed, mark, number, pair, plane, point, presets, said, set, setTo, slider, stepper, tick };
 })();

@@ -163,5 +163,57 @@ evictionary.mathematics = (() => {
     };
   }
 
-  return { anchor, distance, keydiffScore, momentkv, normalise, range, softmax, topK, unit, variationScore };
+  // H2O and TOVA, token by token
+
+  // Each query attends to what is kept, its own token too. Beyond the budget the token with the lowest number goes, but none of the last
+  // `recent`. The number is the sum of the attention received so far (H2O), or else the weight of the last query (TOVA).
+  function received(queries, keys, budget, recent, isSum) {
+    const numbers = keys.map(() => 0);
+    let there = [];
+    return queries.map((query, step) => {
+      there.push(step);
+      const weights = softmax(logits(query, there.map((token) => keys[token])));
+      const row = keys.map(() => null);
+      there.forEach((token, place) => {
+        row[token] = weights[place];
+        numbers[token] = weights[place] + (isSum ? numbers[token] : 0);
+      });
+      const stays = topK(there.map((token) => (token > step - recent ? Infinity : numbers[token])), budget);
+      const gone = there.filter((_, place) => !stays[place]);
+      there = there.filter((_, place) => stays[place]);
+      return { row, numbers: [...numbers], kept: [...there], gone };
+    });
+  }
+
+  // AdaKV (AD-1 to AD-3): each head keeps its best floor(floor * budget) tokens, and the best of the layer fill the rest.
+
+  function adaSelect(scores, budget, floor) {
+    const length = scores[0].length;
+    const own = scores.map((row) => topK(row, Math.floor(floor * budget)));
+    const layer = topK(scores.flatMap((row, head) => row.map((score, token) => (own[head][token] ? Infinity : score))), scores.length * budget);
+    return scores.map((_, head) => layer.slice(head * length, (head + 1) * length));
+  }
+
+  // A cache in pages (PAGE-4 to PAGE-10): for each head the token in each place, or null, and the pages that nobody needs.
+
+  function compactPages(kept, table, size) {
+    const held = kept.map((row) => row.flatMap((stays, token) => (stays ? [token] : [])));
+    const needed = Math.ceil(Math.max(...held.map((tokens) => tokens.length)) / size);
+    return {
+      places: held.map((tokens) => Array.from({ length: table.length * size }, (_, place) => tokens[place] ?? null)),
+      freed: table.slice(needed),
+    };
+  }
+
+  // The same without moving a token: only a page without a kept token is free.
+  function leavePages(kept, table, size) {
+    const places = kept.map((row) => Array.from({ length: table.length * size }, (_, place) => (row[place] ? place : null)));
+    const isEmpty = (entry) => places.every((row) => row.slice(entry * size, (entry + 1) * size).every((token) => token === null));
+    return { places, freed: table.filter((_, entry) => isEmpty(entry)) };
+  }
+
+  return {
+    adaSelect, anchor, compactPages, distance, keydiffScore, leavePages, logits, momentkv, normalise, range, received, softmax, topK, unit,
+    variationScore,
+  };
 })();
