@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from markdown.extensions.toc import slugify
 
 from docs_build import abstracts, facts, methods, sizes
 from docs_build.charts import CHARTS, at_ratios
@@ -39,7 +40,7 @@ from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.memory.arguments import arguments_of
 from evictionary.spec_tests.proof import alarms, matrix, power
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
-from evictionary.spec_tests.verdict.coverage import functions
+from evictionary.spec_tests.verdict.coverage import GRADES, VERDICTS, functions
 from evictionary.store import cell
 from tests import rulers
 from tutorials.build import REPOSITORY, heading, lessons, question
@@ -139,6 +140,7 @@ def equations(page: str, stems: str) -> str:
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
     filters = {
+        "anchor": lambda title: slugify(title, "-"),
         "cell": cell,
         "escaped": escaped,
         "sentence": _sentence,
@@ -192,8 +194,10 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 
 
 def coverage() -> str:
-    """The coverage page: a table for each paper, a row for each requirement."""
-    return _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws()) + "\n"
+    """The coverage page: a row for each paper, and for each of its requirements."""
+    return (
+        _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws(), verdicts=VERDICTS) + "\n"
+    )
 
 
 def _mistake(page: str, mutant: Mutant) -> str:
@@ -213,6 +217,22 @@ def _is_program(definition: Definition) -> bool:
 def page_of(stem: str) -> str:
     """The page of a method."""
     return PAGES[stem].replace("_equations", "")
+
+
+def graded(page: str) -> str:
+    """How many entries of the errata each paper has of each grade, and those that a computation refutes, from
+    the tables of docs/errata.md.
+    """
+    parts = re.split(r"^## (.+\(arXiv .+\))$", (ROOT / "docs/errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    titles = dict(zip(parts[1::2], parts[2::2], strict=True))
+    row = r"^\| \[(?P<name>.+?)\]\(#(?P<anchor>.+?)\) \| (?P<place>.+?) \| \*(?P<grade>.+?)\* \| (?P<told>.+?) \|$"
+    found = [
+        found.groupdict() | {"paper": title.partition(" (")[0]}
+        for title, text in titles.items()
+        for found in re.finditer(row, text, re.MULTILINE)
+    ]
+    anchors = {title.partition(" (")[0]: slugify(title, "-") for title in titles}
+    return _rendered("graded", page, entries=found, of_paper=anchors, grades=GRADES)
 
 
 def studied(page: str, part: str) -> str:
@@ -289,6 +309,7 @@ def measured_by_rulers(page: str) -> str:
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
+    "graded": graded,
     "studied": studied,
     "signature": signature,
     "code": code,
