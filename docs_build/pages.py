@@ -196,7 +196,8 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 def coverage() -> str:
     """The coverage page: a row for each paper, and for each of its requirements."""
     return (
-        _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws(), verdicts=VERDICTS) + "\n"
+        _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws(), verdicts=VERDICTS)
+        + "\n"
     )
 
 
@@ -223,9 +224,11 @@ def graded(page: str) -> str:
     """How many entries of the errata each paper has of each grade, and those that a computation refutes, from
     the tables of docs/errata.md.
     """
-    parts = re.split(r"^## (.+\(arXiv .+\))$", (ROOT / "docs/errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    parts = re.split(
+        r"^## (.+\(arXiv .+\))$", (ROOT / "docs/errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
     titles = dict(zip(parts[1::2], parts[2::2], strict=True))
-    row = r"^\| \[(?P<name>.+?)\]\(#(?P<anchor>.+?)\) \| (?P<place>.+?) \| \*(?P<grade>.+?)\* \| (?P<told>.+?) \|$"
+    row = r"^\| \[(?P<name>.+?)\]\(#(?P<anchor>.+?)\) \| (?P<place>.+?) \| \*(?P<grade>.+?)\* \| (?P<told>.+?) \|"
     found = [
         found.groupdict() | {"paper": title.partition(" (")[0]}
         for title, text in titles.items()

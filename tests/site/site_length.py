@@ -28,7 +28,10 @@ MEASURE = """() => {
   const folded = [...document.querySelectorAll("details [id]:not([id^=__])")].map((one) => one.id);
   document.querySelectorAll("details").forEach((one) => (one.open = true));
   const shown = [...document.querySelectorAll("table")].filter((one) => one.checkVisibility());
-  const inside = (one) => one.getBoundingClientRect().left > -2 && one.getBoundingClientRect().right < innerWidth + 2;
+  const inside = (one) => {
+    const box = one.getBoundingClientRect();
+    return box.left > -2 && box.right < innerWidth + 2;
+  };
   const cut = (table) => {
     for (let one = table; one !== document.body; one = one.parentElement) {
       if (inside(one)) return false;  // it fits, or what it is in scrolls
@@ -45,8 +48,8 @@ MEASURE = """() => {
   };
 }"""
 SEEN = """(id) => {
-  const box = document.getElementById(id).getBoundingClientRect();
-  return box.bottom > 0 && box.top < innerHeight && !document.getElementById(id).closest("details:not([open])");
+  const one = document.getElementById(id), box = one.getBoundingClientRect();
+  return box.bottom > 0 && box.top < innerHeight && !one.closest("details:not([open])");
 }"""
 
 FAULTY = """<!doctype html><meta name="viewport" content="width=device-width,initial-scale=1">
