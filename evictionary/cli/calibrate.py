@@ -13,6 +13,7 @@ from evictionary.cli.console import (
     Loading,
     ModelName,
     app,
+    examples,
     exit_codes,
     loads_a_model,
     measuring,
@@ -29,13 +30,14 @@ from evictionary.progress import doing
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary calibrate --text-file book.txt --output book.calibration[/], then "
-    "[bold]evictionary run --method q_filters --option calibration=book.calibration ...[/]   "
-    "[bold]evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 --recipe "
-    "longest=1000[/], then "
-    "[bold]evictionary run --method duo_attention --option calibration=book.calibration --option "
-    "sink_size=16 "
-    "--option recent_size=64 ...[/]"
+    epilog=examples(
+        "evictionary calibrate --text-file book.txt --output book.calibration",
+        "evictionary run --method q_filters --option calibration=book.calibration ...",
+        "evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 "
+        "--recipe longest=1000",
+        "evictionary run --method duo_attention --option calibration=book.calibration --option sink_size=16 "
+        "--option recent_size=64 ...",
+    )
 )
 @loads_a_model
 def calibrate(

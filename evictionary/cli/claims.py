@@ -17,6 +17,7 @@ from evictionary.cli.console import (
     ModelName,
     app,
     carry_out,
+    examples,
     exit_codes,
     given_names,
     loads_a_model,
@@ -39,8 +40,10 @@ COLOURS = {
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary claims --jobs 2[/]   "
-    "[bold]evictionary claims --only KD-7,MK-36 --texts code,chat --seeds 8 --output measured[/]"
+    epilog=examples(
+        "evictionary claims --jobs 2",
+        "evictionary claims --only KD-7,MK-36 --texts code,chat --seeds 8 --output measured",
+    )
 )
 @loads_a_model
 def claims(

@@ -20,6 +20,7 @@ from evictionary.classroom import names
 from evictionary.cli.console import (
     AsJson,
     app,
+    examples,
     exit_codes,
     messages,
     missing_walls,
@@ -64,7 +65,11 @@ FORGED = (
 )
 
 
-@app.command(epilog="Example: [bold]evictionary start keydiff[/]")
+@app.command(
+    epilog=examples(
+        "evictionary start keydiff",
+    )
+)
 def start(
     assignment: Name,
     work: Work = Path("work"),
@@ -107,7 +112,11 @@ def start(
     show(as_json, told, parts, indent=None, soft_wrap=True)
 
 
-@app.command(epilog="Example: [bold]evictionary check keydiff[/]")
+@app.command(
+    epilog=examples(
+        "evictionary check keydiff",
+    )
+)
 def check(
     assignment: Name,
     work: Work = Path("work"),
@@ -257,7 +266,11 @@ def _time(chosen: "Assignment", path: Path) -> Iterator[str | Text]:
     yield Text(f"On {torch.cuda.get_device_name()}: {told}")
 
 
-@app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
+@app.command(
+    epilog=examples(
+        "evictionary submit keydiff",
+    )
+)
 def submit(
     assignment: Name,
     work: Work = Path("work"),
@@ -294,7 +307,9 @@ def submit(
 
 
 @app.command(
-    epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]"
+    epilog=examples(
+        "evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4",
+    )
 )
 def grade(
     assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
@@ -457,7 +472,11 @@ def _graded(
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
-@app.command(epilog="Example: [bold]evictionary gradebook grades[/]")
+@app.command(
+    epilog=examples(
+        "evictionary gradebook grades",
+    )
+)
 def gradebook(
     grades: Annotated[
         Path,

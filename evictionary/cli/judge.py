@@ -12,7 +12,16 @@ from typing import Annotated, Any
 import typer
 
 from evictionary.cli import starter
-from evictionary.cli.console import AsJson, app, exit_codes, given_names, messages, number, require_folder
+from evictionary.cli.console import (
+    AsJson,
+    app,
+    examples,
+    exit_codes,
+    given_names,
+    messages,
+    number,
+    require_folder,
+)
 from evictionary.errors import did_you_mean, require, require_known
 from evictionary.progress import doing
 
@@ -21,9 +30,13 @@ WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws are asked", "What co
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain "
-    "head_dim=64,128 --json[/]"
-    "   [bold]evictionary judge --exec ./my_binary[/]   [bold]evictionary judge --starter keydiff[/]"
+    epilog=examples(
+        "evictionary judge my_kernels",
+        "evictionary judge keydiff.py --domain head_dim=64,128 --json",
+        "evictionary judge my_kernel.py --method keydiff.score",
+        "evictionary judge --exec ./my_binary",
+        "evictionary judge --starter keydiff",
+    )
 )
 def judge(
     path: Annotated[
