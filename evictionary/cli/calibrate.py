@@ -73,7 +73,7 @@ def calibrate(
     """Calibrate TriAttention, Q-Filters, DuoAttention and KVzap on a text, for any number of later prompts of
     the same model.
 
-    A training that was stopped goes on where it stopped if you repeat the command.
+    A training that was stopped continues from there if you repeat the command.
     """
     with exit_codes("the same command goes on where a training stopped", extra="model"):
         text = text_of("--text-file", text_file)

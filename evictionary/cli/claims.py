@@ -93,7 +93,7 @@ def claims(
     """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and
     what would change it.
 
-    A claim holds here, or does not, where whole intervals say so; otherwise it is undecided. A run that was
+    A claim holds here, or does not, if whole intervals say so; otherwise it is undecided. A run that was
     stopped goes on where it stopped if you repeat the command. One text of all papers takes about five
     minutes of one core.
     """

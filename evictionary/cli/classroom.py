@@ -383,7 +383,7 @@ def grade(
     """Grade submissions with secret seeds: write grade.json
     for each, and the files that course platforms read.
 
-    A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
+    A run that was stopped continues from there if you repeat the command with the same seed file.
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):

@@ -120,7 +120,7 @@ DaskWait = Annotated[
     typer.Option(
         parser=whole,
         metavar="<seconds>",
-        help="How long to wait where the Dask cluster has no worker; a queue such as Slurm's may need hours.",
+        help="How long to wait if the Dask cluster has no worker; a queue such as Slurm's may need hours.",
     ),
 ]
 WAIT = 300

@@ -112,7 +112,7 @@ def evaluate(
     format: Annotated[str, one_of(FORMATS, "The form in which the results are printed.")] = "table",
     as_json: AsJson = False,
 ) -> None:
-    """Measure methods on tasks. A run that was stopped goes on where it stopped if you repeat the command.
+    """Measure methods on tasks. A run that was stopped continues from there if you repeat the command.
 
     Exits with 1 if a method failed on a prompt; all other measurements go on.
     """

@@ -86,7 +86,7 @@ def study(
     prompts, and say which is best.
 
     The cost of a composition is what its eviction adds to -log p of the right answer, in nats for each token.
-    A run that was stopped goes on where it stopped if you repeat the command. With the defaults it takes four
+    A run that was stopped continues from there if you repeat the command. With the defaults it takes four
     to thirteen hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):

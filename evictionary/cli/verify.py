@@ -53,7 +53,7 @@ def verify(
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")
+        bool, typer.Option(help="Edges and refusals count too, not only the mathematics.")
     ] = False,
     device: Annotated[
         str,
@@ -66,7 +66,8 @@ def verify(
         ),
     ] = "",
     without_walls: Annotated[
-        bool, typer.Option("--without-walls", help="Run the code even where the walls around it are missing.")
+        bool,
+        typer.Option("--without-walls", help="Run the code even if parts of the sandbox are missing here."),
     ] = False,
     as_json: Annotated[
         bool,
@@ -75,12 +76,12 @@ def verify(
         ),
     ] = True,
 ) -> None:
-    """Test untrusted code in a sandbox, with fresh inputs. It prints one JSON object, and a line for people
-    on stderr.
+    """Test untrusted code in a sandbox, with fresh inputs. It
+    prints one JSON object, and a line for people on stderr.
 
     The code is run in a process of its own: without network, files, other programs, and the reference. The
-    laws are asked, the time is taken, and the laws are asked again. The exit code is 0 where the code is
-    correct, 1 where it is not, and 2 where nothing was judged.
+    laws run, the time is taken, and the laws run again. The exit code is 0 if the code is correct, 1 if it is
+    not, and 2 if nothing was judged.
     """
     with exit_codes():
         from evictionary.classroom import verifier

@@ -2,6 +2,7 @@
 takes no value.
 """
 
+import itertools
 import re
 
 import pytest
@@ -21,7 +22,7 @@ def test_nothing_of_a_help_is_cut_and_each_example_has_its_lines(name: str) -> N
     _, _, shown = told.partition(" Example")
     lines = [line.strip() for line in shown.splitlines()[1:] if line.strip()]
     assert lines and lines[0].startswith(f"evictionary {name}")
-    for before, line in zip(lines, lines[1:], strict=False):
+    for before, line in itertools.pairwise(lines):
         assert line.startswith("--") == before.endswith("\\"), line
     assert re.findall(r"--(?:json|quiet|strict)\b.*<bool>", told) == []
 
