@@ -156,12 +156,13 @@ docs-serve: .venv/installed  ## the site while you write it
 docs-builders: .venv/installed  ## the site by each builder that is installed
 	$(BIN)/python -m tests.site.site_builders
 
-# Every page and every figure in a real browser.
+# Every page and every figure in a real browser, and how long the pages are.
 docs-check:  ## every page and figure in a browser
 	@command -v chromium > /dev/null || { echo 'docs-check needs a browser: `apt-get install chromium`, or another way to a `chromium` on the PATH'; exit 1; }
 	$(MAKE) docs
 	$(PYTEST) -m browser
 	$(BIN)/python -m tests.site.site_browser build/site
+	$(BIN)/python -m tests.site.site_length build/site
 
 lint: .venv/installed  ## ruff and the layers of imports
 	$(BIN)/ruff check .

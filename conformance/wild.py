@@ -27,7 +27,7 @@ import typer
 
 from evictionary.errors import require
 from evictionary.evaluation.pages import markdown
-from evictionary.spec_tests.judge.law import laws_version
+from evictionary.spec_tests.judge.law import REQUIREMENTS, laws_version
 from evictionary.store import grouped, put
 
 HERE = Path(__file__).parent
@@ -308,7 +308,14 @@ def differing(found: list[Source], rows: dict[str, dict[str, Any]]) -> dict[str,
 def page(found: list[Source], stored: dict[str, Any]) -> str:
     """docs/wild.md, from what is stored."""
     counts = differing(found, stored["rows"])
-    return markdown(HERE / "wild.md.j2", sources=found, laws_version=laws_version, counts=counts, **stored)
+    return markdown(
+        HERE / "wild.md.j2",
+        sources=found,
+        laws_version=laws_version,
+        counts=counts,
+        names=REQUIREMENTS,
+        **stored,
+    )
 
 
 def main(

@@ -20,6 +20,7 @@ from PIL import Image
 BOOSTS = {
     r"which_method": 16,
     r"\S+ [A-Z]\w+-\w+ · ": 2,
+    r"reference/api/(evicting_cache|load|methods|judge)\.": 4,
     r"methods/(\w+_equations|derivations)|claims/|reference/api/": 0.5,
     r"(bugs|decisions|errata|upstream|wild)\.": 0.5,
     r"methods/": 6,

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import typer
+from markdown.extensions.toc import slugify
 
-from docs_build import abstracts, facts, figures, methods, moving, sizes, steps, symbols
+from docs_build import abstracts, api, facts, figures, methods, moving, sizes, steps, symbols
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -39,7 +40,7 @@ from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.memory.arguments import arguments_of
 from evictionary.spec_tests.proof import alarms, matrix, power
 from evictionary.spec_tests.proof.planted import Mutant, load_mutants
-from evictionary.spec_tests.verdict.coverage import functions
+from evictionary.spec_tests.verdict.coverage import GRADES, VERDICTS, functions
 from evictionary.store import cell
 from tests import rulers
 from tutorials.build import REPOSITORY, heading, lessons, question
@@ -48,7 +49,6 @@ PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
 METHODS = (*PAPERS, *(name for name in catalogue.names() if name not in PAPERS))
 PROGRAM: Any = typer.main.get_command(app)
 TEMPLATES = Path(__file__).parent / "templates"
-LAYERS = ("reference", "optimized", "optimized/kernels")
 ID = re.compile(r"(?<![\w`/#-])([A-Z][A-Z\d]{1,4}-[A-Z]?\d+[A-Z]?|[A-Z]{2}-[A-Z]{1,2})(?![\w`]|-\w)")
 
 
@@ -67,7 +67,7 @@ def source_url(path: str, name: str = "") -> str:
 
 def api_link(page: str, definition: Definition) -> str:
     """The link to a function in the pages of the API, or to its source where the API has no page of it."""
-    if posixpath.dirname(definition.path) not in LAYERS or definition.name.startswith("_"):
+    if posixpath.dirname(definition.path) not in api.LAYERS or definition.name.startswith("_"):
         return source_url(definition.path, definition.name)
     module = definition.path.removesuffix(".py")
     return relative(page, f"reference/api/{module}.md#evictionary.{definition.module}.{definition.name}")
@@ -139,6 +139,7 @@ def equations(page: str, stems: str) -> str:
 def _rendered(template: str, page: str, **content: Any) -> str:
     """A template of docs_build/templates, filled in for a page of the site."""
     filters = {
+        "anchor": lambda title: slugify(title, "-"),
         "cell": cell,
         "escaped": escaped,
         "sentence": _sentence,
@@ -152,6 +153,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "abstracts": abstracts.ABSTRACTS,
         "comparison": abstracts.rows,
         "at_ratios": at_ratios,
+        "catalogue": catalogue,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
         "charts": CHARTS,
         "commands": PROGRAM.commands,
@@ -195,8 +197,11 @@ def _rendered(template: str, page: str, **content: Any) -> str:
 
 
 def coverage() -> str:
-    """The coverage page: a table for each paper, a row for each requirement."""
-    return _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws()) + "\n"
+    """The coverage page: a row for each paper, and for each of its requirements."""
+    return (
+        _rendered("coverage", "coverage.md", functions=functions(), laws=load_laws(), verdicts=VERDICTS)
+        + "\n"
+    )
 
 
 def _mistake(page: str, mutant: Mutant) -> str:
@@ -216,6 +221,26 @@ def _is_program(definition: Definition) -> bool:
 def page_of(stem: str) -> str:
     """The page of a method."""
     return PAGES[stem].replace("_equations", "")
+
+
+def graded(page: str) -> str:
+    """How many entries of the errata each paper has of each grade, and those that a computation refutes, from
+    the tables of docs/errata.md.
+    """
+    parts = re.split(
+        r"^## (.+\(arXiv .+\))$", (ROOT / "docs/errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    titles = dict(zip(parts[1::2], parts[2::2], strict=True))
+    # entry, place, grade, in one line
+    row = r"^\| \[(?P<name>.+?)\]\(#(?P<anchor>.+?)\) \| (?P<place>.+?)"
+    row += r" \| \*(?P<grade>.+?)\* \| (?P<told>.+?) \|$"
+    found = [
+        found.groupdict() | {"paper": title.partition(" (")[0]}
+        for title, text in titles.items()
+        for found in re.finditer(row, text, re.MULTILINE)
+    ]
+    anchors = {title.partition(" (")[0]: slugify(title, "-") for title in titles}
+    return _rendered("graded", page, entries=found, of_paper=anchors, grades=GRADES)
 
 
 def studied(page: str, part: str) -> str:
@@ -297,6 +322,7 @@ def cover(page: str) -> str:
 # Any other marker is the name of a template, which gets its argument as `of`.
 MARKERS: dict[str, Callable[..., str]] = {
     "equations": equations,
+    "graded": graded,
     "studied": studied,
     "signature": signature,
     "code": code,
@@ -380,17 +406,5 @@ def _linked_line(page: str, line: str) -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """A page for each module of the three layers, for mkdocstrings to fill, and the list of them. They stay
-    out of the navigation, which every page repeats.
-    """
-    files = [
-        path for folder in LAYERS for path in sorted((ROOT / folder).glob("*.py")) if path.stem != "__init__"
-    ]
-    paths = [path.relative_to(ROOT).with_suffix("").as_posix() for path in files]
-    page = "# {0}.py\n\n[Source]({1})\n\n::: evictionary.{2}\n"
-    shown = {path: page.format(path, source_url(f"{path}.py"), path.replace("/", ".")) for path in paths}
-    shown["modules"] = (
-        "# API\n\nA page has the functions of one module: arguments, shapes and errors.\n\n"
-        + "".join(f"- [`{path}.py`]({path}.md)\n" for path in paths)
-    )
-    return {f"reference/api/{path}.md": text for path, text in shown.items()}
+    """Every page of the API."""
+    return api.pages(_rendered, source_url)

@@ -1,10 +1,9 @@
 """An executable dictionary of KV-cache eviction: the mathematics,
 fast kernels, laws, and a cache for transformers models.
 
-from evictionary import EvictingCache
-
-cache = EvictingCache(model, method="keydiff",
-compression_ratio=0.5) model.generate(**inputs, **cache.argument)
+>>> from evictionary import EvictingCache
+>>> cache = EvictingCache(model, method="keydiff", compression_ratio=0.5)
+>>> model.generate(**inputs, **cache.argument)
 
 `evictionary.reference` is the mathematics, `evictionary.optimized`
 the fast code, `evictionary.spec_tests` the laws.

@@ -1,7 +1,7 @@
 """Paragraphs of docstrings whose last line has one or two words, over which a reader stumbles.
 
 `python -m tests.paragraphs` lists them, and `--write` breaks their lines evenly: the same words in the same
-number of lines. A paragraph that even lines do not mend stays, and so does a list or a table.
+number of lines. A paragraph that even lines do not mend stays, and so does a list, a table or an example.
 """
 
 import argparse
@@ -57,7 +57,9 @@ def _mended(docstring: str, column: int) -> str:
     for place, part in enumerate(parts):
         lines = part.rstrip().split("\n")
         short = len(lines) > 1 and len(lines[-1].split()) <= FEW
-        if short and not any("    " in line.strip() or re.match(r"\s*[-*|>] ", line) for line in lines):
+        if short and not any(
+            "    " in line.strip() or re.match(r"\s*([-*|>]|>>>) |\s*\w+:$", line) for line in lines
+        ):
             first = column if place == 0 else len(lines[0]) - len(lines[0].lstrip())
             parts[place] = "\n".join(_evenly(lines, first)) + part[len(part.rstrip()) :]
     return "".join(parts) + '"""'

@@ -8,6 +8,9 @@ SHORT = '''def f():
 
     - a list stays
       as it is
+
+    >>> an_example(stays)
+    True
     """
 '''
 EVEN = '''def f():
@@ -16,6 +19,9 @@ EVEN = '''def f():
 
     - a list stays
       as it is
+
+    >>> an_example(stays)
+    True
     """
 '''
 

@@ -36,18 +36,43 @@ class EvictingCache(Cache):
     blocks of `every` tokens never takes more than the budget and a block, and a long answer does not grow the
     cache. Heads may keep different numbers of tokens; they are stored ragged, without padding, and rows of a
     batch may be padded on the left. Layers with a sliding window, or with a state in the place of a cache,
-    are left alone.
-
-    Args: model, a decoder with rotary positions, also inside of a wrapper such as PEFT's; method, a name, a
-    `path/to/file.py[:function]`, a composition such as `name+ada_kv` or `name+moments`, or None to keep
-    everything; compression_ratio, the fraction to remove of all tokens seen, in [0, 1), or budget, the tokens
-    to keep in each head, which replaces the ratio; options, the method's own; every, 0 for the prompt alone,
-    by default the method's own value; seed, for methods that draw; record, states ("queries",
-    "hidden_states") to keep for `from_prefilled`. Caches of one model may be used in several threads, each
-    cache in one. Raises UsageError for an argument that cannot be used.
+    are left alone. Caches of one model may be used in several threads, each cache in one.
 
     Three objects do the work. `layers` store the tokens (layers.py). A session watches the model, and attends
     (session.py). One step of compression says what a layer keeps (compression.py).
+
+    Args:
+        model: A decoder with rotary positions, also inside of a wrapper such as PEFT's.
+        method: A name, a `path/to/file.py[:function]`, a composition such as `name+ada_kv` or `name+moments`,
+            a `Method`, or None to keep everything.
+        compression_ratio: The fraction to remove of all tokens seen, in [0, 1).
+        options: The method's own options by name. `evictionary methods` lists them.
+        budget: The tokens to keep in each head, which replaces the ratio.
+        every: The tokens between two compressions; 0 for the prompt alone, by default the method's own value.
+        seed: The seed of a method that draws random numbers.
+        record: The states of the prompt to keep for `from_prefilled`: "queries", "hidden_states" or both.
+
+    Raises:
+        UsageError: An argument cannot be used; the message names it, what it got and what is wanted.
+
+    Examples:
+        Half of the cache of a text, and an answer from the other half:
+
+        >>> from evictionary import EvictingCache
+        >>> from evictionary.models.load import load
+        >>> model, tokenizer = load()
+        >>> inputs = tokenizer("The key of the safe is 4817263. " * 20, return_tensors="pt").to(model.device)
+        >>> cache = EvictingCache(model, method="keydiff", compression_ratio=0.5)
+        >>> output = model.generate(**inputs, **cache.argument, max_new_tokens=4, do_sample=False)
+        >>> cache.nbytes < cache.nbytes_full
+        True
+
+        A budget of 64 tokens in each head, shared by the heads of a layer:
+
+        >>> with EvictingCache(model, "snapkv+ada_kv", budget=64) as cache:
+        ...     output = model.generate(**inputs, **cache.argument, max_new_tokens=4, do_sample=False)
+        ...     cache.budget
+        64
     """
 
     layers: list[Any]
@@ -85,10 +110,26 @@ class EvictingCache(Cache):
     ) -> EvictingCache:
         """Compress a prompt that `prefilled`, a full cache, already holds; `prefilled` stays unchanged.
 
-        The other arguments are those of EvictingCache. A method that reads queries or hidden_states needs a
-        `prefilled` that is an `EvictingCache(model, method=None, record=(...))`. A cache of another class
-        does not know its padding: give the attention_mask [B, T] of a padded batch. Raises UsageError if
-        tokens were removed from `prefilled`.
+        Args:
+            model: The model that has read the prompt.
+            prefilled: The full cache. A method that reads queries or hidden_states needs one that is an
+                `EvictingCache(model, method=None, record=(...))`.
+            *arguments: Those of EvictingCache from `method` on.
+            attention_mask: The mask [B, T] of a padded batch: a cache of another class does not know it.
+            **named: Those of EvictingCache, by name.
+
+        Raises:
+            UsageError: Tokens were removed from `prefilled`, or an argument cannot be used.
+
+        Examples:
+            One reading of a text, two methods:
+
+            >>> full = EvictingCache(model, method=None)
+            >>> output = model.generate(**inputs, **full.argument, max_new_tokens=1)
+            >>> half = EvictingCache.from_prefilled(model, full, "keydiff", 0.5)
+            >>> tenth = EvictingCache.from_prefilled(model, full, "keydiff", 0.9)
+            >>> tenth.nbytes < half.nbytes < full.nbytes
+            True
         """
         cache = cls(model, *arguments, **named)
         session, ours = cache._session, isinstance(prefilled, EvictingCache)
@@ -211,8 +252,9 @@ class EvictingCache(Cache):
     def compress(self) -> None:
         """Compress the tokens read since the last compression: the rest of a block, or a turn of a chat.
 
-        Raises UsageError for a method that reads recent queries,
-        or compresses each token once, in a cache without `every`.
+        Raises:
+            UsageError: The cache has no `every`, and its method reads recent queries or compresses each token
+                once.
         """
         method = self.method
         if method is None or method.is_per_query:
@@ -229,10 +271,17 @@ class EvictingCache(Cache):
     ) -> dict[str, torch.Tensor]:
         """What is new of a whole text [B, T] that begins with what the cache has read.
 
-        Returns arguments of `model.generate` or of the model: the new input_ids [B, M], padded on the left
-        where rows differ, and the attention_mask of the whole text; also position_ids [B, M] where a row is
-        padded. Raises UsageError for a text that begins in another way, and says where they part, and for
-        one with nothing new.
+        Args:
+            input_ids: The token ids of the whole text.
+            attention_mask: Its mask, if rows are padded on the left.
+
+        Returns:
+            Arguments of `model.generate` or of the model: the new input_ids [B, M], padded on the left where
+                rows differ, and the attention_mask of the whole text; also position_ids [B, M] where a row is
+                padded.
+
+        Raises:
+            UsageError: The text begins in another way (the message says where they part), or has nothing new.
         """
         return self._session.reading.rest_of(input_ids, attention_mask)
 
@@ -269,8 +318,12 @@ class EvictingCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last `-tokens_to_remove` tokens, or raise and change nothing.
 
-        Raises ValueError for tokens before the last eviction, and RuntimeError where a sliding window has
-        lost tokens or a layer has a recurrent state.
+        Args:
+            tokens_to_remove: Minus the number of tokens, as in the caches of transformers.
+
+        Raises:
+            ValueError: The tokens lie before the last eviction.
+            RuntimeError: A sliding window has lost tokens, or a layer has a recurrent state.
         """
         require(
             not any(map(is_recurrent, self.layers)),
@@ -331,14 +384,33 @@ class EvictingCache(Cache):
     def save(self, path: str | Path) -> None:
         """Write the cache to a safetensors file, to be loaded again with the same model.
 
-        Raises ValueError before the prompt, and UsageError for a path that cannot be written.
+        Args:
+            path: The file to write.
+
+        Raises:
+            ValueError: The cache has not read a prompt.
+            UsageError: The path cannot be written.
+
+        Examples:
+            >>> cache = EvictingCache(model, "knorm", budget=32)
+            >>> output = model.generate(**inputs, **cache.argument, max_new_tokens=1)
+            >>> cache.save("text.safetensors")
+            >>> again = EvictingCache.load("text.safetensors", model)
+            >>> again.tokens_kept == cache.tokens_kept
+            True
         """
         saved.write(self._session, path)
 
     @classmethod
     def load(cls, path: str | Path, model: PreTrainedModel) -> EvictingCache:
-        """Read a cache that `save` wrote with the same model. Raises UsageError for another file or a
-        model that does not fit.
+        """Read a cache that `save` wrote with the same model.
+
+        Args:
+            path: The file that `save` wrote.
+            model: The same model, which then reads on.
+
+        Raises:
+            UsageError: It is another file, or the model does not fit.
         """
         model = unwrapped(model)
         settings, tensors = saved.read(path)

@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -53,7 +53,9 @@ def main(
     ranges.warn_of_untried()
 
 
-Quiet = Annotated[bool, typer.Option("--quiet", help="Say nothing of the progress on standard error.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", metavar="", help="Say nothing of the progress on standard error.")
+]
 
 
 def quietable(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -65,6 +67,9 @@ def quietable(command: Callable[..., Any]) -> Callable[..., Any]:
         return command(**given)
 
     signature = inspect.signature(command)
+    for parameter in signature.parameters.values():
+        if get_args(parameter.annotation)[:1] == (bool,):
+            get_args(parameter.annotation)[1].metavar = ""  # a switch takes no value
     own = inspect.Parameter("quiet", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Quiet)
     called.__signature__ = signature.replace(  # type: ignore[attr-defined]
         parameters=[*signature.parameters.values(), own]

@@ -13,6 +13,7 @@ from evictionary.cli.console import (
     Loading,
     ModelName,
     app,
+    examples,
     exit_codes,
     loads_a_model,
     measuring,
@@ -29,13 +30,14 @@ from evictionary.progress import doing
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary calibrate --text-file book.txt --output book.calibration[/], then "
-    "[bold]evictionary run --method q_filters --option calibration=book.calibration ...[/]   "
-    "[bold]evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 --recipe "
-    "longest=1000[/], then "
-    "[bold]evictionary run --method duo_attention --option calibration=book.calibration --option "
-    "sink_size=16 "
-    "--option recent_size=64 ...[/]"
+    epilog=examples(
+        "evictionary calibrate --text-file book.txt --output book.calibration",
+        "evictionary run --method q_filters --option calibration=book.calibration ...",
+        "evictionary calibrate --text-file book.txt --output book.calibration --train-gates 160 "
+        "--recipe longest=1000",
+        "evictionary run --method duo_attention --option calibration=book.calibration --option sink_size=16 "
+        "--option recent_size=64 ...",
+    )
 )
 @loads_a_model
 def calibrate(
@@ -71,7 +73,7 @@ def calibrate(
     """Calibrate TriAttention, Q-Filters, DuoAttention and KVzap on a text, for any number of later prompts of
     the same model.
 
-    A training that was stopped goes on where it stopped if you repeat the command.
+    A training that was stopped continues from there if you repeat the command.
     """
     with exit_codes("the same command goes on where a training stopped", extra="model"):
         text = text_of("--text-file", text_file)

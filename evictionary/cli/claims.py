@@ -17,6 +17,7 @@ from evictionary.cli.console import (
     ModelName,
     app,
     carry_out,
+    examples,
     exit_codes,
     given_names,
     loads_a_model,
@@ -39,8 +40,10 @@ COLOURS = {
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary claims --jobs 2[/]   "
-    "[bold]evictionary claims --only KD-7,MK-36 --texts code,chat --seeds 8 --output measured[/]"
+    epilog=examples(
+        "evictionary claims --jobs 2",
+        "evictionary claims --only KD-7,MK-36 --texts code,chat --seeds 8 --output measured",
+    )
 )
 @loads_a_model
 def claims(
@@ -90,7 +93,7 @@ def claims(
     """Measure the papers' empirical claims on a model: each gets numbers with intervals, a verdict, and
     what would change it.
 
-    A claim holds here, or does not, where whole intervals say so; otherwise it is undecided. A run that was
+    A claim holds here, or does not, if whole intervals say so; otherwise it is undecided. A run that was
     stopped goes on where it stopped if you repeat the command. One text of all papers takes about five
     minutes of one core.
     """

@@ -20,6 +20,7 @@ from evictionary.classroom import names
 from evictionary.cli.console import (
     AsJson,
     app,
+    examples,
     exit_codes,
     messages,
     missing_walls,
@@ -64,7 +65,11 @@ FORGED = (
 )
 
 
-@app.command(epilog="Example: [bold]evictionary start keydiff[/]")
+@app.command(
+    epilog=examples(
+        "evictionary start keydiff",
+    )
+)
 def start(
     assignment: Name,
     work: Work = Path("work"),
@@ -107,7 +112,11 @@ def start(
     show(as_json, told, parts, indent=None, soft_wrap=True)
 
 
-@app.command(epilog="Example: [bold]evictionary check keydiff[/]")
+@app.command(
+    epilog=examples(
+        "evictionary check keydiff",
+    )
+)
 def check(
     assignment: Name,
     work: Work = Path("work"),
@@ -257,7 +266,11 @@ def _time(chosen: "Assignment", path: Path) -> Iterator[str | Text]:
     yield Text(f"On {torch.cuda.get_device_name()}: {told}")
 
 
-@app.command(epilog="Example: [bold]evictionary submit keydiff[/]")
+@app.command(
+    epilog=examples(
+        "evictionary submit keydiff",
+    )
+)
 def submit(
     assignment: Name,
     work: Work = Path("work"),
@@ -294,7 +307,9 @@ def submit(
 
 
 @app.command(
-    epilog="Example: [bold]evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4[/]"
+    epilog=examples(
+        "evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4",
+    )
 )
 def grade(
     assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
@@ -368,7 +383,7 @@ def grade(
     """Grade submissions with secret seeds: write grade.json
     for each, and the files that course platforms read.
 
-    A run that was stopped goes on where it stopped if you repeat the command with the same seed file.
+    A run that was stopped continues from there if you repeat the command with the same seed file.
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
@@ -457,7 +472,11 @@ def _graded(
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
-@app.command(epilog="Example: [bold]evictionary gradebook grades[/]")
+@app.command(
+    epilog=examples(
+        "evictionary gradebook grades",
+    )
+)
 def gradebook(
     grades: Annotated[
         Path,

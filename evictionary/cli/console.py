@@ -4,6 +4,7 @@ import functools
 import inspect
 import itertools
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -59,6 +60,26 @@ def reader(kind: Callable[[str], Any], wanted: str, known: Iterable[str] = ()) -
     return read
 
 
+COLUMNS = 74
+"""The columns of an example, with which it fits a terminal of 80."""
+
+
+def examples(*commands: str) -> str:
+    """The end of a help text: examples, each on a line. A long one takes several, which a shell joins; an
+    option stays beside its value.
+    """
+    shown = []
+    for command in commands:
+        lines = [""]
+        for part in re.split(r" (?=--)", command):
+            if lines[-1].strip() and len(lines[-1]) + len(part) >= COLUMNS:
+                lines[-1] += " \\"
+                lines.append("   ")
+            lines[-1] += f" {part}"
+        shown.append("\n".join([lines[0].strip(), *lines[1:]]))
+    return f"Example{'s' * (len(shown) > 1)}:\n\n[bold]{escape(chr(10).join(shown))}[/]"
+
+
 def one_of(names: tuple[str, ...], help: str, *flags: str) -> Any:
     """An option that takes one of some names."""
     return typer.Option(
@@ -99,7 +120,7 @@ DaskWait = Annotated[
     typer.Option(
         parser=whole,
         metavar="<seconds>",
-        help="How long to wait where the Dask cluster has no worker; a queue such as Slurm's may need hours.",
+        help="How long to wait if the Dask cluster has no worker; a queue such as Slurm's may need hours.",
     ),
 ]
 WAIT = 300

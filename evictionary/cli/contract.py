@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from evictionary.cli import starter
-from evictionary.cli.console import AsJson, app, exit_codes, messages, show
+from evictionary.cli.console import AsJson, app, examples, exit_codes, messages, show
 from evictionary.progress import doing
 
 AXES = {
@@ -25,8 +25,11 @@ AXES = {
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary contract[/]   [bold]evictionary contract h2o[/]   "
-    "[bold]evictionary contract keydiff.score --json[/]"
+    epilog=examples(
+        "evictionary contract",
+        "evictionary contract h2o",
+        "evictionary contract keydiff.score --json",
+    )
 )
 def contract(
     function: Annotated[
@@ -85,7 +88,11 @@ def in_use(found: dict[str, Any], name: str) -> str:
     return f" (in use: {', '.join(f'{value:g}' for value in values)})" if values else ""
 
 
-@app.command(epilog="Example: [bold]evictionary new keydiff.score lagkv.score --folder my_kernels[/]")
+@app.command(
+    epilog=examples(
+        "evictionary new keydiff.score lagkv.score --folder my_kernels",
+    )
+)
 def new(
     functions: Annotated[
         list[str], typer.Argument(help="The functions that you want to write, such as keydiff.score.")

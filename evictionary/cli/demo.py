@@ -15,6 +15,7 @@ from evictionary.cli.console import (
     Loading,
     ModelName,
     app,
+    examples,
     exit_codes,
     given_names,
     loads_a_model,
@@ -36,8 +37,10 @@ if TYPE_CHECKING:
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary demo[/]   [bold]evictionary demo --methods keydiff,my_scorer.py "
-    "--ratios 0.5 --json[/]"
+    epilog=examples(
+        "evictionary demo",
+        "evictionary demo --methods keydiff,my_scorer.py --ratios 0.5 --json",
+    )
 )
 @loads_a_model
 def demo(

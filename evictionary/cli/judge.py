@@ -12,18 +12,31 @@ from typing import Annotated, Any
 import typer
 
 from evictionary.cli import starter
-from evictionary.cli.console import AsJson, app, exit_codes, given_names, messages, number, require_folder
+from evictionary.cli.console import (
+    AsJson,
+    app,
+    examples,
+    exit_codes,
+    given_names,
+    messages,
+    number,
+    require_folder,
+)
 from evictionary.errors import did_you_mean, require, require_known
 from evictionary.progress import doing
 
 MEMORY = "memory"
-WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws are asked", "What counts", "The result"
+WHAT, HOW, COUNTS, RESULT = "What is judged", "How the laws run", "What counts", "The result"
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary judge my_kernels[/]   [bold]evictionary judge keydiff.py --domain "
-    "head_dim=64,128 --json[/]"
-    "   [bold]evictionary judge --exec ./my_binary[/]   [bold]evictionary judge --starter keydiff[/]"
+    epilog=examples(
+        "evictionary judge my_kernels",
+        "evictionary judge keydiff.py --domain head_dim=64,128 --json",
+        "evictionary judge my_kernel.py --method keydiff.score",
+        "evictionary judge --exec ./my_binary",
+        "evictionary judge --starter keydiff",
+    )
 )
 def judge(
     path: Annotated[
@@ -102,7 +115,7 @@ def judge(
         typer.Option(
             min=1,
             rich_help_panel=HOW,
-            help="How many processes; by default two where there are two processors, and one on a GPU.",
+            help="How many processes; by default two if there are two processors, and one on a GPU.",
         ),
     ] = None,
     timeout: Annotated[
@@ -117,7 +130,7 @@ def judge(
     ] = None,
     strict: Annotated[
         bool,
-        typer.Option(rich_help_panel=COUNTS, help="Edges and refusals count too, not the mathematics alone."),
+        typer.Option(rich_help_panel=COUNTS, help="Edges and refusals count too, not only the mathematics."),
     ] = False,
     expected_failures: Annotated[
         Path | None,
@@ -136,8 +149,8 @@ def judge(
 
     Four classes are told apart: mathematics, what the equation says; edge, a degenerate input whose meaning
     is our decision; refusal, bad input that must raise; and memory, what compiled code touches. The exit code
-    is 0 where the mathematics holds, and the memory with --device compiled, 1 where they do not, and 2 where
-    there is nothing to judge.
+    is 0 if the mathematics holds, and the memory with --device compiled, 1 if they do not, and 2 if there is
+    nothing to judge.
     """
     with exit_codes(extra="torch"):
         with doing("loading the laws"):

@@ -2,7 +2,7 @@
 
 from rich.table import Table
 
-from evictionary.cli.console import AsJson, app, show
+from evictionary.cli.console import AsJson, app, examples, show
 
 # The names that may follow a method's name after a +.
 ADDITIONS = {
@@ -17,7 +17,12 @@ ADDITIONS = {
 }
 
 
-@app.command(epilog="Example: [bold]evictionary methods --json[/]")
+@app.command(
+    epilog=examples(
+        "evictionary methods",
+        "evictionary methods --json",
+    )
+)
 def methods(as_json: AsJson = False) -> None:
     """List the methods: which tokens each keeps, its paper, its functions (score, select, compress,
     attend) and its options.

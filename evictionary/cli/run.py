@@ -19,6 +19,7 @@ from evictionary.cli.console import (
     RandomSeed,
     Ratio,
     app,
+    examples,
     exit_codes,
     loads_a_model,
     mebibytes,
@@ -50,9 +51,11 @@ def every_tokens(and_also: str = "") -> Any:
 
 
 @app.command(
-    epilog="Example: [bold]evictionary run --method lagkv --option lag_size=128 --compression-ratio 0.5 "
-    "--prompt-file book.txt "
-    '--question "Who wrote it?" --question "When?"[/]'
+    epilog=examples(
+        'evictionary run --prompt-file book.txt --question "Who wrote it?"',
+        'evictionary run --prompt-file book.txt --question "Who?" --question "When?" '
+        "--method lagkv --option lag_size=128 --compression-ratio 0.5",
+    )
 )
 @loads_a_model
 def run(
@@ -63,9 +66,9 @@ def run(
     method: Annotated[
         str,
         typer.Option(
-            help="A method's name, path/to/file.py[:function], a composition: snapkv+pyramid_kv+ada_kv, "
-            "keydiff+moments; or auto: of those that read the text once, the one that cost least in our "
-            "studies of one small model."
+            help="A method's name, a file such as my_scorer.py, or a composition such as snapkv+ada_kv. "
+            "auto: of the methods that read the text once, the one with the lowest loss in our studies of "
+            "one small model, at the nearest ratio."
         ),
     ] = AUTO,
     readings: Annotated[
@@ -190,8 +193,10 @@ def run(
 
 
 @app.command(
-    epilog="Example: [bold]evictionary export evicting --method keydiff --budget 512[/], then "
-    '[bold]model.generate(**inputs, custom_generate="evicting", trust_remote_code=True)[/]'
+    epilog=examples(
+        "evictionary export evicting --method keydiff --budget 512",
+        'model.generate(**inputs, custom_generate="evicting", trust_remote_code=True)',
+    )
 )
 def export(
     folder: Annotated[Path, typer.Argument(help="The folder to write; the folder of a model will do.")],

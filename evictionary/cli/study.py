@@ -16,6 +16,7 @@ from evictionary.cli.console import (
     ModelName,
     app,
     carry_out,
+    examples,
     exit_codes,
     given_names,
     loads_a_model,
@@ -38,9 +39,10 @@ FEWEST = 12
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary study --jobs 2[/]   "
-    "[bold]evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 12 --output mine "
-    "--json[/]"
+    epilog=examples(
+        "evictionary study --jobs 2",
+        "evictionary study --methods keydiff,my_scorer.py --ratios 0.75 --samples 12 --output mine --json",
+    )
 )
 @loads_a_model
 def study(
@@ -60,7 +62,10 @@ def study(
     ratios: Annotated[list[str], typer.Option(help="Fractions to remove, comma-separated or repeated.")] = [  # noqa: B006
         "0.5,0.75,0.9"
     ],
-    tasks: Annotated[list[str], typer.Option(help="Some of the tasks of `evictionary eval`.")] = [TASKS],  # noqa: B006
+    tasks: Annotated[
+        list[str],
+        typer.Option(help="Some of the tasks of `evictionary eval`.", show_default=TASKS.replace(",", ", ")),
+    ] = [TASKS],  # noqa: B006
     lengths: Annotated[
         list[str], typer.Option(help="Tokens of text and question together, comma-separated or repeated.")
     ] = ["512"],  # noqa: B006
@@ -81,7 +86,7 @@ def study(
     prompts, and say which is best.
 
     The cost of a composition is what its eviction adds to -log p of the right answer, in nats for each token.
-    A run that was stopped goes on where it stopped if you repeat the command. With the defaults it takes four
+    A run that was stopped continues from there if you repeat the command. With the defaults it takes four
     to thirteen hours of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):

@@ -8,6 +8,7 @@ import typer
 from evictionary.cli.console import (
     AsJson,
     app,
+    examples,
     exit_codes,
     given_names,
     one_of,
@@ -20,9 +21,11 @@ from evictionary.progress import doing
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary vectors --output vectors --method keydiff[/]   "
-    "[bold]evictionary vectors --output half --dtype bfloat16 --domain head_dim=64[/]   "
-    "[bold]evictionary vectors --check vectors[/]"
+    epilog=examples(
+        "evictionary vectors --output vectors --method keydiff",
+        "evictionary vectors --output half --dtype bfloat16 --domain head_dim=64",
+        "evictionary vectors --check vectors",
+    )
 )
 def vectors(
     output: Annotated[
@@ -104,8 +107,10 @@ FORMS = ("flashinfer-bench", "kernelbench")
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary tasks my_tasks --format kernelbench[/]   "
-    "[bold]evictionary tasks my_tasks --format flashinfer-bench --dtype bfloat16[/]"
+    epilog=examples(
+        "evictionary tasks my_tasks --format kernelbench",
+        "evictionary tasks my_tasks --format flashinfer-bench --dtype bfloat16",
+    )
 )
 def tasks(
     folder: Annotated[Path, typer.Argument(help="Where the files go.")],

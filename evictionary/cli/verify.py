@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from evictionary.cli.console import (
-    AsJson,
     app,
+    examples,
     exit_codes,
     messages,
     missing_walls,
@@ -22,8 +22,10 @@ from evictionary.errors import did_you_mean, require, usage
 
 
 @app.command(
-    epilog="Examples: [bold]evictionary verify keydiff.py[/]   [bold]evictionary verify answer.py --method "
-    "keydiff.score[/]"
+    epilog=examples(
+        "evictionary verify keydiff.py",
+        "evictionary verify answer.py --method keydiff.score",
+    )
 )
 def verify(
     file: Annotated[
@@ -51,7 +53,7 @@ def verify(
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option(help="Edges and refusals count too, not the mathematics alone.")
+        bool, typer.Option(help="Edges and refusals count too, not only the mathematics.")
     ] = False,
     device: Annotated[
         str,
@@ -64,16 +66,22 @@ def verify(
         ),
     ] = "",
     without_walls: Annotated[
-        bool, typer.Option("--without-walls", help="Run the code even where the walls around it are missing.")
+        bool,
+        typer.Option("--without-walls", help="Run the code even if parts of the sandbox are missing here."),
     ] = False,
-    as_json: AsJson = True,  # there is no other form; whoever gives it is understood
+    as_json: Annotated[
+        bool,
+        typer.Option(
+            "--json/--no-json", help="Print JSON on standard output, or only the line for people on stderr."
+        ),
+    ] = True,
 ) -> None:
-    """Verify a file that nobody trusts, behind walls and with new inputs; print one JSON object, and a
-    line for people on stderr.
+    """Test untrusted code in a sandbox, with fresh inputs. It
+    prints one JSON object, and a line for people on stderr.
 
     The code is run in a process of its own: without network, files, other programs, and the reference. The
-    laws are asked, the time is taken, and the laws are asked again. The exit code is 0 where the code is
-    correct, 1 where it is not, and 2 where nothing was judged.
+    laws run, the time is taken, and the laws run again. The exit code is 0 if the code is correct, 1 if it is
+    not, and 2 if nothing was judged.
     """
     with exit_codes():
         from evictionary.classroom import verifier
@@ -114,5 +122,6 @@ def verify(
             )
         style = "green" if found["correct"] else "red"
         messages.print(f"{found['verdict']} (seed {drawn})", style=style, markup=False, soft_wrap=True)
-    typer.echo(json.dumps({"file": str(file), **found}, indent=1))
+    if as_json:
+        typer.echo(json.dumps({"file": str(file), **found}, indent=1))
     raise typer.Exit(0 if found["correct"] else 1)

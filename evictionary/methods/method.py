@@ -36,13 +36,21 @@ OBSERVED = 32
 class Request:
     """The settings for one call of a method on the states of one layer.
 
-    Args: compression_ratio, the fraction to remove of the tokens that each row has seen, or budget, the
-    tokens to keep in each head, which replaces the ratio; options, the method's own; layer_index, of
-    num_layers; seed, for methods that draw; filled [B, H_kv, T], False where there is no token, None for a
-    token everywhere; seen, the tokens that each row has read without padding, None for T each; is_prompt,
-    whether the states cover all tokens of a prompt (later, queries and hidden_states cover only the last
-    tokens); cap, that of the attention logits; state, that of the layer, for its policies; preferences, those
-    of the layers that have read the prompt, for a method that compares them; supply, see Supply.
+    Attributes:
+        compression_ratio: The fraction to remove of the tokens that each row has seen.
+        budget: The tokens to keep in each head, which replaces the ratio.
+        options: The method's own options.
+        layer_index: The layer, counted from 0.
+        num_layers: The number of layers.
+        seed: The seed of a method that draws.
+        filled: [B, H_kv, T], False where there is no token; None for a token everywhere.
+        seen: The tokens that each row has read without padding; None for T each.
+        is_prompt: Whether the states cover all tokens of a prompt; later, queries and hidden_states cover
+            only the last tokens.
+        cap: The cap of the attention logits.
+        state: The state of the layer, for its policies.
+        preferences: Those of the layers that have read the prompt, for a method that compares them.
+        supply: A callback that computes inputs, see Supply.
     """
 
     compression_ratio: float = 0.0
@@ -65,13 +73,23 @@ class Method:
     """One way to decide which tokens stay: a `select`
     function, or a `score` function whose highest scores stay.
 
-    `inputs` are the inputs that the function names, `options` its options with their defaults, `traits` words
-    of catalogue.TRAITS. A composition such as `name+pyramid_kv+ada_kv+moments` adds to a method:
-    `layer_budgets` divides a budget among layers, `preference` computes how much of it a layer should have,
-    where it compares them, `head_budgets` divides a budget among the heads of a layer by their scores,
-    `choose` keeps other tokens of a head than those with its highest scores, or those at both ends before
-    them, `corrected` says that the moments of the evicted tokens correct the attention, and `merge` gives
-    their values to kept tokens.
+    `resolve` makes it from a name, a file or a composition such as `name+pyramid_kv+ada_kv+moments`.
+
+    Attributes:
+        name: What `resolve` was given.
+        module: The module that has the function.
+        function: `score` or `select`.
+        inputs: The names of the inputs that the function takes; its other arguments are options.
+        options: The options with their defaults.
+        traits: Words of catalogue.TRAITS.
+        as_torch: Whether the function gets torch tensors; otherwise NumPy arrays in float64.
+        prompt_function: What chooses for a prompt, if that is another function.
+        layer_budgets: Divides a budget among layers.
+        preference: Computes how much of a budget a layer should have, for an addition that compares layers.
+        head_budgets: Divides a budget among the heads of a layer by their scores.
+        choose: Keeps tokens of a head by their scores: the highest, whole chunks, or both ends first.
+        corrected: Whether the moments of the evicted tokens correct the attention.
+        merge: Gives the values of evicted tokens to kept ones.
     """
 
     name: str
@@ -148,8 +166,13 @@ class Method:
         return 1 + bool(catalogue.captured(self.reads - held) & catalogue.REPLAYED)
 
     def typed_options(self, given: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Return the given options in the types of their
-        defaults. Raises UsageError for one that cannot be used.
+        """The given options in the types of their defaults, such as 128 for "128".
+
+        Args:
+            given: Options by name.
+
+        Raises:
+            UsageError: The method has no option of a name, or a value has another type.
         """
         # keep_ratio is the only input that a user may set instead of the budget, as papers report it.
         known = self.options | ({"keep_ratio": 0.5} if "keep_ratio" in self.inputs else {})
@@ -162,12 +185,28 @@ class Method:
         return {name: typed_option(name, value, known[name]) for name, value in (given or {}).items()}
 
     def kept(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
-        """Return the kept mask [B, H_kv, T] of one layer; of a method that is per query, [B, H_q, T].
+        """Which tokens of one layer stay. The method gets rows and heads without empty places.
 
-        `states` has keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries,
-        hidden_states and moments. The method gets rows and heads without empty places. Raises UsageError for
-        a request out of range or for states that the method names but that were not recorded, MethodError for
-        errors inside the method.
+        Args:
+            states: keys [B, H_kv, T, D], values [B, H_kv, T, D_v] and, if the method names them, queries,
+                hidden_states and moments.
+            request: The settings of this call.
+
+        Returns:
+            The kept mask [B, H_kv, T]; of a method that is per query, [B, H_q, T].
+
+        Raises:
+            UsageError: The request is out of range, or states that the method names were not recorded.
+            MethodError: The method's own function raised, or returned neither scores nor a mask.
+
+        Examples:
+            >>> import torch
+            >>> from evictionary.methods.method import Request
+            >>> from evictionary.methods.resolve import resolve
+            >>> keys = torch.eye(4)[None, None]
+            >>> kept = resolve("knorm").kept({"keys": keys, "values": keys}, Request(budget=2))
+            >>> kept.tolist()
+            [[[True, True, False, False]]]
         """
         require(
             self.preference is None or request.preferences is not None,

