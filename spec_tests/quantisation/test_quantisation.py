@@ -646,7 +646,7 @@ def test_a_token_that_is_doubled_comes_back_doubled(impl, case):
     rounds_to(impl, two, 2 * one, "a token that is doubled", size=2 * size)
 
 
-@law("QC-11", of=FP8, kind="edge")
+@law("QC-11", of=FP8, kind="edge", why="a scale of 0 gives NaN, which the reference refuses in a mistake")
 def test_a_token_of_zeros_stays(impl):
     """It has no largest number to divide by."""
     states = np.zeros((1, 2, 3, 4))
