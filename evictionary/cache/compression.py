@@ -163,6 +163,8 @@ class Compressor:
     def _keeps_all(self, asked: Asked, step: Compression) -> bool:
         """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
         layer, method = asked.layer, step.method
+        if method.quantised:
+            return False
         for policy in method.policies:
             said = policy.keeps_all(method, step.options, step.state, layer.stored)
             if said is not None:

@@ -364,6 +364,16 @@ class EvictingCache(Cache):
         return sizes.stored(self.layers)
 
     @property
+    def nbytes_packed(self) -> int:
+        """The bytes of keys and values where quantised tokens (`+kivi`, `+hadamard`, `+fp8`) are packed codes
+        with their scales. The cache itself holds the numbers that the codes give back; without quantised
+        tokens this is `nbytes`.
+        """
+        settings = self._session.settings
+        is_quantised = settings.method is not None and settings.method.quantised
+        return sizes.packed(self.layers, settings) if is_quantised else self.nbytes
+
+    @property
     def nbytes_full(self) -> int:
         """The bytes that the same tokens would take if nothing had been removed."""
         return sizes.full(self.layers)

@@ -30,6 +30,13 @@ RANDOM = "random"
 MOMENTS = "moments"
 # The addition that keeps the tokens at both ends of a text.
 PROTECT = "protect"
+# The additions that quantise what stays, with their options: those of the mathematics, and the exact window.
+KIVI, HADAMARD, FP8 = "kivi", "hadamard", "fp8"
+QUANTISERS: dict[str, dict[str, Any]] = {
+    KIVI: {"bits": 2, "group_size": 32, "residual": 128},
+    HADAMARD: {"bits": 4, "group_size": 32, "residual": 0},
+    FP8: {"residual": 0},
+}
 # The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
 
@@ -201,7 +208,7 @@ def parts(method: str) -> tuple[str, list[str]]:
     """
     found = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, composed = (found[1], found[2].split("+")[1:]) if found else (method, [])
-    wanted = [*additions(), MOMENTS]
+    wanted = [*additions(), MOMENTS, *QUANTISERS]
     path, _ = file_of(base)
     require(
         base not in wanted,

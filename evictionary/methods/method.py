@@ -70,8 +70,8 @@ class Method:
     `layer_budgets` divides a budget among layers, `preference` computes how much of it a layer should have,
     where it compares them, `head_budgets` divides a budget among the heads of a layer by their scores,
     `choose` keeps other tokens of a head than those with its highest scores, or those at both ends before
-    them, `corrected` says that the moments of the evicted tokens correct the attention, and `merge` gives
-    their values to kept tokens.
+    them, `corrected` says that the moments of the evicted tokens correct the attention, `merge` gives
+    their values to kept tokens, and `quantised` names what quantises those.
     """
 
     name: str
@@ -88,6 +88,7 @@ class Method:
     choose: Callable[..., torch.Tensor] = selection.top_k
     corrected: bool = False
     merge: "Method | None" = None
+    quantised: str = ""
 
     @property
     def is_select(self) -> bool:

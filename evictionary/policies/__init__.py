@@ -147,6 +147,12 @@ class Policy:
     def evicted(self, compression: Compression, kept: torch.Tensor) -> None:
         """Change a compression by what follows from the kept mask [B, H_kv, N]."""
 
+    def saved(
+        self, method: Any, options: Mapping[str, Any], state: State, keys: torch.Tensor, values: torch.Tensor
+    ) -> int:
+        """The bytes that a layer of these keys [B, H_kv, n, D] and values would take less in packed codes."""
+        return 0
+
     def most(self, method: Any, options: Mapping[str, Any], length: int, amount: int, removed: float) -> int:
         """The tokens of a prompt of `length` that may stay in a head where `amount` were asked for."""
         return amount

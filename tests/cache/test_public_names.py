@@ -28,6 +28,7 @@ PROMISED = {
     "nbytes",
     "nbytes_beside",
     "nbytes_full",
+    "nbytes_packed",
     "peak_tokens",
     "recorded",
     "tokens_kept",
