@@ -13,6 +13,9 @@ import numpy as np
 
 from .contract import Real, Setting, Weight, Whole, contract
 
+KIVI, HADAMARD, FP8 = "kivi", "hadamard", "fp8"
+QUANTISERS = {KIVI: "kivi", HADAMARD: "rotated", FP8: "fp8"}
+"""What quantises the tokens that any method keeps, `keydiff+kivi`, and the function of each."""
 LARGEST = 448.0
 """The largest number of e4m3."""
 

@@ -135,6 +135,7 @@ class Compressor:
                 kept[row, :, -count:] = method.chosen(of_row, method.amount(count, wanted), wanted, row)
             now = step if index == asked.layer_index else self._opened(one._replace(note=None))
             _skip(now)
+            now.is_final = len(self.stages) == len(self.settings.places)
             positions, filled = _gather(one.layer, now)
             yield _summed_up(one.layer, now, kept.gather(2, positions.long()) & filled)
         if len(self.stages) == len(self.settings.places):

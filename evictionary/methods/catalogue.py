@@ -17,6 +17,7 @@ from typing import Any
 
 from evictionary import reference
 from evictionary.errors import did_you_mean, require, require_known
+from evictionary.reference.quantisation import QUANTISERS
 from evictionary.source import first_paragraph
 
 # The options that count tokens which stay whatever their scores.
@@ -30,13 +31,6 @@ RANDOM = "random"
 MOMENTS = "moments"
 # The addition that keeps the tokens at both ends of a text.
 PROTECT = "protect"
-# The additions that quantise what stays, with their options: those of the mathematics, and the exact window.
-KIVI, HADAMARD, FP8 = "kivi", "hadamard", "fp8"
-QUANTISERS: dict[str, dict[str, Any]] = {
-    KIVI: {"bits": 2, "group_size": 32, "residual": 128},
-    HADAMARD: {"bits": 4, "group_size": 32, "residual": 0},
-    FP8: {"residual": 0},
-}
 # The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
 
@@ -199,6 +193,13 @@ def protect_options() -> dict[str, Any]:
     which keeps a whole prompt while decoding.
     """
     return split_signature(modules()[PROTECT].choose)[1] | {"prompt": False}
+
+
+def quantiser_options(name: str) -> dict[str, Any]:
+    """The options of an addition that quantises: those of its function, and `residual`, the tokens of the
+    exact window, by default none.
+    """
+    return {"residual": 0} | split_signature(getattr(modules()["quantisation"], QUANTISERS[name]))[1]
 
 
 def parts(method: str) -> tuple[str, list[str]]:

@@ -14,6 +14,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.method import Method
 from evictionary.optimized import selection
+from evictionary.reference.quantisation import QUANTISERS
 from evictionary.source import import_file
 
 MOMENTS = catalogue.MOMENTS
@@ -36,7 +37,7 @@ def resolve(method: str) -> Method:
 
 
 def _compose(method: Method, addition: str) -> Method:
-    if addition in catalogue.QUANTISERS:
+    if addition in QUANTISERS:
         return _quantised(method, addition)
     module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
@@ -110,7 +111,7 @@ def _quantised(method: Method, addition: str) -> Method:
         f"method: {method.name} gives kept tokens other values, which {addition} would not quantise; wanted "
         "it alone",
     )
-    options = catalogue.QUANTISERS[addition]
+    options = catalogue.quantiser_options(addition)
     _require_other_options(method, addition, options)
     return replace(method, quantised=addition, options=method.options | options)
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from evictionary.errors import UsageError, require
-from evictionary.methods.catalogue import FP8, HADAMARD, KIVI
 from evictionary.optimized import quantisation
 from evictionary.optimized.cache import compress
 from evictionary.policies import Compression, Policy, State
+from evictionary.reference.quantisation import FP8, HADAMARD, KIVI
 
 PACKED = (2, 4, 8)
 """The bits of a code that a cache takes: a byte is full of them, and a group has more than two numbers."""
@@ -35,6 +35,8 @@ class Quantisation(Policy):
 
     def evicted(self, compression: Compression, kept: torch.Tensor) -> None:
         """Quantise what is kept and has left the window."""
+        if not compression.is_final:
+            return
         scheme, options = compression.method.quantised, compression.options
         keys, values = compression.keys.clone(), compression.values.clone()
         groups = _as_long(compression.state.get("quantised.keys"), kept).int()
