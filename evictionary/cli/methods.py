@@ -18,7 +18,8 @@ ADDITIONS = {
     "residual=128",
     "hadamard": "for any method: kept keys and values are rotated and quantised; bits=4; group_size=32; "
     "residual=0",
-    "fp8": "for any method: kept keys and values are rounded to e4m3, with a scale for each token; residual=0",
+    "fp8": "for any method: kept keys and values are rounded to e4m3, with a scale for each token; "
+    "residual=0",
 }
 
 
@@ -31,7 +32,8 @@ def methods(as_json: AsJson = False) -> None:
     heads of a layer share its budget, chunk_kv keeps whole chunks, protect keeps both ends of the text, cake
     compares the layers, pyramid_kv gives more to lower layers, moments adds MomentKV's correction for the
     evicted tokens, and cam merges some of their values into later ones: snapkv+pyramid_kv+ada_kv,
-    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. A file of your own, path/to/file.py, composes in the same way.
+    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. A file of your own,
+    path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 
