@@ -360,6 +360,22 @@ def test_two_bits_groups_of_32_and_a_window_of_128_unless_told(impl):
     equal(values[:, :, 32:], states[:, :, 32:], "values of the window are others")
 
 
+@law("QC-6", of=KIVI, examples=1, case=long_cases(("normal",), lengths=(4097,), head_dims=(128, 256)))
+def test_a_long_text_is_quantised_group_by_group(impl, case):
+    """Thousands of tokens of up to 256 channels: each number is the nearest of its group, and the last ones
+    are exact.
+    """
+    keys, values = impl.rounded((case.keys, case.keys[..., ::-1]))
+    got_keys, got_values = impl.quantisation.kivi(keys, values)
+    old_keys, old_values = window_of(case.length, 128)
+    equal(got_keys[:, :, old_keys:], keys[:, :, old_keys:], "keys of the window are others")
+    equal(got_values[:, :, old_values:], values[:, :, old_values:], "values of the window are others")
+    if old_keys:
+        check_by_channel(impl, got_keys[:, :, :old_keys], keys[:, :, :old_keys], 2, 32)
+    if old_values:
+        check_by_token(impl, got_values[:, :, :old_values], values[:, :, :old_values], 2, 32)
+
+
 @law("QC-6", of=KIVI, kind="refusal")
 def test_a_window_that_groups_do_not_divide_is_refused(impl):
     """A window of 6 keys is no groups of 4; 6 channels are none either, even while all values are exact."""
