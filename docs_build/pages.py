@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import abstracts, facts, methods, sizes
+from docs_build import abstracts, facts, frontier, methods, sizes
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -173,6 +173,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
             f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata
         ],
         "fence": _fence,
+        "frontier": frontier.points,
         "heading": heading,
         "law_definition": law_definition,
         "law_links": lambda page, entry: [

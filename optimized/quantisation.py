@@ -175,8 +175,8 @@ def rotated(states: torch.Tensor, *, bits: int = 4, group_size: int = 32) -> tor
 def e4m3(numbers: torch.Tensor) -> torch.Tensor:
     r"""QC-10: the nearest numbers of e4m3: a sign, 4 bits of exponent, 3 of mantissa; of two the even one.
 
-    Returns [..., n] in the dtype of numbers, at most 448. Raises ValueError on a CPU for NaN or infinite
-    numbers.
+    Returns [..., n] in the dtype of numbers, at most 448.
+    Raises ValueError on a CPU for NaN or infinite numbers.
     """
     return _e4m3(numbers.to(working_dtype(numbers))).to(numbers.dtype)
 

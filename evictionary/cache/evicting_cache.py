@@ -359,19 +359,13 @@ class EvictingCache(Cache):
     def nbytes(self) -> int:
         """The bytes that the keys and values allocate: the sizes of their storages, each counted once.
 
-        Of a layer with a sliding window only its window counts, which may be a view of more.
-        """
-        return sizes.stored(self.layers)
-
-    @property
-    def nbytes_packed(self) -> int:
-        """The bytes of keys and values where quantised tokens (`+kivi`, `+hadamard`, `+fp8`) are packed codes
-        with their scales. The cache itself holds the numbers that the codes give back; without quantised
-        tokens this is `nbytes`.
+        Of a layer with a sliding window only its window counts, which may be a view of more. Quantised tokens
+        (`+kivi`, `+hadamard`, `+fp8`) count as packed codes with their scales; the cache holds the numbers
+        that the codes give back.
         """
         settings = self._session.settings
         is_quantised = settings.method is not None and settings.method.quantised
-        return sizes.packed(self.layers, settings) if is_quantised else self.nbytes
+        return sizes.packed(self.layers, settings) if is_quantised else sizes.stored(self.layers)
 
     @property
     def nbytes_full(self) -> int:

@@ -138,7 +138,7 @@ def run(
                 prefill(loaded, context_ids, cache, every if name != FULL else None)
                 read = time.perf_counter()
                 if name != FULL:
-                    before, after = cache.nbytes_full, cache.nbytes_packed
+                    before, after = cache.nbytes_full, cache.nbytes
                     more = _note(cache, chosen)
                 for index, (_, question_ids) in enumerate(asked):
                     now(f"{name}: answering question {index + 1} of {len(question)}")

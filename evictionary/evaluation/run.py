@@ -271,7 +271,7 @@ def measure(
             found = {
                 "tokens_kept": cache.tokens_kept,
                 "bytes_before": full.nbytes,
-                "bytes_after": cache.nbytes_packed,
+                "bytes_after": cache.nbytes,
             }
             with cache:
                 if method is not None:

@@ -362,8 +362,8 @@ def test_two_bits_groups_of_32_and_a_window_of_128_unless_told(impl):
 
 @law("QC-6", of=KIVI, examples=1, case=long_cases(("normal",), lengths=(4097,), head_dims=(128, 256)))
 def test_a_long_text_is_quantised_group_by_group(impl, case):
-    """Thousands of tokens of up to 256 channels: each number is the nearest of its group, and the last ones
-    are exact.
+    """Thousands of tokens of up to 256 channels: each number
+    is the nearest of its group, and the last ones are exact.
     """
     keys, values = impl.rounded((case.keys, case.keys[..., ::-1]))
     got_keys, got_values = impl.quantisation.kivi(keys, values)

@@ -28,7 +28,6 @@ PROMISED = {
     "nbytes",
     "nbytes_beside",
     "nbytes_full",
-    "nbytes_packed",
     "peak_tokens",
     "recorded",
     "tokens_kept",

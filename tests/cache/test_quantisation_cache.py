@@ -174,7 +174,7 @@ def test_a_file_and_a_copy_go_on_as_the_cache_does(tmp_path: Path, model: Any, m
         read_in(model, each, [1] * 7, IDS[:, 40:])
     for each in others:
         same(each, cache)
-        assert each.nbytes_packed == cache.nbytes_packed
+        assert each.nbytes == cache.nbytes
 
 
 # Bytes
@@ -191,13 +191,12 @@ def test_the_bytes_are_those_of_packed_codes(model: Any, scheme: str) -> None:
         if scheme == "kivi"
         else 2 * 2 * 2 * 60 * of_token[scheme]
     )
-    assert cache.nbytes_packed == wanted < cache.nbytes == cache.nbytes_full
+    assert cache.nbytes == wanted < cache.nbytes_full
 
 
-def test_without_quantised_tokens_the_bytes_are_those_of_the_cache(model: Any) -> None:
-    for method in ("keydiff", None):
-        cache = cached(model, IDS, method)
-        assert cache.nbytes_packed == cache.nbytes
+def test_a_window_as_long_as_the_text_has_the_bytes_of_the_full_cache(model: Any) -> None:
+    cache = cached(model, IDS, "keydiff+kivi", 0.0)
+    assert cache.nbytes == cache.nbytes_full == 2 * 2 * 2 * 60 * 8 * 4
 
 
 def test_a_group_of_keys_has_its_two_numbers_until_its_last_key_goes() -> None:
@@ -216,7 +215,7 @@ def test_a_group_of_keys_has_its_two_numbers_until_its_last_key_goes() -> None:
 def test_numbers_of_two_bytes_are_counted_as_such(dtype: torch.dtype) -> None:
     model = tiny_llama().to(dtype)
     cache = cached(model, IDS, "keydiff+hadamard", 0.0, {**SIZES, "residual": 0})
-    assert cache.nbytes_packed == 2 * 2 * 2 * 60 * (4 + 2 * 2 * dtype.itemsize)
+    assert cache.nbytes == 2 * 2 * 2 * 60 * (4 + 2 * 2 * dtype.itemsize)
     assert cache.layers[0].keys.dtype == dtype
 
 

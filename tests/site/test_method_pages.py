@@ -14,6 +14,7 @@ from docs_build import idea, methods, pages
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.methods import catalogue
 from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
+from evictionary.reference.quantisation import QUANTISERS
 from evictionary.reference.selection import top_k
 
 every_method = pytest.mark.parametrize("stem", methods.PAGES)
@@ -42,6 +43,27 @@ def test_a_page_has_every_section_a_picture_with_its_words_and_a_formula(stem: s
     formulas = re.findall(r"\[([A-Z\d]+-\S+) · ", first)
     assert formulas and {stem_of()[name] for name in formulas} <= {stem}
     assert all(entries()[name].requirement.tex for name in formulas)
+
+
+def test_the_page_of_quantised_caches_has_the_same_sections() -> None:
+    """Three additions share it, so it says by hand what the others' pages make."""
+    told = sections("quantisation")
+    assert tuple(told)[: len(methods.SECTIONS)] == methods.SECTIONS
+    assert all(len(told[name].split()) >= 15 for name in methods.SECTIONS)
+    first = told["What it does"]
+    assert html.unescape(idea.picture("quantisation").alt) in html.unescape(first)
+    says(first, *(f"- **`+{name}`** " for name in QUANTISERS))
+    formulas = re.findall(r"\[([A-Z\d]+-\S+) · ", first)
+    assert formulas and {stem_of()[name] for name in formulas} == {"quantisation"}
+
+
+def test_the_picture_of_quantised_caches_has_four_numbers_in_a_group_and_an_exact_window() -> None:
+    (before, after) = np.array(bars("quantisation")).reshape(2, idea.TOKENS)
+    np.testing.assert_array_equal(before[8:], after[8:])
+    for start in (0, 4):
+        group = before[start : start + 4]
+        levels = np.linspace(group.min(), group.max(), 4)
+        assert all(np.abs(levels - number).min() < 0.01 for number in after[start : start + 4])
 
 
 def test_a_page_that_leaves_sections_out_has_them_all() -> None:
