@@ -41,20 +41,9 @@ def points() -> tuple[Point, ...]:
     """All of them, from the most bytes to the least, and beside equal bytes from the least cost."""
     lines = list(read(MEASURED, run.Plan.identify).values())
     full = {(line["task"], line["seed"]): line for line in lines if line["method"] == "full"}
-    by_point = grouped(
-        ((line["method"], line["options"].get("bits"), line["ratio"]), line)
-        for line in lines
-        if line["method"] != "full"
-    )
+    by_point = grouped(((line["method"], line["options"].get("bits"), line["ratio"]), line) for line in lines)
     found = [_point(*key, each, full) for key, each in by_point.items()]
     return tuple(sorted(found, key=lambda point: (-round(point.share, 2), point.cost)))
-
-
-def full_right() -> tuple[int, int]:
-    """The numbers that the full cache finds, and of how many."""
-    lines = read(MEASURED, run.Plan.identify).values()
-    found = [line["exact"] for line in lines if (line["method"], line["task"]) == ("full", FOUND)]
-    return int(sum(found)), len(found)
 
 
 def _point(

@@ -147,7 +147,7 @@ def test_a_group_of_equal_numbers_comes_back_as_it_was(impl, seed, bits):
 @law("QC-3", of=(PACK, UNPACK), seed=seeds(), bits=st.sampled_from([2, 1, 4, 8]), length=st.integers(1, 33))
 def test_codes_come_out_as_they_went_in(impl, seed, bits, length):
     """Packed codes that are unpacked are the same codes, whether their number fills the bytes or not."""
-    codes = np.random.default_rng(seed).integers(0, 2**bits, size=(2, 3, length))
+    codes = np.random.default_rng(seed).integers(0, 2**bits, size=(8, 16, length))
     packed = impl.quantisation.pack(codes, bits=bits)
     equal(impl.quantisation.unpack(packed, length, bits=bits), codes, "other codes come out")
 
@@ -218,6 +218,15 @@ def test_keys_share_a_scale_along_the_tokens_of_a_channel(impl, case, bits, grou
     keys = impl.round(case.keys)
     got = impl.quantisation.by_channel(keys, bits=bits, group_size=group_size)
     check_by_channel(impl, got, keys, bits, group_size)
+
+
+@law("QC-5", of=BY_CHANNEL, examples=1, case=long_cases(("normal",), lengths=(1024,), head_dims=(128, 256)))
+def test_keys_of_a_long_text_share_a_scale_along_the_tokens(impl, case):
+    """A thousand tokens of 16 heads in groups of 64 and of 128, as papers and public code have them."""
+    keys = impl.round(np.concatenate([case.keys[:, :1]] * 16, axis=1))
+    for group_size in (64, 128):
+        got = impl.quantisation.by_channel(keys, bits=2, group_size=group_size)
+        check_by_channel(impl, got, keys, 2, group_size)
 
 
 def check_apart(impl, path, states, bits, changed):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tools import says
 
-from docs_build import idea, methods, pages
+from docs_build import frontier, idea, methods, pages
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.methods import catalogue
 from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
@@ -55,6 +55,33 @@ def test_the_page_of_quantised_caches_has_the_same_sections() -> None:
     says(first, *(f"- **`+{name}`** " for name in QUANTISERS))
     formulas = re.findall(r"\[([A-Z\d]+-\S+) · ", first)
     assert formulas and {stem_of()[name] for name in formulas} == {"quantisation"}
+
+
+def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
+    """Costs in nats of what its sentences compare, and the bytes beside them."""
+    found = {(one.method, one.bits, one.ratio): one for one in frontier.points()}
+    kivi, hadamard, alone = (f"keydiff+ada_kv{name}" for name in ("+kivi", "+hadamard", ""))
+
+    def cost(*key: object) -> str:
+        return f"{found[key].cost:.2f}"  # type: ignore[index]
+
+    def evicting(ratio: float) -> str:
+        least = min(one.cost for one in found.values() if one.ratio == ratio and not one.bits)
+        return f"eviction alone {least:.2f} or more"
+
+    says(
+        page("quantisation"),
+        f"four bits of every token cost {cost(kivi, 4, 0)} nats (`+kivi`), and {evicting(0.67)}.",
+        f"needs as many bytes and costs {cost(hadamard, 4, 0)}.",
+        f"two bits of every token cost {cost(kivi, 2, 0)} nats, and {evicting(0.8)}.",
+        f"four bits of the others cost {cost(kivi, 4, 0.67)}; at a tenth, {evicting(0.9)}.",
+        f"{cost(kivi, 4, 0.8)} nats with them and {cost(alone, None, 0.8)} without where four fifths",
+        f"on {found[kivi, 4, 0].texts} neighbouring windows",
+    )
+    shares = [round(found[key].share, 2) for key in ((kivi, 4, 0), (kivi, 2, 0), (kivi, 4, 0.67))]
+    assert shares == [0.33, 0.21, 0.12] and found[alone, None, 0.9].share == pytest.approx(0.1, abs=0.01)
+    assert found[kivi, 4, 0.8].share < found[alone, None, 0.8].share / 2
+    assert {one.texts for one in found.values()} == {16} and len({one.asked for one in found.values()}) == 1
 
 
 def test_the_picture_of_quantised_caches_has_four_numbers_in_a_group_and_an_exact_window() -> None:
