@@ -28,6 +28,7 @@ from evictionary.reference import (
     protect,
     pyramid_kv,
     q_filters,
+    quantisation,
     quest,
     snapkv,
     triattention,
@@ -598,6 +599,17 @@ def _of_protect() -> Picture:
     return Picture(rows, "Both ends stay, whatever they score", _below([], ["first 1", "last 2"]))
 
 
+def _of_quantisation() -> Picture:
+    channel, sizes = KEYS[:, :1], {"bits": 2, "group_size": 4}
+    found = quantisation.by_channel(channel[:8], **sizes)
+    rows = [
+        bars("keys, first channel", channel[:, 0]),
+        bars("the same in two bits, with a window of four", np.concatenate([found, channel[8:]])[:, 0]),
+    ]
+    said = "Four tokens in a row share four numbers, and the last four tokens are exact"
+    return Picture(rows, said, _below([], ["bits 2", "group size 4", "residual 4"]))
+
+
 def _of_pyramid_kv() -> Picture:
     window = SETTINGS["window_size"]
     budgets = pyramid_kv.budgets(BUDGET, LAYERS, length=TOKENS, window_size=window)
@@ -614,4 +626,5 @@ ADDITIONS: dict[str, Callable[[], Picture]] = {
     "chunk_kv": _of_chunk_kv,
     "protect": _of_protect,
     "pyramid_kv": _of_pyramid_kv,
+    "quantisation": _of_quantisation,
 }

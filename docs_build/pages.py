@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from markdown.extensions.toc import slugify
 
-from docs_build import abstracts, api, facts, figures, methods, moving, sizes, steps, symbols
+from docs_build import abstracts, api, facts, figures, frontier, methods, moving, sizes, steps, symbols
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -176,6 +176,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
             f"[{escaped(title)}]({relative(page, 'errata.md')}#{anchor})" for title, anchor in entry.errata
         ],
         "fence": _fence,
+        "frontier": frontier.points,
         "heading": heading,
         "law_definition": law_definition,
         "law_links": lambda page, entry: [

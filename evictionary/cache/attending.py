@@ -29,7 +29,8 @@ class Attending:
         self.settings = settings
         policies, method = settings.policies, settings.method
         is_plain = all(softmax.sinks is None for softmax in settings.softmaxes.values())
-        stepping = policies if is_plain else ()  # a step knows no sink
+        is_exact = method is None or not method.quantised
+        stepping = policies if is_plain and is_exact else ()  # a step knows no sink, and quantises nothing
         self.step = _first(policy.stepping(method) for policy in stepping)
         self.step_in_heads = _first(policy.stepping_in_heads(method) for policy in stepping)
         self._of_chosen = _first(policy.attending(method) for policy in policies)

@@ -135,6 +135,7 @@ class Compressor:
                 kept[row, :, -count:] = method.chosen(of_row, method.amount(count, wanted), wanted, row)
             now = step if index == asked.layer_index else self._opened(one._replace(note=None))
             _skip(now)
+            now.is_final = len(self.stages) == len(self.settings.places)
             positions, filled = _gather(one.layer, now)
             yield _summed_up(one.layer, now, kept.gather(2, positions.long()) & filled)
         if len(self.stages) == len(self.settings.places):
@@ -163,6 +164,8 @@ class Compressor:
     def _keeps_all(self, asked: Asked, step: Compression) -> bool:
         """Whether the numbers of tokens alone say that nothing of a full layer is evicted."""
         layer, method = asked.layer, step.method
+        if method.quantised:
+            return False
         for policy in method.policies:
             said = policy.keeps_all(method, step.options, step.state, layer.stored)
             if said is not None:

@@ -431,9 +431,13 @@ class EvictingCache(Cache):
     def nbytes(self) -> int:
         """The bytes that the keys and values allocate: the sizes of their storages, each counted once.
 
-        Of a layer with a sliding window only its window counts, which may be a view of more.
+        Of a layer with a sliding window only its window counts, which may be a view of more. Quantised tokens
+        (`+kivi`, `+hadamard`, `+fp8`) count as packed codes with their scales; the cache holds the numbers
+        that the codes give back.
         """
-        return sizes.stored(self.layers)
+        settings = self._session.settings
+        is_quantised = settings.method is not None and settings.method.quantised
+        return sizes.packed(self.layers, settings) if is_quantised else sizes.stored(self.layers)
 
     @property
     def nbytes_full(self) -> int:

@@ -21,6 +21,7 @@ from evictionary.methods.method import Method, Request
 from evictionary.models.queries import softmax_of
 from evictionary.optimized.softmax import PLAIN, Softmax
 from evictionary.policies import Policy
+from evictionary.policies.quantisation import require_fitting
 
 CAPTURED = frozenset(CAPTURED_FOR.values())
 """The states that the model does not hand to a cache; the cache captures them if a method names them."""
@@ -150,6 +151,8 @@ def settled(
         tuple(index for index, layer in enumerate(layers) if isinstance(layer, EvictingLayer)),
         {index: softmax_of(module, model) for index, module in attention_modules(model).items()},
     )
+    if found and found.quantised:
+        require_fitting(found.quantised, settings.all_options)
     require(
         not settings.reads_twice or all(type(layer) is EvictingLayer for layer in layers),
         "model: got layers with a sliding window or a recurrent state, wanted full attention alone in all to "

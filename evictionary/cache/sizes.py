@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from evictionary.cache.layers import EvictingLayer, evicting, recurrent
+from evictionary.cache.settings import Settings
 
 
 def stored(layers: list[Any]) -> int:
@@ -16,6 +17,20 @@ def stored(layers: list[Any]) -> int:
     windows = [state for layer in layers if not isinstance(layer, EvictingLayer) for state in _states(layer)]
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in states}
     return sum(storages.values()) + sum(state.nbytes for state in windows)
+
+
+def packed(layers: list[Any], settings: Settings) -> int:
+    """The bytes that the stored tokens take where quantised ones are packed codes, without room for more."""
+    windows = [state for layer in layers if not isinstance(layer, EvictingLayer) for state in _states(layer)]
+    total = sum(state.nbytes for state in windows)
+    for layer in evicting(layers):
+        if layer.keys is not None and layer.values is not None:
+            numbers = int(layer.lengths.sum()) * (layer.keys.shape[-1] + layer.values.shape[-1])
+            total += numbers * layer.keys.element_size()
+            for policy in settings.policies:
+                options = settings.all_options
+                total -= policy.saved(settings.method, options, layer.state, layer.keys, layer.values)
+    return total
 
 
 def full(layers: list[Any]) -> int:

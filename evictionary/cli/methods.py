@@ -14,6 +14,12 @@ ADDITIONS = {
     "last=32; prompt=False",
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
     "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
+    "kivi": "for any method: kept keys are quantised by channel, values by token; bits=2; group_size=32; "
+    "residual=128",
+    "hadamard": "for any method: kept keys and values are rotated and quantised; bits=4; group_size=32; "
+    "residual=0",
+    "fp8": "for any method: kept keys and values are rounded to e4m3, with a scale for each token; "
+    "residual=0",
 }
 
 
@@ -31,7 +37,8 @@ def methods(as_json: AsJson = False) -> None:
     heads of a layer share its budget, chunk_kv keeps whole chunks, protect keeps both ends of the text, cake
     compares the layers, pyramid_kv gives more to lower layers, moments adds MomentKV's correction for the
     evicted tokens, and cam merges some of their values into later ones: snapkv+pyramid_kv+ada_kv,
-    keydiff+moments, h2o+cam. A file of your own, path/to/file.py, composes in the same way.
+    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. A file of your own,
+    path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 
@@ -46,6 +53,6 @@ def methods(as_json: AsJson = False) -> None:
         table.add_row(f"[bold]+{name}[/]", meaning)
     composing = (
         "\nMethods compose: a method, then allocators, then moments or cam: snapkv+pyramid_kv+ada_kv, "
-        "keydiff+moments or h2o+cam."
+        "keydiff+moments or h2o+cam. kivi, hadamard or fp8 may follow: keydiff+kivi."
     )
     show(as_json, found, [table, composing])

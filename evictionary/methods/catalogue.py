@@ -17,6 +17,7 @@ from typing import Any
 
 from evictionary import reference
 from evictionary.errors import did_you_mean, require, require_known
+from evictionary.reference.quantisation import QUANTISERS
 from evictionary.source import first_paragraph
 
 # The options that count tokens which stay whatever their scores.
@@ -194,6 +195,13 @@ def protect_options() -> dict[str, Any]:
     return split_signature(modules()[PROTECT].choose)[1] | {"prompt": False}
 
 
+def quantiser_options(name: str) -> dict[str, Any]:
+    """The options of an addition that quantises: those of its function, and `residual`, the tokens of the
+    exact window, by default none.
+    """
+    return {"residual": 0} | split_signature(getattr(modules()["quantisation"], QUANTISERS[name]))[1]
+
+
 def parts(method: str) -> tuple[str, list[str]]:
     """What a composition begins with, a name or the path of a file, and its additions, by their names alone.
 
@@ -201,7 +209,7 @@ def parts(method: str) -> tuple[str, list[str]]:
     """
     found = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, composed = (found[1], found[2].split("+")[1:]) if found else (method, [])
-    wanted = [*additions(), MOMENTS]
+    wanted = [*additions(), MOMENTS, *QUANTISERS]
     path, _ = file_of(base)
     require(
         base not in wanted,

@@ -90,6 +90,7 @@ class Method:
         choose: Keeps tokens of a head by their scores: the highest, whole chunks, or both ends first.
         corrected: Whether the moments of the evicted tokens correct the attention.
         merge: Gives the values of evicted tokens to kept ones.
+        quantised: What quantises the kept tokens.
     """
 
     name: str
@@ -106,6 +107,7 @@ class Method:
     choose: Callable[..., torch.Tensor] = selection.top_k
     corrected: bool = False
     merge: "Method | None" = None
+    quantised: str = ""
 
     @property
     def is_select(self) -> bool:

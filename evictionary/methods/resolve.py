@@ -14,6 +14,7 @@ from evictionary.methods import catalogue
 from evictionary.methods.calling import describe_exception
 from evictionary.methods.method import Method
 from evictionary.optimized import selection
+from evictionary.reference.quantisation import QUANTISERS
 from evictionary.source import import_file
 
 MOMENTS = catalogue.MOMENTS
@@ -50,6 +51,8 @@ def resolve(method: str) -> Method:
 
 
 def _compose(method: Method, addition: str) -> Method:
+    if addition in QUANTISERS:
+        return _quantised(method, addition)
     module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
     makes_up = merges or addition == MOMENTS
@@ -70,6 +73,11 @@ def _compose(method: Method, addition: str) -> Method:
     )
     if addition == MOMENTS:
         return replace(method, corrected=True)
+    require(
+        not (merges and method.quantised),
+        f"method: got {addition!r} after {method.quantised}, but it gives kept tokens other values, which "
+        "are quantised already; wanted one of them",
+    )
     if merges:
         return replace(method, merge=_from_module(module, addition, "merge_values"))
     require(
@@ -101,6 +109,37 @@ def _compose(method: Method, addition: str) -> Method:
     return replace(method, choose=module.choose, options=method.options | options)
 
 
+def _quantised(method: Method, addition: str) -> Method:
+    """The method with quantised keys and values. Raises UsageError where they cannot be."""
+    require(
+        not method.quantised,
+        f"method: got {addition!r} after {method.quantised}, wanted one of them",
+    )
+    require(
+        not method.is_per_query,
+        f"method: {method.name} evicts nothing, and reads keys by a summary of their pages, which {addition} "
+        "would change; wanted it alone",
+    )
+    require(
+        method.merge is None and not any(policy.stands_for_evicted for policy in method.policies),
+        f"method: {method.name} gives kept tokens other values, which {addition} would not quantise; wanted "
+        "it alone",
+    )
+    options = catalogue.quantiser_options(addition)
+    _require_other_options(method, addition, options)
+    return replace(method, quantised=addition, options=method.options | options)
+
+
+def _require_other_options(method: Method, addition: str, options: dict[str, Any]) -> None:
+    """Raise UsageError for an option that a method and an addition both have."""
+    twice = sorted(method.options.keys() & options.keys())
+    require(
+        not twice,
+        f"method: {method.name} has an option {', '.join(twice)}, which {addition} has too; wanted another "
+        "name for it",
+    )
+
+
 def _require_protectable(method: Method) -> None:
     """Raise UsageError for a method that chooses its tokens itself, and say what it keeps."""
     chooses = (method.is_select and "own_budget" not in method.traits) or method.prompt_function is not None
@@ -112,12 +151,7 @@ def _require_protectable(method: Method) -> None:
         f"method: {method.name} chooses its tokens itself and keeps {kept}, but {catalogue.PROTECT} chooses "
         f"them by scores; wanted {own}a scorer first",
     )
-    twice = sorted(method.options.keys() & catalogue.protect_options().keys())
-    require(
-        not twice,
-        f"method: {method.name} has an option {', '.join(twice)}, which {catalogue.PROTECT} has too; wanted "
-        "another name for it",
-    )
+    _require_other_options(method, catalogue.PROTECT, catalogue.protect_options())
 
 
 def _resolve_one(method: str) -> Method:

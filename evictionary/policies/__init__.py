@@ -43,7 +43,8 @@ class Compression:
     keys [B, H_kv, N, D] and values [B, H_kv, N, D_v] are those of the layer; filled [B, H_kv, N] is False
     where there is no token, None for a token everywhere; options are the method's own, with their defaults;
     ratio is the fraction to remove, every the tokens between compressions, new those since the last one; note
-    is what the policy's own attention of the prompt left.
+    is what the policy's own attention of the prompt left; is_final is False where layers share a budget, and
+    this one will shrink again.
     """
 
     method: Any
@@ -55,6 +56,7 @@ class Compression:
     filled: torch.Tensor | None = None
     new: int = 0
     note: Any = None
+    is_final: bool = True
     state: State = field(default_factory=dict)
     compressed: CompressedCache | None = None
 
@@ -146,6 +148,12 @@ class Policy:
 
     def evicted(self, compression: Compression, kept: torch.Tensor) -> None:
         """Change a compression by what follows from the kept mask [B, H_kv, N]."""
+
+    def saved(
+        self, method: Any, options: Mapping[str, Any], state: State, keys: torch.Tensor, values: torch.Tensor
+    ) -> int:
+        """The bytes that a layer of these keys [B, H_kv, n, D] and values would take less in packed codes."""
+        return 0
 
     def most(self, method: Any, options: Mapping[str, Any], length: int, amount: int, removed: float) -> int:
         """The tokens of a prompt of `length` that may stay in a head where `amount` were asked for."""

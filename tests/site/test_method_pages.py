@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from tools import says
 
-from docs_build import idea, methods, pages
+from docs_build import frontier, idea, methods, pages
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.methods import catalogue
 from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
+from evictionary.reference.quantisation import QUANTISERS
 from evictionary.reference.selection import top_k
 
 every_method = pytest.mark.parametrize("stem", methods.PAGES)
@@ -42,6 +43,54 @@ def test_a_page_has_every_section_a_picture_with_its_words_and_a_formula(stem: s
     formulas = re.findall(r"\[([A-Z\d]+-\S+) · ", first)
     assert formulas and {stem_of()[name] for name in formulas} <= {stem}
     assert all(entries()[name].requirement.tex for name in formulas)
+
+
+def test_the_page_of_quantised_caches_has_the_same_sections() -> None:
+    """Three additions share it, so it says by hand what the others' pages make."""
+    told = sections("quantisation")
+    assert tuple(told)[: len(methods.SECTIONS)] == methods.SECTIONS
+    assert all(len(told[name].split()) >= 15 for name in methods.SECTIONS)
+    first = told["What it does"]
+    assert html.unescape(idea.picture("quantisation").alt) in html.unescape(first)
+    says(first, *(f"- **`+{name}`** " for name in QUANTISERS))
+    formulas = re.findall(r"\[([A-Z\d]+-\S+) · ", first)
+    assert formulas and {stem_of()[name] for name in formulas} == {"quantisation"}
+
+
+def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
+    """Costs in nats of what its sentences compare, and the bytes beside them."""
+    found = {(one.method, one.bits, one.ratio): one for one in frontier.points()}
+    kivi, hadamard, alone = (f"keydiff+ada_kv{name}" for name in ("+kivi", "+hadamard", ""))
+
+    def cost(*key: object) -> str:
+        return f"{found[key].cost:.2f}"  # type: ignore[index]
+
+    def evicting(ratio: float) -> str:
+        least = min(one.cost for one in found.values() if one.ratio == ratio and not one.bits)
+        return f"eviction alone {least:.2f} or more"
+
+    says(
+        page("quantisation"),
+        f"four bits of every token cost {cost(kivi, 4, 0)} nats (`+kivi`), and {evicting(0.67)}.",
+        f"needs as many bytes and costs {cost(hadamard, 4, 0)}.",
+        f"two bits of every token cost {cost(kivi, 2, 0)} nats, and {evicting(0.8)}.",
+        f"four bits of the others cost {cost(kivi, 4, 0.67)}; at a tenth, {evicting(0.9)}.",
+        f"{cost(kivi, 4, 0.8)} nats with them and {cost(alone, None, 0.8)} without where four fifths",
+        f"on {found[kivi, 4, 0].texts} neighbouring windows",
+    )
+    shares = [round(found[key].share, 2) for key in ((kivi, 4, 0), (kivi, 2, 0), (kivi, 4, 0.67))]
+    assert shares == [0.33, 0.21, 0.12] and found[alone, None, 0.9].share == pytest.approx(0.1, abs=0.01)
+    assert found[kivi, 4, 0.8].share < found[alone, None, 0.8].share / 2
+    assert {one.texts for one in found.values()} == {16} and len({one.asked for one in found.values()}) == 1
+
+
+def test_the_picture_of_quantised_caches_has_four_numbers_in_a_group_and_an_exact_window() -> None:
+    (before, after) = np.array(bars("quantisation")).reshape(2, idea.TOKENS)
+    np.testing.assert_array_equal(before[8:], after[8:])
+    for start in (0, 4):
+        group = before[start : start + 4]
+        levels = np.linspace(group.min(), group.max(), 4)
+        assert all(np.abs(levels - number).min() < 0.01 for number in after[start : start + 4])
 
 
 def test_a_page_that_leaves_sections_out_has_them_all() -> None:
