@@ -5,6 +5,7 @@ they add generated pages and fill in markers and links.
 import json
 import logging
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from mkdocs.structure.files import File, Files
 
 from docs_build import charts, figures, pages
 from docs_build.entries import ROOT
-from tutorials.build import LessonError, built, is_built, lessons
+from tutorials.build import LessonError, built, heading, is_built, lessons, moved
 
 # Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
 WIDE = {
@@ -130,11 +131,31 @@ def boost(address: str, title: str) -> float:
     return next((factor for pattern, factor in BOOSTS.items() if re.match(pattern, hit)), 1)
 
 
+def keep_addresses(folder: Path) -> None:
+    """Write a page and a notebook at each earlier address of a lesson, in the site's folder of lessons.
+
+    The page leads to the lesson, and to the same place in it. The notebook is that of the lesson.
+    """
+    for name, lesson in moved().items():
+        page, title = f"{lesson.stem}.html", heading(lesson)
+        lines = (
+            '<!doctype html><html lang="en"><meta charset="utf-8">',
+            f'<title>{title}</title><link rel="canonical" href="{page}">',
+            f'<script>location.replace("{page}" + location.hash)</script>',
+            f'<noscript><meta http-equiv="refresh" content="0; url={page}"></noscript>',
+            f'<p>This lesson has another number now: <a href="{page}">{title}</a>.</p></html>',
+        )
+        (folder / f"{name}.html").write_text("\n".join(lines), encoding="utf-8")
+        shutil.copyfile(folder / f"{lesson.stem}.ipynb", folder / f"{name}.ipynb")
+
+
 def on_post_build(config: MkDocsConfig) -> None:
-    """Tell the search how much each section counts. Leave out what no reader needs: source maps, the search's
-    other languages, and the page for web servers, which does not open from a folder.
+    """Keep earlier addresses. Tell the search how much each section counts. Leave out what no reader
+    needs: source maps, the search's other languages, and the page for web servers, which does not open from
+    a folder.
     """
     site = Path(config.site_dir)
+    keep_addresses(site / "lessons")
     index = site / "search" / "search_index.json"
     content = json.loads(index.read_text(encoding="utf-8"))
     for section in content["docs"]:
