@@ -2,9 +2,7 @@
 with progress; finished grades are not computed again.
 """
 
-import csv
 import hashlib
-import io
 import multiprocessing
 import os
 import re
@@ -380,36 +378,6 @@ def _alike(student: str) -> str:
     the ways to write an accent: one folder to some systems.
     """
     return "".join(unicodedata.normalize("NFKC", student).casefold().split())
-
-
-def gradebook(grades: Sequence[dict[str, Any]]) -> str:
-    """The table that a course's platform imports: a line for each student with the id, the points and what
-    became of each step.
-    """
-    content = io.StringIO()
-    rows = csv.writer(content, lineterminator="\n")
-    rows.writerow(("id", "points", "of", "comment"))
-    for grade in sorted(grades, key=lambda one: str(one["student"])):
-        lost = [
-            f"{line['name']}: {line['verdict']}, {line['reason']}"
-            for line in grade["lines"]
-            if line["verdict"] != "passed"
-        ]
-        comment = grade["error"] or "; ".join(lost) or "full marks"
-        rows.writerow(
-            (
-                _no_formula(grade["student"]),
-                grade["score"],
-                grade["max_score"],
-                _no_formula(" ".join(comment.split())),
-            )
-        )
-    return content.getvalue()
-
-
-def _no_formula(text: str) -> str:
-    """A text that a spreadsheet shows, where it would compute it."""
-    return f"'{text}" if text.lstrip()[:1] in tuple("=+-@|%") else text
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """The commands `evictionary start`, `check`, `submit`, `grade` and `gradebook`."""
 
-import csv
 import itertools
 import json
 import math
@@ -34,6 +33,7 @@ from evictionary.progress import doing
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
     from evictionary.classroom.classes import Order
+    from evictionary.classroom.gradebook import Rules
     from evictionary.classroom.judgement import Judgement
     from evictionary.classroom.submissions import Handed
 
@@ -372,7 +372,13 @@ def grade(
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
-        from evictionary.classroom import child, classes, formats as written, submissions
+        from evictionary.classroom import (
+            child,
+            classes,
+            formats as written,
+            gradebook as gradebooks,
+            submissions,
+        )
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import GRADE_EXAMPLES
 
@@ -387,7 +393,7 @@ def grade(
         require(submission or try_it or zero, f"submission: got none, wanted {submissions.KINDS}")
         alone = zero is None or (student is not None and not (submission or try_it or law))
         require(alone, "--zero: wanted it with a --student, and with no submission, --try or --law")
-        ids = _roster(roster) if roster else frozenset[str]()
+        ids = frozenset(gradebooks.read_roster(roster) if roster else ())
         left_out: list[Path] = []
         found: dict[str, Handed] = {}
         if student is not None:
@@ -457,36 +463,91 @@ def _graded(
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
-@app.command(epilog="Example: [bold]evictionary gradebook grades[/]")
+@app.command(epilog="Example: [bold]evictionary gradebook grades --roster roster.csv[/]")
 def gradebook(
     grades: Annotated[
         Path,
         typer.Argument(help="The folder that `evictionary grade` wrote, with a folder for each student."),
     ],
+    roster: Annotated[
+        Path | None,
+        typer.Option(
+            help="The ids of the course, one in the first column of each line: who has no grade has 0."
+        ),
+    ] = None,
+    days_late: Annotated[
+        Path | None, typer.Option(help="How late each was: a table with the columns id and days.")
+    ] = None,
+    free_days: Annotated[int, whole_number("How many late days cost nothing.")] = 0,
+    percent_a_day: Annotated[
+        float, typer.Option(help="How many percent of the points each further late day costs.")
+    ] = 10,
+    overrides: Annotated[
+        Path | None,
+        typer.Option(
+            help="Points that a second grader has set: a table with the columns id, points, reason and by."
+        ),
+    ] = None,
+    canvas: Annotated[
+        Path | None,
+        typer.Option(help="An export of Canvas's gradebook; canvas.csv, which it imports, is written too."),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(help="The name of Canvas's column, with its number; the assignment's title by default."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and
     summary.json. Runs no code.
     """
     with exit_codes(), doing("reading the grades"):
-        from evictionary.classroom import classes
+        from evictionary.classroom import classes, formats, gradebook as gradebooks
 
-        result = _sum_up(classes.written(grades), grades, [], [], 0)
+        require(free_days >= 0, f"--free-days: got {free_days}, wanted 0 or more")
+        require(0 <= percent_a_day <= 100, f"--percent-a-day: got {percent_a_day:g}, wanted 0 to 100")
+        found = classes.written(grades)
+        rules = gradebooks.Rules(
+            gradebooks.read_roster(roster) if roster else (),
+            gradebooks.read_days_late(days_late) if days_late else {},
+            free_days,
+            percent_a_day,
+            gradebooks.read_overrides(overrides) if overrides else {},
+        )
+        result = _sum_up(found, grades, [], [], 0, rules)
+        if canvas:
+            with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
+                export = canvas.read_text(encoding="utf-8-sig")
+            table, lacking = gradebooks.canvas(
+                gradebooks.rows(found, rules), export, column or found[0]["title"]
+            )
+            result["not_in_canvas"] = lacking
+            with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
+                formats.put(grades / "canvas.csv", table)
     show(as_json, result, _class(result, grades))
 
 
 def _sum_up(
-    grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float
+    grades: list[dict[str, Any]],
+    output: Path,
+    missing: list[str],
+    left_out: list[str],
+    seconds: float,
+    rules: "Rules | None" = None,
 ) -> dict[str, Any]:
     """Write what the grades of a class come to; returns the summary."""
-    from evictionary.classroom import classes, formats, submissions
+    from evictionary.classroom import classes, formats, gradebook, submissions
 
     result = classes.summary(grades)
     walls = sorted({*result["walls_missing"], *missing})
     result |= {"left_out": left_out, "walls_missing": walls, "seconds": round(seconds, 1)}
+    rows = gradebook.rows(grades, rules)
+    result["nothing_handed_in"] = [row.id for row in rows if row.comment.endswith(gradebook.NOTHING)]
+    roster = set(rules.roster if rules else ())
+    result["not_on_roster"] = [row.id for row in rows if roster and row.id not in roster]
     with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         formats.put(output / submissions.SUMMARY, json.dumps(result, indent=1) + "\n")
-        formats.put(output / submissions.GRADEBOOK, classes.gradebook(grades))
+        formats.put(output / submissions.GRADEBOOK, gradebook.table(rows))
     return result
 
 
@@ -498,16 +559,6 @@ def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
     yield Text(f"{name}: {judged.score} points, wanted {wanted}", "green" if is_right else "red")
     for line in judged.lines if not is_right else []:
         yield Text(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}")
-
-
-def _roster(path: Path) -> frozenset[str]:
-    with usage(
-        f"--roster: got {path}, wanted a text file with one id in each line", OSError, ValueError, csv.Error
-    ):
-        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
-    ids = frozenset(row[0].strip() for row in rows if row and row[0].strip())
-    require(ids, f"--roster: got {path} without an id, wanted one in each line")
-    return ids
 
 
 def _of_one(paths: list[Path]) -> Path:
@@ -566,6 +617,9 @@ def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
         "Names that differ only in capitals, spaces or accents: {}": _few(
             [repr(name) for name in result["alike"]]
         ),
+        "Handed in nothing: {}": _few(result["nothing_handed_in"]),
+        "Not on the roster: {}": _few(result["not_on_roster"]),
+        "Not in the export of Canvas: {}": _few(result.get("not_in_canvas", [])),
         "{}": "\n".join(notes[:MOST_SHOWN]),
         "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
         "Walls missing here: {}. The page on isolation says what is open then.": missing,

@@ -1,0 +1,136 @@
+"""What a course makes of the grades: the roster, late days, overrides, the table of Canvas, similar files."""
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tools import as_json, failed, printed, saved, says
+from tools.grader import text_of
+
+from evictionary.classroom import assignment as assignments, formats
+from evictionary.classroom.judgement import empty
+
+
+def a_class(folder: Path, points: dict[str, int]) -> Path:
+    """A folder of grades: each student has so many of 100 points, and lost the others in the first step."""
+    for student, score in points.items():
+        judged = empty(assignments.load("keydiff")).as_json()
+        for line in judged["lines"]:
+            line["verdict"], line["points"] = "passed", line["max_points"]
+        if score < 100:
+            judged["lines"][0] |= {"verdict": "failed", "reason": "mu is the mean", "points": 0}
+        grade: dict[str, Any] = {
+            "schema": formats.SCHEMA,
+            "suite": "0.1.0",
+            "assignment": "keydiff",
+            "seed_id": "0" * 16,
+            "examples": 25,
+            "constants": {},
+            "personal_id": student,
+            "assignment_sha256": "0" * 64,
+            "title": "KeyDiff by hand",
+            "student": student,
+            "file": f"{student}.py",
+            "source_sha256": "0" * 64,
+            "graded_at": formats.now(),
+            **judged,
+            "score": score,
+        }
+        formats.write(grade, folder / student, [])
+    return folder
+
+
+def book(folder: Path, name: str = "gradebook.csv") -> dict[str, dict[str, str]]:
+    return {row["id"]: row for row in csv.DictReader(io.StringIO(text_of(folder / name)))}
+
+
+@pytest.fixture
+def grades(tmp_path: Path) -> Path:
+    return a_class(tmp_path / "grades", {"ada": 100, "bob": 80, "eve": 50})
+
+
+def test_who_handed_in_nothing_has_a_line_and_a_stranger_is_named(grades: Path, tmp_path: Path) -> None:
+    roster = saved(tmp_path / "roster.csv", "ada,Ada\nbob,Bob\nkim,Kim\n\n")
+    result = as_json("gradebook", grades, "--roster", roster)
+    assert (result["nothing_handed_in"], result["not_on_roster"]) == (["kim"], ["eve"])
+    assert [*book(grades)] == ["ada", "bob", "eve", "kim"]
+    assert book(grades)["kim"] == {
+        "id": "kim",
+        "points": "0",
+        "of": "100",
+        "comment": "nothing was handed in",
+    }
+    says(printed("gradebook", grades, "--roster", roster), "Handed in nothing: kim", "Not on the roster: eve")
+
+
+def test_late_days_cost_what_the_course_says(grades: Path, tmp_path: Path) -> None:
+    late = saved(tmp_path / "late.csv", "id,days\nada,1\nbob,3\neve,40\n")
+    as_json("gradebook", grades, "--days-late", late, "--free-days", 2, "--percent-a-day", 12.5)
+    assert {name: row["points"] for name, row in book(grades).items()} == {
+        "ada": "100",
+        "bob": "70",
+        "eve": "0",
+    }
+    says(
+        book(grades)["bob"]["comment"],
+        "3 days late, 2 free: 12.5 % of 80 lost; anchor: failed, mu is the mean",
+    )
+    # the grade itself is what the file is worth
+    assert formats.read(grades / "bob" / formats.GRADE)["score"] == 80
+
+
+def test_a_second_grader_has_the_last_word_with_a_reason_and_a_name(grades: Path, tmp_path: Path) -> None:
+    late = saved(tmp_path / "late.csv", "days,id\n5,eve\n")
+    lines = 'id,points,reason,by\neve,72.5,"right, by another sign",kim\n'
+    overrides = saved(tmp_path / "overrides.csv", lines)
+    as_json("gradebook", grades, "--days-late", late, "--overrides", overrides)
+    row = book(grades)["eve"]
+    assert row["points"] == "72.5"
+    says(row["comment"], "set to 72.5 by kim, instead of 25: right, by another sign; 5 days late")
+
+
+@pytest.mark.parametrize(
+    ("option", "table", "said"),
+    [
+        ("--days-late", "id,days\nada,-1\n", "got 'ada,-1' in line 2 of"),
+        ("--days-late", "id,days\nada,soon\n", "wanted a whole number of days, 0 or more"),
+        ("--days-late", "id\nada\n", "without days, wanted the columns id, days"),
+        ("--days-late", "id,days\nada,1\nada,2\n", "wanted each id once"),
+        ("--days-late", "id,days\nmax,1\n", "got max, wanted ids that have a grade or are on the roster"),
+        ("--overrides", "id,points,reason,by\nada,90,,kim\n", "a reason, and who gives it"),
+        ("--overrides", "id,points,reason,by\nada,90,kind\n", "a reason, and who gives it"),
+        ("--overrides", "id,points,reason,by\nada,nan,kind,kim\n", "points of 0 or more"),
+        ("--overrides", "id,points,reason,by\nada,101,kind,kim\n", "got 101 for ada, wanted at most the 100"),
+        ("--roster", "\n , \n", "without an id, wanted one in each line"),
+        ("--canvas", "Name,Mark\nada,1\n", "wanted Canvas's export, with the columns Student and one of"),
+    ],
+)
+def test_a_table_that_is_not_right_is_named_with_its_line(
+    option: str, table: str, said: str, grades: Path, tmp_path: Path
+) -> None:
+    file = saved(tmp_path / "table.csv", table)
+    says(failed("gradebook", grades, option, file, code=2), option, said)
+
+
+EXPORT = """Student,ID,SIS User ID,SIS Login ID,Section,KeyDiff by hand (77),Current Score
+    Points Possible,,,,,100,(read only)
+"Lovelace, Ada",501,s1,ada,LM-1,,
+"Babbage, Bob",bob,s2,cb,LM-1,,
+"Turing, Alan",503,s3,alan,LM-2,,
+"""
+
+
+def test_canvas_gets_the_columns_of_its_own_export(grades: Path, tmp_path: Path) -> None:
+    export = saved(tmp_path / "export.csv", EXPORT)
+    result = as_json("gradebook", grades, "--canvas", export, "--column", "KeyDiff by hand (77)")
+    assert result["not_in_canvas"] == ["eve"]
+    assert (
+        text_of(grades / "canvas.csv")
+        == """Student,ID,SIS User ID,SIS Login ID,Section,KeyDiff by hand (77)
+    Points Possible,,,,,100
+"Lovelace, Ada",501,s1,ada,LM-1,100
+"Babbage, Bob",bob,s2,cb,LM-1,80
+"""
+    )
