@@ -10,7 +10,7 @@ import signal
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -253,15 +253,17 @@ def run(
     output: Path,
     jobs: int,
     advance: Callable[[str], None] = lambda student: None,
+    again: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Grade the submissions, write their folders under
     `output`, and yield each grade as soon as it is finished.
 
-    A submission that was graded with the same file, seeds and settings is read from its folder.
+    A submission that was graded with the same file, seeds and settings is read from its folder, unless
+    `again` names its student.
     """
     waiting = {}
     for student, path in found.items():
-        if done := _stored(order, student, path, output):
+        if student not in again and (done := _stored(order, student, path, output)):
             advance(student)
             yield done
         else:

@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from evictionary import store
+from evictionary.classroom import formats
 from evictionary.errors import require, usage
 
 T = TypeVar("T")
@@ -126,6 +128,26 @@ def canvas(found: Sequence[Row], export: str, column: str) -> tuple[str, list[st
             known.add(ids[0])
             lines.append((*who, _number(points[ids[0]])))
     return _written(lines), sorted(points.keys() - known)
+
+
+def for_assistants(grades: Sequence[Mapping[str, Any]]) -> str:
+    """A Markdown page for who answers the students' questions: for each, the first step without its points,
+    the mistake if the grader knows it, where to read, and the notes that no student sees.
+    """
+    head = ["student", "points", "first step lost", "the mistake", "to read", "note"]
+    lines = []
+    for grade in sorted(grades, key=lambda each: str(each["student"])):
+        lost = next((line for line in grade["lines"] if line["verdict"] != "passed"), None)
+        mistake = "; ".join(lost["misconceptions"]) or lost["reason"] if lost else ""
+        step, read = (lost["name"], lost["read"]) if lost else ("", "")
+        told = (
+            grade["student"],
+            f"{grade['score']} of {grade['max_score']}",
+            step,
+            grade["error"] or mistake,
+        )
+        lines.append([formats.cell(each) for each in (*told, read, "; ".join(grade["notes"]))])
+    return f"# {formats.cell(grades[0]['title'])}: for the assistants\n\n{store.table(head, lines)}\n"
 
 
 def read_roster(path: Path, option: str = "--roster") -> tuple[str, ...]:

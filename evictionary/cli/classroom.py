@@ -1,5 +1,6 @@
-"""The commands `evictionary start`, `check`, `submit`, `grade` and `gradebook`."""
+"""The commands `evictionary start`, `check`, `submit`, `grade`, `gradebook` and `similar`."""
 
+import contextlib
 import itertools
 import json
 import math
@@ -354,6 +355,13 @@ def grade(
             help="Write 0 points for the --student, with this reason; no submission is read or run."
         ),
     ] = None,
+    again: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Grade the submissions of these ids anew, even if nothing changed; comma-separated or "
+            "repeated."
+        ),
+    ] = None,
     assignments: Assignments = None,
     without_walls: Annotated[
         bool,
@@ -400,6 +408,9 @@ def grade(
             found = {_as_id(student): zero or _of_one(submission or [])}
         elif submission:
             found, left_out = classes.find(submission, chosen.file, output)
+        anew = names_in(again) or []
+        for each in anew:
+            require_known("--again", each, found)
         if left_out:
             told = (
                 f"Left out, because a submission is {submissions.KINDS}: "
@@ -430,7 +441,7 @@ def grade(
             with doing("judging by the law"):
                 line = classes.by_one_law(order, *found.popitem(), law)
         else:
-            result = _graded(order, found, output, jobs, missing, left_out)
+            result = _graded(order, found, output, jobs, missing, left_out, anew)
     if try_it:
         found_out = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
         show(as_json, found_out, itertools.chain(*(_tried(*each) for each in tried)))
@@ -448,6 +459,7 @@ def _graded(
     jobs: int,
     missing: list[str],
     left_out: list[Path],
+    again: list[str],
 ) -> dict[str, Any]:
     """Grade the class and write what it comes to; returns the summary."""
     from evictionary.classroom import classes
@@ -459,7 +471,7 @@ def _graded(
         now("grading", 0, len(found))
         done = itertools.count(1)
         told = lambda student: now(f"graded {student}", next(done), len(found))  # noqa: E731
-        grades = list(classes.run(order, found, output, jobs, told))
+        grades = list(classes.run(order, found, output, jobs, told, again))
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
@@ -498,11 +510,11 @@ def gradebook(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and
-    summary.json. Runs no code.
+    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, summary.json,
+    and a page for your assistants. Runs no code.
     """
     with exit_codes(), doing("reading the grades"):
-        from evictionary.classroom import classes, formats, gradebook as gradebooks
+        from evictionary.classroom import classes, formats, gradebook as gradebooks, submissions
 
         require(free_days >= 0, f"--free-days: got {free_days}, wanted 0 or more")
         require(0 <= percent_a_day <= 100, f"--percent-a-day: got {percent_a_day:g}, wanted 0 to 100")
@@ -515,6 +527,8 @@ def gradebook(
             gradebooks.read_overrides(overrides) if overrides else {},
         )
         result = _sum_up(found, grades, [], [], 0, rules)
+        with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
+            formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found))
         if canvas:
             with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
                 export = canvas.read_text(encoding="utf-8-sig")
@@ -523,7 +537,7 @@ def gradebook(
             )
             result["not_in_canvas"] = lacking
             with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
-                formats.put(grades / "canvas.csv", table)
+                formats.put(grades / submissions.CANVAS, table)
     show(as_json, result, _class(result, grades))
 
 
@@ -549,6 +563,47 @@ def _sum_up(
         formats.put(output / submissions.SUMMARY, json.dumps(result, indent=1) + "\n")
         formats.put(output / submissions.GRADEBOOK, gradebook.table(rows))
     return result
+
+
+@app.command(epilog="Example: [bold]evictionary similar handed_in/ --assignment keydiff[/]")
+def similar(
+    assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
+    submission: Annotated[
+        list[Path],
+        typer.Argument(help="Files, archives or folders, or one folder that holds many of them."),
+    ],
+    least: Annotated[
+        float, typer.Option(help="Show pairs that share at least this part of the shorter file, 0 to 1.")
+    ] = 0.8,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which submissions are much alike, without comments, texts and chosen names. Runs no code.
+
+    What the starter file has does not count. A short function has few right forms, so read each pair
+    yourself: a number proves nothing.
+    """
+    with exit_codes(), doing("comparing the submissions") as now:
+        from evictionary.classroom import classes, similar as alike, submissions
+        from evictionary.classroom.assignment import load
+
+        require(0 < least <= 1, f"--least: got {least:g}, wanted more than 0 and at most 1")
+        chosen = load(assignment, assignments)
+        found, _ = classes.find(submission, chosen.file)
+        sources: dict[str, bytes] = {}
+        for done, (student, path) in enumerate(found.items()):
+            now(f"reading {student}", done, len(found))
+            with contextlib.suppress(submissions.BadSubmission):
+                sources[student] = submissions.read(path, chosen)
+        pairs = alike.pairs(sources, chosen.starter.read_bytes(), least)
+        unread = sorted(found.keys() - sources.keys())
+    table = plain_table("alike", "one", "other", right=("alike",), title=f"{len(sources)} submissions")
+    for pair in pairs:
+        table.add_row(f"{pair.share:.0%}", escape(pair.one), escape(pair.other))
+    none = f"No two of {len(sources)} submissions share {least:.0%} of the shorter one."
+    told = {"submissions": len(sources), "unread": unread, "pairs": [each._asdict() for each in pairs]}
+    cannot = unread and Text(f"Cannot be read: {_few(unread)}", "yellow")
+    show(as_json, told, [table if pairs else none, cannot])
 
 
 def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:

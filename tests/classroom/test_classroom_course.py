@@ -4,12 +4,13 @@ import csv
 import io
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from tools import as_json, failed, printed, saved, says
-from tools.grader import text_of
+from tools.grader import SOLUTION, order, text_of
 
-from evictionary.classroom import assignment as assignments, formats
+from evictionary.classroom import assignment as assignments, classes, formats, grading
 from evictionary.classroom.judgement import empty
 
 
@@ -112,6 +113,75 @@ def test_a_table_that_is_not_right_is_named_with_its_line(
 ) -> None:
     file = saved(tmp_path / "table.csv", table)
     says(failed("gradebook", grades, option, file, code=2), option, said)
+
+
+def test_the_page_for_assistants_has_what_no_student_sees(tmp_path: Path) -> None:
+    grades = a_class(tmp_path / "grades", {"ada": 100, "b|ob": 80})
+    path = grades / "b|ob" / formats.GRADE
+    grade = formats.read(path)
+    grade["notes"] = ["the code tried: open /etc/passwd"]
+    grade["lines"][0]["misconceptions"] = ["mean taken before normalising"]
+    formats.write(grade, path.parent, ["markdown"])
+    as_json("gradebook", grades)
+    page = text_of(grades / "assistants.md")
+    says(page, "# KeyDiff by hand: for the assistants", "| ada | 100 of 100 |  |  |  |  |")
+    row = "| b&#124;ob | 80 of 100 | anchor | mean taken before normalising |"
+    row += " handout, part 1; KeyDiff, section 3.2"
+    says(page, f"{row} | the code tried: open /etc/passwd |")
+    says(text_of(path.parent / "grade.md"), never=["passwd"])
+
+
+def test_one_submission_is_graded_anew_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    judge = Mock(side_effect=lambda source, assignment, **settings: empty(assignment))
+    monkeypatch.setattr(grading, "judge", judge)
+    found = {name: saved(tmp_path / f"{name}.py", name) for name in ("ada", "bob")}
+    for again in ((), (), ("bob",)):
+        done = list(classes.run(order(), found, tmp_path / "grades", 1, again=again))
+        assert {grade["student"] for grade in done} == {"ada", "bob"}
+    assert [call.args[0] for call in judge.call_args_list] == [b"ada", b"bob", b"bob"]
+    grade = ("grade", tmp_path / "ada.py", "--assignment", "keydiff", "--again", "adda")
+    says(failed(*grade, code=2), "--again: got 'adda'", "did you mean ada?")
+
+
+COPIED = SOLUTION.replace("keys", "the_keys").replace("import numpy as np", "# mine\nimport numpy as np")
+OTHERWISE = """import numpy as np
+
+
+def anchor(keys):
+    total = np.zeros(keys.shape[:-2] + keys.shape[-1:])
+    for place in range(keys.shape[-2]):
+        one = keys[..., place, :]
+        size = np.sqrt(np.einsum("...d,...d->...", one, one))[..., None]
+        total += np.divide(one, size, out=np.zeros_like(one), where=size > 0)
+    return total / keys.shape[-2]
+
+
+def score(keys):
+    raise NotImplementedError
+"""
+
+
+def test_a_copy_with_other_names_is_alike_and_another_way_is_not(tmp_path: Path) -> None:
+    starter = assignments.load("keydiff").starter.read_text(encoding="utf-8")
+    files = {
+        "ada.py": SOLUTION,
+        "bob.py": COPIED,
+        "eve.py": OTHERWISE,
+        "kim.py": starter,
+        "lou.py": starter,
+        "max.py": "def (",
+        "zoe.zip": "no archive",
+    }
+    for name, text in files.items():
+        saved(tmp_path / "handed_in" / name, text)
+    arguments = ("similar", tmp_path / "handed_in", "--assignment", "keydiff")
+    result = as_json(*arguments)
+    assert [(pair["one"], pair["other"]) for pair in result["pairs"]] == [("ada", "bob")]
+    assert result["pairs"][0]["share"] > 0.95 and result["unread"] == ["zoe"] and result["submissions"] == 6
+    says(printed(*arguments), "100%", "ada", "bob", "Cannot be read: zoe")
+    says(failed(*arguments, "--least", 0, code=2), "--least: got 0, wanted more than 0 and at most 1")
 
 
 EXPORT = """Student,ID,SIS User ID,SIS Login ID,Section,KeyDiff by hand (77),Current Score
