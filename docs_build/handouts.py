@@ -10,16 +10,22 @@ from evictionary.store import table
 NUMBERS = ("no", "one", "two", "three", "four", "five")
 
 
-def glance(name: str) -> str:
-    """The hours, the points and what is handed in, as a table."""
+def cells(name: str) -> tuple[str, str, str]:
+    """The hours, the points and what is handed in, in words."""
     one = assignments.load(name)
     asked = len(one.questions)
     words = f"{NUMBERS[asked]} question{'s' * (asked != 1)} in words"
-    points = f"{one.max_score} from the grader, {sum(one.questions)} for {words}"
-    handed_in = (
-        f"`{name}.zip`, which `evictionary submit {name}` packs; your answers to the {words}, on one page"
+    packed = f"`{name}.zip`, which `evictionary submit {name}` packs"
+    return (
+        one.takes,
+        f"{one.max_score} from the grader, {sum(one.questions)} for {words}",
+        f"{packed}; your answers to the {words}, on one page",
     )
-    return table(["hours", "points", "you hand in"], [(one.takes, points, handed_in)])
+
+
+def glance(name: str) -> str:
+    """The table at the top of a handout."""
+    return table(["hours", "points", "you hand in"], [cells(name)])
 
 
 def written(name: str, markdown: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from docs_build import abstracts, facts, methods, sizes
+from docs_build import abstracts, course, facts, methods, sizes
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -297,6 +297,8 @@ MARKERS: dict[str, Callable[..., str]] = {
     "sizes_of_models": sizes.beside_models,
     "sizes_of_functions": sizes.of_functions,
     "rulers": measured_by_rulers,
+    "weeks": course.weeks,
+    "handed_in": course.handed_in,
 }
 
 

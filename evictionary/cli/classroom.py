@@ -1,4 +1,4 @@
-"""The commands `evictionary start`, `check`, `submit`, `grade`, `gradebook` and `similar`."""
+"""The commands `evictionary start`, `check`, `submit`, `grade`, `gradebook`, `similar` and `exam`."""
 
 import contextlib
 import itertools
@@ -604,6 +604,35 @@ def similar(
     told = {"submissions": len(sources), "unread": unread, "pairs": [each._asdict() for each in pairs]}
     cannot = unread and Text(f"Cannot be read: {_few(unread)}", "yellow")
     show(as_json, told, [table if pairs else none, cannot])
+
+
+@app.command(epilog="Example: [bold]evictionary exam --seed-file secret --questions kv_cache,keydiff[/]")
+def exam(
+    seed_file: Annotated[Path, typer.Option(help="A file of secret bytes: the numbers are drawn from it.")],
+    output: Annotated[Path, typer.Option(help="The folder for exam.md and answers.md.")] = Path("exam"),
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help="The lessons to ask about, by name, comma-separated or repeated; all by default."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write an exam on the lessons, and its answers. The numbers are drawn from your secret, so students do
+    not know them.
+    """
+    with exit_codes():
+        from evictionary.classroom import exam as exams, formats
+
+        wanted = tuple(names_in(questions) or exams.QUESTIONS)
+        for name in wanted:
+            require_known("--questions", name, exams.QUESTIONS)
+        drawn = exams.drawn(_secret(seed_file), wanted)
+        with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
+            output.mkdir(parents=True, exist_ok=True)
+            formats.put(output / "exam.md", exams.sheet(drawn))
+            formats.put(output / "answers.md", exams.answers(drawn))
+    told = {"questions": [each._asdict() for each in drawn], "points": exams.POINTS * len(drawn)}
+    said = f"{len(drawn)} questions, {told['points']} points: [bold]{escape(str(output / 'exam.md'))}[/]"
+    show(as_json, told, [said, f"The answers: {escape(str(output / 'answers.md'))}"])
 
 
 def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:

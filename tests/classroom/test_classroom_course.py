@@ -2,6 +2,9 @@
 
 import csv
 import io
+import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -10,8 +13,11 @@ import pytest
 from tools import as_json, failed, printed, saved, says
 from tools.grader import SOLUTION, order, text_of
 
-from evictionary.classroom import assignment as assignments, classes, formats, grading
+from docs_build import course
+from docs_build.pages import PAPERS
+from evictionary.classroom import assignment as assignments, classes, exam, formats, grading
 from evictionary.classroom.judgement import empty
+from tutorials import build
 
 
 def a_class(folder: Path, points: dict[str, int]) -> Path:
@@ -204,3 +210,110 @@ def test_canvas_gets_the_columns_of_its_own_export(grades: Path, tmp_path: Path)
 "Babbage, Bob",bob,s2,cb,LM-1,80
 """
     )
+
+
+# The exam and the plan
+
+
+def _entries(text: str) -> list[float]:
+    """The numbers of a text, in their order."""
+    return [float(each.replace(",", "").rstrip(".")) for each in re.findall(r"-?\d[\d,.]*", text)]
+
+
+def kept_of_keydiff(numbers: list[float]) -> str:
+    angles = [math.radians(each) for each in numbers[0:8:2]]
+    middle = [sum(turn(each) for each in angles) for turn in (math.cos, math.sin)]
+    far = sorted(angles, key=lambda each: math.cos(each) * middle[0] + math.sin(each) * middle[1])[:2]
+    return " and ".join(f"{numbers[0:8:2][angles.index(each)]:.0f}" for each in sorted(far, key=angles.index))
+
+
+def left_of_lagkv(numbers: list[float]) -> str:
+    sinks, lag, share, length = numbers
+    partitions = (length - sinks) // lag
+    whole = length - (partitions - 1) * lag
+    return f"= {int(share * lag) * (partitions - 1) + whole:.0f} tokens"
+
+
+def nucleus(numbers: list[float]) -> str:
+    *parts, share = numbers
+    sizes = [size for size in range(1, 7) if sum(parts[:size]) >= share * sum(parts) - 1e-12]
+    return f"{sizes[0]}: the first"
+
+
+def verdict(numbers: list[float]) -> str:
+    _, low, high = numbers
+    return "it holds" if high < 0 else "it does not hold" if low >= 0 else "undecided"
+
+
+def received(numbers: list[float]) -> str:
+    count, _, token = map(int, numbers)
+    return f"= {sum(1 / place for place in range(token + 1, count + 1)):.4f}"
+
+
+# Each answer again, from the numbers in the question alone.
+ANSWERS: dict[str, Callable[[list[float]], str]] = {
+    "kv_cache": lambda of: f"= {2 * of[0] * of[2] * of[3] * of[4] * 2 / 2**20:g} MiB",
+    "keydiff": lambda of: f"the keys at {kept_of_keydiff(of)} degrees",
+    "lagkv": left_of_lagkv,
+    "budgets_and_positions": lambda of: f"KV head {of[2] // (of[0] / of[1]):.0f}, position {of[3]:,.0f}",
+    "expected_attention": lambda of: " and ".join(f"{of[0] * key + of[1] * key**2 / 2:g}" for key in of[2:]),
+    "momentkv": lambda of: f"{of[1]:.0f}, and {sum(of[1:]) / (len(of) - 1):.4g}:",
+    "reading_a_paper": lambda of: f"= {(of[0] + 2) / (2 * of[1]):.1%}",
+    "gvote": nucleus,
+    "how_to_measure": lambda of: f": {(of[0] / 100) ** of[1]:.1%}.",
+    "what_abstracts_claim": verdict,
+    "serving_with_pages": lambda of: (
+        f"{3 * math.ceil(max(of[:3]) / of[3])} if they share, since the longest head decides, and "
+        f"{sum(math.ceil(each / of[3]) for each in of[:3])} with"
+    ),
+    "numpy_to_triton": lambda of: f"{math.ceil(of[0] / of[1])} tiles, {-of[0] % of[1]:.0f} places",
+    "received_attention": lambda of: (
+        f"= {sum(1 / place for place in range(int(of[2]) + 1, int(of[0]) + 1)):.4f}"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", exam.QUESTIONS)
+def test_an_answer_of_the_exam_is_right_for_every_secret(name: str) -> None:
+    asked = [exam.drawn(f"secret {number}".encode(), (name,))[0] for number in range(40)]
+    for each in asked:
+        says(each.answer, ANSWERS[name](_entries(each.asked)))
+    assert len({each.asked for each in asked}) > 10
+
+
+def test_an_exam_is_that_of_its_secret(tmp_path: Path) -> None:
+    secret = saved(tmp_path / "secret", "nobody guesses this")
+    arguments = ("exam", "--seed-file", secret, "--output", tmp_path / "first")
+    few = as_json(*arguments, "--questions", "lagkv,keydiff")
+    assert few["points"] == 10
+    every = {each["name"]: each for each in as_json(*arguments)["questions"]}
+    assert few["questions"] == [every["lagkv"], every["keydiff"]] and [*every] == [*exam.QUESTIONS]
+    sheet, answers = (text_of(tmp_path / "first" / f"{name}.md") for name in ("exam", "answers"))
+    says(sheet, "# Exam: 65 points", *(each["asked"] for each in every.values()))
+    says(answers, *(each["answer"] for each in every.values()))
+    says(sheet, never=[each["answer"] for each in every.values()])
+    assert exam.drawn(b"another one") != exam.drawn(b"nobody guesses this")
+    says(failed(*arguments, "--questions", "lagvk", code=2), "--questions: got 'lagvk' (did you mean lagkv?)")
+
+
+def test_the_plan_has_twelve_weeks_with_every_lesson_assignment_and_paper() -> None:
+    weeks = course.plan()
+    taught = [name for week in weeks for name in week["lessons"]]
+    stems = [lesson.stem.partition("_")[2] for lesson in build.lessons()]
+    assert len(weeks) == 12 and sorted(taught) == sorted(stems) and {*exam.QUESTIONS} <= {*stems}
+    assert sorted(name for week in weeks for name in week["at_home"]) == sorted(assignments.names())
+    assert {name for week in weeks for name in week.get("papers", [])} == {*PAPERS}
+    assert all(
+        (course.PLAN.parents[1] / file).is_file() for week in weeks for _, file in week.get("read", [])
+    )
+
+
+@pytest.mark.parametrize("name", assignments.names())
+def test_the_plan_gives_an_assignment_after_the_lessons_that_its_handout_names(name: str) -> None:
+    (place,) = [place for place, week in enumerate(course.plan()) if name in week["at_home"]]
+    before = {each for week in course.plan()[: place + 1] for each in week["lessons"]}
+    # kv_cache begins the course, and its later parts have the weeks up to lesson 4.
+    before |= {"budgets_and_positions"} if name == "kv_cache" else set()
+    handout = text_of(assignments.load(name).folder / "README.md")
+    (background,) = re.findall(r"^Background: (.+)$", handout, flags=re.MULTILINE)
+    assert {*re.findall(r"lessons/\d\d_(\w+)\.md", background)} <= before
