@@ -4,14 +4,19 @@ import csv
 import io
 import math
 import re
+import runpy
+import shlex
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from tools import as_json, failed, printed, saved, says
 from tools.grader import SOLUTION, order, text_of
+from tools.pages import commands
 
 from docs_build import course
 from docs_build.pages import PAPERS
@@ -317,3 +322,66 @@ def test_the_plan_gives_an_assignment_after_the_lessons_that_its_handout_names(n
     handout = text_of(assignments.load(name).folder / "README.md")
     (background,) = re.findall(r"^Background: (.+)$", handout, flags=re.MULTILINE)
     assert {*re.findall(r"lessons/\d\d_(\w+)\.md", background)} <= before
+
+
+# The page of the gradebook
+
+GRADEBOOK = course.PLAN.parent / "gradebook.md"
+
+
+@pytest.fixture
+def at_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A folder with grades, submissions and the tables of the page; gives its commands by their first
+    option or their name.
+    """
+    monkeypatch.chdir(tmp_path)
+    a_class(tmp_path / "grades", {"ada": 80, "bob": 100, "keydiff-eve": 50})
+    for name, text in {"ada.py": SOLUTION, "bob.py": COPIED, "keydiff-eve/keydiff.py": OTHERWISE}.items():
+        saved(tmp_path / "handed_in" / name, text)
+    for name, table in re.findall(
+        r'```text title="(\w+\.csv)"\n(.*?)```', text_of(GRADEBOOK), flags=re.DOTALL
+    ):
+        saved(tmp_path / name, table)
+    saved(tmp_path / "export.csv", EXPORT)
+    return {each.split()[1]: each for each in commands(GRADEBOOK) if "canvas" not in each}
+
+
+def test_the_commands_of_the_page_run_with_its_own_tables(at_the_page: dict[str, str]) -> None:
+    run = lambda command: as_json(*shlex.split(command)[1:])  # noqa: E731
+    result = run(at_the_page["gradebook"])
+    assert (result["nothing_handed_in"], result["not_on_roster"]) == (["kim"], ["keydiff-eve"])
+    rows = book(Path("grades"))
+    assert {name: row["points"] for name, row in rows.items()} == {
+        "ada": "95",
+        "bob": "90",
+        "keydiff-eve": "50",
+        "kim": "0",
+    }
+    says(rows["ada"]["comment"], "set to 95 by kim, instead of 80: part 4 is right, by another convention")
+    assert [pair["one"] for pair in run(at_the_page["similar"])["pairs"]] == ["ada"]
+    (canvas,) = [each for each in commands(GRADEBOOK) if "canvas" in each]
+    assert run(canvas)["not_in_canvas"] == ["keydiff-eve"]
+    assert "--again bob" in at_the_page["grade"]
+
+
+def test_the_script_for_nbgrader_sets_the_points_of_each_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in for nbgrader's Gradebook, with the five methods that the script calls."""
+    grades: dict[str, Any] = {}
+    gradebook = MagicMock()
+    gradebook.return_value.__enter__.return_value = gradebook
+    gradebook.find_grade.side_effect = lambda cell, notebook, one, who: grades.setdefault(
+        who, SimpleNamespace()
+    )
+    monkeypatch.setitem(sys.modules, "nbgrader", ModuleType("nbgrader"))
+    monkeypatch.setitem(sys.modules, "nbgrader.api", SimpleNamespace(Gradebook=gradebook))
+    script = runpy.run_path(str(Path(classes.__file__).parent / "recipes" / "to_nbgrader.py"))
+    a_class(tmp_path, {"ada": 100, "bob": 80})
+    as_json("gradebook", tmp_path)
+    assert script["write"](tmp_path / "gradebook.csv", "keydiff", "sqlite:///a.db") == 2
+    assert {who: grade.manual_score for who, grade in grades.items()} == {"ada": 100, "bob": 80}
+    gradebook.update_or_create_grade_cell.assert_called_once_with(
+        "evictionary", "keydiff", "keydiff", max_score=100, cell_type="code"
+    )
+    gradebook.db.commit.assert_called_once_with()
