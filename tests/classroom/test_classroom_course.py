@@ -6,6 +6,7 @@ import math
 import re
 import runpy
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,14 +15,16 @@ from typing import Any
 from unittest.mock import MagicMock, Mock
 
 import pytest
-from tools import as_json, failed, printed, saved, says
+from tools import as_json, failed, invoke, printed, refused, saved, says
 from tools.grader import SOLUTION, order, text_of
 from tools.pages import commands
 
 from docs_build import course
 from docs_build.pages import PAPERS
-from evictionary.classroom import assignment as assignments, classes, exam, formats, grading
+from evictionary.classroom import assignment as assignments, classes, contest, exam, formats, grading
+from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import empty
+from evictionary.models.load import load
 from tutorials import build
 
 
@@ -385,3 +388,58 @@ def test_the_script_for_nbgrader_sets_the_points_of_each_line(
         "evictionary", "keydiff", "keydiff", max_score=100, cell_type="code"
     )
     gradebook.db.commit.assert_called_once_with()
+
+
+# A student's file elsewhere
+
+
+@pytest.mark.slow
+def test_a_students_file_runs_everywhere_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_folder: Path
+) -> None:
+    """From an empty folder: `start`, `check`, then the commands of the student's page, with a tiny model."""
+    monkeypatch.chdir(tmp_path)
+    printed("start", "keydiff")
+    written = saved(Path("work") / "keydiff.py", SOLUTION)
+    assert as_json("check", "keydiff")["score"] == 100
+    saved(Path("text.txt"), "The baker sold eleven loaves of bread on Monday. " * 6)
+    page = {each.split()[1]: each for each in commands(course.PLAN.parent / "student.md") if "work/" in each}
+    small = {
+        "run": "--max-new-tokens 4",
+        "demo": "--depths 0.5 --tokens 300",
+        "eval": "--lengths 300 --output measured",
+    }
+    found = {
+        name: as_json(*shlex.split(page[name])[1:], "--model", model_folder, *more.split())
+        for name, more in small.items()
+    }
+    assert found["run"]["tokens_kept"] == found["run"]["tokens"] // 2
+    assert [row["method"] for row in found["demo"]["rows"]] == ["full cache", "work/keydiff.py", "random"]
+    says(str(found["eval"]), "'method': 'work/keydiff.py'")
+    shutil.copy(written, "work/scorer.py")
+    monkeypatch.setattr(contest, "load_model", lambda: load(str(model_folder)))
+    contest.texts.cache_clear()
+    told = invoke("check", "contest").output
+    contest.texts.cache_clear()
+    says(told, "20 of 20", never=["not judged yet", "Traceback"])
+
+
+@pytest.mark.parametrize(
+    ("source", "wanted"),
+    [
+        ("import numpy as np\ndef score(keys): pass", ("numpy", ("keys",))),
+        ("import numpy as np, torch\ndef score(keys, values): pass", ("torch", ("keys", "values"))),
+        ("from numpy import linalg\ndef score(k, v): pass", ("numpy", ("keys", "values"))),
+        ("def score(values): pass", ("torch", ("values",))),
+        ("def score(*given): pass", ("torch", ("keys", "values"))),
+        ("score = len", ("torch", ("keys", "values"))),
+        ("def (", ("torch", ("keys", "values"))),
+    ],
+)
+def test_the_contest_gives_a_file_what_it_asks_for(source: str, wanted: tuple[str, tuple[str, ...]]) -> None:
+    assert contest.asked(source.encode()) == wanted
+
+
+def test_a_scorer_that_reads_what_the_contest_does_not_give_is_told_so() -> None:
+    told = "score reads queries, and the contest gives keys and values"
+    refused(lambda: contest.asked(b"def score(queries, keys): pass"), told, StudentError)
