@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from markdown.extensions.toc import slugify
 
-from docs_build import abstracts, api, facts, figures, frontier, methods, moving, sizes, steps, symbols
+from docs_build import abstracts, api, course, facts, figures, frontier, methods, moving, sizes, steps, symbols
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,
@@ -333,6 +333,8 @@ MARKERS: dict[str, Callable[..., str]] = {
     "sizes_of_models": sizes.beside_models,
     "sizes_of_functions": sizes.of_functions,
     "rulers": measured_by_rulers,
+    "weeks": course.weeks,
+    "handed_in": course.handed_in,
 }
 
 

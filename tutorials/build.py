@@ -30,7 +30,27 @@ import importlib.util
 
 if importlib.util.find_spec("evictionary") is None:
     %pip install -q "evictionary[docs] @ git+{}"
+
+# Progress bars are text here, and the library that draws them would warn of it in red.
+import warnings
+
+warnings.filterwarnings("ignore", message="IProgress not found")
 """
+# Their names until the numbers became the order in which to read: links to them lead to the lessons of today.
+EARLIER = (
+    "04_expected_attention",
+    "05_momentkv",
+    "06_gvote",
+    "08_numpy_to_triton",
+    "09_your_own_scorer",
+    "10_reading_a_paper",
+    "11_received_attention",
+    "12_a_judge_at_real_sizes",
+    "13_duo_attention",
+    "14_serving_with_pages",
+    "15_how_to_measure",
+    "16_budgets_and_positions",
+)
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
 
@@ -41,6 +61,12 @@ class LessonError(Exception):
 def lessons() -> list[Path]:
     """The lessons in their order."""
     return sorted(Path(__file__).parent.glob("[0-9][0-9]_*.md"))
+
+
+def moved() -> dict[str, Path]:
+    """The lesson that has each of the earlier names now; its own name differs in the number alone."""
+    now = {lesson.stem.partition("_")[2]: lesson for lesson in lessons()}
+    return {name: now[name.partition("_")[2]] for name in EARLIER}
 
 
 def _line(lesson: Path, pattern: str, wanted: str) -> str:
@@ -122,9 +148,10 @@ def _build(lesson: Path, folder: Path) -> None:
         + "\n",
         encoding="utf-8",
     )
-    notebook.cells.append(nbformat.v4.new_code_cell(JUDGED))
+    # It runs as it is downloaded. The page leaves out the first code, so its pictures keep their numbers.
+    notebook.cells = [install, *notebook.cells, nbformat.v4.new_code_cell(JUDGED)]
     _run(notebook, lesson)
-    notebook.cells.pop()
+    notebook.cells = notebook.cells[1:-1]
     for cell in notebook.cells:  # progress bars and warnings of libraries
         cell["outputs"] = [output for output in cell.get("outputs", []) if output.get("name") != "stderr"]
     exporter: Any = MarkdownExporter(

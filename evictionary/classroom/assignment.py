@@ -35,6 +35,14 @@ class Assignment:
     constants: dict[str, list[float]] = field(default_factory=dict)
     memory_gib: float = 2
     seconds: int = 20
+    # What no grade depends on is left out of the representation, from which a grade has its digest.
+    hours: tuple[float, ...] = field(default=(), repr=False)
+    questions: tuple[int, ...] = field(default=(), repr=False)
+
+    @property
+    def takes(self) -> str:
+        """The hours that it takes, in words: '2', or '3 to 4'."""
+        return " to ".join(f"{each:g}" for each in self.hours)
 
     @property
     def max_score(self) -> int:
@@ -89,6 +97,7 @@ def load(name: str, folder: Path | None = None) -> Assignment:
         {key: tuple(it) if isinstance(it, list) else it for key, it in one.items()}
         for one in content.pop("step")
     ]
+    content |= {key: tuple(content.get(key, ())) for key in ("hours", "questions")}
     one = Assignment(name=name, folder=folder, steps=tuple(Step(**step) for step in steps), **content)
     _require_whole(one)
     return one

@@ -2,9 +2,7 @@
 with progress; finished grades are not computed again.
 """
 
-import csv
 import hashlib
-import io
 import multiprocessing
 import os
 import re
@@ -12,7 +10,7 @@ import signal
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -255,15 +253,17 @@ def run(
     output: Path,
     jobs: int,
     advance: Callable[[str], None] = lambda student: None,
+    again: Collection[str] = (),
 ) -> Iterator[dict[str, Any]]:
     """Grade the submissions, write their folders under
     `output`, and yield each grade as soon as it is finished.
 
-    A submission that was graded with the same file, seeds and settings is read from its folder.
+    A submission that was graded with the same file, seeds and settings is read from its folder, unless
+    `again` names its student.
     """
     waiting = {}
     for student, path in found.items():
-        if done := _stored(order, student, path, output):
+        if student not in again and (done := _stored(order, student, path, output)):
             advance(student)
             yield done
         else:
@@ -380,36 +380,6 @@ def _alike(student: str) -> str:
     the ways to write an accent: one folder to some systems.
     """
     return "".join(unicodedata.normalize("NFKC", student).casefold().split())
-
-
-def gradebook(grades: Sequence[dict[str, Any]]) -> str:
-    """The table that a course's platform imports: a line for each student with the id, the points and what
-    became of each step.
-    """
-    content = io.StringIO()
-    rows = csv.writer(content, lineterminator="\n")
-    rows.writerow(("id", "points", "of", "comment"))
-    for grade in sorted(grades, key=lambda one: str(one["student"])):
-        lost = [
-            f"{line['name']}: {line['verdict']}, {line['reason']}"
-            for line in grade["lines"]
-            if line["verdict"] != "passed"
-        ]
-        comment = grade["error"] or "; ".join(lost) or "full marks"
-        rows.writerow(
-            (
-                _no_formula(grade["student"]),
-                grade["score"],
-                grade["max_score"],
-                _no_formula(" ".join(comment.split())),
-            )
-        )
-    return content.getvalue()
-
-
-def _no_formula(text: str) -> str:
-    """A text that a spreadsheet shows, where it would compute it."""
-    return f"'{text}" if text.lstrip()[:1] in tuple("=+-@|%") else text
 
 
 def written(folder: Path) -> list[dict[str, Any]]:

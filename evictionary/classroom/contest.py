@@ -4,6 +4,7 @@ The model runs in the parent. The scorer runs in a child process and is sent the
 at a time.
 """
 
+import ast
 import math
 import random
 from dataclasses import dataclass, replace
@@ -19,12 +20,14 @@ from evictionary.classroom.judgement import Judgement, Run
 from evictionary.errors import require
 from evictionary.evaluation import passkey, tasks
 from evictionary.evaluation.questions import Answer, ask, prefill
+from evictionary.methods.catalogue import INPUTS
 from evictionary.methods.resolve import resolve
 from evictionary.models.load import load
 from evictionary.spec_tests.judge.remote import Gone
 
 RATIO = 0.75
 LAG = {"lag_size": 128}
+GIVEN = ("keys", "values")  # to a scorer
 NEAR = 1.05  # times LagKV's distance: over five texts the mean is uncertain by a few percent
 load_model = cache(load)  # the embedded one, once in a process
 
@@ -83,12 +86,55 @@ def run_method(method: Any, text: Text, options: dict[str, Any] | None = None) -
 wrong = partial(StudentError, "Wrong scores", place="")
 
 
-def remote_score(child: Child) -> Any:
+class Asked(NamedTuple):
+    """What a file asks for: its library, and whether its `score` takes the keys alone or the values too."""
+
+    library: str
+    inputs: tuple[str, ...]
+
+
+def asked(source: bytes) -> Asked:
+    """What `evictionary run` would give to the file: NumPy's arrays if it imports NumPy and not torch, and
+    the arguments that its `score` has. A file that cannot be read gets torch tensors of keys and values.
+
+    Raises StudentError for a `score` that reads what the contest does not give.
+    """
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return Asked("torch", GIVEN)
+    imports = {each for node in ast.walk(tree) for each in _imported(node)}
+    library = "numpy" if "numpy" in imports and "torch" not in imports else "torch"
+    scores = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name == "score"]
+    if not scores:
+        return Asked(library, GIVEN)
+    names = [each.arg for each in (*scores[-1].args.posonlyargs, *scores[-1].args.args)]
+    others = [name for name in names if name in INPUTS and name not in GIVEN]
+    told = f"score reads {', '.join(others)}, and the contest gives keys and values"
+    require(not others, told, partial(StudentError, "Wrong arguments", place=""))
+    # Whatever they are called, two are the keys and the values, in this order.
+    takes_one = len(names) == 1 and scores[-1].args.vararg is None
+    return Asked(library, (names[0] if names[0] in GIVEN else "keys",) if takes_one else GIVEN)
+
+
+def _imported(node: ast.AST) -> list[str]:
+    """The packages that a statement imports."""
+    if isinstance(node, ast.Import):
+        return [each.name.partition(".")[0] for each in node.names]
+    return [(node.module or "").partition(".")[0]] if isinstance(node, ast.ImportFrom) else []
+
+
+def remote_score(child: Child, asked: Asked) -> Any:
     """A function `score(keys, values)` of torch tensors that the child computes; the scores are checked."""
     require("score" in child.functions, "score is missing", partial(StudentError, "No function", place=""))
 
     def score(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        got, shape = child.call("score", keys.numpy(), values.numpy()), tuple(keys.shape[:3])
+        given = {"keys": keys, "values": values}
+        # As everywhere, a file in NumPy computes in float64.
+        arrays = [
+            (given[name].double() if asked.library == "numpy" else given[name]) for name in asked.inputs
+        ]
+        got, shape = child.call("score", *(each.numpy() for each in arrays)), tuple(keys.shape[:3])
         is_array = isinstance(got, np.ndarray)
         shown = f"{got.dtype} {got.shape}" if is_array else type(got).__name__
         is_right = is_array and got.dtype.kind == "f" and got.shape == shape
@@ -149,9 +195,10 @@ class Contest(Run):
         """The scorer and LagKV on each text, which is read
         once the scores of random keys have been found usable.
         """
-        with self.child() as child:
+        wanted = asked(self.path.read_bytes())
+        with self.child(library=wanted.library) as child:
             result.walls = child.walls
-            score = remote_score(child)
+            score = remote_score(child, wanted)
             generator = torch.Generator().manual_seed(self.seed("scores") % 2**63)
             keys, values = torch.randn(2, 1, 3, 40, 16, generator=generator)
             first, again = score(keys, values), score(keys, values)

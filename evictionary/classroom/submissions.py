@@ -30,7 +30,7 @@ MISTAKEN = {
     ".py.txt": "is a text file: call it {name}, and hand that in",
 }
 KINDS = "a folder, a .zip, a .tar.gz or a .py file"
-SUMMARY, GRADEBOOK = "summary.json", "gradebook.csv"
+SUMMARY, GRADEBOOK, CANVAS, ASSISTANTS = "summary.json", "gradebook.csv", "canvas.csv", "assistants.md"
 Handed = Path | str  # where a submission is; a text says why there is none to read
 LONGEST_ID = 120
 TURNING = ("LRE", "LRO", "RLE", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
@@ -39,7 +39,8 @@ _NO_BREAKS = str.maketrans("\\\t\n", "___")
 
 def is_id(student: str) -> bool:
     """Whether the id can be the name of a student's folder among the grades."""
-    is_name = student.strip() not in ("", ".", "..", SUMMARY, GRADEBOOK) and {"/", "\\"}.isdisjoint(student)
+    taken = ("", ".", "..", SUMMARY, GRADEBOOK, CANVAS, ASSISTANTS)
+    is_name = student.strip() not in taken and {"/", "\\"}.isdisjoint(student)
     return is_name and student.isprintable() and len(student.encode()) <= LONGEST_ID
 
 

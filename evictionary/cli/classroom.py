@@ -1,6 +1,6 @@
-"""The commands `evictionary start`, `check`, `submit`, `grade` and `gradebook`."""
+"""The commands `evictionary start`, `check`, `submit`, `grade`, `gradebook`, `similar` and `exam`."""
 
-import csv
+import contextlib
 import itertools
 import json
 import math
@@ -35,6 +35,7 @@ from evictionary.progress import doing
 if TYPE_CHECKING:
     from evictionary.classroom.assignment import Assignment
     from evictionary.classroom.classes import Order
+    from evictionary.classroom.gradebook import Rules
     from evictionary.classroom.judgement import Judgement
     from evictionary.classroom.submissions import Handed
 
@@ -369,6 +370,13 @@ def grade(
             help="Write 0 points for the --student, with this reason; no submission is read or run."
         ),
     ] = None,
+    again: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Grade the submissions of these ids anew, even if nothing changed; comma-separated or "
+            "repeated."
+        ),
+    ] = None,
     assignments: Assignments = None,
     without_walls: Annotated[
         bool,
@@ -387,7 +395,13 @@ def grade(
     """
     goes_on = "the finished grades are written, and the same command goes on from there"
     with exit_codes(goes_on if seed_file else "without a --seed-file the next run begins anew"):
-        from evictionary.classroom import child, classes, formats as written, submissions
+        from evictionary.classroom import (
+            child,
+            classes,
+            formats as written,
+            gradebook as gradebooks,
+            submissions,
+        )
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import GRADE_EXAMPLES
 
@@ -402,13 +416,16 @@ def grade(
         require(submission or try_it or zero, f"submission: got none, wanted {submissions.KINDS}")
         alone = zero is None or (student is not None and not (submission or try_it or law))
         require(alone, "--zero: wanted it with a --student, and with no submission, --try or --law")
-        ids = _roster(roster) if roster else frozenset[str]()
+        ids = frozenset(gradebooks.read_roster(roster) if roster else ())
         left_out: list[Path] = []
         found: dict[str, Handed] = {}
         if student is not None:
             found = {_as_id(student): zero or _of_one(submission or [])}
         elif submission:
             found, left_out = classes.find(submission, chosen.file, output)
+        anew = names_in(again) or []
+        for each in anew:
+            require_known("--again", each, found)
         if left_out:
             told = (
                 f"Left out, because a submission is {submissions.KINDS}: "
@@ -439,7 +456,7 @@ def grade(
             with doing("judging by the law"):
                 line = classes.by_one_law(order, *found.popitem(), law)
         else:
-            result = _graded(order, found, output, jobs, missing, left_out)
+            result = _graded(order, found, output, jobs, missing, left_out, anew)
     if try_it:
         found_out = [{"file": name, "wanted": wanted, **judged.as_json()} for name, wanted, judged in tried]
         show(as_json, found_out, itertools.chain(*(_tried(*each) for each in tried)))
@@ -457,6 +474,7 @@ def _graded(
     jobs: int,
     missing: list[str],
     left_out: list[Path],
+    again: list[str],
 ) -> dict[str, Any]:
     """Grade the class and write what it comes to; returns the summary."""
     from evictionary.classroom import classes
@@ -468,13 +486,13 @@ def _graded(
         now("grading", 0, len(found))
         done = itertools.count(1)
         told = lambda student: now(f"graded {student}", next(done), len(found))  # noqa: E731
-        grades = list(classes.run(order, found, output, jobs, told))
+        grades = list(classes.run(order, found, output, jobs, told, again))
     return _sum_up(grades, output, missing, [str(path) for path in left_out], time.monotonic() - started)
 
 
 @app.command(
     epilog=examples(
-        "evictionary gradebook grades",
+        "evictionary gradebook grades --roster roster.csv",
     )
 )
 def gradebook(
@@ -482,31 +500,158 @@ def gradebook(
         Path,
         typer.Argument(help="The folder that `evictionary grade` wrote, with a folder for each student."),
     ],
+    roster: Annotated[
+        Path | None,
+        typer.Option(
+            help="The ids of the course, one in the first column of each line: who has no grade has 0."
+        ),
+    ] = None,
+    days_late: Annotated[
+        Path | None, typer.Option(help="How late each was: a table with the columns id and days.")
+    ] = None,
+    free_days: Annotated[int, whole_number("How many late days cost nothing.")] = 0,
+    percent_a_day: Annotated[
+        float, typer.Option(help="How many percent of the points each further late day costs.")
+    ] = 10,
+    overrides: Annotated[
+        Path | None,
+        typer.Option(
+            help="Points that a second grader has set: a table with the columns id, points, reason and by."
+        ),
+    ] = None,
+    canvas: Annotated[
+        Path | None,
+        typer.Option(help="An export of Canvas's gradebook; canvas.csv, which it imports, is written too."),
+    ] = None,
+    column: Annotated[
+        str | None,
+        typer.Option(help="The name of Canvas's column, with its number; the assignment's title by default."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, and
-    summary.json. Runs no code.
+    """Sum up a folder of grades: write gradebook.csv, the table that course platforms import, summary.json,
+    and a page for your assistants. Runs no code.
     """
     with exit_codes(), doing("reading the grades"):
-        from evictionary.classroom import classes
+        from evictionary.classroom import classes, formats, gradebook as gradebooks, submissions
 
-        result = _sum_up(classes.written(grades), grades, [], [], 0)
+        require(free_days >= 0, f"--free-days: got {free_days}, wanted 0 or more")
+        require(0 <= percent_a_day <= 100, f"--percent-a-day: got {percent_a_day:g}, wanted 0 to 100")
+        found = classes.written(grades)
+        rules = gradebooks.Rules(
+            gradebooks.read_roster(roster) if roster else (),
+            gradebooks.read_days_late(days_late) if days_late else {},
+            free_days,
+            percent_a_day,
+            gradebooks.read_overrides(overrides) if overrides else {},
+        )
+        result = _sum_up(found, grades, [], [], 0, rules)
+        with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
+            formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found))
+        if canvas:
+            with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
+                export = canvas.read_text(encoding="utf-8-sig")
+            table, lacking = gradebooks.canvas(
+                gradebooks.rows(found, rules), export, column or found[0]["title"]
+            )
+            result["not_in_canvas"] = lacking
+            with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
+                formats.put(grades / submissions.CANVAS, table)
     show(as_json, result, _class(result, grades))
 
 
 def _sum_up(
-    grades: list[dict[str, Any]], output: Path, missing: list[str], left_out: list[str], seconds: float
+    grades: list[dict[str, Any]],
+    output: Path,
+    missing: list[str],
+    left_out: list[str],
+    seconds: float,
+    rules: "Rules | None" = None,
 ) -> dict[str, Any]:
     """Write what the grades of a class come to; returns the summary."""
-    from evictionary.classroom import classes, formats, submissions
+    from evictionary.classroom import classes, formats, gradebook, submissions
 
     result = classes.summary(grades)
     walls = sorted({*result["walls_missing"], *missing})
     result |= {"left_out": left_out, "walls_missing": walls, "seconds": round(seconds, 1)}
+    rows = gradebook.rows(grades, rules)
+    result["nothing_handed_in"] = [row.id for row in rows if row.comment.endswith(gradebook.NOTHING)]
+    roster = set(rules.roster if rules else ())
+    result["not_on_roster"] = [row.id for row in rows if roster and row.id not in roster]
     with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         formats.put(output / submissions.SUMMARY, json.dumps(result, indent=1) + "\n")
-        formats.put(output / submissions.GRADEBOOK, classes.gradebook(grades))
+        formats.put(output / submissions.GRADEBOOK, gradebook.table(rows))
     return result
+
+
+@app.command(epilog="Example: [bold]evictionary similar handed_in/ --assignment keydiff[/]")
+def similar(
+    assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
+    submission: Annotated[
+        list[Path],
+        typer.Argument(help="Files, archives or folders, or one folder that holds many of them."),
+    ],
+    least: Annotated[
+        float, typer.Option(help="Show pairs that share at least this part of the shorter file, 0 to 1.")
+    ] = 0.8,
+    assignments: Assignments = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show which submissions are much alike, without comments, texts and chosen names. Runs no code.
+
+    What the starter file has does not count. A short function has few right forms, so read each pair
+    yourself: a number proves nothing.
+    """
+    with exit_codes(), doing("comparing the submissions") as now:
+        from evictionary.classroom import classes, similar as alike, submissions
+        from evictionary.classroom.assignment import load
+
+        require(0 < least <= 1, f"--least: got {least:g}, wanted more than 0 and at most 1")
+        chosen = load(assignment, assignments)
+        found, _ = classes.find(submission, chosen.file)
+        sources: dict[str, bytes] = {}
+        for done, (student, path) in enumerate(found.items()):
+            now(f"reading {student}", done, len(found))
+            with contextlib.suppress(submissions.BadSubmission):
+                sources[student] = submissions.read(path, chosen)
+        pairs = alike.pairs(sources, chosen.starter.read_bytes(), least)
+        unread = sorted(found.keys() - sources.keys())
+    table = plain_table("alike", "one", "other", right=("alike",), title=f"{len(sources)} submissions")
+    for pair in pairs:
+        table.add_row(f"{pair.share:.0%}", escape(pair.one), escape(pair.other))
+    none = f"No two of {len(sources)} submissions share {least:.0%} of the shorter one."
+    told = {"submissions": len(sources), "unread": unread, "pairs": [each._asdict() for each in pairs]}
+    cannot = unread and Text(f"Cannot be read: {_few(unread)}", "yellow")
+    show(as_json, told, [table if pairs else none, cannot])
+
+
+@app.command(epilog="Example: [bold]evictionary exam --seed-file secret --questions kv_cache,keydiff[/]")
+def exam(
+    seed_file: Annotated[Path, typer.Option(help="A file of secret bytes: the numbers are drawn from it.")],
+    output: Annotated[Path, typer.Option(help="The folder for exam.md and answers.md.")] = Path("exam"),
+    questions: Annotated[
+        list[str] | None,
+        typer.Option(help="The lessons to ask about, by name, comma-separated or repeated; all by default."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write an exam on the lessons, and its answers. The numbers are drawn from your secret, so students do
+    not know them.
+    """
+    with exit_codes():
+        from evictionary.classroom import exam as exams, formats
+
+        wanted = tuple(names_in(questions) or exams.QUESTIONS)
+        for name in wanted:
+            require_known("--questions", name, exams.QUESTIONS)
+        drawn = exams.drawn(_secret(seed_file), wanted)
+        with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
+            output.mkdir(parents=True, exist_ok=True)
+            formats.put(output / "exam.md", exams.sheet(drawn))
+            formats.put(output / "answers.md", exams.answers(drawn))
+    told = {"questions": [each._asdict() for each in drawn], "points": exams.POINTS * len(drawn)}
+    said = f"{len(drawn)} questions, {told['points']} points: [bold]{escape(str(output / 'exam.md'))}[/]"
+    show(as_json, told, [said, f"The answers: {escape(str(output / 'answers.md'))}"])
 
 
 def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
@@ -517,16 +662,6 @@ def _tried(name: str, wanted: int, judged: "Judgement") -> Iterator[Text]:
     yield Text(f"{name}: {judged.score} points, wanted {wanted}", "green" if is_right else "red")
     for line in judged.lines if not is_right else []:
         yield Text(f"  {line.name}: {line.verdict}, {line.points} of {line.max_points} {line.reason}")
-
-
-def _roster(path: Path) -> frozenset[str]:
-    with usage(
-        f"--roster: got {path}, wanted a text file with one id in each line", OSError, ValueError, csv.Error
-    ):
-        rows = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
-    ids = frozenset(row[0].strip() for row in rows if row and row[0].strip())
-    require(ids, f"--roster: got {path} without an id, wanted one in each line")
-    return ids
 
 
 def _of_one(paths: list[Path]) -> Path:
@@ -585,6 +720,9 @@ def _class(result: dict[str, Any], output: Path) -> Iterator[Any]:
         "Names that differ only in capitals, spaces or accents: {}": _few(
             [repr(name) for name in result["alike"]]
         ),
+        "Handed in nothing: {}": _few(result["nothing_handed_in"]),
+        "Not on the roster: {}": _few(result["not_on_roster"]),
+        "Not in the export of Canvas: {}": _few(result.get("not_in_canvas", [])),
         "{}": "\n".join(notes[:MOST_SHOWN]),
         "Notes on {} more are in summary.json.": str(more) if more > 0 else "",
         "Walls missing here: {}. The page on isolation says what is open then.": missing,

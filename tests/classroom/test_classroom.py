@@ -33,6 +33,7 @@ from tools.grader import (
     written,
 )
 
+from docs_build import handouts
 from evictionary import store
 from evictionary.classroom import assignment as assignments, classes, contest, formats, grading
 from evictionary.classroom.child import Child
@@ -79,6 +80,26 @@ def test_an_assignment_is_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert set(re.findall(r'^- "(.+?)"(?:: |$)', note, flags=re.MULTILINE)) <= {
         mutant.misconception for mutant in load_mutants().values()
     }
+
+
+@every_assignment
+def test_a_handout_and_its_note_say_the_hours_points_and_deliverables_of_the_assignment(name: str) -> None:
+    """`python -m docs_build.handouts` writes them from assignment.toml."""
+    one = assignments.load(name)
+    handout, note = (text_of(one.folder / file) for file in ("README.md", "instructor.md"))
+    assert one.hours and handout == handouts.written(name, handout)
+    says(handout, "<!-- glance -->", f"| {one.takes} | {one.max_score} from the grader", f"`{name}.zip`")
+    says(note, "Expected time: ", f"{one.takes} hours")
+    asked = handout.partition("## Two questions in words")[2].partition("\n## ")[0]
+    assert len(re.findall(r"^\d\. ", asked, flags=re.MULTILINE)) == len(one.questions)
+    rubric = note.partition("## The two questions in words")[2]
+    each = [sum(map(int, re.findall(r"- (\d+) points?:", part))) for part in re.split(r"\n\d\. ", rubric)[1:]]
+    assert tuple(each) == one.questions
+
+
+def test_the_hours_of_an_assignment_do_not_grade_a_class_again() -> None:
+    one = assignments.load("keydiff")
+    assert repr(one) == repr(replace(one, hours=(99,), questions=()))
 
 
 def test_a_cache_is_tried_in_a_model_as_its_handout_says(

@@ -38,7 +38,15 @@ from tools.grader import (
 from tools.pages import commands
 
 from docs_build import transcript
-from evictionary.classroom import assignment as assignments, classes, contest, formats, grading, submissions
+from evictionary.classroom import (
+    assignment as assignments,
+    classes,
+    contest,
+    formats,
+    gradebook,
+    grading,
+    submissions,
+)
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.judgement import Run, empty
 from evictionary.spec_tests.proof.planted import load_mutants
@@ -285,7 +293,7 @@ def test_the_gradebook_computes_nothing(tmp_path: Path) -> None:
         grade | {"student": name}
         for name in ('=HYPERLINK("http://a.b","x")', "--help", " @ada", "bob", 'eve, "the" second')
     ]
-    page = classes.gradebook([*named, grade | {"student": "kim", "error": "=no\nfile"}])
+    page = gradebook.table(gradebook.rows([*named, grade | {"student": "kim", "error": "=no\nfile"}]))
     rows = {row["id"]: row for row in csv.DictReader(io.StringIO(page))}
     ids = {'\'=HYPERLINK("http://a.b","x")', "'--help", "' @ada", "bob", 'eve, "the" second', "kim"}
     assert rows.keys() == ids and rows["kim"]["comment"] == "'=no file"

@@ -6,12 +6,13 @@ import itertools
 import json
 import re
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from tools import refused, saved, says
 
-from docs_build import pages, written
+from docs_build import finished, pages, written
 from evictionary.errors import InstallError
 from evictionary.models import embedded
 from tutorials import build
@@ -51,6 +52,63 @@ def test_a_lesson_says_what_it_takes_asks_predicts_and_breaks_something(lesson: 
     assert text.count("**Predict**") >= 3 and "goes wrong" in text and text.count("def check_") >= 2
 
 
+each_lesson = pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.stem)
+
+
+@each_lesson
+def test_a_lesson_opens_with_a_question_and_closes_with_what_you_know_two_checks_and_where_to_go(
+    lesson: Path,
+) -> None:
+    text = lesson.read_text(encoding="utf-8")
+    assert re.match(r"# .+\n\n\*\*.+\?\*\*\n", text)
+    closing = ["Exercises", "What you now know", "Check yourself", "Where to go next"]
+    assert re.findall(r"^## (.+)$", text, flags=re.MULTILINE)[-4:] == closing
+    known, checks, way = (part.partition("\n")[2] for part in text.split("\n## ")[-3:])
+    assert 3 <= known.count("\n- ") <= 5
+    # Each check is a question, then its answer: code, which runs with the lesson, or text behind a fold.
+    asked = re.split(r"\n\*\*Check \d\.\*\* ", checks)[1:]
+    assert len(asked) == 2
+    for each in asked:
+        question, fold, answer = re.split(
+            r'(\n```python tags=\["answer"\]\n|\n<details .+</summary>\n)', each
+        )
+        assert "?" in question and fold and answer.strip()
+    assert way.strip().startswith("More: ")
+
+
+@each_lesson
+def test_a_lesson_needs_only_lessons_before_it(lesson: Path) -> None:
+    """So the numbers are an order in which to read."""
+    (needed,) = re.findall(
+        r"^> \*\*You need\*\* (.+)$", lesson.read_text(encoding="utf-8"), flags=re.MULTILINE
+    )
+    assert all(f"{name}.md" < lesson.name for name in re.findall(r"\]\((\d\d_\w+)\.md\)", needed))
+
+
+def test_a_link_to_a_lesson_says_its_number() -> None:
+    pages = [*build.ROOT.glob("tutorials/**/*.md"), *build.ROOT.glob("docs/**/*.md")]
+    links = re.compile(r"\[[Ll]esson\s+(\d+)[^\]]*\]\([\w./]*?(\d\d)_\w+\.md\)")
+    said = [(page.name, *each) for page in pages for each in links.findall(page.read_text(encoding="utf-8"))]
+    assert len(said) > 80
+    assert [each for each in said if int(each[1]) != int(each[2])] == []
+
+
+def test_an_earlier_address_leads_to_its_lesson(tmp_path: Path) -> None:
+    for lesson in LESSONS:
+        saved(tmp_path / f"{lesson.stem}.ipynb", lesson.stem)
+    finished.keep_addresses(tmp_path)
+    assert len(build.EARLIER) == 12 and not {*build.EARLIER} & {lesson.stem for lesson in LESSONS}
+    for name in build.EARLIER:
+        (lesson,) = [each for each in LESSONS if each.stem[2:] == name[2:]]
+        says(
+            (tmp_path / f"{name}.html").read_text(encoding="utf-8"),
+            f'location.replace("{lesson.stem}.html" + location.hash)',
+            f'url={lesson.stem}.html"',
+            f'<a href="{lesson.stem}.html">{int(lesson.stem[:2])}. ',
+        )
+        assert (tmp_path / f"{name}.ipynb").read_text(encoding="utf-8") == lesson.stem
+
+
 @every_lesson
 def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_question(lesson: Path) -> None:
     text, page = lesson.read_text(encoding="utf-8"), page_of(lesson)
@@ -61,6 +119,7 @@ def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_ques
         "<summary>What is imported</summary>": 1,
         "<summary>How it is drawn</summary>": text.count('tags=["drawing"'),
         "<summary>A solution</summary>": text.count("def check_"),
+        "<summary>The answer</summary>": 2,
     }
     assert {part: page.count(part) for part in wanted} == wanted
 
@@ -145,6 +204,21 @@ def test_a_notebook_opens_in_colab_where_the_repository_is_on_github(
         says(path.read_text(encoding="utf-8"), words)
     monkeypatch.setattr(build, "REPOSITORY", "https://example.org/someone/a.name")
     assert "Colab" not in (build.built(lesson) / "01_made_up.md").read_text(encoding="utf-8")
+
+
+def test_a_notebook_shows_no_warning_of_a_library_that_draws_progress(
+    lesson: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, shown = build._run, []
+
+    def watched(notebook: Any, lesson: Path) -> None:
+        run(notebook, lesson)
+        shown.extend(each for cell in notebook.cells for each in cell.get("outputs", []))
+
+    monkeypatch.setattr(build, "_run", watched)
+    saved(lesson, RIGHT.replace("def it(x)", "from tqdm.auto import tqdm\nprint(tqdm)\ndef it(x)"))
+    build.built(lesson)
+    assert [each["name"] for each in shown] == ["stdout"]
 
 
 @pytest.mark.parametrize(

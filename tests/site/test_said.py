@@ -302,7 +302,6 @@ COUNTED = {
 OTHERS = {
     ("README.md", "10 methods"): "whose kernels ran on a GPU",
     ("docs/classroom/class.md", "52 planted mistakes"): "those that were handed in",
-    ("docs/classroom/semester.md", "thirteen lessons"): "of a semester, without three",
     ("docs/in_a_model.md", "thirteen methods"): "of one measurement",
     ("docs/reference/comparison.md", "47 methods"): "of kvpress",
 }

@@ -46,7 +46,7 @@ SMALL = index(
     ("methods/keydiff_equations.html#kd-8", "KD-8 · The score", "The mean."),
     ("lessons/02_keydiff.html", "2. KeyDiff: keep what points elsewhere", "A lesson."),
     ("lessons/02_keydiff.html#why", "Why the average is enough (KD-7, KD-8)", "The mean."),
-    ("lessons/08_numpy_to_triton.html", "8. From a line to a kernel", "A lesson."),
+    ("lessons/13_numpy_to_triton.html", "13. From a line to a kernel", "A lesson."),
 )
 
 
@@ -58,7 +58,7 @@ def test_the_first_hit_is_what_was_asked_for() -> None:
         "a cache that is quantised": "faq.html#quantized",
         "keydiff": "methods/keydiff.html",
         "KD-8": "methods/keydiff_equations.html#kd-8",
-        "my kernels": "lessons/08_numpy_to_triton.html",
+        "my kernels": "lessons/13_numpy_to_triton.html",
         "+keydiff +points": "lessons/02_keydiff.html",  # the search's own language still works
     }
     found = dict(zip(first, asked(WORKER, SMALL, list(first)), strict=True))

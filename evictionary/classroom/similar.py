@@ -1,0 +1,65 @@
+"""Which submissions are much alike: the shares of code that pairs of files have in common.
+
+Python's own tokenizer reads a file, and comments, texts and the names that were chosen are left out. Runs of
+tokens are hashed, and of each window of hashes the smallest is kept (winnowing: Schleimer, Wilkerson and
+Aiken, SIGMOD 2003). What the starter file has too does not count. Nothing of a submission is run.
+"""
+
+import builtins
+import hashlib
+import io
+import keyword
+import token
+import tokenize
+from collections.abc import Iterator, Mapping
+from itertools import combinations
+from typing import NamedTuple
+
+RUN = 12  # tokens in a run: shorter ones are in any two programs
+WINDOW = 6  # of runs: what two files share is found if it has RUN + WINDOW - 1 tokens
+_PLAIN = {*keyword.kwlist, *dir(builtins), "np", "numpy", "torch"}
+_LEFT_OUT = {token.COMMENT, token.NL, token.NEWLINE, token.STRING, token.INDENT, token.DEDENT, token.ENCODING}
+
+
+class Pair(NamedTuple):
+    """Two students, and the share of the shorter file's runs that the other one has, from 0 to 1."""
+
+    one: str
+    other: str
+    share: float
+
+
+def prints(source: bytes) -> frozenset[bytes]:
+    """The kept hashes of a file; none for a file that is no Python or is shorter than a run."""
+    words = [*_words(source)]
+    runs = [" ".join(words[place : place + RUN]) for place in range(len(words) - RUN + 1)]
+    hashes = [hashlib.blake2b(run.encode(), digest_size=8).digest() for run in runs]
+    windows = range(max(1, len(hashes) - WINDOW + 1)) if hashes else range(0)
+    return frozenset(min(hashes[place : place + WINDOW]) for place in windows)
+
+
+def _words(source: bytes) -> Iterator[str]:
+    """The tokens of a file; a name that somebody chose is `name`, unless it follows a dot."""
+    try:
+        found = [*tokenize.tokenize(io.BytesIO(source).readline)]
+    except (SyntaxError, tokenize.TokenError, UnicodeDecodeError):
+        return
+    before = ""
+    for each in found:
+        if each.type in _LEFT_OUT:
+            continue
+        is_chosen = each.type == token.NAME and each.string not in _PLAIN and before != "."
+        yield "name" if is_chosen else each.string
+        before = each.string
+
+
+def pairs(sources: Mapping[str, bytes], starter: bytes, least: float = 0.5) -> list[Pair]:
+    """The pairs of students whose files share at least so much, the most alike first."""
+    common = prints(starter)
+    own = {student: prints(source) - common for student, source in sources.items()}
+    found = [
+        Pair(one, other, len(own[one] & own[other]) / min(len(own[one]), len(own[other])))
+        for one, other in combinations(sorted(own), 2)
+        if own[one] and own[other]
+    ]
+    return sorted((pair for pair in found if pair.share >= least), key=lambda pair: (-pair.share, pair[:2]))
