@@ -182,13 +182,16 @@ STEPS: dict[str, Callable[[], Iterator[Picture]]] = {
 
 
 def element(stem: str) -> str:
-    """The steps of a method's picture for the site's script, each row of a picture once; nothing without."""
+    """The steps of a method's picture for the site's script, each line of their drawings once; nothing for a
+    method without steps.
+    """
     if stem not in STEPS:
         return ""
-    rows: dict[str, int] = {}
+    lines: dict[str, int] = {}
     frames = []
     for picture in STEPS[stem]():
-        numbers = [rows.setdefault(row, len(rows)) for row in picture.drawn()]
-        frames.append({"rows": numbers, "box": picture.box, "told": picture.alt})
-    data = json.dumps({"rows": [*rows], "frames": frames}, ensure_ascii=False, separators=(",", ":"))
+        drawn = "\n".join(picture.drawn()).splitlines()
+        numbers = [lines.setdefault(line, len(lines)) for line in drawn]
+        frames.append({"lines": numbers, "box": picture.box, "told": picture.alt})
+    data = json.dumps({"lines": [*lines], "frames": frames}, ensure_ascii=False, separators=(",", ":"))
     return f'<script type="application/json">{data}</script>'

@@ -10,7 +10,7 @@ import inspect
 import re
 import tomllib
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, get_args, get_type_hints
 
@@ -79,19 +79,22 @@ def is_in(tex: str, formula: str) -> bool:
 
 
 def symbols(stem: str, formulas: Iterable[str]) -> list[Symbol]:
-    """The symbols of a method that its formulas use, in the order of the formulas."""
-    text = " ".join(formulas)
-    known = words()["shared"] | words().get(stem, {})
-    found = [Symbol(tex, said[0], _shape(stem, said[1:])) for tex, said in known.items() if is_in(tex, text)]
+    """The symbols of a method that its formulas use, in the order of the formulas; of the shared words those
+    whose argument the method has.
+    """
+    text, has = " ".join(formulas), arguments(stem)
+    shared = {tex: said for tex, said in words()["shared"].items() if len(said) == 2 or said[1] in has}
+    known = {tex: said for tex, said in (shared | words().get(stem, {})).items() if is_in(tex, text)}
+    found = [Symbol(tex, said[0], _shape(has, said[1:])) for tex, said in known.items()]
     return sorted(found, key=lambda one: text.index(one.tex))
 
 
-def _shape(stem: str, said: Sequence[Any]) -> str:
-    """`[D] of keys [B, H_kv, T, D]`: some of the last axes of an argument, or the words themselves."""
+def _shape(has: Mapping[str, Sequence[str]], said: Sequence[Any]) -> str:
+    """`[D], of keys [B, H_kv, T, D]`: some of the last axes of an argument, or the words themselves."""
     if len(said) == 1:
         return str(said[0])
     name, count = said
-    axes = arguments(stem)[name]
+    axes = has[name]
     own = f"[{', '.join(axes[len(axes) - count :])}]" if count else "a number"
     if not axes:
         return f"{own}: {name}"

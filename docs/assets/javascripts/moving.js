@@ -23,12 +23,12 @@
   );
   for (const figure of document.querySelectorAll(".figure[data-files]")) near.observe(figure);
 
-  // The pictures of the steps come as rows, each of which is stored once.
+  // The drawings of the steps come as lines, each of which is stored once.
   function steps(picture) {
-    const { rows, frames } = JSON.parse(picture.querySelector("script").textContent);
+    const { lines, frames } = JSON.parse(picture.querySelector("script").textContent);
     const svg = picture.querySelector("svg");
     const whole = { drawn: svg.innerHTML, box: svg.getAttribute("viewBox"), told: svg.getAttribute("aria-label") };
-    const states = [whole, ...frames.map((frame) => ({ ...frame, drawn: frame.rows.map((row) => rows[row]).join("") }))];
+    const states = [whole, ...frames.map((frame) => ({ ...frame, drawn: frame.lines.map((line) => lines[line]).join("") }))];
     let now = 0;
 
     const bar = document.createElement("div");
