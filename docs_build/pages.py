@@ -14,7 +14,19 @@ from typing import Any
 import typer
 from markdown.extensions.toc import slugify
 
-from docs_build import abstracts, api, course, facts, figures, frontier, methods, moving, sizes, steps, symbols
+from docs_build import (
+    abstracts,
+    api,
+    course,
+    facts,
+    figures,
+    frontier,
+    methods,
+    moving,
+    sizes,
+    steps,
+    symbols,
+)
 from docs_build.charts import CHARTS, at_ratios
 from docs_build.entries import (
     PAGES,

@@ -27,11 +27,11 @@ on_every_screen = test_figures.on_every_screen
 DOCS = ROOT / "docs"
 TAUGHT = {
     "keys": {"methods/keydiff", "methods/lagkv", "lessons/02", "lessons/03"},
-    "moments": {"methods/momentkv", "lessons/05", "lessons/07"},
+    "moments": {"methods/momentkv", "lessons/06", "lessons/07"},
     "survivors": {"methods/index", "lessons/01"},
-    "received": {"methods/h2o", "methods/tova", "lessons/11"},
-    "heads": {"methods/ada_kv", "lessons/16"},
-    "pages": {"paging", "lessons/14"},
+    "received": {"methods/h2o", "methods/tova", "lessons/14"},
+    "heads": {"methods/ada_kv", "lessons/04"},
+    "pages": {"paging", "lessons/12"},
 }
 """Where a figure is beside its own page; a lesson by its number."""
 
