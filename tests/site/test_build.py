@@ -1,6 +1,6 @@
-"""The site is built in three steps: pages are written as plain Markdown, a builder makes HTML of them, and
-what was built is made smaller. The first and the last step are tested here; tests/site/site_builders.py tries
-the builders.
+"""The site is built in three steps: pages are written as plain Markdown, a
+builder makes HTML of them, and what was built is made smaller. The first and
+the last step are tested here; tests/site/site_builders.py tries the builders.
 """
 
 import json
