@@ -228,8 +228,9 @@ class EvictingCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append to a layer; return the keys and values for
-        its attention: all stored ones, without ragged heads.
+        """Append to a layer, and return the keys and values for its attention.
+
+        These are all that are stored, if no head is ragged.
         """
         session = self._session
         key_states, value_states = session.take(layer_idx, key_states, value_states)
@@ -242,8 +243,9 @@ class EvictingCache(Cache):
         return keys, values
 
     def get_mask_sizes(self, *arguments: Any, **named: Any) -> tuple[int, int]:
-        """The sizes of a layer's mask. Raises UsageError for
-        a forward without a token, which no model can read.
+        """The sizes of a layer's mask.
+
+        Raises UsageError for a forward without a token, which no model can read.
         """
         length = arguments[0] if arguments else named["query_length"]
         callers.require_new_tokens(length, self.get_seq_length(), None)
@@ -296,8 +298,9 @@ class EvictingCache(Cache):
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` undoes each forward: where nothing
-        is evicted. transformers asks before it reads drafts.
+        """Whether `crop` undoes each forward, because nothing is evicted.
+
+        transformers asks before it reads drafts.
         """
         others = (layer for layer in self.layers if not isinstance(layer, EvictingLayer))
         return self.method is None and all(getattr(layer, "is_croppable", False) for layer in others)
@@ -446,15 +449,18 @@ class EvictingCache(Cache):
 
     @property
     def nbytes_beside(self) -> int:
-        """The bytes beside keys and values: positions, lengths, moments, recent queries, states in the place
-        of a cache, and the ids of all tokens that were read.
+        """The bytes beside keys and values.
+
+        They hold positions, lengths, moments, recent queries, states in the place of a cache, and the ids of
+        all tokens that were read.
         """
         return sizes.beside(self.layers) + self._session.reading.text.nbytes
 
     @property
     def tokens_kept(self) -> float:
-        """The tokens stored in each head, on average over the
-        batch, the heads and the layers that are compressed.
+        """The tokens stored in each head, on average.
+
+        The average is over the batch, the heads and the layers that are compressed.
         """
         return sizes.tokens_kept(self.layers)
 

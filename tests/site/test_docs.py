@@ -258,6 +258,7 @@ RULES = tomllib.loads(Path(__file__).with_name("language.toml").read_text(encodi
 NOT_PROSE = (
     r"\A---\n[\s\S]*?^---$",  # the head of a page
     r"^ *(```+|~~~+).*\n[\s\S]*?^ *\1$",
+    r"^    options:\n(?:^      .*\n)+",  # of a page of the API
     r"^ *(?:\||!\[|#|\$ |:::|<!?|\?\?\?|!!!|=== ).*$",  # tables, pictures, headings, markers, names of boxes
     r"\$\$[\s\S]*?\$\$",
     r"\{ ?[.#:][^}]*\}",
