@@ -150,9 +150,9 @@ def keep_addresses(folder: Path) -> None:
 
 
 def on_post_build(config: MkDocsConfig) -> None:
-    """Keep earlier addresses. Tell the search how much each section counts. Leave out what no reader
-    needs: source maps, the search's other languages, and the page for web servers, which does not open from
-    a folder.
+    """Keep earlier addresses. Tell the search how much each section counts.
+    Leave out what no reader needs: source maps, the search's other languages,
+    and the page for web servers, which does not open from a folder.
     """
     site = Path(config.site_dir)
     keep_addresses(site / "lessons")
