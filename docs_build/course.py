@@ -29,8 +29,8 @@ def _in_words(least: float, most: float) -> str:
 
 
 def weeks(page: str) -> str:
-    """A row for each week: lessons, readings, what is done at home with its hours, and the questions of the
-    exam.
+    """A row for each week: lessons, readings, what is done
+    at home with its hours, and the questions of the exam.
     """
     by_name = {lesson.stem.partition("_")[2]: lesson for lesson in lessons()}
     rows = []

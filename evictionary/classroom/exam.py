@@ -1,5 +1,5 @@
-"""An exam on the lessons: a question for most of them, with numbers drawn from the instructor's secret, and
-the answers.
+"""An exam on the lessons: a question for most of them, with
+numbers drawn from the instructor's secret, and the answers.
 
 The questions are public, as all of this project. Their numbers are not, so neither are the answers: the
 project's own reference computes them.
@@ -26,8 +26,8 @@ POINTS = 5
 
 
 class Question(NamedTuple):
-    """A question of the exam and its answer, both for people; `name` is that of its lesson, without a "
-    "number."""
+    """A question of the exam and its answer, both for people;
+    `name` is that of its lesson, without a " "number."""
 
     name: str
     asked: str
