@@ -41,7 +41,7 @@ def counts() -> Mapping[str, int]:
     judged = stored("conformance/results.json")["rows"]
     return {
         "methods": len(catalogue.names()),
-        "additions": len([*catalogue.additions(), MOMENTS]),
+        "additions": len([*catalogue.additions(), MOMENTS, *catalogue.QUANTISERS]),
         "requirements": len(entries()),
         "functions": len({one for entry in entries().values() for one in entry.reference}),
         "laws": sum(bool(law.functions) for law in load_laws().values()),

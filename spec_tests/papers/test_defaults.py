@@ -18,6 +18,7 @@ from evictionary.reference import (
     momentkv_theory,
     protect,
     pyramid_kv,
+    quantisation,
     rope,
     snapkv,
     streaming_llm,
@@ -130,3 +131,17 @@ def test_the_settings_of_the_baselines():
     assert defaults(chunk_kv) == {name: {"chunk_size": 10} for name in ("choose", "chunk_means")}
     assert defaults(protect) == {name: {"first": 4, "last": 32} for name in ("choose", "protected")}
     assert defaults(pyramid_kv) == {"budgets": {"beta": 20.0, "window_size": 0}}
+
+
+@law("QC-6")
+def test_the_settings_of_quantised_caches():
+    """KIVI: 2 bits, groups of 32 and 128 exact tokens; rotation: 4 bits."""
+    bits, group, window = {"bits": 2}, {"group_size": 32}, {"residual": 128}
+    assert defaults(quantisation) == {
+        **dict.fromkeys(("quantise", "pack", "unpack"), bits),
+        **dict.fromkeys(("by_token", "by_channel"), bits | group),
+        "quantised_tokens": group | window,
+        "kivi": bits | group | window,
+        "kivi_bytes": bits | group | window | {"bytes_per_number": 2},
+        "rotated": {"bits": 4} | group,
+    }
