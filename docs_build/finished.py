@@ -8,15 +8,12 @@ has, it looks for, and leaves alone where it is not.
 import io
 import json
 import re
-import shutil
 import sys
 from collections import Counter
 from pathlib import Path
 
 import minify_html
 from PIL import Image
-
-from tutorials.build import heading, moved
 
 # How much a hit of the search counts, by its address and title: the first pattern that fits, else 1. A title
 # with an id is that of a card.
@@ -118,28 +115,9 @@ def picture(path: Path) -> None:
         path.write_bytes(written.getvalue())
 
 
-def keep_addresses(folder: Path) -> None:
-    """Write a page and a notebook at each earlier address of a lesson, in the site's folder of lessons.
-
-    The page leads to the lesson, and to the same place in it. The notebook is that of the lesson.
-    """
-    for name, lesson in moved().items():
-        page, title = f"{lesson.stem}.html", heading(lesson)
-        lines = (
-            '<!doctype html><html lang="en"><meta charset="utf-8">',
-            f'<title>{title}</title><link rel="canonical" href="{page}">',
-            f'<script>location.replace("{page}" + location.hash)</script>',
-            f'<noscript><meta http-equiv="refresh" content="0; url={page}"></noscript>',
-            f'<p>This lesson has another number now: <a href="{page}">{title}</a>.</p></html>',
-        )
-        (folder / f"{name}.html").write_text("\n".join(lines), encoding="utf-8")
-        shutil.copyfile(folder / f"{lesson.stem}.ipynb", folder / f"{name}.ipynb")
-
-
 def finish(site: Path) -> None:
     """Do all of this to the site in a folder, once."""
     search(site)
-    keep_addresses(site / "lessons")
     for pattern in NOT_NEEDED:
         for path in site.glob(pattern):
             path.unlink()

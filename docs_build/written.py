@@ -16,7 +16,7 @@ import yaml
 
 from docs_build import charts, figures, pages
 from docs_build.entries import ROOT
-from tutorials.build import LessonError, built, is_built, lessons
+from tutorials.build import LessonError, built, heading, is_built, lessons, moved
 
 OUTPUT = ROOT / "build" / "docs"
 # Measurements line by line, and what pages are made of, are in the repository and not on the site.
@@ -68,6 +68,22 @@ def contents() -> Iterator[tuple[str, str | bytes]]:
     for folder in lesson_folders():
         for path in sorted(folder.rglob("*.*")):
             yield f"lessons/{path.relative_to(folder).as_posix()}", path.read_bytes()
+    for name, lesson in moved().items():
+        yield f"lessons/{name}.html", leading_to(lesson)
+        yield f"lessons/{name}.ipynb", (built(lesson) / f"{lesson.stem}.ipynb").read_bytes()
+
+
+def leading_to(lesson: Path) -> str:
+    """The page at an earlier address of a lesson: it leads to the lesson, and to the same place in it."""
+    address, title = f"{lesson.stem}.html", heading(lesson)
+    lines = (
+        '<!doctype html><html lang="en"><meta charset="utf-8">',
+        f'<title>{title}</title><link rel="canonical" href="{address}">',
+        f'<script>location.replace("{address}" + location.hash)</script>',
+        f'<noscript><meta http-equiv="refresh" content="0; url={address}"></noscript>',
+        f'<p>This lesson has another number now: <a href="{address}">{title}</a>.</p></html>',
+    )
+    return "\n".join(lines)
 
 
 def lesson_folders() -> list[Path]:

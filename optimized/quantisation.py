@@ -36,7 +36,7 @@ __all__ = [
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def rounding(function: Function) -> Function:
+def _rounding(function: Function) -> Function:
     """Let a function that rounds refuse tensors of which a gradient is wanted."""
 
     path = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
@@ -51,7 +51,7 @@ def rounding(function: Function) -> Function:
     return checked  # type: ignore[return-value]
 
 
-@rounding
+@_rounding
 @fits()
 def quantise(numbers: torch.Tensor, *, bits: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     r"""QC-1: `c = round((x - z) / s)` with `z = min x` and `s = (max x - min x) / (2^bits - 1)`, of a group.
@@ -108,7 +108,7 @@ def unpack(packed: torch.Tensor, length: int, *, bits: int = 2) -> torch.Tensor:
     return codes.flatten(-2)[..., :length].clone()
 
 
-@rounding
+@_rounding
 @fits()
 def by_token(values: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> torch.Tensor:
     r"""QC-4: values as a cache gives them back: a group is `group_size` channels in a row of one token.
@@ -119,7 +119,7 @@ def by_token(values: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> to
     return _given_back(values, bits, group_size)
 
 
-@rounding
+@_rounding
 @fits()
 def by_channel(keys: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> torch.Tensor:
     r"""QC-5: keys as a cache gives them back: a group is one channel of `group_size` tokens in a row.
@@ -130,7 +130,7 @@ def by_channel(keys: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> to
     return _given_back(keys.mT, bits, group_size).mT
 
 
-@rounding
+@_rounding
 @fits()
 def kivi(
     keys: torch.Tensor, values: torch.Tensor, *, bits: int = 2, group_size: int = 32, residual: int = 128
@@ -158,7 +158,7 @@ def hadamard(states: torch.Tensor) -> torch.Tensor:
     return _turned(states.to(working_dtype(states))).to(states.dtype)
 
 
-@rounding
+@_rounding
 @fits()
 def rotated(states: torch.Tensor, *, bits: int = 4, group_size: int = 32) -> torch.Tensor:
     r"""QC-9: keys or values as a rotated cache gives them back: `H Q(H x)`, with Q of `by_token`.
@@ -170,7 +170,7 @@ def rotated(states: torch.Tensor, *, bits: int = 4, group_size: int = 32) -> tor
     return _turned(_given_back(turned, bits, group_size)).to(states.dtype)
 
 
-@rounding
+@_rounding
 @fits()
 def e4m3(numbers: torch.Tensor) -> torch.Tensor:
     r"""QC-10: the nearest numbers of e4m3: a sign, 4 bits of exponent, 3 of mantissa; of two the even one.
@@ -181,7 +181,7 @@ def e4m3(numbers: torch.Tensor) -> torch.Tensor:
     return _e4m3(numbers.to(working_dtype(numbers))).to(numbers.dtype)
 
 
-@rounding
+@_rounding
 @fits()
 def fp8(states: torch.Tensor) -> torch.Tensor:
     r"""QC-11: `s e4m3(x / s)` with `s = max |x| / 448` of each token: its largest number becomes 448.

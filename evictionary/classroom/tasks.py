@@ -204,7 +204,7 @@ class Task:
             axes = self._axes_of(array.shape)
             vectors = self.path.split(".")[1] in OF_THE_STATES or self.path == "momentkv_bounded.update"
             floats = self.dtype if vectors and axes[-1] in ("D", "D_v") else "float32"
-            kinds = {"f": floats, "b": "bool", "i": "int64"}
+            kinds = {"f": floats, "b": "bool", "i": "int64", "u": "uint8"}
             found[name] = {"shape": axes, "dtype": kinds[array.dtype.kind]}
         return found
 

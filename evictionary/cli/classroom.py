@@ -584,7 +584,7 @@ def _sum_up(
     return result
 
 
-@app.command(epilog="Example: [bold]evictionary similar handed_in/ --assignment keydiff[/]")
+@app.command(epilog=examples("evictionary similar handed_in/ --assignment keydiff"))
 def similar(
     assignment: Annotated[str, typer.Option(help="The assignment that the submissions answer.")],
     submission: Annotated[
@@ -625,7 +625,7 @@ def similar(
     show(as_json, told, [table if pairs else none, cannot])
 
 
-@app.command(epilog="Example: [bold]evictionary exam --seed-file secret --questions kv_cache,keydiff[/]")
+@app.command(epilog=examples("evictionary exam --seed-file secret --questions kv_cache,keydiff"))
 def exam(
     seed_file: Annotated[Path, typer.Option(help="A file of secret bytes: the numbers are drawn from it.")],
     output: Annotated[Path, typer.Option(help="The folder for exam.md and answers.md.")] = Path("exam"),

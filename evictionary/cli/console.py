@@ -194,8 +194,6 @@ def _device_map(text: str | None) -> Any:
 Ratio = Annotated[
     float | None,
     typer.Option(
-        "--compression-ratio",
-        "--ratio",
         parser=number,
         metavar="<float>",
         help="The fraction of the cache to remove, in [0, 1).",

@@ -350,13 +350,13 @@ computation can detect it: plain loops, brute force, an exact fraction, a closed
 
 {total[BANK]} mistakes are those of the [bank](kill_matrix.md) that compute with NumPy. The others of the
 bank compute with torch, so the reference cannot make them. {total[PROGRAM]} mistakes are made by a
-program, which replaces one operator, number, axis, bound or call in the source of a function. What only
-refuses an argument is left alone. `make oracle` made this page.
+program, which replaces one operator, number, axis, bound or call in the source of a function. We do not
+change code that only checks arguments. `make oracle` made this page.
 
 - **Seen**: {total[SEEN]}. A law fails.
 - **Same numbers**: {total[SAME]}. The function gives the same numbers for all inputs that its laws draw;
-  of the bank, these are mistakes that only refuse or accept other arguments.
-- **Equivalent**: {total[LISTED]}. The function gives other numbers, and a reason says why no law can
+  in the bank, these are mistakes that only change which arguments are accepted.
+- **Equivalent**: {total[LISTED]}. The function gives different numbers, and a reason says why no law can
   object.
 - **Unseen**: {total[UNSEEN]}.
 

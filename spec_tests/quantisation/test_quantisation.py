@@ -14,6 +14,7 @@ from evictionary.spec_tests.quantisation.helpers import (
     scales_by_hand,
     sylvester,
     turned_by_hand,
+    whole_groups,
 )
 
 QUANTISE, DEQUANTISE = "quantisation.quantise", "quantisation.dequantise"
@@ -215,7 +216,7 @@ def test_values_share_a_scale_along_the_channels_of_a_token(impl, case, bits, gr
 @law("QC-5", of=BY_CHANNEL, case=CASES, bits=BITS, group_size=st.sampled_from([4, 2, 1]))
 def test_keys_share_a_scale_along_the_tokens_of_a_channel(impl, case, bits, group_size):
     """Each number that comes back is the nearest of the numbers of its group."""
-    keys = impl.round(case.keys)
+    keys = whole_groups(impl.round(case.keys), group_size)
     got = impl.quantisation.by_channel(keys, bits=bits, group_size=group_size)
     check_by_channel(impl, got, keys, bits, group_size)
 
@@ -225,8 +226,9 @@ def test_keys_of_a_long_text_share_a_scale_along_the_tokens(impl, case):
     """A thousand tokens of 16 heads in groups of 64 and of 128, as papers and public code have them."""
     keys = impl.round(np.concatenate([case.keys[:, :1]] * 16, axis=1))
     for group_size in (64, 128):
-        got = impl.quantisation.by_channel(keys, bits=2, group_size=group_size)
-        check_by_channel(impl, got, keys, 2, group_size)
+        whole = whole_groups(keys, group_size)
+        got = impl.quantisation.by_channel(whole, bits=2, group_size=group_size)
+        check_by_channel(impl, got, whole, 2, group_size)
 
 
 def check_apart(impl, path, states, bits, changed):
@@ -252,9 +254,9 @@ def test_groups_of_values_do_not_share_scales(impl, case, bits, seed):
 @law("QC-5", of=BY_CHANNEL, case=CASES, bits=BITS, seed=seeds())
 def test_groups_of_keys_do_not_share_scales(impl, case, bits, seed):
     """Larger numbers in one group of one channel change no other group."""
-    keys = impl.round(case.keys)
+    keys = whole_groups(impl.round(case.keys), 4)
     channels = np.random.default_rng(seed).permutation(case.head_dim)
-    changed = (np.arange(case.length)[:, None] // 4 == 0) & (channels == 0)
+    changed = (np.arange(keys.shape[2])[:, None] // 4 == 0) & (channels == 0)
     check_apart(impl, BY_CHANNEL, keys, bits, np.broadcast_to(changed, keys.shape))
 
 
@@ -274,17 +276,17 @@ def test_two_bits_and_groups_of_32_keys_unless_told(impl):
 
 @law("QC-4", of=BY_TOKEN, kind="edge", case=CASES, bits=BITS)
 def test_a_group_of_values_is_at_most_a_token(impl, case, bits):
-    """Groups of 128 channels, where a token has fewer: all of them are one group."""
+    """A token with fewer channels than a group should have is one group."""
     values = impl.round(case.values)
-    got = impl.quantisation.by_token(values, bits=bits, group_size=128)
+    got = impl.quantisation.by_token(values, bits=bits, group_size=2 * case.value_dim)
     check_by_token(impl, got, values, bits, case.value_dim)
 
 
 @law("QC-5", of=BY_CHANNEL, kind="edge", case=CASES, bits=BITS)
 def test_a_group_of_keys_is_at_most_the_text(impl, case, bits):
-    """Groups of 128 tokens, where a text has fewer: all of them are one group."""
+    """A text with fewer tokens than a group should have is one group."""
     keys = impl.round(case.keys)
-    got = impl.quantisation.by_channel(keys, bits=bits, group_size=128)
+    got = impl.quantisation.by_channel(keys, bits=bits, group_size=2 * case.length)
     check_by_channel(impl, got, keys, bits, case.length)
 
 
@@ -495,6 +497,11 @@ def rotation_error(states):
     return np.abs(states).sum(axis=-1, keepdims=True) / math.sqrt(states.shape[-1])
 
 
+def rounded_sums(impl, size):
+    """What rotations may be wrong by whose terms add up to `size`: a rounding of that."""
+    return size * EPSILON[impl.dtype]
+
+
 @law("QC-8", of=HADAMARD, seed=seeds(), channels=CHANNELS)
 def test_a_rotation_is_a_sum_of_channels_with_signs(impl, seed, channels):
     """Channel i is the sum of all channels j, negative where i and j have an odd number of ones in common."""
@@ -548,7 +555,7 @@ def test_rotated_channels_share_a_scale(impl, seed, bits, group_size):
     got = impl.quantisation.rotated(states, bits=bits, group_size=group_size)
     require_numbers(got, states.shape, "what comes back")
     turned, back = turned_by_hand(states), turned_by_hand(got)
-    beside = groups_of(np.repeat(rotation_error(states), 8, axis=-1), group_size) * 8 * EPSILON[impl.dtype]
+    beside = rounded_sums(impl, groups_of(np.repeat(8 * rotation_error(states), 8, axis=-1), group_size))
     check_given_back(impl, groups_of(back, group_size), groups_of(turned, group_size), bits, beside=beside)
 
 
@@ -582,7 +589,7 @@ def test_four_bits_and_groups_of_32_unless_told(impl):
     turned = np.concatenate([np.arange(32.0), 10 * np.arange(32.0)])[None, None, None]
     states = turned @ sylvester(64) / 8
     back = turned_by_hand(impl.quantisation.rotated(impl.round(states)))
-    beside = np.full((1, 1, 1, 2, 32), 64 * 310 * EPSILON[impl.dtype])
+    beside = rounded_sums(impl, np.full((1, 1, 1, 2, 32), 64 * 310.0))  # 64 terms of at most 310
     check_given_back(impl, groups_of(back, 32), groups_of(turned, 32), 4, beside=beside)
 
 

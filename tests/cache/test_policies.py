@@ -27,9 +27,10 @@ def test_the_cache_knows_no_method_by_name() -> None:
     for path in [
         each for room in ("cache", "methods") for each in (ROOT / "evictionary" / room).rglob("*.py")
     ]:
-        assert not [line for line in path.read_text(encoding="utf-8").splitlines() if named.search(line)], (
-            path
-        )
+        lines = path.read_text(encoding="utf-8").splitlines()
+        # An example of a docstring shows a name that a reader may write.
+        code = [line for line in lines if not line.lstrip().startswith(">>> ")]
+        assert not [line for line in code if named.search(line)], path
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in OLD.iterdir() if path.name != "answers"))
