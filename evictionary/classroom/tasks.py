@@ -56,8 +56,13 @@ STORED = {
 """The name, or its last word, of what a model computes or stores in its dtype. Scores, weights of attention
 and statistics are float32 beside them, as in the kernels of `optimized`.
 """
-COUNTED = {"attention_matching.fit_values", "paging.slot_mapping"}
-"""The number of kept tokens, or a setting, is the size of an axis of theirs."""
+COUNTED = {
+    "attention_matching.fit_values",
+    "paging.slot_mapping",
+    "quantisation.by_channel",
+    "quantisation.dequantise",
+}
+"""The number of kept tokens, a setting or the groups are the size of an axis of theirs."""
 OF_THE_STATES = (
     "append", "attend", "attend_certified", "attend_pages", "gated_attention", "merge_values", "no_bounds",
     "page_bounds", "rotate", "spread",
@@ -204,7 +209,7 @@ class Task:
             axes = self._axes_of(array.shape)
             vectors = self.path.split(".")[1] in OF_THE_STATES or self.path == "momentkv_bounded.update"
             floats = self.dtype if vectors and axes[-1] in ("D", "D_v") else "float32"
-            kinds = {"f": floats, "b": "bool", "i": "int64", "u": "uint8"}
+            kinds = {"f": floats, "b": "bool", "i": "int64"}
             found[name] = {"shape": axes, "dtype": kinds[array.dtype.kind]}
         return found
 
@@ -332,8 +337,9 @@ def _names_its_axes(task: Task) -> bool:
 
 
 def _is_of_arrays(answer: Any) -> bool:
+    """Whether it is arrays of the kinds that a task can name; the codes of a quantised cache are bytes."""
     fields = answer if isinstance(answer, tuple) else (answer,)
-    return all(isinstance(each, np.ndarray) for each in fields)
+    return all(isinstance(each, np.ndarray) and each.dtype.kind != "u" for each in fields)
 
 
 def _leaves(answer: Any) -> Iterator[tuple[str, str, np.ndarray]]:

@@ -376,4 +376,10 @@ def test_the_pages_have_the_recipes() -> None:
         place = f"evictionary/classroom/recipes/{recipe}"
         says(text_of(PAGES / page), f"<!-- code: {place} -->", f"(../../{place})")
         run("bash", "-n", RECIPES / recipe)
-    assert {each.name for each in RECIPES.iterdir()} == {"run_autograder.sh", "grade_all.sh"}
+    told = text_of(PAGES / "gradebook.md") + text_of(PAGES / "formats.md")
+    assert {each.name for each in RECIPES.iterdir()} == {
+        "run_autograder.sh",
+        "grade_all.sh",
+        "to_nbgrader.py",
+    }
+    assert "to_nbgrader.py" in told

@@ -90,7 +90,7 @@ def test_the_page_says_how_many_and_how_long() -> None:
     says(
         page,
         f"There are {len(paths)} functions. Of these {sum(each == 3 for each in paths.values())} read keys",
-        f"The other {sum(each == 1 for each in paths.values())} read scores",
+        f"The other {sum(each == 1 for each in paths.values())} read only scores",
         f"That makes {len(made)} tasks",
         f"It has {average:,.0f} characters on average",
         f"flashinfer-bench read all {len(made)} tasks",
