@@ -30,22 +30,32 @@ BOOSTS = {
 # What no reader needs: source maps, the search's other languages, and the page for web servers, which does
 # not open from a folder.
 NOT_NEEDED = ("assets/**/*.map", "assets/javascripts/lunr/**/*.js", "404.html", "search/search_index.json")
+# Faces of letters that no formula asks for, with the commands that would.
+NOT_WRITTEN = {"Fraktur": "frak", "SansSerif": "sf", "Script": "scr", "Typewriter": "tt"}
 # A script written into a page; minify_html leaves out the quotes of attributes.
 SCRIPT = re.compile(r"<script>(.+?)</script>", re.DOTALL)
+NAVIGATION = re.compile(r'<nav class="md-nav md-nav--primary.*?<div class="md-content"', re.DOTALL)
+WORDS = re.compile(r'\s*<span class="md-ellipsis">\s*([^<]*?)\s*</span>\s*')
+# The theme's settings in a page, which its program reads; two of them are paths from the page.
+SETTINGS = re.compile(r"<script id=__config type=application/json>(.+?)</script>", re.DOTALL)
+PATHS = ("base", "search")
 
 
 def page(html: str) -> str:
     """The page in fewer bytes.
 
     The link to the repository does not ask its host for stars and forks. Until November 2026 the pages of the
-    API named `reference.keydiff`: links to their anchors go on working. Names, signs and blanks in code need
-    no colour, and the style of numbers in tables is shorter as a class.
+    API named `reference.keydiff`: links to their anchors go on working. Names, whole numbers, signs and
+    blanks in code need no colour, and the style of numbers in tables is shorter as a class. A drawing in HTML
+    needs no namespace, and the words of the navigation no element of their own: no line of it is cut.
     """
     html = html.replace('data-md-component="source"', "")
     html = re.sub(r'<(\w+) id="evictionary\.([\w.]+)"', r'<a id="\2"></a>\g<0>', html)
-    html = re.sub(r'<span class="(?:n|o|p|w)">([^<]*)</span>', r"\1", html)
+    html = re.sub(r'<span class="(?:n|o|p|w|mi)">([^<]*)</span>', r"\1", html)
+    html = html.replace(' xmlns="http://www.w3.org/2000/svg"', "")
+    html = NAVIGATION.sub(lambda nav: WORDS.sub(r"\1", nav[0]), html)
     html = html.replace('style="text-align: right;"', 'class="r"')
-    return minify_html.minify(html)
+    return with_few_settings(minify_html.minify(html))
 
 
 def boost(address: str, title: str) -> float:
@@ -63,8 +73,9 @@ def search(site: Path) -> None:
         return
     content = json.loads(index.read_text(encoding="utf-8"))
     for section in content["docs"]:
-        section["boost"] = boost(section["location"], section["title"])
-    written = json.dumps(content, separators=(",", ":"), ensure_ascii=False)
+        if (factor := boost(section["location"], section["title"])) != 1:
+            section["boost"] = factor
+    written = _short(content)
     index.with_suffix(".js").write_text(f"var __index={written}", encoding="utf-8")
     (program,) = site.glob("assets/javascripts/bundle.*.js")
     # The theme loads the script only where the address begins with file:, and elsewhere the same as JSON.
@@ -76,6 +87,25 @@ def search(site: Path) -> None:
     if found != 1:
         raise ValueError(f"{program.name}: {found} places load the search index, wanted 1")
     program.write_text(code, encoding="utf-8")
+
+
+def with_few_settings(html: str) -> str:
+    """The page with the theme's settings in two parts: what is its own, and a script with all others."""
+    found = SETTINGS.search(html)
+    if not found:
+        return html
+    settings = json.loads(found[1])
+    own = {name: settings.pop(name) for name in PATHS}
+    adding = (
+        'var settings=document.getElementById("__config");'
+        f"settings.textContent=JSON.stringify(Object.assign({_short(settings)},JSON.parse(settings.textContent)))"
+    )
+    parts = f"<script id=__config type=application/json>{_short(own)}</script><script>{adding}</script>"
+    return html.replace(found[0], parts)
+
+
+def _short(content: object) -> str:
+    return json.dumps(content, separators=(",", ":"), ensure_ascii=False)
 
 
 def shared(site: Path, pages: dict[Path, str]) -> dict[Path, str]:
@@ -118,7 +148,8 @@ def picture(path: Path) -> None:
 def finish(site: Path) -> None:
     """Do all of this to the site in a folder, once."""
     search(site)
-    for pattern in NOT_NEEDED:
+    faces = (f"assets/vendor/katex/fonts/KaTeX_{face}-*" for face in NOT_WRITTEN)
+    for pattern in (*NOT_NEEDED, *faces):
         for path in site.glob(pattern):
             path.unlink()
     pages = {path: page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}

@@ -131,6 +131,33 @@ def test_a_finished_site_has_its_search_once_and_its_scripts_once(tmp_path: Path
     assert (site / "a.png").stat().st_size < size / 2
 
 
+def test_the_settings_of_a_page_are_its_own_and_those_of_all_pages() -> None:
+    settings = '{"base": "..", "features": ["a"], "search": "../b.js"}'
+    told = f"<script id=__config type=application/json>{settings}</script>"
+    shown = finished.with_few_settings(f"<p>text{told}<p>more")
+    own, adding = re.findall(r"<script[^>]*>(.*?)</script>", shown)
+    assert json.loads(own) == {"base": "..", "search": "../b.js"}
+    assert 'Object.assign({"features":["a"]},JSON.parse(' in adding
+    assert shown.startswith("<p>text<script") and shown.endswith("<p>more")
+    assert finished.with_few_settings("<p>text") == "<p>text"
+
+
+def test_no_formula_asks_for_letters_that_are_left_out() -> None:
+    commands = "|".join(finished.NOT_WRITTEN.values())
+    asks = re.compile(rf"\\\\?(?:math(?:{commands})|text(?:{commands})|(?:{commands}))\b")
+    assert asks.search(r"$\mathsf{x}$") and not asks.search(r"\mathcal{E}")
+    places = (
+        "docs/**/*.md",
+        "tutorials/**/*.md",
+        "spec_tests/*/*.toml",
+        "reference/*.py",
+        "docs_build/**/*.j2",
+    )
+    paths = [path for place in places for path in ROOT.glob(place)]
+    assert len(paths) > 150
+    assert [path.name for path in paths if asks.search(path.read_text(encoding="utf-8"))] == []
+
+
 def test_a_theme_that_loads_its_search_in_another_way_is_complained_of(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="0 places load the search index, wanted 1"):
         finished.finish(built(tmp_path, bundle="nothing"))
