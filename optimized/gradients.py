@@ -49,20 +49,25 @@ def _requiring(name: str, value: Any) -> Iterator[str]:
             yield from _requiring(f"{name}.{field}", own)
 
 
-def refuse(function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any]) -> None:
-    """Raise ValueError where a gradient is wanted of an argument of a function that launches kernels."""
+LAUNCHES = "launches kernels, which carry no graph"
+
+
+def refuse(
+    function: Callable[..., Any], given: tuple[Any, ...], named: dict[str, Any], why: str = LAUNCHES
+) -> None:
+    """Raise ValueError where a gradient is wanted of an argument of a function that carries no graph."""
     if are_wanted(given, tuple(named.values())):
         path = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         arguments = inspect.signature(function).bind(*given, **named).arguments
-        require_unwanted(path, "launches kernels, which carry no graph", **arguments)
+        require_unwanted(path, why, **arguments)
 
 
-def forward_only(function: Function) -> Function:
-    """Let a function that launches kernels refuse arguments of which a gradient is wanted."""
+def forward_only(function: Function, why: str = LAUNCHES) -> Function:
+    """Let a function that carries no graph refuse arguments of which a gradient is wanted, and say why."""
 
     @functools.wraps(function)
     def checked(*given: Any, **named: Any) -> Any:
-        refuse(function, given, named)
+        refuse(function, given, named, why)
         return function(*given, **named)
 
     return checked  # type: ignore[return-value]

@@ -6,9 +6,6 @@ A rounded number has no slope. So a call of which a gradient is wanted is refuse
 """
 
 import functools
-import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 import torch
 
@@ -33,22 +30,7 @@ __all__ = [
     "unpack",
 ]
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def _rounding(function: Function) -> Function:
-    """Let a function that rounds refuse tensors of which a gradient is wanted."""
-
-    path = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
-
-    @functools.wraps(function)
-    def checked(*given: Any, **named: Any) -> Any:
-        if gradients.are_wanted(given, tuple(named.values())):
-            arguments = inspect.signature(function).bind(*given, **named).arguments
-            gradients.require_unwanted(path, "rounds, and a rounded number has no slope", **arguments)
-        return function(*given, **named)
-
-    return checked  # type: ignore[return-value]
+_rounding = functools.partial(gradients.forward_only, why="rounds, and a rounded number has no slope")
 
 
 @_rounding
