@@ -18,7 +18,7 @@ from typing import Any, get_args, get_origin
 import numpy as np
 
 from . import checks
-from .contract import Argument, _argument, _said, contract_of
+from .contract import Argument, argument_of, contract_of, said_of
 
 
 @functools.cache
@@ -29,8 +29,8 @@ def answers(path: str) -> tuple[Argument | None, ...]:
     annotation = contract_of(path).signature.return_annotation
     parts = get_args(annotation) if get_origin(annotation) is tuple else (annotation,)
     names = ["answer"] if len(parts) == 1 else [f"answer {place}" for place in range(1, len(parts) + 1)]
-    found = [(name, _said(part)) for name, part in zip(names, parts, strict=True)]
-    return tuple(_argument(name, *said) if said else None for name, said in found)
+    found = [(name, said_of(part)) for name, part in zip(names, parts, strict=True)]
+    return tuple(argument_of(name, *said) if said else None for name, said in found)
 
 
 def require_answer(path: str, given: dict[str, Any], answer: Any) -> None:

@@ -105,14 +105,14 @@ class Contract:
     @functools.cached_property
     def said(self) -> dict[str, tuple[Any, Said]]:
         """The type of each argument that says more than its type, and what it says."""
-        found = {name: _said(each.annotation) for name, each in self.signature.parameters.items()}
+        found = {name: said_of(each.annotation) for name, each in self.signature.parameters.items()}
         return {name: each for name, each in found.items() if each}
 
     @functools.cached_property
     def arguments(self) -> tuple[Argument, ...]:
         """The arrays and states, in the order of the signature."""
         return tuple(
-            _argument(name, type_, said)
+            argument_of(name, type_, said)
             for name, (type_, said) in self.said.items()
             if said.kind != "setting"
         )
@@ -199,7 +199,8 @@ class Said(NamedTuple):
     values: tuple[float, ...] = ()
 
 
-def _said(annotation: Any) -> tuple[Any, Said] | None:
+def said_of(annotation: Any) -> tuple[Any, Said] | None:
+    """The type that an annotation names, and what it says beside; None where it says nothing."""
     type_, *beside = get_args(annotation) or [annotation]
     found = [each for each in beside if isinstance(each, Said)]
     return (type_, found[0]) if found else None
@@ -248,8 +249,8 @@ def contract_of(path: str) -> Contract:
 @functools.cache
 def fields(state: type) -> dict[str, Argument]:
     """The fields of a state that are arrays, by name."""
-    found = {name: _said(each) for name, each in get_type_hints(state, include_extras=True).items()}
-    return {name: _argument(name, *said) for name, said in found.items() if said}
+    found = {name: said_of(each) for name, each in get_type_hints(state, include_extras=True).items()}
+    return {name: argument_of(name, *said) for name, said in found.items() if said}
 
 
 @dataclass(frozen=True)
@@ -303,7 +304,8 @@ class Argument:
 KINDS = ("real", "weight", "share", "cosine", "open", "memory", "bool", "whole")
 
 
-def _argument(name: str, type_: Any, said: Said) -> Argument:
+def argument_of(name: str, type_: Any, said: Said) -> Argument:
+    """The array or the state of this name, by what `said_of` gives."""
     optional = type(None) in get_args(type_)
     state = next((each for each in (type_, *get_args(type_)) if hasattr(each, "_fields")), None)
     kind = state.__name__ if state else said.kind

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.errors import Unsatisfiable
 
 from evictionary.errors import did_you_mean
-from evictionary.spec_tests.judge import compiled, project
+from evictionary.spec_tests.judge import compiled, garbage, project
 from evictionary.spec_tests.judge.apart import described
 from evictionary.spec_tests.judge.arithmetic import EPSILON
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, NothingToAsk
@@ -246,6 +246,7 @@ def _asked(config: pytest.Config) -> list[str]:
 
 def pytest_unconfigure() -> None:
     close_all()
+    garbage.unsettle()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -271,10 +272,12 @@ def pytest_configure_node(node: Any) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node: Any, ids: list[str]) -> None:
     node.config.stash[CHOSEN] = list(ids)
+    load_laws()  # while the workers ask: the verdict tells of them
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     session.config.stash[CHOSEN] = [item.nodeid for item in session.items]
+    garbage.settle()
 
 
 def pytest_runtest_call(item: pytest.Item) -> None:

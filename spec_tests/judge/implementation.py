@@ -123,11 +123,11 @@ class Implementation:
     modules maps a stem of `reference` to the module that provides it; origin is what `load` was given;
     array_library is one of `LIBRARIES` or, for a program, "exec"; domain is what it accepts; conventions are
     its ways of saying things (`CONVENTIONS`); variants maps a function that it declares to be another one to
-    that one; methods are those that laws of memory ask, all where none are named. asking is the class of the
-    law at hand; strict where a refusal has to be in our words; compares_order while scores count as an order;
-    outside says what was asked outside the domain, outside_of how often each law asked there and nowhere
-    else; drawn are the inputs of the example at hand. calls are those of the example at hand, history the
-    latest of all; reach says how large the inputs were since it was last cleared.
+    that one; methods are the files and functions that laws of memory ask, all where none are named. asking is
+    the class of the law at hand; strict where a refusal has to be in our words; compares_order while scores
+    count as an order; outside says what was asked outside the domain, outside_of how often each law asked
+    there and nowhere else; drawn are the inputs of the example at hand. calls are those of the example at
+    hand, history the latest of all; reach says how large the inputs were since it was last cleared.
     """
 
     name: str
@@ -177,12 +177,14 @@ class Implementation:
         return [f"{stem}.{name}" for stem, name in found if callable(getattr(self.modules[stem], name, None))]
 
     def asked_of_memory(self) -> list[str]:
-        """The functions that laws of memory ask: those of the files of `methods`, or all."""
+        """The functions that laws of memory ask: those that `methods` names, file or function, or all."""
         return [
             path
             for path in self.functions()
             if not self.methods
-            or any(f"{path.split('.')[0]}_".startswith(f"{method}_") for method in self.methods)
+            or any(
+                path == method or f"{path.split('.')[0]}_".startswith(f"{method}_") for method in self.methods
+            )
         ]
 
     def missing(self, functions: tuple[str, ...]) -> str:

@@ -117,9 +117,9 @@ def answers(
         raise OutsideDomain(why or "no function of it takes such arguments")
 
 
-MOST, TURNS = 25, 4
-"""Of a package of more functions each input asks the seams and a quarter of the other functions, by chance
-another quarter: Triton's interpreter takes a second for a call.
+MOST, TURNS = 8, 4
+"""Of more functions each input asks the seams and a quarter of the others, by chance another quarter: a
+verdict is wanted in seconds, and Triton's interpreter takes a second for a call.
 """
 
 

@@ -199,16 +199,12 @@ def test_poisoned_memory_does_not_shine_through(impl, case):
     """With every uninitialised tensor filled with NaN the results are the same: each element is written."""
     torch = importlib.import_module("torch")
     for path, arguments, plain in callables(impl, case):
-        natives = natives_of(impl, arguments)
-        before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-        )
-        torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty gives
+        natives, before = natives_of(impl, arguments), torch.get_deterministic_debug_mode()
+        torch.set_deterministic_debug_mode("warn")  # fills what torch.empty gives
         try:
             poisoned = to_numpy(ask(impl, path, natives))
         finally:
-            torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+            torch.set_deterministic_debug_mode(before)
         # A number may differ by a rounding: what is compiled is compiled anew in this mode.
         agree_within_rounding(
             impl, path, arguments, plain, poisoned, "leaves elements of its result unwritten"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from evictionary.progress import tracked
+from evictionary.spec_tests.judge import garbage
 from evictionary.spec_tests.judge.implementation import ANY
 from evictionary.spec_tests.judge.law import SUITE, Law, law_version, load_laws
 from evictionary.spec_tests.judge.outcome import outcome as at_once
@@ -68,5 +69,20 @@ def in_processes(
     """The results of a function with each of these arguments, in their order, computed in processes."""
     from joblib import Parallel, delayed
 
-    answers = Parallel(n_jobs=jobs, return_as="generator")(delayed(function)(*each) for each in calls)
+    answers = Parallel(n_jobs=jobs, return_as="generator")(
+        delayed(_when_loaded)(function, *each) for each in calls
+    )
     return tracked(answers, len(calls), what)
+
+
+def _when_loaded(function: Callable[..., Any], *arguments: Any) -> Any:
+    _load()
+    return function(*arguments)
+
+
+@functools.cache
+def _load() -> None:
+    """Load the laws and the mistakes, once a process."""
+    load_laws()
+    load_mutants()
+    garbage.settle()

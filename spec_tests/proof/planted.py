@@ -251,7 +251,7 @@ def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any)
     """The reference as an implementation to judge, with some functions (`stem.function`) replaced.
 
     The reference takes no tensors: a replacement that computes with torch is judged alone. Laws of memory,
-    which hold of every function, ask the files of the replaced ones: the others are the reference as it is.
+    which hold of every function, ask the replaced ones: the others are the reference as it is.
     """
     alone = fields.get("array_library") == "torch"
     modules, files = {}, sorted({path.split(".")[0] for path in functions})
@@ -262,7 +262,7 @@ def replaced(name: str, functions: dict[str, Callable[..., Any]], **fields: Any)
     for path, function in functions.items():
         stem, attribute = path.split(".")
         setattr(modules[stem], attribute, function)
-    return Implementation(name, modules, **{"methods": tuple(files)} | fields)
+    return Implementation(name, modules, **{"methods": tuple(functions)} | fields)
 
 
 @dataclass(frozen=True)
