@@ -186,11 +186,9 @@ def listing_1(
 
 
 class Decoding(NamedTuple):
-    r"""EA-10: the state of decoding between two steps.
-
-    keys [B, H_kv, n, D], values [B, H_kv, n, D_v], the cache; positions [B, H_kv, n], the true
-    position of each row; queries [B, H_q, m, D], the latest queries before RoPE; position, that of
-    the next token; steps since the last compression.
+    """EA-10: the state of decoding between two steps: the cache with the
+    true position of each row, the latest queries before RoPE, the
+    position of the next token, and the steps since the last compression.
     """
 
     keys: Real[np.ndarray, "B H_kv n>=0 D"]

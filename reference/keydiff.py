@@ -26,9 +26,7 @@ def score(keys: Real[np.ndarray, "... T D"]) -> Cosine[np.ndarray, "... T"]:
 
 
 class Cache(NamedTuple):
-    """The cache between two blocks: keys [..., n, D], values [..., n, D_v], positions [..., n],
-    number of tokens seen.
-    """
+    """The cache between two blocks, with the position of each token and how many tokens were seen."""
 
     keys: Real[np.ndarray, "n D"]
     values: Real[np.ndarray, "n D_v"]

@@ -64,8 +64,8 @@ def rotate(states: Real[np.ndarray, "... T D%2"], positions: np.ndarray) -> Real
 
 
 class KVCache(NamedTuple):
-    """What a layer remembers: keys [B, H_kv, n, D], turned to their positions, values [B, H_kv, n, D_v],
-    and seen, the number of tokens read so far, which is the position of the next one.
+    """What a layer remembers: keys turned to their positions, values, and how many tokens it has read,
+    which is the position of the next one.
     """
 
     keys: Real[np.ndarray, "n D"]

@@ -183,9 +183,8 @@ class Stream(NamedTuple):
     """LK-R: the cache between two steps: the static part (sinks and kept tokens of partitions),
     then uncompressed tokens.
 
-    keys [B, H_kv, N, D], values [B, H_kv, N, D_v], positions [B, H_kv, N] in the original sequence,
-    ascending; static_length, how many of the N are static (sink_size at first, though fewer may
-    have come); seen, how many tokens have come.
+    positions are those of the original sequence, ascending; static_length says how many tokens are
+    static (sink_size at first, though fewer may have come); seen, how many tokens have come.
     """
 
     keys: Real[np.ndarray, "N>=0 D"]

@@ -49,8 +49,7 @@ class Moments(NamedTuple):
     r"""MK-22: `n_e = |E|`, `s_k = sum k_i`, `s_v = sum v_i`, `S = sum v_i k_i^T` over the evicted
     tokens of each KV head.
 
-    count [B, H_kv], whole numbers; key_sum [B, H_kv, D]; value_sum [B, H_kv, D_v]; value_key_sum
-    [B, H_kv, D_v, D]. Source: equation 22.
+    Source: equation 22.
     """
 
     # Decision: float32 or wider for any dtype of the cache: a half-precision sum stops growing

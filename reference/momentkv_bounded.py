@@ -30,8 +30,8 @@ LARGEST_REACH = 40.0
 class Bounds(NamedTuple):
     r"""MB-1: the least and the largest number of each channel of the evicted keys and values.
 
-    key_low and key_high [B, H_kv, D]; value_low and value_high [B, H_kv, D_v]. Where nothing was
-    evicted, low is infinity and high minus infinity. They are exact in the dtype of the cache.
+    Where nothing was evicted, low is infinity and high minus infinity. They are exact in the dtype
+    of the cache.
     """
 
     key_low: Open[np.ndarray, "D"]
