@@ -14,9 +14,8 @@ class CompressedCache(NamedTuple):
     """The kept tokens of every head, row after row:
     batch by batch, head by head, in position order.
 
-    keys [N, D] and values [N, D_v], N = all kept tokens; positions [N],
-    the place of each row in the original sequence; lengths [B, H_kv],
-    the number of rows of each head. Heads may differ in length (ragged).
+    N counts the kept tokens of all heads; positions are those of the original sequence; lengths
+    say how many rows each head has. Heads may differ in length (ragged).
     """
 
     keys: Real[np.ndarray, "N>=0 D"]
@@ -28,11 +27,10 @@ class CompressedCache(NamedTuple):
 class PagedCache(NamedTuple):
     """Pools of P pages of S tokens, and the pages of each sequence.
 
-    keys [P, S, H_kv, D], values [P, S, H_kv, D_v] and positions [P, S, H_kv], the place of each
-    token in the text; a slot without a token holds anything, NaN too. block_table [B, n], the pages
-    of each sequence in their order; behind its last page stands any number. lengths [B, H_kv], the
-    tokens that each head holds (physical). seen [B], the tokens that the sequence has had (logical),
-    which is the position of the next one.
+    positions are places in the text; a slot without a token holds anything, NaN too. block_table has
+    the pages of each sequence in their order; behind its last page is any number. lengths count the
+    tokens that each head holds (physical), seen those that the sequence has had (logical), which is
+    the position of the next one.
     """
 
     keys: Memory[np.ndarray, "P S H_kv D"]
