@@ -8,9 +8,11 @@ from fractions import Fraction
 import torch
 
 from .checks import fits
+from .operators import operator
 from .selection import top_k
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def select(

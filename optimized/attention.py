@@ -8,6 +8,7 @@ import torch
 
 from . import kernels
 from .checks import fits, require_finite, require_same_kind, working_dtype
+from .operators import operator
 from .softmax import capped, weights
 from .states import CompressedCache
 
@@ -15,6 +16,7 @@ from .states import CompressedCache
 BLOCK = 2**20
 
 
+@operator("cache.values", None)
 @fits(finite=False)
 def attend(queries: torch.Tensor, cache: CompressedCache) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-1..3: `softmax(q K^T / sqrt(D)) V` of every query over the kept tokens of its KV head, and `log

@@ -17,6 +17,7 @@ from evictionary.reference.checks import as_count
 from . import gradients, kernels
 from .attention import grouped_logits
 from .checks import fits, require_fit, working_dtype
+from .operators import operator
 from .selection import top_k
 from .softmax import weights as softmax
 
@@ -28,6 +29,7 @@ RIDGE, FLOOR = 1e-10, 1e-150
 ROUNDS, PASSES = 20, 4
 
 
+@operator()
 @torch.no_grad()
 def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""AM-1: keep the `budget` tokens of the highest score in each head.
@@ -37,6 +39,7 @@ def select(keys: torch.Tensor, replay_queries: torch.Tensor, *, budget: int) -> 
     return top_k(score(keys, replay_queries), as_count("budget", budget, low=1))
 
 
+@operator()
 @fits()
 def score(keys: torch.Tensor, replay_queries: torch.Tensor) -> torch.Tensor:
     r"""AM-1: `score_t = sqrt(mean_m A_mt^2)`, the root mean square of the attention of all reference queries,
@@ -59,6 +62,7 @@ def _blocks(queries: torch.Tensor, keys: torch.Tensor) -> Iterator[torch.Tensor]
         yield grouped_logits(block, keys)
 
 
+@operator()
 @fits()
 def bounded_least_squares(matrix: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     r"""AM-2: the w in [e^-3, e^3]^n with the least `|A w - y|`.
@@ -160,6 +164,7 @@ def _to_the_first_bound(
     return torch.where(room <= reach, bound, change + reach * step)
 
 
+@operator()
 @fits()
 def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     r"""AM-3: `beta_j = log w_j`, with the w of AM-2 for `sum_kept w_j exp(s_mj) = sum_t exp(s_mt)` at every
@@ -182,6 +187,7 @@ def fit_bias(queries: torch.Tensor, keys: torch.Tensor, kept: torch.Tensor) -> t
     return (1 + _solve_between(gram, wish)).log_().to(working_dtype(keys))
 
 
+@operator()
 def fit_values(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, bias: torch.Tensor
 ) -> torch.Tensor:
@@ -227,6 +233,7 @@ def _require_equal_heads(kept: torch.Tensor) -> int:
     return most
 
 
+@operator("values")
 @fits(free=("bias",))
 def attend(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor

@@ -6,11 +6,13 @@ import torch
 
 from . import kernels
 from .checks import fits
+from .operators import operator
 from .states import CompressedCache
 
 __all__ = ["CompressedCache", "compress"]
 
 
+@operator("keys", "values", None, None)
 @fits()
 def compress(keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor) -> CompressedCache:
     r"""CACHE-1, CACHE-2: gather the kept tokens, K and V together, in position order.

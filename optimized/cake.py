@@ -10,10 +10,12 @@ from evictionary.reference.checks import as_window
 from . import kernels
 from .attention import grouped_attention
 from .checks import fits
+from .operators import operator
 
 LONGEST_WINDOW = 64  # queries whose weights a program of the kernel has at once
 
 
+@operator(torch.float64)
 @fits()
 def preference(
     queries: torch.Tensor,
@@ -47,6 +49,7 @@ def preference(
     return spread ** (1 / tau1) * moved ** (1 / tau2)
 
 
+@operator()
 @fits()
 def budgets(
     budget: int,

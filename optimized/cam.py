@@ -9,8 +9,10 @@ from evictionary.reference.checks import as_count
 
 from . import kernels
 from .checks import fits, working_dtype
+from .operators import operator
 
 
+@operator("values")
 @fits(free=("attention", "draws"))
 def merge_values(
     values: torch.Tensor,
@@ -33,6 +35,7 @@ def merge_values(
     return spread(values, kept, merged, merge_size=merge_size)
 
 
+@operator()
 @fits()
 def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: int = 32) -> torch.Tensor:
     r"""CAM-2: `p_i = min(1, A_i / sum_j S_ij A_j)`, the attention of an evicted token beside the mean of the
@@ -52,6 +55,7 @@ def probabilities(attention: torch.Tensor, kept: torch.Tensor, *, merge_size: in
     return probability.masked_fill(count == 0, 0)
 
 
+@operator("values")
 @fits(free=("weights",))
 def spread(
     values: torch.Tensor, kept: torch.Tensor, weights: torch.Tensor, *, merge_size: int = 32

@@ -6,8 +6,10 @@ from torch.nn.functional import pad
 from evictionary.reference.checks import as_count
 
 from .checks import fits
+from .operators import operator
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.Tensor:
@@ -28,6 +30,7 @@ def choose(scores: torch.Tensor, budget: int, *, chunk_size: int = 10) -> torch.
     return (before[..., None] + place < budget).flatten(-2)[..., :length]
 
 
+@operator()
 @fits()
 def chunk_means(scores: torch.Tensor, *, chunk_size: int = 10) -> torch.Tensor:
     r"""CH-2: the mean score of each chunk of `chunk_size` tokens; the last may be shorter.

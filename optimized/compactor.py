@@ -14,9 +14,11 @@ from evictionary.reference.compactor import CUTOFF
 
 from . import gradients, kernels
 from .checks import fits, working_dtype
+from .operators import operator
 from .snapkv import average_pool
 
 
+@operator()
 @fits(free=("unrotated_keys", "sketch"))
 def score(
     queries: torch.Tensor,
@@ -57,6 +59,7 @@ def score(
     return scores
 
 
+@operator()
 @fits()
 def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     r"""CO-1: `l_t = k_t^T (K^T K + r I)^+ k_t`, the diagonal of the hat matrix: how little the other keys can
@@ -82,6 +85,7 @@ def leverage(keys: torch.Tensor, *, ridge: float = 0.0) -> torch.Tensor:
     return rows.square().sum(dim=-1).to(working_dtype(keys))
 
 
+@operator()
 @fits(free=("sketch",))
 def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float = 0.01) -> torch.Tensor:
     r"""CO-2: the leverage of `(K - mean_t k_t) Phi`, keys in fewer channels.
@@ -94,6 +98,7 @@ def sketched_leverage(keys: torch.Tensor, sketch: torch.Tensor, *, ridge: float 
     return leverage((wide - wide.mean(dim=-2, keepdim=True)) @ sketch.to(wide.dtype), ridge=ridge)
 
 
+@operator()
 @fits()
 def chunk_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: int = 256) -> torch.Tensor:
     r"""CO-3: `a_t = sum_m softmax_t(q_m . k_t)` over the m and t of one chunk: the attention that a token
@@ -123,6 +128,7 @@ def group_attention(queries: torch.Tensor, keys: torch.Tensor, *, chunk_size: in
     )
 
 
+@operator("scores")
 def z_scores(scores: torch.Tensor) -> torch.Tensor:
     r"""CO-4: `z = (x - mean x) / std x` over all heads and tokens of an item: [B, H_kv, T] to the same."""
     centred = scores - scores.mean(dim=(-2, -1), keepdim=True)

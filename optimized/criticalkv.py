@@ -16,10 +16,12 @@ from . import kernels
 from .attention import grouped_attention
 from .checks import fits, working_dtype
 from .cpu import BLOCK
+from .operators import operator
 from .selection import top_k
 from .snapkv import average_pool
 
 
+@operator()
 @fits()
 def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     r"""CK-1: `n_t = (1/G) sum_g |W_o^g v_t|_1`, the length of what a token adds to the residual stream,
@@ -49,6 +51,7 @@ def projected_norms(values: torch.Tensor, w_o: torch.Tensor) -> torch.Tensor:
     return norms
 
 
+@operator()
 @fits()
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 5
@@ -73,6 +76,7 @@ def importance(
     return found.maximum(found.mean(dim=-1, keepdim=True))
 
 
+@operator()
 @fits()
 def score(
     queries: torch.Tensor,

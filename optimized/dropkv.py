@@ -15,6 +15,7 @@ from evictionary.reference.checks import as_window
 from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
+from .operators import operator
 from .snapkv import average_pool
 from .softmax import with_sink
 
@@ -63,6 +64,7 @@ def squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> 
     return changes
 
 
+@operator()
 @fits()
 def score(
     queries: torch.Tensor,

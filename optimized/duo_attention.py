@@ -10,8 +10,10 @@ import torch
 from evictionary.reference.checks import as_count
 
 from .checks import fits
+from .operators import operator
 
 
+@operator()
 @fits(free=("gates",))
 @torch.no_grad()
 def select(

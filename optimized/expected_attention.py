@@ -22,6 +22,7 @@ from .checks import (
     working_room,
 )
 from .knorm import score as norm_score
+from .operators import operator
 from .rope import frequencies, rotate, turn
 from .softmax import weights
 
@@ -33,6 +34,7 @@ BLOCK_TOKENS = 512
 BLOCK_QUERIES, BLOCK_KEYS = 1024, 256
 
 
+@operator()
 @fits(finite=False)
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5, EA-L1: `mu = mean of q`, `Sigma = (1/N) sum (q - mu)(q - mu)^T`, of queries before RoPE.
@@ -131,6 +133,7 @@ def _require_rotation(queries: torch.Tensor, positions: torch.Tensor, theta: flo
         raise ValueError(f"theta: got {theta}, wanted a positive number")
 
 
+@operator()
 @fits()
 def average_rope(
     query_mean: torch.Tensor,
@@ -161,6 +164,7 @@ def average_rope(
     return turn(query_mean.to(dtype), cos, sin), turn(by_rows, cos[:, None], sin[:, None], dim=-2)
 
 
+@operator()
 def score(
     keys: torch.Tensor,
     values: torch.Tensor,

@@ -8,8 +8,10 @@ import torch
 from . import kernels
 from .attention import grouped_logits
 from .checks import fits, require_finite, working_dtype
+from .operators import operator
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def nucleus(attention: torch.Tensor, p: float) -> torch.Tensor:
@@ -37,6 +39,7 @@ def nucleus_sizes(attention: torch.Tensor, beyond: float) -> torch.Tensor:
     return (tail > beyond * tail[..., -1:]).sum(dim=-1).clamp(min=1)
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def top_each(scores: torch.Tensor, budgets: torch.Tensor) -> torch.Tensor:
@@ -71,6 +74,7 @@ def rising(values: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(numpy.sort(values.detach().to(working_dtype(values)).numpy(), axis=-1))
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def select(

@@ -12,6 +12,7 @@ from evictionary.reference.checks import as_count
 from . import gradients, kernels
 from .attention import grouped_attention
 from .checks import converted, fits, require_fit, working_dtype, working_room
+from .operators import operator
 from .selection import top_k
 from .softmax import capped, current
 
@@ -21,6 +22,7 @@ from .softmax import capped, current
 TILE, CHANNELS, LEAST_ROWS = 2**19, 2**19, 256
 
 
+@operator()
 @fits()
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""H2-1: `score_t = (1/G) sum_g sum_m A_gmt`, the attention that token t received from all queries,
@@ -117,6 +119,7 @@ def _walked(
     return output, scores
 
 
+@operator()
 @torch.no_grad()
 def select(queries: torch.Tensor, keys: torch.Tensor, *, budget: int) -> torch.Tensor:
     r"""H2-1: keep the last `ceil(budget / 2)` tokens, and

@@ -8,8 +8,10 @@ from torch.linalg import vector_norm
 from . import gradients, kernels
 from .checks import require_finite, require_fit, require_same_kind, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, headwise, rescaled
+from .operators import operator
 
 
+@operator()
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `score_i = -cos(mu, k_i)`, mu = the mean of the unit keys, in O(T).
 
@@ -36,6 +38,7 @@ def anchor_sum(keys: torch.Tensor) -> torch.Tensor:
     return _sum("keys", keys)
 
 
+@operator()
 def anchor(keys: torch.Tensor) -> torch.Tensor:
     r"""KD-8: `mu = (1/T) sum_i k_i / |k_i|`, the mean of
     the unit keys. Args, Returns and Raises as `anchor_sum`.

@@ -6,8 +6,10 @@ from torch.linalg import vector_norm
 from . import gradients, kernels
 from .checks import fits, require_finite, working_dtype, working_room
 from .cpu import BLOCK, are_safe, blockwise, rescaled
+from .operators import operator
 
 
+@operator()
 @fits(finite=False)
 def score(keys: torch.Tensor) -> torch.Tensor:
     r"""KN-1: `score_i = -|k_i|`. It costs one read of the keys.

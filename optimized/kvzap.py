@@ -14,8 +14,10 @@ from . import gradients, kernels
 from .checks import fits, require_finite_by, require_fit, working_dtype, working_room
 from .cpu import BLOCK, blockwise
 from .kvzip import replay_attention_in_blocks
+from .operators import operator
 
 
+@operator()
 @torch.no_grad()
 def select(
     keys: torch.Tensor,
@@ -41,6 +43,7 @@ def select(
     return kept
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Tensor:
@@ -55,6 +58,7 @@ def dms(scores: torch.Tensor, *, threshold: float, window_size: int) -> torch.Te
     return (scores.double() >= threshold) | (places >= length - window_size)
 
 
+@operator()
 def score(
     hidden_states: torch.Tensor, surrogate_weights: torch.Tensor, surrogate_bias: torch.Tensor
 ) -> torch.Tensor:
@@ -90,6 +94,7 @@ def score(
     return scores
 
 
+@operator()
 def target(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -122,6 +127,7 @@ def target(
     return torch.stack(found, dim=1).log()
 
 
+@operator()
 @fits(free=("target_scores",))
 def fit(
     hidden_states: torch.Tensor, target_scores: torch.Tensor, *, ridge: float = 1.0

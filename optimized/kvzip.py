@@ -12,11 +12,13 @@ import torch
 from . import kernels
 from .attention import grouped_attention
 from .checks import fits, working_dtype
+from .operators import operator
 
 # Entries of the attention matrix at a time.
 TILE = 2**22
 
 
+@operator()
 @fits()
 def score(keys: torch.Tensor, replay_queries: torch.Tensor, replay_keys: torch.Tensor) -> torch.Tensor:
     r"""KZ-1, KZ-2: `score_t = max_gm A_gmt`, the largest

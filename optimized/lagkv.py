@@ -18,6 +18,7 @@ from evictionary.reference.lagkv import (
 from . import kernels
 from .cache import compress as gather
 from .checks import fits, require_fit, working_dtype
+from .operators import operator
 from .selection import top_k
 from .states import CompressedCache
 
@@ -70,6 +71,7 @@ def variation_score(
     return torch.softmax(vector_norm(centred, dim=-1) / math.sqrt(states.shape[-1] - 1), dim=-1)
 
 
+@operator()
 @fits()
 def score(
     keys: torch.Tensor, values: torch.Tensor, next_keys: torch.Tensor, next_values: torch.Tensor
@@ -86,6 +88,7 @@ def score(
     return variation_score(keys, next_keys) + variation_score(values, next_values)
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def select(

@@ -18,6 +18,7 @@ from .attention import grouped_logits, row_products
 from .cache import compress
 from .checks import fits, require_fit, require_same_device, require_shape, working_dtype
 from .h2o import score as received_attention
+from .operators import operator
 from .selection import top_k
 from .softmax import capped, weights
 from .states import CompressedCache, Moments, Step, zero_moments
@@ -40,12 +41,14 @@ class Recovered(NamedTuple):
     covariance: torch.Tensor
 
 
+@operator()
 @fits()
 def no_moments(keys: torch.Tensor, values: torch.Tensor) -> Moments:
     r"""MK-22: the moments of the empty set, for the heads of keys and values."""
     return zero_moments(keys, values)
 
 
+@operator()
 @fits()
 def update(moments: Moments, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Moments:
     r"""MK-25: `n_e += 1, s_k += k_j, s_v += v_j, S += v_j k_j^T` for every evicted token j, in any order.
@@ -116,6 +119,7 @@ def recover(moments: Moments) -> Recovered:
     return Recovered(mean_key, value_sum / divisor, covariance)
 
 
+@operator()
 @fits()
 def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments: Moments) -> torch.Tensor:
     r"""MK-10: `score_j = alpha_j |v_j - vbar - Stilde k_j / (n_e sqrt(d))|`,
@@ -159,6 +163,7 @@ def _residuals(
     return values.to(dtype) - mean_value - keys.to(dtype) @ prediction.mT
 
 
+@operator("values")
 @fits()
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, kept: torch.Tensor, moments: Moments
@@ -368,6 +373,7 @@ def lowest(
     return scores, places
 
 
+@operator()
 @fits()
 def decode_step(
     query: torch.Tensor,
@@ -421,6 +427,7 @@ def _without_the_lowest(
     return keys, values, moments
 
 
+@operator()
 def score_prompt(
     queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, *, chunk_size: int = 4
 ) -> torch.Tensor:
@@ -452,6 +459,7 @@ def _attention_and_score(
     return attention, score
 
 
+@operator()
 @torch.no_grad()
 def select_prompt(
     queries: torch.Tensor,

@@ -11,6 +11,7 @@ import torch
 from .attention import grouped_logits
 from .checks import fits, require_fit, working_dtype
 from .momentkv import _wide, evicted_part, recover
+from .operators import operator
 from .states import Moments
 
 # sinh(40) = 1e17: the radius of MB-4 then exceeds the box of the values up to 1e34 evicted tokens.
@@ -30,6 +31,7 @@ class Bounds(NamedTuple):
     value_high: torch.Tensor
 
 
+@operator("keys", "keys", "values", "values")
 @fits()
 def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
     r"""MB-1: the bounds of the empty set, for the heads of keys and values, in their dtype."""
@@ -37,6 +39,7 @@ def no_bounds(keys: torch.Tensor, values: torch.Tensor) -> Bounds:
     return Bounds(-key_high, key_high, -value_high, value_high)
 
 
+@operator("bounds.key_low", "bounds.key_high", "bounds.value_low", "bounds.value_high")
 @fits()
 def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: torch.Tensor) -> Bounds:
     r"""MB-1: `low = min(low, k_j)`, `high = max(high, k_j)` for every evicted token j; values alike.
@@ -54,6 +57,7 @@ def update(bounds: Bounds, keys: torch.Tensor, values: torch.Tensor, evicted: to
     )
 
 
+@operator("values")
 def attend(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -72,6 +76,7 @@ def attend(
     return _output(from_retained + correction.clamp(low, high), query)
 
 
+@operator("values")
 def attend_certified(
     query: torch.Tensor,
     keys: torch.Tensor,

@@ -7,11 +7,13 @@ import torch
 from . import gradients, kernels
 from .attention import attend
 from .checks import fits, require_finite, require_fit, require_same_kind
+from .operators import operator
 from .states import CompressedCache, PagedCache
 
 __all__ = ["PagedCache", "attend_pages", "compact_in_place", "compact_pages", "gather_pages", "slot_mapping"]
 
 
+@operator("paged.keys", "paged.values", "paged.positions", "paged.block_table", None, "paged.seen", None)
 @fits()
 def compact_pages(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.Tensor]:
     r"""PAGE-4..10: move the kept tokens of each head to its first places, and name the pages that are free
@@ -60,6 +62,7 @@ def _compact(paged: PagedCache, kept: torch.Tensor) -> tuple[PagedCache, torch.T
     return paged._replace(lengths=lengths), freed[:pages]
 
 
+@operator()
 @fits()
 def slot_mapping(paged: PagedCache, count: int) -> torch.Tensor:
     r"""PAGE-1: the slots `page * S + offset` of the next `count` tokens of each head, behind its physical
@@ -73,6 +76,7 @@ def slot_mapping(paged: PagedCache, count: int) -> torch.Tensor:
     return page * paged.keys.shape[1] + offset
 
 
+@operator("paged.keys", "paged.values", "paged.positions", None)
 @fits()
 def gather_pages(paged: PagedCache) -> CompressedCache:
     r"""PAGE-2: the tokens of the pages, head by head in the order of their places, and nothing else.
@@ -86,6 +90,7 @@ def gather_pages(paged: PagedCache) -> CompressedCache:
     return CompressedCache(keys, values, positions, paged.lengths.clone())
 
 
+@operator("paged.values", None)
 @fits(finite=False)
 def attend_pages(queries: torch.Tensor, paged: PagedCache) -> tuple[torch.Tensor, torch.Tensor]:
     r"""PAGE-3: `attention.attend` over the tokens of the pages. On a GPU they are read in place; on a CPU

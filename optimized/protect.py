@@ -5,9 +5,11 @@ score, and a method chooses the others.
 import torch
 
 from .checks import fits
+from .operators import operator
 from .selection import top_k
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def protected(filled: torch.Tensor, budget: int, *, first: int = 4, last: int = 32) -> torch.Tensor:
@@ -24,6 +26,7 @@ def protected(filled: torch.Tensor, budget: int, *, first: int = 4, last: int = 
     return filled & ((place <= front) | (place > place[..., -1:] - back))
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def choose(scores: torch.Tensor, budget: int, *, first: int = 4, last: int = 32) -> torch.Tensor:

@@ -11,8 +11,10 @@ from evictionary.reference.checks import group_size
 from . import gradients, kernels
 from .checks import fits, require_finite_by, room_for, working_dtype
 from .cpu import BLOCK, blockwise
+from .operators import operator
 
 
+@operator()
 @fits()
 def main_direction(queries: torch.Tensor) -> torch.Tensor:
     r"""QF-1: the first right singular vector v of the queries, with the sign for which most of them have
@@ -31,6 +33,7 @@ def main_direction(queries: torch.Tensor) -> torch.Tensor:
     return signed.to(working_dtype(queries))
 
 
+@operator()
 @fits()
 def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     r"""QF-2: `f_h = (1/G) sum_g v_{hG + g}`, the filter of a
@@ -43,6 +46,7 @@ def calibrate(queries: torch.Tensor, num_kv_heads: int) -> torch.Tensor:
     return main_direction(queries).unflatten(1, (num_kv_heads, -1)).mean(dim=2)
 
 
+@operator()
 @fits(free=("q_filters",), finite=False)
 def score(keys: torch.Tensor, q_filters: torch.Tensor) -> torch.Tensor:
     r"""QF-3: `score_t = f . k_t`, which is proportional to

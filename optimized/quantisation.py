@@ -13,6 +13,7 @@ from evictionary.reference.quantisation import LARGEST, kivi_bytes, quantised_to
 
 from . import gradients
 from .checks import fits, working_dtype
+from .operators import operator
 
 __all__ = [
     "by_channel",
@@ -33,6 +34,7 @@ __all__ = [
 _rounding = functools.partial(gradients.forward_only, why="rounds, and a rounded number has no slope")
 
 
+@operator(torch.uint8, "numbers", "numbers")
 @_rounding
 @fits()
 def quantise(numbers: torch.Tensor, *, bits: int = 2) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -46,6 +48,7 @@ def quantise(numbers: torch.Tensor, *, bits: int = 2) -> tuple[torch.Tensor, tor
     return codes.to(torch.uint8), zero.clone(), scale
 
 
+@operator("zero")
 @fits()
 def dequantise(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     r"""QC-2: `x' = z + s c`, at most half a scale away from x.
@@ -58,6 +61,7 @@ def dequantise(codes: torch.Tensor, zero: torch.Tensor, scale: torch.Tensor) -> 
     )
 
 
+@operator(torch.uint8)
 @fits()
 def pack(codes: torch.Tensor, *, bits: int = 2) -> torch.Tensor:
     r"""QC-3: the codes in bytes, `8 / bits` in each, the first in the lowest bits.
@@ -74,6 +78,7 @@ def pack(codes: torch.Tensor, *, bits: int = 2) -> torch.Tensor:
     return (padded.unflatten(-1, (-1, each)) << shifts).sum(dim=-1, dtype=torch.uint8)
 
 
+@operator(torch.uint8)
 @fits()
 def unpack(packed: torch.Tensor, length: int, *, bits: int = 2) -> torch.Tensor:
     r"""QC-3: the codes of bytes, as `pack` was given them.
@@ -90,6 +95,7 @@ def unpack(packed: torch.Tensor, length: int, *, bits: int = 2) -> torch.Tensor:
     return codes.flatten(-2)[..., :length].clone()
 
 
+@operator("values")
 @_rounding
 @fits()
 def by_token(values: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> torch.Tensor:
@@ -101,6 +107,7 @@ def by_token(values: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> to
     return _given_back(values, bits, group_size)
 
 
+@operator("keys")
 @_rounding
 @fits()
 def by_channel(keys: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> torch.Tensor:
@@ -112,6 +119,7 @@ def by_channel(keys: torch.Tensor, *, bits: int = 2, group_size: int = 32) -> to
     return _given_back(keys.mT, bits, group_size).mT
 
 
+@operator("keys", "values")
 @_rounding
 @fits()
 def kivi(
@@ -130,6 +138,7 @@ def kivi(
     return keys, values
 
 
+@operator("states")
 @fits()
 def hadamard(states: torch.Tensor) -> torch.Tensor:
     r"""QC-8: `H x / sqrt(D)` with Sylvester's matrix H, whose entries are 1 and -1; it is its own inverse.
@@ -140,6 +149,7 @@ def hadamard(states: torch.Tensor) -> torch.Tensor:
     return _turned(states.to(working_dtype(states))).to(states.dtype)
 
 
+@operator("states")
 @_rounding
 @fits()
 def rotated(states: torch.Tensor, *, bits: int = 4, group_size: int = 32) -> torch.Tensor:
@@ -152,6 +162,7 @@ def rotated(states: torch.Tensor, *, bits: int = 4, group_size: int = 32) -> tor
     return _turned(_given_back(turned, bits, group_size)).to(states.dtype)
 
 
+@operator("numbers")
 @_rounding
 @fits()
 def e4m3(numbers: torch.Tensor) -> torch.Tensor:
@@ -163,6 +174,7 @@ def e4m3(numbers: torch.Tensor) -> torch.Tensor:
     return _e4m3(numbers.to(working_dtype(numbers))).to(numbers.dtype)
 
 
+@operator("states")
 @_rounding
 @fits()
 def fp8(states: torch.Tensor) -> torch.Tensor:

@@ -10,10 +10,12 @@ from evictionary.reference.checks import as_count
 from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
+from .operators import operator
 from .selection import top_k
 from .softmax import PLAIN, current, weights
 
 
+@operator()
 @fits()
 @torch.no_grad()
 def select(
@@ -43,6 +45,7 @@ def select(
     return top_k(scores, pages, last.expand(scores.shape)).repeat_interleave(page_size, dim=-1)[..., :length]
 
 
+@operator("keys", "keys")
 @fits()
 def page_bounds(keys: torch.Tensor, *, page_size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
     r"""QU-1: `m_i = min k_i` and `M_i = max k_i` over the keys of a page, channel by channel.
@@ -62,6 +65,7 @@ def page_bounds_trusted(keys: torch.Tensor, size: int) -> tuple[torch.Tensor, to
     return torch.cat([each.min for each in found], dim=2), torch.cat([each.max for each in found], dim=2)
 
 
+@operator("low", "high")
 @fits()
 def append(
     low: torch.Tensor, high: torch.Tensor, key: torch.Tensor, count: int, *, page_size: int = 16
@@ -79,6 +83,7 @@ def append(
     return torch.where(is_last, low.minimum(new), low), torch.where(is_last, high.maximum(new), high)
 
 
+@operator()
 @fits()
 def bounds(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
     r"""QU-2: `U = sum_i max(q_i m_i, q_i M_i)`, which no `q . k` of a key of the page exceeds.
@@ -101,6 +106,7 @@ def bounds_trusted(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -
     return (rows.clamp(min=0) @ high.to(rows).mT + rows.clamp(max=0) @ low.to(rows).mT).flatten(1, 2)
 
 
+@operator("values")
 @fits()
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, attended: torch.Tensor

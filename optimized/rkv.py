@@ -15,11 +15,13 @@ from evictionary.reference.checks import require_window
 from . import kernels
 from .attention import grouped_logits
 from .checks import fits, working_dtype
+from .operators import operator
 
 # Rows and columns of the similarity matrix of one head at a time.
 BLOCK = 512
 
 
+@operator()
 @fits()
 def redundancy(keys: torch.Tensor, *, threshold: float = 0.5) -> torch.Tensor:
     r"""RK-1..3: `R_j = softmax_j((1/T) sum_i S_ij)`, the cosines of the keys without the latest similar
@@ -95,6 +97,7 @@ def _latest_similar(directions: torch.Tensor, threshold: float) -> tuple[torch.T
     return latest, similarity
 
 
+@operator()
 @fits()
 def importance(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 8, kernel_size: int = 7
@@ -111,6 +114,7 @@ def importance(
     return max_pool1d(received, kernel_size, stride=1, padding=kernel_size // 2)
 
 
+@operator()
 @fits()
 def score(
     queries: torch.Tensor,

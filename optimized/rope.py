@@ -5,8 +5,10 @@ of transformers: channels i and i + D/2 rotate together.
 import torch
 
 from .checks import fits, require_same_device, working_dtype
+from .operators import operator
 
 
+@operator(torch.float64)
 @fits()
 def frequencies(head_dim: int, theta: float = 10000.0, *, device: torch.device | None = None) -> torch.Tensor:
     r"""ROPE-1: the angle per position of each pair, `theta ** (-2 i / D)` for i = 0 .. D/2 - 1, in
@@ -25,6 +27,7 @@ def turn(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, dim: int = 
     )
 
 
+@operator("states")
 @fits()
 def rotate(states: torch.Tensor, positions: torch.Tensor, theta: float = 10000.0) -> torch.Tensor:
     r"""ROPE-2..5: `R_t x_t`, rotate each pair (x_i, x_{i + D/2}) by the angle position * frequency_i.

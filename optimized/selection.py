@@ -6,11 +6,13 @@ from evictionary.reference.selection import budget
 
 from . import kernels
 from .checks import fits
+from .operators import operator
 
 # the budget is exact integer arithmetic: the reference's function serves here too
 __all__ = ["budget", "top_k"]
 
 
+@operator()
 @fits(finite=False)
 @torch.no_grad()
 def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = None) -> torch.Tensor:

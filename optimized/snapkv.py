@@ -11,8 +11,10 @@ from evictionary.reference.checks import as_odd, as_window
 
 from .checks import fits, require_fit, working_dtype
 from .h2o import received_attention
+from .operators import operator
 
 
+@operator()
 def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
     r"""SN-1: `p_t = (1/K) sum of w_u over |u - t| <= (K - 1) / 2`, zeros beyond both ends, K odd.
 
@@ -27,6 +29,7 @@ def average_pool(weights: torch.Tensor, kernel_size: int) -> torch.Tensor:
     return pooled.view(weights.shape)
 
 
+@operator()
 @fits()
 def score(
     queries: torch.Tensor, keys: torch.Tensor, *, window_size: int = 32, kernel_size: int = 7

@@ -10,9 +10,11 @@ from evictionary.reference.checks import as_count
 
 from . import kernels
 from .checks import fits, require_fit, working_dtype
+from .operators import operator
 from .states import CompressedCache
 
 
+@operator()
 @fits()
 def score(keys: torch.Tensor, *, sink_size: int = 4) -> torch.Tensor:
     r"""SL-1: `score_t = t`, and infinity for the first

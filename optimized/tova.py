@@ -6,8 +6,10 @@ import torch
 
 from .checks import fits
 from .h2o import received_attention
+from .operators import operator
 
 
+@operator()
 @fits()
 def score(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     r"""TO-1: `score_t = (1/H_q) sum_h softmax(q_h K^T / sqrt(D))_t`

@@ -9,8 +9,10 @@ import torch
 
 from . import gradients, kernels
 from .checks import fits, working_dtype
+from .operators import operator
 
 
+@operator("states")
 def pair_lengths(states: torch.Tensor) -> torch.Tensor:
     r"""`|x_f| = sqrt(x_f^2 + x_{f + D/2}^2)`, of each pair that RoPE turns together: [..., D] to [...,
     D/2]. RoPE keeps it.
@@ -22,6 +24,7 @@ def pair_lengths(states: torch.Tensor) -> torch.Tensor:
     return torch.hypot(first.masked_fill(is_zero, 1), second).masked_fill(is_zero, 0)
 
 
+@operator()
 @fits()
 def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""TA-1: `E q` and `E|q_f| - |E q_f|`, at least 0: the
@@ -35,6 +38,7 @@ def statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return mean, pair_lengths(wide).mean(dim=-2) - pair_lengths(mean)
 
 
+@operator()
 @fits(free=("query_direction", "query_slack"))
 def score(keys: torch.Tensor, query_direction: torch.Tensor, query_slack: torch.Tensor) -> torch.Tensor:
     r"""TA-3, TA-4: `max_g (S_g - mean_t S_g) / std_t S_g`,

@@ -47,11 +47,11 @@ def require_answer(path: str, given: dict[str, Any], answer: Any) -> None:
             _compare(wanted, own, sizes)
 
 
-def size_of(axis: str, sizes: dict[str, Any]) -> int | None:
+def size_of(axis: str, sizes: dict[str, Any]) -> Any:
     """The size of an axis by those of the arguments; None where the function alone decides."""
     name = re.sub("[<>%].*", "", axis)
     if name in sizes:
-        return int(sizes[name])
+        return sizes[name]
     if name.isdecimal():
         return int(name)
     for sign, result in OF_SIGN.items():

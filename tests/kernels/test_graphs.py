@@ -53,7 +53,7 @@ from evictionary.spec_tests.memory.arguments import arguments_of
 # Of B, H_kv, T, D: two query heads read a KV head.
 SIZES = {"keys": (2, 2, 9, 4), "values": (2, 2, 9, 4), "queries": (2, 4, 3, 4), "anchor": (2, 2, 4)}
 KEPT = torch.rand(2, 2, 9, generator=torch.Generator().manual_seed(5)) < 0.6
-NOTHING = ("checks", "gradients")
+NOTHING = ("checks", "gradients", "operators")
 """Files without a function that computes."""
 # What has no floating numbers of its own, or writes into its arguments.
 NO_ANSWER = """ada_kv.ranks cam.receivers cpu.are_safe cpu.blockwise cpu.headwise gvote.highest
