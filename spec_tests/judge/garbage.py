@@ -2,9 +2,12 @@
 million. A process that asks laws lets it rest, which is a seventh of its time.
 """
 
+import atexit
 import gc
 
 USUAL = gc.get_threshold()
+# Libraries that look for leaks at the end, as Triton's does, find what the collector has left alone.
+atexit.register(gc.unfreeze)
 
 
 def settle() -> None:
@@ -16,5 +19,5 @@ def settle() -> None:
 
 
 def unsettle() -> None:
-    """Let the collector look as often as usual again; what lives it leaves alone up to the end."""
+    """Let the collector look as often as usual again. What it leaves alone it takes up at the end."""
     gc.set_threshold(*USUAL)

@@ -314,3 +314,12 @@ def test_a_typo_of_a_folder_or_of_embedded_gets_a_hint(tmp_path: Path) -> None:
     assert names.hint(f"{tmp_path}/lama-3") == f" (did you mean {tmp_path}/llama-3?)"
     assert [names.hint(name) for name in ("embeded", "Embedded")] == [" (did you mean embedded?)"] * 2
     assert names.hint("owner/quite_another") == names.hint("./no/such/model") == ""
+
+
+@pytest.mark.whole
+def test_a_quiet_verdict_leaves_standard_error_empty() -> None:
+    """Libraries of the judged code, Triton's among them, have nothing to say of what lives at the end."""
+    judged = ("judge", "optimized", "--method", "knorm", "--dtype", "float32", "--quiet", "--profile", "quick")
+    done = python("-m", "evictionary", *judged)
+    assert done.stdout.splitlines()[-1].startswith("PASS")
+    assert done.stderr == ""
