@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tools import ROOT, as_json, invoke, printed, python, refused, saved, says
+from tools import ROOT, as_json, invoke, judge, printed, python, refused, saved, says
 
 from evictionary import progress
 from evictionary.methods import catalogue
@@ -319,7 +319,6 @@ def test_a_typo_of_a_folder_or_of_embedded_gets_a_hint(tmp_path: Path) -> None:
 @pytest.mark.whole
 def test_a_quiet_verdict_leaves_standard_error_empty() -> None:
     """Libraries of the judged code, Triton's among them, have nothing to say of what lives at the end."""
-    judged = ("judge", "optimized", "--method", "knorm", "--dtype", "float32", "--quiet", "--profile", "quick")
-    done = python("-m", "evictionary", *judged)
+    done = judge("optimized", "--method", "knorm", "--dtype", "float32", "--quiet")
     assert done.stdout.splitlines()[-1].startswith("PASS")
     assert done.stderr == ""
