@@ -132,11 +132,15 @@ def _operator(path: str, function: Callable[..., Any], dtypes: tuple[Dtype, ...]
 
 def _outside(path: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """What calls a function outside of the graph, which with fullgraph=True is an error that says why."""
-    alone = torch.compiler.disable(
-        function, reason=f"{path} gives what a graph cannot hold: call it outside of what is compiled"
-    )
     names = tuple(inspect.signature(function).parameters)
-    return lambda values: alone(**dict(zip(names, values, strict=True)))
+
+    def call(values: list[Any]) -> Any:
+        torch._dynamo.graph_break(
+            msg=f"{path} gives what a graph cannot hold: call it outside of what is compiled"
+        )
+        return torch._dynamo.disable(function)(**dict(zip(names, values, strict=True)))
+
+    return call
 
 
 def _leaves(types: dict[Any, Any]) -> list[tuple[str, Any]]:
