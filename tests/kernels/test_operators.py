@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tools import python
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._pytree import tree_map
@@ -67,6 +68,14 @@ def test_each_function_that_gives_tensors_is_an_operator() -> None:
         "quantisation.kivi_bytes", "momentkv.decode_step",  # it is several answers, one of them a cache
         "momentkv.recover", "momentkv.merge", "dropkv.perturbation", "lagkv.variation_score",  # torch alone
     }  # fmt: skip
+
+
+def test_to_import_a_function_loads_no_compiler() -> None:
+    """It would take seconds, of every command and of every judge."""
+    program = (
+        "import sys; from evictionary.optimized import cake, momentkv; print('torch._dynamo' in sys.modules)"
+    )
+    assert python("-c", program).stdout.strip() == "False"
 
 
 @pytest.mark.parametrize("path", sorted(operators.MADE))
