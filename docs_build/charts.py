@@ -14,45 +14,25 @@ from matplotlib.figure import Figure
 
 from docs_build.entries import ROOT
 from evictionary.evaluation.pages import drawn
+from evictionary.palette import FAINT, GREY, INK, PAPERS, colour_of, style
 from evictionary.store import grouped
 
 # The grammar of all charts. A row for each method, the best on top. The five papers have a colour each, the
 # same in every chart, and all else is grey. What has an interval shows it. Words stand beside what they name,
-# and no chart has a legend. Each colour has a contrast of 4.5 or more with the page, and the site turns its
-# brightness round in the dark.
-PAPERS = {
-    "expected_attention": "#7a3d9a",
-    "keydiff": "#0b6170",
-    "lagkv": "#2c6e3f",
-    "momentkv": "#b03f0a",
-    "gvote": "#b02a5b",
-}
-GREY, INK, FAINT = "#6b7478", "#1b2b30", "#d8dad6"
+# and no chart has a legend.
 VERDICTS = {"holds here": PAPERS["keydiff"], "undecided": FAINT, "does not hold here": PAPERS["momentkv"]}
 RATIOS = (0.25, 0.5, 0.75)
 SHADES = (0.35, 0.65, 1.0)  # from the first dot of a row to its last
 WIDTH = 5.0  # inches, in which a phone can still read the text
-STYLE = {
-    "axes.edgecolor": GREY,
-    "axes.labelcolor": INK,
+STYLE = style() | {
     "axes.labelsize": 9,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
     "axes.titlesize": 9,
     "figure.constrained_layout.use": True,
     "font.family": "sans-serif",
     "font.size": 8,
     "lines.markersize": 4.5,
-    "text.color": INK,
-    "xtick.color": GREY,
-    "ytick.color": GREY,
     "ytick.left": False,
 }
-
-
-def colour_of(name: str) -> str:
-    """The colour of a method, or of a composition by the method that it begins with."""
-    return PAPERS.get(name.partition("+")[0].partition("_protected")[0], GREY)
 
 
 def tint(colour: str, share: float) -> tuple[float, ...]:

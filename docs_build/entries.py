@@ -149,7 +149,9 @@ def entries() -> dict[str, Entry]:
         )
         for identifier in REQUIREMENTS
     }
-    laws, mutants = load_laws().values(), load_mutants().values()
+    # The order in which laws were imported is that of whoever asked for some of them first.
+    laws = sorted(load_laws().values(), key=lambda law: law.path)
+    mutants = load_mutants().values()
     return {
         identifier: Entry(
             REQUIREMENTS[identifier],

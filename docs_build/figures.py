@@ -1,8 +1,8 @@
 """Makes the data of the survivors figure: `python -m docs_build.figures` reads a prompt and writes each
 method's kept tokens.
 
-The gallery of the methods shows a strip of the same data, at one budget. The other two figures, of MomentKV
-and of KeyDiff and LagKV, calculate in the browser; tests compare that with `reference/`.
+The picture of the README and the gallery of the methods show the same data, at one budget. The other two
+figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare it with `reference/`.
 """
 
 import base64
@@ -17,14 +17,17 @@ from typing import Any
 import numpy as np
 from matplotlib.colors import ListedColormap
 from matplotlib.image import imsave
+from PIL import Image
 from transformers import PreTrainedModel
 
 from evictionary.cache.evicting_cache import CAPTURED, EvictingCache
 from evictionary.evaluation import passkey
-from evictionary.evaluation.pictures import survivors as kept
+from evictionary.evaluation.pages import drawn
+from evictionary.evaluation.pictures import Picture, survival_figure, survivors as kept
 from evictionary.evaluation.questions import prefill
 from evictionary.methods import catalogue
 from evictionary.models.load import load as load_model
+from evictionary.palette import GOES, STAYS
 
 OUTPUT = Path(__file__).parent.parent / "docs" / "figures" / "assets" / "survivors.data.js"
 # The data is a script and not a .json file: a page opened from a disk may not fetch files, but it may load
@@ -117,7 +120,7 @@ def strips(data: Any) -> dict[str, bytes]:
     """For each method a picture of what it keeps at STRIP
     tokens a head: a row for each head, a column for each token.
     """
-    colours = ListedColormap(["white", "#14707f", "#f8d9c8", "#b03f0a"])
+    colours = ListedColormap(["white", STAYS, "#f8d9c8", GOES])
     needle = np.zeros(len(data["tokens"]), dtype=int)
     needle[slice(*data["needle"])] = 2
     found = {}
@@ -127,6 +130,30 @@ def strips(data: Any) -> dict[str, bytes]:
         imsave(picture, kept.reshape(-1, len(needle)) + needle, cmap=colours, vmin=0, vmax=3, format="png")
         found[method["name"]] = picture.getvalue()
     return found
+
+
+# What the README's picture shows.
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "survivors.png"
+PICTURED = ("keydiff", "lagkv", "knorm")
+
+
+def picture(data: Any) -> bytes:
+    """The README's picture, a PNG: what PICTURED keep at STRIP tokens a head, on a ground of any colour."""
+    methods = {method["name"]: method for method in data["methods"]}
+    at = data["budgets"].index(STRIP)
+    removed = f"{1 - STRIP / len(data['tokens']):.0%}"
+    figure = survival_figure(
+        [Picture(name, removed, decode(data, methods[name])[at], tuple(data["needle"])) for name in PICTURED]
+    )
+    figure.set(size_inches=(9.6, 2.7), dpi=130)
+    for axes, name in zip(figure.axes, PICTURED, strict=True):
+        axes.set_title(f"{name}, {removed} removed")
+        axes.label_outer()
+    drawn_in_full = io.BytesIO(drawn(figure, "png"))
+    with Image.open(drawn_in_full) as image:
+        small = io.BytesIO()
+        image.quantize(32).save(small, "png", optimize=True)
+    return small.getvalue()
 
 
 # What the cover shows: methods that read keys, queries and positions, in some sentences around the number.
@@ -173,13 +200,14 @@ def _marked(pieces: Sequence[str], shares: np.ndarray, digits: Sequence[int]) ->
 
 
 def main() -> None:
-    """Write the data of the site's figure, with the embedded model."""
+    """Write the data of the site's figure, with the embedded model, and the README's picture of it."""
     model, tokenizer = load_model()
     prompt = passkey.make(tokenizer, depth=DEPTH, seed=SEED, tokens=TOKENS)
     pieces = [tokenizer.decode([token]) for token in prompt.context_ids[0].tolist()]
     budgets = range(SMALLEST, len(pieces), STEP)
     data = survivors(model, prompt, pieces, [*catalogue.evicting(), catalogue.RANDOM], budgets)
     OUTPUT.write_text(f"{PREFIX}{json.dumps(data, separators=(',', ':'))};\n", encoding="utf-8")
+    PICTURE.write_bytes(picture(data))
 
 
 if __name__ == "__main__":

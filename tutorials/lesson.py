@@ -8,18 +8,21 @@ from typing import Any
 
 import matplotlib.pyplot as plt
 from IPython.display import Markdown, display
+from matplotlib import colormaps
+
+from evictionary import palette
 
 ROOT = Path(__file__).parent.parent
-BLUE, ORANGE, GREEN, GREY = "#3366aa", "#dd7722", "#338855", "#999999"
+BLUE, ORANGE, GREEN, GREY = palette.STAYS, palette.GOES, palette.PAPERS["lagkv"], palette.GREY
 
+colormaps.register(palette.shades(), name="shades", force=True)
 plt.rcParams.update(
-    {
+    palette.style()
+    | {
+        "image.cmap": "shades",
         "figure.figsize": (6.4, 3.2),
         "figure.dpi": 110,
         "figure.constrained_layout.use": True,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "legend.frameon": False,
         "font.size": 10,
     }
 )
@@ -67,7 +70,7 @@ def draw_kept(axes: Any, cache: Any, needle: tuple[int, int], title: str) -> Non
             row = np.zeros(layer.get_seq_length(), dtype=bool)
             row[positions[0, head][filled[0, head]].numpy()] = True
             rows.append(row)
-    axes.imshow(np.array(rows), aspect="auto", cmap="Blues", vmin=0, vmax=1.3, interpolation="nearest")
+    axes.imshow(np.array(rows), aspect="auto", interpolation="nearest")
     for place in needle:
         axes.axvline(place - 0.5, color=ORANGE, linewidth=1.5)
     axes.set(title=title, xlabel="position in the text (tokens)", ylabel="layer and head")

@@ -48,7 +48,7 @@ class EvictingCache(Cache):
         compression_ratio: The fraction to remove of all tokens seen, in [0, 1).
         options: The method's own options by name. `evictionary methods` lists them.
         budget: The tokens to keep in each head, which replaces the ratio.
-        every: The tokens between two compressions; 0 for the prompt alone, by default the method's own value.
+        every: The tokens between two compressions; 0 for only the prompt, by default the method's own value.
         seed: The seed of a method that draws random numbers.
         record: The states of the prompt to keep for `from_prefilled`: "queries", "hidden_states" or both.
 
@@ -185,7 +185,7 @@ class EvictingCache(Cache):
 
     @property
     def every(self) -> int:
-        """The tokens between two compressions; 0 for the prompt alone."""
+        """The tokens between two compressions; 0 for only the prompt."""
         return self._session.settings.every
 
     @property
@@ -374,7 +374,7 @@ class EvictingCache(Cache):
         self._session.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EvictingCache:
-        """Return a copy with tensors of its own, for another
+        """Return a copy with its own tensors, for another
         question; the copies share the method and the model.
         """
         require(self.get_seq_length() != 0, "deepcopy: the cache has not read its prompt yet", ValueError)
@@ -449,7 +449,7 @@ class EvictingCache(Cache):
 
     @property
     def nbytes_beside(self) -> int:
-        """The bytes beside keys and values.
+        """The bytes of all that is neither a key nor a value.
 
         They hold positions, lengths, moments, recent queries, states in the place of a cache, and the ids of
         all tokens that were read.

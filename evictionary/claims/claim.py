@@ -8,13 +8,17 @@ measured, the conditions of the rule, and what each number means.
 import math
 import operator
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from evictionary.errors import did_you_mean, require
+
+# The papers with claims, in the order of the pages.
+PAPERS = ("expected_attention", "keydiff", "lagkv", "momentkv", "gvote")
 HOLDS, FAILS, UNDECIDED, OTHER_MODEL = "holds here", "does not hold here", "undecided", "other model needed"
 
 SIGNS: dict[str, Callable[[float, float], bool]] = {
@@ -292,3 +296,40 @@ def read_paper(name: str) -> Paper:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
+
+
+def require_some(argument: str, given: Collection[str], unknown: Sequence[str], known: Iterable[str]) -> None:
+    """Raise UsageError for unknown names, and for none."""
+    close = "".join(did_you_mean(name, known) for name in unknown[:1])
+    require(
+        given and not unknown,
+        f"{argument}: got {', '.join(unknown) or 'none'}{close}, wanted some of {', '.join(known)}",
+    )
+
+
+def check_claims(
+    papers: Sequence[str] | None = None, only: Sequence[str] | None = None
+) -> dict[str, list[Claim]]:
+    """The claims of these papers, of all for None; `only` keeps those of these ids: 'KD-7', or 'KD-7
+    (diversity)' for one of them.
+
+    It reads only the papers' files, so a wrong name is told before torch is imported.
+
+    Raises UsageError for an unknown name or none.
+    """
+    chosen = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
+    require_some("papers", chosen, [name for name in chosen if name not in PAPERS], PAPERS)
+    claims = {name: list(read_paper(name).claims) for name in chosen}
+    if only is None:
+        return claims
+    known = [claim.id for each in claims.values() for claim in each]
+    require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
+    return {
+        paper: named
+        for paper, each in claims.items()
+        if (named := [claim for claim in each if any(_is_named(claim.id, name) for name in only)])
+    }
+
+
+def _is_named(id: str, name: str) -> bool:
+    return name in (id, id.partition(" ")[0])

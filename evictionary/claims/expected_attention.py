@@ -36,6 +36,7 @@ from evictionary.optimized import (
     tova,
 )
 from evictionary.optimized.selection import budget, top_k
+from evictionary.palette import GREY
 from evictionary.reference import expected_attention as paper, expected_attention_theory as theory
 
 PAPER = read_paper("expected_attention")
@@ -263,7 +264,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     shape.semilogy(
         middles,
         np.exp(-(middles**2) / 2) / np.sqrt(2 * np.pi),
-        color="grey",
+        color=GREY,
         linestyle="--",
         label="Gaussian",
     )

@@ -29,6 +29,7 @@ from evictionary.claims.recording import (
     stacked,
 )
 from evictionary.optimized import gvote as fast
+from evictionary.palette import GOES, shades
 from evictionary.reference import gvote as paper, gvote_theory as theory
 from evictionary.reference.expected_attention_theory import correlation, skewness_and_kurtosis
 
@@ -258,7 +259,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         aspect="auto",
         vmin=0,
         vmax=1,
-        cmap="viridis",
+        cmap=shades(),
         interpolation="none",
     )
     figure.colorbar(picture, ax=heads, label="share of the prompt kept")
@@ -285,7 +286,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         places,
         [value for _, value in series["p"]],
         marker="s",
-        color="tab:orange",
+        color=GOES,
         label=f"by p at S = {SAMPLES} (upper axis)",
     )
     other.set(xticks=places, xticklabels=[f"{p:g}" for p, _ in series["p"]], xlabel="p")

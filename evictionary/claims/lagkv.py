@@ -34,6 +34,7 @@ from evictionary.models import versions
 from evictionary.models.queries import rotation, unrotated
 from evictionary.models.weights import device_of
 from evictionary.optimized import lagkv as fast
+from evictionary.palette import GREY
 from evictionary.reference import lagkv as paper, lagkv_variants as variants
 from evictionary.reference.expected_attention_theory import correlation
 
@@ -293,8 +294,8 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
         )
         for row, x in zip(rows, across, strict=True):
             scale.plot([x] * lagkv.shape[1], lagkv[row], ".", color=line.get_color(), alpha=0.4)
-    scale.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
-    scale.axvline(series["digits"], color="grey", linestyle=":", linewidth=1, label="tokens of the number")
+    scale.axhline(series["full"], color=GREY, linestyle="-.", linewidth=1, label="full cache")
+    scale.axvline(series["digits"], color=GREY, linestyle=":", linewidth=1, label="tokens of the number")
     scale.set_xscale("log", base=2)
     ticks = sorted({place["rL"] for place in places})
     finish(
@@ -309,7 +310,7 @@ def draw(figure: Figure, series: dict[str, Any]) -> None:
     for offset, (method, label) in enumerate(LABELS.items()):
         means = np.array(series["partial"][method]).mean(axis=1)
         variants.bar(np.arange(len(places)) + 0.27 * offset, means, width=0.25, label=label)
-    variants.axhline(series["full"], color="grey", linestyle="-.", linewidth=1, label="full cache")
+    variants.axhline(series["full"], color=GREY, linestyle="-.", linewidth=1, label="full cache")
     finish(
         variants,
         xticks=np.arange(len(places)) + 0.27,

@@ -7,7 +7,7 @@ papers; LagKV has prompts of its own, one batch of all kinds for each seed.
 
 import json
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,16 +18,15 @@ import numpy as np
 
 from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, pictures, texts
-from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, Claim
+from evictionary.claims.claim import CONFIDENCE, DRAWS, LEAST_TEXTS, PAPERS as NAMES, Claim, require_some
 from evictionary.claims.recording import Lab, Observed, Scale, record
-from evictionary.errors import did_you_mean, require
+from evictionary.errors import require
 from evictionary.evaluation import pages, run as evaluation
 
 SCHEMA_VERSION = 2
-PAPERS: dict[str, ModuleType] = {
-    module.__name__.rpartition(".")[2]: module
-    for module in (expected_attention, keydiff, lagkv, momentkv, gvote)
-}
+PAPERS: dict[str, ModuleType] = dict(
+    zip(NAMES, (expected_attention, keydiff, lagkv, momentkv, gvote), strict=True)
+)
 # The fields of a line of results.jsonl; model, paper, text and seed are its identity.
 FIELDS = ("model", "weights", "paper", "text", "seed", "scale", "versions", "cpu_seconds", "values")
 
@@ -125,41 +124,6 @@ class Plan(evaluation.ModelPlan):
 
     def text(self, line: store.Line) -> str:
         return f"{PAPERS[line['paper']].PAPER.title}, {line['text']}, seed {line['seed']}"
-
-
-def require_some(argument: str, given: Collection[str], unknown: Sequence[str], known: Iterable[str]) -> None:
-    """Raise UsageError for unknown names, and for none."""
-    close = "".join(did_you_mean(name, known) for name in unknown[:1])
-    require(
-        given and not unknown,
-        f"{argument}: got {', '.join(unknown) or 'none'}{close}, wanted some of {', '.join(known)}",
-    )
-
-
-def check_claims(
-    papers: Sequence[str] | None = None, only: Sequence[str] | None = None
-) -> dict[str, list[Claim]]:
-    """The claims of these papers, of all for None; `only` keeps those of these ids: 'KD-7', or 'KD-7
-    (diversity)' for one of them.
-
-    Raises UsageError for an unknown name or none.
-    """
-    chosen = list(PAPERS) if papers is None else list(dict.fromkeys(papers))
-    require_some("papers", chosen, [name for name in chosen if name not in PAPERS], PAPERS)
-    claims = {name: list(PAPERS[name].PAPER.claims) for name in chosen}
-    if only is None:
-        return claims
-    known = [claim.id for each in claims.values() for claim in each]
-    require_some("only", only, [name for name in only if not any(_is_named(id, name) for id in known)], known)
-    return {
-        paper: named
-        for paper, each in claims.items()
-        if (named := [claim for claim in each if any(_is_named(claim.id, name) for name in only)])
-    }
-
-
-def _is_named(id: str, name: str) -> bool:
-    return name in (id, id.partition(" ")[0])
 
 
 def versions() -> dict[str, str]:

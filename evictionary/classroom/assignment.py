@@ -3,12 +3,14 @@ handout, starter file, assignment.toml and the instructor's note.
 """
 
 import difflib
+import glob
 import hashlib
+import importlib
 import re
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jsonschema import ValidationError
 from jsonschema.exceptions import best_match
@@ -17,6 +19,9 @@ from evictionary.classroom import ASSIGNMENTS, formats, names
 from evictionary.classroom.child import Limits
 from evictionary.classroom.step import Step
 from evictionary.errors import UsageError, require, require_known, usage
+
+if TYPE_CHECKING:
+    from evictionary.spec_tests.judge.law import Law
 
 
 @dataclass(frozen=True)
@@ -115,10 +120,27 @@ def _told(wrong: ValidationError, content: dict[str, Any]) -> str:
     return ": ".join([place, *map(str, keys[:1]), told])
 
 
+def law_named(name: str) -> "Law":
+    """A law of the suite, such as `test_keydiff::test_scores_are_cosines`. It imports only the file of this
+    law, because all files take most of a second. Raises KeyError for an unknown name.
+    """
+    from evictionary.spec_tests.judge.law import LAWS, SUITE
+
+    for path in SUITE.glob(f"*/{glob.escape(name.partition('::')[0])}.py"):
+        importlib.import_module(f"evictionary.spec_tests.{path.parent.name}.{path.stem}")
+    return LAWS[name]
+
+
+def _nearest(name: str) -> str:
+    from evictionary.spec_tests.judge.law import load_laws
+
+    return "".join(difflib.get_close_matches(name, load_laws(), 1, 0))
+
+
 def _require_whole(one: Assignment) -> None:
     """Raise UsageError for what would take points from a whole class in silence, or end the grader later."""
     from evictionary.classroom import checks
-    from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+    from evictionary.spec_tests.judge.law import REQUIREMENTS
     from evictionary.spec_tests.proof.planted import load_mutants
 
     def must(holds: object, where: str, got: object, wanted: str) -> None:
@@ -127,7 +149,7 @@ def _require_whole(one: Assignment) -> None:
     must(one.starter.is_file(), ": starter.py", "none beside it", "the file that `evictionary start` writes")
     earlier: list[str] = []
     for step in one.steps:
-        where, laws = f", step {step.name!r}: ", load_laws() if step.laws else {}
+        where = f", step {step.name!r}: "
         must(step.name not in earlier, where + "name", step.name, "a name that no other step has")
         must(
             step.requirement in REQUIREMENTS,
@@ -137,8 +159,10 @@ def _require_whole(one: Assignment) -> None:
         )
         must(step.laws or step.check or one.contest, where + "laws", [], "at least one law, or a check")
         for law in step.laws:
-            near = difflib.get_close_matches(law, laws, 1, 0) if law not in laws else []
-            must(law in laws, where + "laws", law, f"a law of the suite, such as {''.join(near)}")
+            try:
+                law_named(law)
+            except KeyError:
+                must(False, where + "laws", law, f"a law of the suite, such as {_nearest(law)}")
         for need in step.needs:
             must(
                 need in earlier,

@@ -25,7 +25,7 @@ from hypothesis import reject
 from hypothesis.errors import Flaky
 
 from evictionary.classroom import checks, sandbox
-from evictionary.classroom.assignment import Assignment
+from evictionary.classroom.assignment import Assignment, law_named
 from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
 from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
@@ -353,7 +353,7 @@ class ByLaws(Run):
             if step.check
             else []
         )
-        return [*(load_laws()[name] for name in step.laws), *own]
+        return [*map(law_named, step.laws), *own]
 
     def drawn(self, law: Law, step: Step, shrinks: bool = False) -> Law:
         count = step.thoroughness * self.examples
@@ -362,6 +362,7 @@ class ByLaws(Run):
 
     def explain(self, law: Law, implementation: Implementation, line: Line, step: Step) -> None:
         """Run a failing law once more with shrinking, and write the student's message."""
+        load_laws()  # what else of the function fails is among all of them
         told = self.failure(law, implementation, step)
         if told is None:
             line.message = f"{line.message}\n{TWO_ANSWERS}"

@@ -85,7 +85,7 @@ def claims(
             "default."
         ),
     ] = None,
-    jobs: Annotated[int, whole_number("Processes that share the texts, each with a model of its own.")] = 1,
+    jobs: Annotated[int, whole_number("Processes that share the texts, each with its own model.")] = 1,
     dask: DaskCluster = None,
     dask_wait: DaskWait = WAIT,
     as_json: AsJson = False,
@@ -98,15 +98,17 @@ def claims(
     minutes of one core.
     """
     with exit_codes("the same command goes on where it stopped", extra="model"):
+        from evictionary.claims.claim import check_claims
+
         asked = {"--papers": given_names("--papers", papers), "--only": given_names("--only", only)}
         kinds = given_names("--texts", texts)
         require_folder(output)
         require_seed(seed)
         require_usable(model, jobs=jobs)
+        chosen = check_claims(*asked.values())
         with doing(LIBRARIES):
             from evictionary.claims import run as experiment, texts as known
 
-        chosen = experiment.check_claims(*asked.values())
         apart = given_names("--seeds-of", seeds_of)
         others = {paper: range(seed, seed + count) for paper, count in map(_paper_and_count, apart or ())}
         chosen_texts = tuple(dict.fromkeys(kinds or known.KINDS))

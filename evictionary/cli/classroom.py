@@ -134,11 +134,12 @@ def check(
     The exit code is 0 with full marks, 1 below, and 2 if this machine cannot judge the assignment.
     """
     with exit_codes():
-        from evictionary.classroom import grading, submissions
+        with doing("loading the assignment"):
+            from evictionary.classroom import grading, submissions
 
-        chosen, path, student = _begun(assignment, assignments, work, student)
-        with usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission):
-            source = submissions.read(path, chosen)
+            chosen, path, student = _begun(assignment, assignments, work, student)
+            with usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission):
+                source = submissions.read(path, chosen)
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
         drawn = secrets.randbelow(10**6) if seed is None else seed

@@ -136,7 +136,7 @@ AS_IT_IS = Loading()
 LOADING = {
     "device": "The device of the model, such as cpu or cuda:1; by default the first GPU. With --jobs each "
     "process takes the next GPU, unless one is named here.",
-    "dtype": f"The type of the model's numbers, one of {', '.join(DTYPES)}; auto is that of its files "
+    "dtype": f"The type of the model's numbers, one of {', '.join(DTYPES)}; auto is the type of its files "
     "(float32 for 'embedded').",
     "device_map": "Divide a model that outgrows one device among all devices: one of "
     f"{', '.join(DIVISIONS)}, or a JSON file with the device of each module.",

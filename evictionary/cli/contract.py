@@ -2,6 +2,8 @@
 to begin with.
 """
 
+import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -44,7 +46,7 @@ def contract(
     """Print what a function takes and gives: signature, axes, ranges of
     settings, dtypes, equations, number of laws (property tests).
     """
-    with exit_codes(), doing("loading the laws"):
+    with exit_codes(), doing("reading the contract"):
         listed = starter.functions_of(function)
         found = {} if listed else starter.described(function or "")
     if listed:
@@ -60,9 +62,16 @@ def contract(
         *(["axes: " + ", ".join(f"{axis} {meaning}" for axis, meaning in named.items())] if named else []),
         *(f"{name}: {text}" for name, text in found["equations"].items()),
         f"dtypes: {', '.join(found['dtypes'])}",
-        f"{found['laws']} laws",
     ]
-    show(as_json, found, [Text("\n".join(lines))])
+
+    def count() -> Iterator[Text]:
+        with exit_codes(), doing("loading the laws"):
+            found["laws"] = len(starter.laws_of(found["function"]))
+        yield Text(f"{found['laws']} laws")
+
+    # The laws take longer to load than all else, so the rest is printed before.
+    counted = [*count()] if as_json else count()
+    show(as_json, found, itertools.chain([Text("\n".join(lines))], counted))
 
 
 KINDS = {

@@ -8,12 +8,12 @@ from evictionary.cli.console import AsJson, app, examples, show
 ADDITIONS = {
     "ada_kv": "an allocator for any method with scores: the heads of a layer share its budget",
     "cake": "an allocator for any method with scores: layers whose attention spreads and moves get more",
-    "cam": "for any method: the values of some evicted tokens are merged into those of later kept ones",
+    "cam": "for any method: the values of some evicted tokens are merged into the values of later kept ones",
     "chunk_kv": "for any method with scores: whole chunks of ten neighbouring tokens stay, the best first",
     "protect": "for any method with scores: the first tokens and the last stay whatever they score; first=4; "
     "last=32; prompt=False",
     "pyramid_kv": "an allocator: lower layers get more of the budget than higher ones",
-    "moments": "MomentKV's correction beside any selection: moments of the evicted tokens join the attention",
+    "moments": "MomentKV's correction, for any selection: moments of the evicted tokens join the attention",
     "kivi": "for any method: kept keys are quantised by channel, values by token; bits=2; group_size=32; "
     "residual=128",
     "hadamard": "for any method: kept keys and values are rotated and quantised; bits=4; group_size=32; "

@@ -6,11 +6,14 @@ import textwrap
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evictionary import source
 from evictionary.errors import did_you_mean, require, require_known
 from evictionary.store import grouped
+
+if TYPE_CHECKING:
+    from evictionary.spec_tests.judge.law import Law
 
 # The functions that a cache calls: a starter file of a method has those of them that the method has.
 CALLED = ("score", "select", "compress", "attend", "budgets")
@@ -48,13 +51,20 @@ def functions_of(method: str | None) -> list[str]:
     return [path for path in contract_functions() if method in (None, path.partition(".")[0])]
 
 
+def laws_of(path: str) -> "list[Law]":
+    """The laws that call a function. Any file of laws may have one, so it takes most of a second."""
+    from evictionary.spec_tests.judge.law import load_laws
+
+    return [law for law in load_laws().values() if path in law.functions]
+
+
 def described(path: str) -> dict[str, Any]:
     """What the contract says of a function. Raises UsageError for a function that it does not have."""
     from evictionary.reference.answers import answers
     from evictionary.reference.contract import contract_of
     from evictionary.spec_tests.judge.arithmetic import EPSILON
     from evictionary.spec_tests.judge.implementation import contract_functions, oracle
-    from evictionary.spec_tests.judge.law import REQUIREMENTS, load_laws
+    from evictionary.spec_tests.judge.law import REQUIREMENTS
     from evictionary.spec_tests.memory.models import values_in_use
     from evictionary.spec_tests.verdict.coverage import ids_of
 
@@ -65,8 +75,7 @@ def described(path: str) -> dict[str, Any]:
     near = did_you_mean(path, own or [*known, *stems])
     require(path in known, f"function: got {path!r}, wanted {wanted}{near}")
     function = oracle(path)
-    laws = [law for law in load_laws().values() if path in law.functions]
-    ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws)
+    ids = ids_of(function.__doc__) or dict.fromkeys(law.requirement.id for law in laws_of(path))
     said = contract_of(path)
     return {
         "function": path,
@@ -82,7 +91,6 @@ def described(path: str) -> dict[str, Any]:
         "values": {name: values for name in said.settings if (values := values_in_use(path, name))},
         "dtypes": list(EPSILON),
         "equations": {name: REQUIREMENTS[name].tex or REQUIREMENTS[name].statement for name in ids},
-        "laws": len(laws),
     }
 
 

@@ -77,7 +77,7 @@ def study(
     seed: Annotated[
         int, whole_number("The seed of the first prompt; each later prompt has the next seed.")
     ] = 0,
-    jobs: Annotated[int, whole_number("Processes that share the prompts, each with a model of its own.")] = 1,
+    jobs: Annotated[int, whole_number("Processes that share the prompts, each with its own model.")] = 1,
     dask: DaskCluster = None,
     dask_wait: DaskWait = WAIT,
     as_json: AsJson = False,

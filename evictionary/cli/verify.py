@@ -79,7 +79,7 @@ def verify(
     """Test untrusted code in a sandbox, with fresh inputs. It
     prints one JSON object, and a line for people on stderr.
 
-    The code is run in a process of its own: without network, files, other programs, and the reference. The
+    The code is run in its own process: without network, files, other programs, and the reference. The
     laws run, the time is taken, and the laws run again. The exit code is 0 if the code is correct, 1 if it is
     not, and 2 if nothing was judged.
     """

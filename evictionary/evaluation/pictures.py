@@ -8,10 +8,9 @@ from matplotlib.figure import Figure
 
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.evaluation.pages import drawn, inline
+from evictionary.palette import GOES, STAYS
 from evictionary.store import grouped
 
-KEPT_COLOUR = "#2f7fc1"
-NEEDLE_COLOUR = "#e0662b"
 TEXT_COLOUR = "#8a8a8a"  # readable on a light page and on a dark one
 
 
@@ -57,7 +56,7 @@ def survival_figure(pictures: list[Picture]) -> Figure:
         axes.patch.set_alpha(0)
         layers, heads, length = picture.kept.shape
         rows = layers * heads
-        colours = ListedColormap(["#00000000", KEPT_COLOUR])
+        colours = ListedColormap(["#00000000", STAYS])
         axes.imshow(
             picture.kept.reshape(rows, length),
             aspect="auto",
@@ -66,14 +65,12 @@ def survival_figure(pictures: list[Picture]) -> Figure:
             vmax=1,
             interpolation="none",
         )
-        axes.axvspan(
-            picture.needle[0] - 0.5, picture.needle[1] - 0.5, color=NEEDLE_COLOUR, alpha=0.35, linewidth=0
-        )
+        axes.axvspan(picture.needle[0] - 0.5, picture.needle[1] - 0.5, color=GOES, alpha=0.35, linewidth=0)
         axes.plot(
             sum(picture.needle) / 2,
             -0.02 * rows,
             marker="v",
-            color=NEEDLE_COLOUR,
+            color=GOES,
             clip_on=False,
             markersize=6,
         )

@@ -18,15 +18,14 @@ from evictionary.evaluation import tasks
 from evictionary.evaluation.pages import drawn, inline, render, short_name
 from evictionary.evaluation.run import FULL, label, numbers_of
 from evictionary.methods.catalogue import BASELINES, protected
+from evictionary.palette import FAINT, GREY, INK, PAPERS, colour_of, shades, style
 
 Row = dict[str, Any]
 
 MARKERS = "osD^vP*Xh<>"
-STYLE = {
+STYLE = style() | {
     "axes.grid": True,
     "axes.labelsize": 8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
     "axes.titlesize": 10,
     "grid.alpha": 0.25,
     "xtick.labelsize": 8,
@@ -246,7 +245,10 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
     )
     with matplotlib.rc_context(STYLE):
         grid = figure.subplots(deep * len(lengths), columns, squeeze=False, sharex=True, sharey=True)
-    colours = [f"C{index}" for index in range(10) if index != 7]  # C7 is grey, the colour of random eviction
+    taken = {colour_of(name) for name in labels}
+    free = [colour for colour in (*PAPERS.values(), INK) if colour not in taken]
+    others = [name for name in labels if colour_of(name) == GREY]
+    chosen = {name: free[place % len(free)] for place, name in enumerate(others)}
     for at, length in enumerate(lengths):
         for index in range(deep * columns):
             axes = grid[at * deep + index // columns][index % columns]
@@ -259,7 +261,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                 if (row["task"], row["length"]) == (names[index], length) and row["partial"] is not None
             ]
             for full in (row for row in here if row["method"] == FULL):
-                axes.axhline(full["partial"], color="black", linestyle="--", linewidth=1, label="full cache")
+                axes.axhline(full["partial"], color=INK, linestyle="--", linewidth=1, label="full cache")
             for which, name in enumerate(labels):
                 mine = sorted((row for row in here if row["label"] == name), key=lambda row: row["removed"])
                 is_random = name in BASELINES
@@ -267,7 +269,7 @@ def scores_figure(rows: Sequence[Row]) -> Figure:
                     [100 * row["removed"] for row in mine],
                     [row["partial"] for row in mine],
                     label=name,
-                    color="grey" if is_random else colours[which % len(colours)],
+                    color=GREY if is_random else chosen.get(name, colour_of(name)),
                     linestyle=":" if is_random else "-",
                     marker=MARKERS[which % len(MARKERS)],
                     markersize=5,
@@ -315,7 +317,7 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
     )
     height = 1.9 + 0.27 * max(len(table) for _, _, table in tables)
     figure = Figure(figsize=(width, height), dpi=110, layout="constrained")
-    colours = matplotlib.colormaps["viridis"].with_extremes(bad="#d0d0d0")
+    colours = shades().with_extremes(bad=FAINT)
     grid = figure.subplots(1, len(tables), squeeze=False)[0]
     for axes, (length, names, table), texts in zip(grid, tables, labels, strict=True):
         scores = [
@@ -326,7 +328,7 @@ def heatmap_figure(rows: Sequence[Row]) -> Figure:
         for down, row in enumerate(scores):
             for across, score in enumerate(row):
                 text = "-" if np.isnan(score) else f"{score:.2f}"
-                colour = "white" if score <= 0.6 else "black"
+                colour = "white" if score > 0.6 else INK
                 axes.text(across, down, text, ha="center", va="center", fontsize=8, color=colour)
         axes.set_xticks(range(len(names)), names, rotation=35, ha="right", fontsize=8)
         axes.set_yticks(range(len(table)), texts, fontsize=8)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from evictionary import store
@@ -31,6 +32,7 @@ from evictionary.evaluation.run import ModelPlan, Unit, placed, require_lengths,
 from evictionary.methods import catalogue
 from evictionary.methods.method import Method, tokens_to_keep
 from evictionary.methods.resolve import MOMENTS, resolve
+from evictionary.palette import GREY, INK, PAPERS, colour_of, style
 
 TASKS = ("passkey7", "needle_multikey", "variables", "copy", "perplexity")
 RATIOS = (0.5, 0.75, 0.9)
@@ -447,46 +449,60 @@ def _composed(method: str) -> tuple[str, str, bool]:
     string, and whether the correction is in it.
     """
     base, *additions = method.split("+")
-    allocator = next((name for name in additions if name in COLOURS), "")
+    allocator = next((name for name in additions if name in MARKERS), "")
     others = [name for name in additions if name not in (allocator, MOMENTS)]
     return "+".join([base, *others]), allocator, MOMENTS in additions
 
 
-COLOURS = {"": "#2f7fc1", "ada_kv": "#e0662b", "pyramid_kv": "#4f9d4f"}
+MARKERS = {"": "o", "ada_kv": "D", "pyramid_kv": "^"}
 
 
+def _drawn_as(method: str) -> tuple[str, str, bool]:
+    """The colour of a composition's marks, its allocator, and whether it has the correction."""
+    selector, allocator, is_corrected = _composed(method)
+    return colour_of(selector), allocator, is_corrected
+
+
+@rc_context(style())
 def picture(found: Summary) -> Figure:
-    """The cost of each composition: selectors down, a panel for each ratio, a colour for each allocator;
-    hollow without moments.
+    """The cost of each composition: selectors down, a panel for each ratio, a mark for each allocator;
+    hollow without moments. The five papers have their colours, and all else is grey.
     """
     rows = [row for row in found["rows"] if not row["own"]]
     ratios = sorted({row["ratio"] for row in rows})
     costs = store.grouped((_composed(row["method"])[0], row["cost"]) for row in rows)
     order = sorted(costs, key=lambda selector: min(costs[selector]), reverse=True)
     figure = Figure(figsize=(3.6 * len(ratios) + 1.4, 1.4 + 0.36 * len(order)), dpi=110, layout="constrained")
-    for axes, ratio in zip(
-        figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0], ratios, strict=True
-    ):
-        for row in (row for row in rows if row["ratio"] == ratio):
-            selector, allocator, is_corrected = _composed(row["method"])
-            height = order.index(selector) + 0.2 * list(COLOURS).index(allocator) - 0.2 + 0.07 * is_corrected
-            axes.plot(row["interval"], [height] * 2, color=COLOURS[allocator], linewidth=1)
-            face = COLOURS[allocator] if is_corrected else "white"
-            axes.plot(row["cost"], height, "o", color=COLOURS[allocator], markerfacecolor=face, markersize=4)
+    panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
+    for axes, ratio in zip(panels, ratios, strict=True):
+        own = [row for row in rows if row["ratio"] == ratio]
+        alike = store.grouped((_drawn_as(row["method"]), row) for row in own)
+        for (colour, allocator, is_corrected), group in alike.items():
+            up = 0.2 * list(MARKERS).index(allocator) - 0.2 + 0.07 * is_corrected
+            heights = [order.index(_composed(row["method"])[0]) + up for row in group]
+            face = colour if is_corrected else "white"
+            look = {"color": colour, "markerfacecolor": face, "markersize": 4}
+            axes.hlines(
+                heights, *zip(*(row["interval"] for row in group), strict=True), colors=colour, linewidth=1
+            )
+            axes.plot([row["cost"] for row in group], heights, MARKERS[allocator], **look)
         axes.set_xscale("symlog", linthresh=0.1)
-        axes.axvline(0, color="#8a8a8a", linewidth=0.8)
+        axes.axvline(0, color=GREY, linewidth=0.8)
         axes.set_title(f"{100 * ratio:g} % removed", fontsize=10)
         axes.set_yticks(range(len(order)), order, fontsize=8)
         axes.tick_params(labelsize=8)
         axes.grid(alpha=0.25)
+    for named, selector in zip(panels[0].get_yticklabels(), order, strict=True):
+        named.set(color=colour_of(selector), weight="bold" if selector in PAPERS else "normal")
     figure.supxlabel("cost: nats for each token of the answer more than the full cache", fontsize=9)
+    allocators = {_composed(row["method"])[1] for row in rows}
     marks = [
         ("the same budget for each head", "", "white"),
-        *((name, name, "white") for name in COLOURS if name),
-        ("with MomentKV's correction", "", COLOURS[""]),
+        *((name, name, "white") for name in MARKERS if name and name in allocators),
+        ("with MomentKV's correction", "", INK),
     ]
     handles = [
-        axes.plot([], [], "o", color=COLOURS[name], markerfacecolor=face, label=label)[0]
+        panels[-1].plot([], [], MARKERS[name], color=INK, markerfacecolor=face, label=label)[0]
         for label, name, face in marks
     ]
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), fontsize=8, frameon=False)

@@ -142,7 +142,7 @@ class Method:
 
     @functools.cached_property
     def policies(self) -> tuple[Policy, ...]:
-        """What the method does in a cache beside choosing tokens."""
+        """What the method does in a cache besides choosing tokens."""
         return policies.serving(self)
 
     @property

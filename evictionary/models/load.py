@@ -30,7 +30,7 @@ FORGETFUL = {"jamba"}
 transformers 5.23.
 """
 EVICTED = (DynamicLayer, LinearAttentionAndFullAttentionLayer)
-"""The layers of a transformers cache that a cache with eviction replaces: full attention, alone or beside
+"""The layers of a transformers cache that a cache with eviction replaces: full attention, alone or next to
 a recurrent state.
 """
 LEFT_ALONE = (DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
@@ -54,7 +54,7 @@ def load(
         name: `embedded` for SmolLM2-135M-Instruct, which is installed from the package index, a name on the
             Hugging Face hub, a folder, or a GGUF file.
         device: The device, such as "cpu" or "cuda:1".
-        dtype: "float32", "bfloat16", "float16", or "auto" for that of its files (float32 for `embedded`).
+        dtype: "float32", "bfloat16", "float16", or "auto" for its files' dtype (float32 for `embedded`).
         device_map: How transformers divides a large model among devices: "auto", or a device for each module.
         revision: The branch, tag or commit of a name on the hub.
         attn: An attention of transformers, such as "eager", instead of the model's own.

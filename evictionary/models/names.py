@@ -13,8 +13,8 @@ EMBEDDED = "embedded"
 
 
 class Place(NamedTuple):
-    """Where transformers finds a model: a folder, or a name on the hub. A local one needs no network. `file`
-    is the argument that names a GGUF file of the folder, or nothing.
+    """What transformers loads a model from: a folder, or a name on the hub. A local one needs no network.
+    `file` is the argument that names a GGUF file of the folder, or nothing.
     """
 
     name: str

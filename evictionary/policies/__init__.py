@@ -1,5 +1,5 @@
-"""What a method does in a cache beside choosing tokens. A file has the stem of its method and one subclass of
-`Policy`, and nothing else registers it.
+"""What a method does in a cache besides choosing tokens. A file has the stem of its method and one subclass
+of `Policy`, and nothing else registers it.
 
 A cache calls most methods in one way: it hands over the states of a layer, and evicts what the method does
 not keep. A policy is for a method that keeps a state between compressions, has a pass that does more than
@@ -85,10 +85,10 @@ class Source(NamedTuple):
 
 
 class Policy:
-    """All that a cache asks of a method beside its choice. Every default is that of a
+    """All that a cache asks of a method besides its choice. Every default is that of a
     method without a policy.
 
-    A policy has no state of its own: one object serves every cache, in every thread.
+    A policy has no state: one object serves every cache, in every thread.
     """
 
     reads_before_rope = False
@@ -98,7 +98,7 @@ class Policy:
     counts_in_halves = False
     """Whether it counts RoPE's pairs as channels of two halves."""
     needs_no_cap = False
-    """Whether its formula holds for logits without a cap alone."""
+    """Whether its formula holds only for logits without a cap."""
     stands_for_evicted = False
     """Whether what it keeps stands for the evicted tokens too, so that no moments of these may be added."""
     is_slow = False
@@ -110,7 +110,7 @@ class Policy:
         return type(self).__module__.rpartition(".")[2]
 
     def serves(self, method: Any) -> bool:
-        """Whether it serves a method: by default that of its own stem alone."""
+        """Whether it serves a method: by default only the one of its own stem."""
         package, _, stem = method.module.__name__.rpartition(".")
         return package in ("evictionary.optimized", "evictionary.reference") and stem == self.stem
 
@@ -121,7 +121,7 @@ class Policy:
         return {}
 
     def keeps_all(self, method: Any, options: Mapping[str, Any], state: State, stored: int) -> bool | None:
-        """Whether all stored tokens stay by the numbers alone; None leaves that to the budget."""
+        """Whether the numbers of tokens say that all stored ones stay; None leaves that to the budget."""
         return None
 
     def fused(self, compression: Compression) -> Callable[..., torch.Tensor] | None:
@@ -178,7 +178,7 @@ class Policy:
         return None
 
     def part(self, queries: torch.Tensor, moments: Moments) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Output and log-sum-exp of the evicted tokens, beside those of the stored ones, or None."""
+        """Output and log-sum-exp of the evicted tokens, to join to the output of the stored ones, or None."""
         return None
 
     # The inputs that its reference module declares, by name.

@@ -18,7 +18,7 @@ class CaM(Policy):
     def supply(self, source: Source, states: Mapping[str, Any], position: int) -> dict[str, torch.Tensor]:
         """CAM-2, CAM-4: attention and draws, [B, H_kv, T].
 
-        The attention is that of the queries [B, H_q, M, D] of the tokens since the last compression, the
+        The attention comes from the queries [B, H_q, M, D] of the tokens since the last compression, the
         last of those stored. Each head has its own draws. The rows share theirs: a row is in a batch
         what it is alone.
         """

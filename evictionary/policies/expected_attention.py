@@ -30,7 +30,7 @@ def future_statistics(
     """EA-5, EA-6: mean [B, H_q, D] and covariance [B, H_q, D, D]
     of the queries, averaged over the next positions.
 
-    Args: queries [B, H_q, N, D], after RoPE, at positions [N]; position, that of the next token.
+    Args: queries [B, H_q, N, D], after RoPE, at positions [N]; position, of the next token.
     """
     parts = (queries, *rotation(model, layer_index, positions))
     blocks = zip(*(part.split(BLOCK_TOKENS, dim=-2) for part in parts), strict=True)

@@ -22,7 +22,7 @@ class LagKV(Policy):
         return "recursive" in method.traits or _solver(method) is not None
 
     def opened(self, compression: Compression) -> State:
-        """The sinks alone, in a cache that compresses again."""
+        """Only the sinks, in a cache that compresses again."""
         is_recursive = compression.every and "recursive" in compression.method.traits
         return {"static": [compression.options["sink_size"]] * len(compression.keys)} if is_recursive else {}
 

@@ -33,7 +33,7 @@ def top_k(scores: torch.Tensor, budget: int, protected: torch.Tensor | None = No
 def keep_each(
     scores: torch.Tensor, counts: torch.Tensor, protected: torch.Tensor | None = None
 ) -> torch.Tensor:
-    r"""`top_k` where each row keeps a number of its own: counts [...], whole numbers from 0 to T."""
+    r"""`top_k`, but each row keeps its own number: counts [...], whole numbers from 0 to T."""
     numbers = to_numbers(scores)
     if protected is not None:
         numbers = numbers.masked_fill(protected, 0x7FFFFFFF)

@@ -11,6 +11,7 @@ import pytest
 from tools import as_json, failed, invoke, printed, python, saved, says
 
 from evictionary import __version__
+from evictionary.cli import contract, starter
 from evictionary.cli.methods import ADDITIONS
 from evictionary.errors import InstallError
 from evictionary.methods import catalogue
@@ -47,6 +48,47 @@ def test_version_and_help_need_no_torch() -> None:
     rooms = re.findall(r"─ (\w+) ─", told)
     assert rooms == ["Options", "Validate", "Run", "Measure", "Teach"] and "demo" in told
     assert invoke("--version").stdout == f"evictionary {__version__}\n"
+
+
+# What a command answers before it loads the libraries, and which modules that would be.
+@pytest.mark.parametrize(
+    ("call", "code", "absent"),
+    [
+        ("claims --only KD-1000", 2, ["torch", "transformers", "matplotlib"]),
+        (
+            "submit keydiff --work {tmp}/work --output {tmp}/keydiff.zip",
+            0,
+            ["torch", "evictionary.spec_tests.lagkv.test_lagkv"],
+        ),
+        ("contract keydiff", 0, ["torch", "evictionary.spec_tests.keydiff.test_keydiff"]),
+    ],
+)
+def test_a_short_answer_loads_no_more_than_it_needs(
+    tmp_path: Path, call: str, code: int, absent: list[str]
+) -> None:
+    invoke("start", "keydiff", "--work", tmp_path / "work")
+    arguments = call.format(tmp=tmp_path).split()
+    program = (
+        "import sys\nfrom evictionary.cli.app import app\n"
+        f"try:\n    app({arguments})\nexcept SystemExit as done:\n    assert done.code == {code}\n"
+        f"found = [name for name in {absent} if name in sys.modules]\nassert not found, found\n"
+    )
+    python("-c", program)
+
+
+def test_a_contract_is_printed_before_the_laws_are_counted(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed_first: list[str] = []
+
+    def counted(path: str) -> list[str]:
+        printed_first.append(capsys.readouterr().out)
+        return [path] * 3
+
+    monkeypatch.setattr(starter, "laws_of", counted)
+    contract.contract("keydiff.score")
+    says(printed_first[0], "keys: [..., T, D], finite numbers", "dtypes: ")
+    assert capsys.readouterr().out == "3 laws\n"
 
 
 def test_methods() -> None:

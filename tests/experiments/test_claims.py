@@ -18,7 +18,17 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from evictionary import store
 from evictionary.claims import expected_attention, gvote, keydiff, lagkv, momentkv, run, texts
-from evictionary.claims.claim import FAILS, HOLDS, OTHER_MODEL, UNDECIDED, Claim, Condition, Number, Numbers
+from evictionary.claims.claim import (
+    FAILS,
+    HOLDS,
+    OTHER_MODEL,
+    UNDECIDED,
+    Claim,
+    Condition,
+    Number,
+    Numbers,
+    check_claims,
+)
 from evictionary.claims.recording import (
     Lab,
     Recording,
@@ -54,7 +64,7 @@ KINDS = ("varied", "code")
 def plan_for(model: Path, papers: list[str] | None = None, **changes: Any) -> run.Plan:
     """Two kinds of text and two seeds: twenty measurements of all papers."""
     settings: dict[str, Any] = {"texts": KINDS, "seeds": (0, 1), "scale": SCALE}
-    return run.Plan(str(model), run.check_claims(papers), **(settings | changes))
+    return run.Plan(str(model), check_claims(papers), **(settings | changes))
 
 
 @pytest.fixture(scope="module")
@@ -594,7 +604,7 @@ def test_the_stored_results_follow_from_their_measurements() -> None:
     result = json.loads((folder / "results.json").read_text())
     assert (result["model"], result["weights"]) == ("embedded", "SmolLM2-135M-Instruct")
     kinds, seeds = tuple(result["texts"]), result["seeds"]
-    plan = run.Plan("embedded", run.check_claims(), kinds, seeds, seeds_of=result["seeds_of"])
+    plan = run.Plan("embedded", check_claims(), kinds, seeds, seeds_of=result["seeds_of"])
     lines = list(store.read(folder / "results.jsonl", run.Plan.identify).values())
     assert len(lines) == len(plan.lines())
     made = json.loads(json.dumps(run.report(plan, lines, result["command"])))
@@ -624,8 +634,8 @@ def test_the_command(model_folder: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ],
 )
 def test_claims_are_chosen_by_paper_and_id(chosen: dict[str, list[str]], ids: list[str]) -> None:
-    assert list(run.check_claims()) == list(run.PAPERS)
-    assert [claim.id for claim in run.check_claims(**chosen)["keydiff"]] == ids
+    assert list(check_claims()) == list(run.PAPERS)
+    assert [claim.id for claim in check_claims(**chosen)["keydiff"]] == ids
 
 
 def test_the_help_names_every_kind_of_text_and_paper(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 the charts, on the light page and on the dark one.
 """
 
+import io
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from matplotlib.colors import to_rgb
+from PIL import Image
 
-from docs_build import charts
+from docs_build import charts, figures
 
 DOCS = Path(__file__).parents[2] / "docs"
 STYLE = (DOCS / "stylesheets" / "face.css").read_text(encoding="utf-8")
@@ -113,6 +115,15 @@ def test_a_final_of_the_study_shows_its_intervals() -> None:
     shown = {tuple(line.get_segments()[0][:, 0]) for line in axes.collections}
     stored = {tuple(row["interval"]) for row in chart.data["finals"]["rows"]}
     assert shown == stored
+
+
+def test_the_picture_of_the_readme_is_that_of_the_stored_data() -> None:
+    drawn, stored = (
+        np.asarray(Image.open(picture).convert("RGBA"), dtype=float)
+        for picture in (io.BytesIO(figures.picture(figures.stored())), figures.PICTURE)
+    )
+    # another release of Matplotlib may set the letters elsewhere
+    assert drawn.shape == stored.shape and np.abs(drawn - stored).mean() < 3
 
 
 def test_no_page_has_the_colours_that_the_theme_comes_with() -> None:
