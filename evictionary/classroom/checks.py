@@ -182,6 +182,16 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
             ]
         case "duo_attention":
             return [("estimate_gates", (query, keys[:, :, 0]), {"length": 200})]
+        case "quantisation":
+            whole = keys[:, :, : case.length // 4 * 4]  # groups of 4 divide its tokens
+            return [
+                ("quantise", (keys,), {"bits": 4}),
+                ("pack", (oracle("quantisation.quantise")(keys)[0],), {}),
+                ("by_token", (values,), {}),
+                ("by_channel", (whole,), {"group_size": 4}),
+                ("kivi", (keys, values), {"group_size": 16, "residual": 16}),
+                ("hadamard", (keys,), {}),
+            ]
     raise KeyError(stem)
 
 
