@@ -123,6 +123,14 @@ def _votes(impl: Implementation, case: Any, seed: int) -> None:
     check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
 
+def _equal_numbers(impl: Implementation) -> None:
+    """Groups without a range: the laws draw one only sometimes, and a smallest scale shows on no other."""
+    numbers = np.repeat(np.array([[[7.0], [0.0], [-0.1]]]), 5, axis=-1)
+    codes, _, scale = impl.quantisation.quantise(numbers)
+    equal(scale, np.zeros((1, 3)), "the scale of equal numbers is not 0")
+    equal(codes, np.zeros((1, 3, 5)), "the codes of equal numbers are not 0")
+
+
 # What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads,
 # tokens, channels. A matrix over a thousand tokens, of all their channels too, fits the memory of an
 # assignment.
@@ -402,6 +410,11 @@ CHECKS: dict[str, Check | Callable[..., Check]] = {
         "A single sample keeps its best tokens, as many as the nucleus of the current query holds.",
         _votes,
         {"case": seeded_cases(groups=(1,)), "seed": seeds()},
+    ),
+    "equal": Check(
+        ("quantisation.quantise",),
+        "A group of equal numbers has the scale 0 and the codes 0.",
+        _equal_numbers,
     ),
     "sizes": _sizes,
     "compiled": Check(
