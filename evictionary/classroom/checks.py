@@ -123,6 +123,14 @@ def _votes(impl: Implementation, case: Any, seed: int) -> None:
     check_votes(impl, kept, weights, logits, case.keys.shape[1], 0.95)
 
 
+def _equal_numbers(impl: Implementation) -> None:
+    """Groups without a range: the laws draw one only sometimes, and a smallest scale shows on no other."""
+    numbers = np.repeat(np.array([[[7.0], [0.0], [-0.1]]]), 5, axis=-1)
+    codes, _, scale = impl.quantisation.quantise(numbers)
+    equal(scale, np.zeros((1, 3)), "the scale of equal numbers is not 0")
+    equal(codes, np.zeros((1, 3, 5)), "the codes of equal numbers are not 0")
+
+
 # What passes small inputs and is wrong on larger ones is wrong at one of these: batch items and heads,
 # tokens, channels. A matrix over a thousand tokens, of all their channels too, fits the memory of an
 # assignment.
@@ -182,6 +190,16 @@ def _at_a_size(stem: str, case: Case) -> list[Asked]:
             ]
         case "duo_attention":
             return [("estimate_gates", (query, keys[:, :, 0]), {"length": 200})]
+        case "quantisation":
+            whole = keys[:, :, : case.length // 4 * 4]  # groups of 4 divide its tokens
+            return [
+                ("quantise", (keys,), {"bits": 4}),
+                ("pack", (oracle("quantisation.quantise")(keys)[0],), {}),
+                ("by_token", (values,), {}),
+                ("by_channel", (whole,), {"group_size": 4}),
+                ("kivi", (keys, values), {"group_size": 16, "residual": 16}),
+                ("hadamard", (keys,), {}),
+            ]
     raise KeyError(stem)
 
 
@@ -392,6 +410,11 @@ CHECKS: dict[str, Check | Callable[..., Check]] = {
         "A single sample keeps its best tokens, as many as the nucleus of the current query holds.",
         _votes,
         {"case": seeded_cases(groups=(1,)), "seed": seeds()},
+    ),
+    "equal": Check(
+        ("quantisation.quantise",),
+        "A group of equal numbers has the scale 0 and the codes 0.",
+        _equal_numbers,
     ),
     "sizes": _sizes,
     "compiled": Check(

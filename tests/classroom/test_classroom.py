@@ -117,6 +117,22 @@ def test_a_cache_is_tried_in_a_model_as_its_handout_says(
     assert len(set(re.findall(r"\d+", measured))) == 1, measured
 
 
+def test_a_quantised_cache_is_tried_in_a_model_as_its_handout_says(
+    monkeypatch: pytest.MonkeyPatch, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    handout = text_of(assignments.load("quantisation").folder / "README.md")
+    (program,) = re.findall(r"^```python title=.*?\n(.*?)^```$", handout, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.setattr(embedded, "install", lambda: model_folder)
+    monkeypatch.setitem(sys.modules, "quantisation", reference("quantisation"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        exec(compile(program, "in_the_model.py", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    moved = [float(re.findall(r"move (.+) of", line)[0]) for line in lines]
+    assert [line.split()[0] for line in lines] == ["8", "4", "2", "1"]
+    assert 0 < moved[0] < moved[1] < moved[2] <= 1
+
+
 @every_assignment
 def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contest, "load_model", lambda: None)  # no text is read to a file without a scorer
@@ -174,6 +190,7 @@ MISTAKES = (
     ("gvote", "gvote.crossing_token_left_out"),
     ("h2o", "h2o.mask_from_the_upper_left"),
     ("duo_attention", "duo_attention.above_the_threshold"),
+    ("quantisation", "quantisation.rounded_down"),
 )
 
 

@@ -286,6 +286,7 @@ SIZED = {
     ("momentkv", "sizes"): ("score", "attend"),
     ("h2o", "select"): ("score", "select"),
     ("duo_attention", "gates"): ("estimate_gates",),
+    ("quantisation", "sizes"): ("quantise", "by_token", "by_channel", "kivi", "hadamard"),
 }
 WITHOUT_TOKENS = {"estimate_gates", "query_statistics", "average_rope"}
 TURNED = "tuple(part[..., ::-1] for part in out) if isinstance(out, tuple) else out[..., ::-1]"

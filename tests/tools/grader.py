@@ -17,11 +17,14 @@ from evictionary.classroom import assignment as assignments, bundle, classes, fo
 from evictionary.classroom.child import Child, Limits
 from evictionary.classroom.judgement import Judgement, Line
 from evictionary.spec_tests.judge.implementation import oracle
-from evictionary.spec_tests.proof.planted import Mutant, edited_source
+from evictionary.spec_tests.proof.planted import AROUND, Mutant, edited_source, given_to
 
 from . import saved
 
-NUMPY = ("kv_cache", "keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention")
+NUMPY = (
+    *("kv_cache", "keydiff", "lagkv", "expected_attention", "momentkv", "gvote", "h2o", "duo_attention"),
+    "quantisation",
+)
 PAGES = Path(__file__).parents[2] / "docs" / "classroom"
 EVERY_FORMAT = tuple(formats.FORMATS)
 EVERY_FILE = {formats.GRADE, *(file for file, _ in formats.FORMATS.values())}
@@ -68,6 +71,13 @@ def oracle(path):
     stem, name = path.split('.')
     return getattr(importlib.import_module(f'bundled.{stem}'), name)
 """
+# What a mistake around the checks of a function needs before it.
+_AROUND = """import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+from bundled.contract import naming
+"""
 _PLANTED = "def mutant(*args, **kwargs):\n    return lambda function: function\n"
 
 
@@ -80,6 +90,9 @@ def bundled(stem: str, mutant: Mutant | None = None) -> str:
         sources[module] = sources[module].replace(
             inspect.getsource(oracle(path)), edited_source(path, mutant.edits)
         )
+        if any(f"@{name}(" in now for _, now in mutant.edits for name in AROUND):
+            around = "".join(map(inspect.getsource, (given_to, *AROUND.values())))
+            sources[module] = f"{_AROUND}{around}{sources[module]}"
     elif mutant is not None:
         arithmetic = importlib.import_module("evictionary.spec_tests.judge.arithmetic")
         wrong = inspect.getmodule(inspect.unwrap(mutant.function))
