@@ -171,6 +171,15 @@ def torch_halves(states):
     return states / math.sqrt(states.shape[-1])
 
 
+@control("quantisation.hadamard")
+def each_step_a_rotation(states):
+    """Sums and differences of neighbours, each divided by the root of 2: so every step rounds."""
+    for _ in range(states.shape[-1].bit_length() - 1):
+        first, second = states[..., ::2], states[..., 1::2]
+        states = np.concatenate([first + second, first - second], axis=-1) / np.sqrt(2)
+    return states
+
+
 @control("quantisation.rotated")
 def rotated_by_a_matrix(states, *, bits=4, group_size=32):
     matrix = sylvester(states.shape[-1]) / np.sqrt(states.shape[-1])
