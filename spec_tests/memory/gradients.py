@@ -20,6 +20,7 @@ from evictionary.spec_tests.memory.helpers import (
     ask,
     leaves,
     natives_of,
+    taken,
 )
 
 STEP = 2.0**-20
@@ -34,7 +35,7 @@ def calls_of_the_contract(impl: Implementation, case: Case) -> Iterator[tuple[st
     """
     asked = False
     for path in impl.asked_of_memory():
-        arguments = arguments_inside(impl, path, case)
+        arguments = taken(impl, path, arguments_inside(impl, path, case))
         if arguments is None:
             continue
         try:

@@ -1,6 +1,8 @@
 """What each function of the contract gives for drawn arguments; the grader asks for it here too."""
 
 import contextlib
+import functools
+import inspect
 import zlib
 from collections.abc import Callable, Iterator
 
@@ -72,6 +74,38 @@ def answering(path: str) -> Iterator[None]:
         raise Raises(f"{path} raises {said}", "an answer", said) from error
 
 
+def taken(impl: Implementation, path: str, given: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The arguments without those that have a default and that a function does not take: it may be older, or
+    do without. Both sides are asked without them.
+    """
+    if given is None:
+        return None
+    stem, function = path.split(".")
+    left_out = _not_taken(path, getattr(impl.modules[stem], function))
+    less = {name: value for name, value in given.items() if name not in left_out}
+    # Where they do not fit without them, the code knows them in another way, such as a window by its queries.
+    return less if left_out and fits(path, less) else given
+
+
+@functools.lru_cache(maxsize=1024)
+def _not_taken(path: str, function: Callable[..., Any]) -> frozenset[str]:
+    """The arguments of the contract that have a default, and that a function does not take."""
+    try:
+        own = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # compiled code does not say it
+        return frozenset()
+    if any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in own):
+        return frozenset()
+    names = {each.name for each in own}
+    places = sum(each.kind is not each.KEYWORD_ONLY for each in own)
+    left_out = set()
+    for place, each in enumerate(signature_of(path).parameters.values()):
+        is_taken = each.name in names if each.kind is each.KEYWORD_ONLY else place < places
+        if not is_taken and each.default is not each.empty:
+            left_out.add(each.name)
+    return frozenset(left_out)
+
+
 def as_called(path: str, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments by place, and those by name, of a call in which a function is given so much."""
     bound = signature_of(path).bind(**given)
@@ -90,7 +124,7 @@ def answers(
     """
     silent = {}
     for path in (asked := in_turn(impl.asked_of_memory(), case) if paths is None else paths):
-        arguments = arguments_of(impl, path, case)
+        arguments = taken(impl, path, arguments_of(impl, path, case))
         if arguments is None:
             silent[path] = f"it takes no text of {case.length} tokens"
             continue

@@ -13,7 +13,15 @@ from evictionary.spec_tests.judge.domain import OutsideDomain
 from evictionary.spec_tests.judge.implementation import STEPS
 from evictionary.spec_tests.judge.prelude import *
 from evictionary.spec_tests.memory.arguments import arguments_inside, signature_of
-from evictionary.spec_tests.memory.helpers import Raises, agree, answering, as_called, holds_nan, in_turn
+from evictionary.spec_tests.memory.helpers import (
+    Raises,
+    agree,
+    answering,
+    as_called,
+    holds_nan,
+    in_turn,
+    taken,
+)
 from evictionary.spec_tests.memory.models import (
     ALL_PAIRS,
     BATCHES,
@@ -149,7 +157,8 @@ def right_at(impl: Implementation, small: Case, questions: Iterable[Question]) -
     """
     asked, silent = False, "no function of it takes such arguments"
     for question in questions:
-        given = arguments_inside(impl, question.path, question.case, question.settings)
+        drawn = arguments_inside(impl, question.path, question.case, question.settings)
+        given = taken(impl, question.path, drawn)
         if given is None:
             continue
         error = wrong(impl, question.path, given, f"is wrong with {question.told}")
@@ -170,7 +179,7 @@ def is_wrong_anyway(impl: Implementation, path: str, small: Case) -> bool:
     in the roundings of half precision, or for keys of many lengths.
     """
     for kind in ("normal", "mixed_norms"):
-        usual = arguments_inside(impl, path, replace(small, kind=kind))
+        usual = taken(impl, path, arguments_inside(impl, path, replace(small, kind=kind)))
         if usual is not None and wrong(impl, path, usual, "is wrong") is not None:
             return True
     return False

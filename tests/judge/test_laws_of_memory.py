@@ -158,6 +158,37 @@ def test_code_that_raises_fails(path: str) -> None:
     }
 
 
+def as_of_old(budget: int, num_layers: int, *, beta: float = 20.0) -> list[int]:
+    return oracle("pyramid_kv.budgets")(budget, num_layers, beta=beta)
+
+
+def without_protection(s: np.ndarray, k: int) -> np.ndarray:
+    return oracle("selection.top_k")(s, k)
+
+
+def that_writes(s: np.ndarray, k: int) -> np.ndarray:
+    kept = oracle("selection.top_k")(s, k)
+    s[kept] = 0
+    return kept
+
+
+@pytest.mark.parametrize(
+    ("path", "function"),
+    [("pyramid_kv.budgets", as_of_old), ("selection.top_k", without_protection)],
+    ids=["keyword", "place"],
+)
+@pytest.mark.parametrize("name", LAWS)
+def test_what_has_a_default_need_not_be_taken(path: str, function: Callable[..., Any], name: str) -> None:
+    """A right function without a setting of today's failed all of them: it was asked with the setting."""
+    one, law = of_one(path, function), LAWS[name]
+    assert law.not_for(one) or outcome(law, one, max_examples=5)[0] in ("passed", "not asked")
+
+
+def test_what_is_not_taken_switches_no_law_off() -> None:
+    law = LAWS["test_memory::test_inputs_are_left_alone"]
+    assert outcome(law, of_one("selection.top_k", that_writes), max_examples=20)[0] == "killed"
+
+
 def test_a_helper_that_has_the_name_of_a_step_is_left_alone() -> None:
     """Of this name there is a step that no law names: nobody has to have the same one."""
     for helper in (lambda states, epsilon: states, lambda states: np.multiply(states, 2, out=states)):
