@@ -9,8 +9,8 @@ arrow of the same function in `reference`. What is said here is the dtype of num
 - An operator carries no graph. Numbers of which a gradient is wanted are refused, as by a kernel.
 - An axis that the numbers decide, such as how many tokens all heads keep, is a size that the graph learns
   when it runs.
-- A function that gives whole numbers of Python, or writes into its arguments, is no operator. Under
-  torch.compile it runs outside the graph, and with fullgraph=True torch says why.
+- A function is no operator where it gives numbers of Python, or an answer of which its signature says no
+  axes. Under torch.compile it runs outside the graph, and with fullgraph=True torch says why.
 """
 
 import functools
@@ -55,12 +55,9 @@ def operator(*dtypes: Dtype) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         path = f"{function.__module__.rpartition('.')[2]}.{function.__name__}"
         traced = _operator(path, function, dtypes)
-        names = tuple(inspect.signature(function).parameters)
-        defaults = {
-            name: each.default
-            for name, each in inspect.signature(function).parameters.items()
-            if each.default is not each.empty
-        }
+        parameters = inspect.signature(function).parameters
+        names = tuple(parameters)
+        defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
         @functools.wraps(function)
         def called(*given: Any, **named: Any) -> Any:
