@@ -8,6 +8,7 @@ import sys
 import types
 import warnings
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -102,32 +103,37 @@ def test_the_hours_of_an_assignment_do_not_grade_a_class_again() -> None:
     assert repr(one) == repr(replace(one, hours=(99,), questions=()))
 
 
-def test_a_cache_is_tried_in_a_model_as_its_handout_says(
+@pytest.fixture
+def in_the_model(
     monkeypatch: pytest.MonkeyPatch, model_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str], list[str]]:
+    """What the program of a handout prints, which puts the reference of an assignment into a tiny model."""
+
+    def lines(assignment: str) -> list[str]:
+        handout = text_of(assignments.load(assignment).folder / "README.md")
+        (program,) = re.findall(r"^```python title=.*?\n(.*?)^```$", handout, flags=re.DOTALL | re.MULTILINE)
+        monkeypatch.setattr(embedded, "install", lambda: model_folder)
+        monkeypatch.setitem(sys.modules, assignment, reference(assignment))
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", FutureWarning)  # transformers says so of a name that it takes away
+            exec(compile(program, "in_the_model.py", "exec"), {})
+        return capsys.readouterr().out.splitlines()
+
+    return lines
+
+
+def test_a_cache_is_tried_in_a_model_as_its_handout_says(
+    in_the_model: Callable[[str], list[str]],
 ) -> None:
-    handout = text_of(assignments.load("kv_cache").folder / "README.md")
-    (program,) = re.findall(r"^```python title=.*?\n(.*?)^```$", handout, flags=re.DOTALL | re.MULTILINE)
-    monkeypatch.setattr(embedded, "install", lambda: model_folder)
-    monkeypatch.setitem(sys.modules, "kv_cache", reference("kv_cache"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)  # transformers says so of a name that it takes away
-        exec(compile(program, "in_the_model.py", "exec"), {})
-    difference, token, measured = capsys.readouterr().out.splitlines()
+    difference, token, measured = in_the_model("kv_cache")
     assert (difference, token) == ("largest difference of a logit: 0.0", "the same next token: True")
     assert len(set(re.findall(r"\d+", measured))) == 1, measured
 
 
 def test_a_quantised_cache_is_tried_in_a_model_as_its_handout_says(
-    monkeypatch: pytest.MonkeyPatch, model_folder: Path, capsys: pytest.CaptureFixture[str]
+    in_the_model: Callable[[str], list[str]],
 ) -> None:
-    handout = text_of(assignments.load("quantisation").folder / "README.md")
-    (program,) = re.findall(r"^```python title=.*?\n(.*?)^```$", handout, flags=re.DOTALL | re.MULTILINE)
-    monkeypatch.setattr(embedded, "install", lambda: model_folder)
-    monkeypatch.setitem(sys.modules, "quantisation", reference("quantisation"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", FutureWarning)
-        exec(compile(program, "in_the_model.py", "exec"), {})
-    lines = capsys.readouterr().out.splitlines()
+    lines = in_the_model("quantisation")
     moved = [float(re.findall(r"move (.+) of", line)[0]) for line in lines]
     assert [line.split()[0] for line in lines] == ["8", "4", "2", "1"]
     assert 0 < moved[0] < moved[1] < moved[2] <= 1
