@@ -23,15 +23,16 @@ def as_memory(name: str, value: Any) -> np.ndarray:
 def as_open(name: str, value: Any) -> np.ndarray:
     """Return `value` as `as_memory` does. Raises ValueError for NaN too."""
     array = as_memory(name, value)
-    if np.isnan(array).any():
+    if np.isnan(np.asarray(array)).any():
         raise ValueError(f"{name}: got NaN, wanted numbers that can be ordered")
     return array
 
 
 def as_float64(name: str, value: Any) -> np.ndarray:
     """Return `value` as `as_open` does. Raises ValueError for infinite numbers too."""
-    array = as_open(name, value)
-    if not np.isfinite(array).all():
+    array = as_memory(name, value)
+    if not np.isfinite(np.asarray(array)).all():
+        as_open(name, array)
         raise ValueError(f"{name}: got infinite numbers, wanted finite ones")
     return array
 

@@ -169,24 +169,34 @@ def naming(signature: inspect.Signature) -> Callable[..., dict[str, Any]]:
 
 def arrays(wanted: Iterable[Argument], given: dict[str, Any]) -> dict[str, Any]:
     """Arrays and states by name, as they are wanted; ValueError as `contract` says."""
-    axes = Axes()
-    found = {each.name: _read(each, given[each.name], axes) for each in wanted}
-    axes.relate()
-    return found
+    shapes: list[tuple[Argument, tuple[int, ...]]] = []
+    read = {each.name: _read(each, given[each.name], shapes) for each in wanted}
+    _require_fit(*shapes)
+    return read
 
 
-def _read(argument: Argument, value: Any, axes: Axes) -> Any:
+def _read(argument: Argument, value: Any, shapes: list[tuple[Argument, tuple[int, ...]]]) -> Any:
+    """An array or a state as it is wanted; each array is added to the shapes."""
     if value is None and argument.optional:
         return None
     if argument.state:
         if not all(hasattr(value, name) for name in argument.fields):
             wanted = f"{argument.kind}({', '.join(argument.fields)})"
             raise ValueError(f"{argument.name}: got {type(value).__name__}, wanted {wanted}")
-        read = {name: _read(field, getattr(value, name), axes) for name, field in argument.fields.items()}
+        read = {name: _read(field, getattr(value, name), shapes) for name, field in argument.fields.items()}
         return value._replace(**read)
     converted = checks.READ[argument.kind](argument.name, value)
-    axes.fit(argument, converted.shape)
+    shapes.append((argument, converted.shape))
     return converted
+
+
+@functools.lru_cache(maxsize=4096)  # most calls have the shapes of an earlier one
+def _require_fit(*shapes: tuple[Argument, tuple[int, ...]]) -> None:
+    """Raise ValueError unless each shape fits its argument, and all fit one another."""
+    axes = Axes()
+    for argument, shape in shapes:
+        axes.fit(argument, shape)
+    axes.relate()
 
 
 class Said(NamedTuple):
@@ -253,7 +263,7 @@ def fields(state: type) -> dict[str, Argument]:
     return {name: argument_of(name, *said) for name, said in found.items() if said}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object an argument, which is quick to look up
 class Argument:
     """An array or a state that a function takes: its name, its kind and its axes; whether it may be None.
     Of a state the kind is the name of its class.

@@ -61,16 +61,14 @@ class Moments(NamedTuple):
 
 
 class Recovered(NamedTuple):
-    """Statistics of the evicted set: mean_key [..., D], mean_value [..., D_v], covariance
-    [..., D_v, D] (a sum).
-    """
+    """Statistics of the evicted set; the covariance is a sum."""
 
-    mean_key: np.ndarray
-    mean_value: np.ndarray
-    covariance: np.ndarray
+    mean_key: Real[np.ndarray, "D"]
+    mean_value: Real[np.ndarray, "D_v"]
+    covariance: Real[np.ndarray, "D_v D"]
 
 
-def recover(moments: State[Moments, "B H_kv"]) -> Recovered:
+def recover(moments: State[Moments, "B H_kv"]) -> State[Recovered, "B H_kv"]:
     r"""MK-23, MK-24: `kbar = s_k / n_e`, `vbar = s_v / n_e`, `Stilde = S - s_v s_k^T / n_e`; all
     zero where nothing was evicted.
 
@@ -120,7 +118,7 @@ def no_moments(
     )
 
 
-def merge(first: State[Moments, "B H_kv"], second: State[Moments, "B H_kv"]) -> State[Moments, "..."]:
+def merge(first: State[Moments, "..."], second: State[Moments, "..."]) -> State[Moments, "..."]:
     r"""MK-25: the moments of the union of two disjoint evicted sets, which is their sum."""
     return Moments(*(mine + theirs for mine, theirs in zip(first, second, strict=True)))
 

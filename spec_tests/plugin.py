@@ -158,6 +158,21 @@ def pytest_configure(config: pytest.Config) -> None:
         # What pytest says at the end. With --no-summary, pytest 8 would not ask for the verdict either.
         config.option.tbstyle, config.option.reportchars, config.option.disable_warnings = "no", "", True
     report.ASKED[:] = _asked(config)
+    if not _told_later(config):
+        _load(config)
+
+
+def _told_later(config: pytest.Config) -> bool:
+    """Whether the process that tells the verdict loads what is judged beside its workers, and not before
+    them: what is of this package, where nothing is said of it at the start.
+    """
+    workers = getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput")
+    own = all(target.split(".")[0] in OWN for target in config.getoption("--impl"))
+    return bool(workers and own and config.getoption("no_header"))
+
+
+def _load(config: pytest.Config) -> None:
+    """Load what is judged. Raises UsageError where nothing can be judged."""
     dtypes = _dtypes(config.getoption("--dtype"))
     try:
         domain = Domain.parse(config.getoption("--domain"))
@@ -249,9 +264,10 @@ def pytest_unconfigure() -> None:
     garbage.unsettle()
 
 
-def pytest_sessionstart(session: pytest.Session) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_sessionstart(session: pytest.Session) -> Any:
     """A worker of pytest-xdist watches the calls that it makes; now, since pytest has turned its own dump
-    of a crash on.
+    of a crash on. While the workers of this process begin, it loads what they judge.
     """
     plugins = session.config.pluginmanager
     if session.config.getoption("--brief") and (workers := plugins.getplugin("terminaldistreporter")):
@@ -261,6 +277,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", {})
     if found := worker.get("deaths"):
         WATCH.begin(session.config.getoption("--call-timeout"), Path(found), worker["workerid"])
+    result = yield
+    if verdict.JUDGED not in session.config.stash:
+        _load(session.config)
+    return result
 
 
 @pytest.hookimpl(optionalhook=True)

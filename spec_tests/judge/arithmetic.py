@@ -111,7 +111,8 @@ class Rounded(np.ndarray):
             result = getattr(ufunc, method)(*plain, **kwargs)
             if isinstance(result, np.ndarray | np.floating) and np.asarray(result).dtype.kind == "f":
                 result = np.asarray(result)
-                if ufunc is np.matmul or (ufunc is np.add and method in ("reduce", "accumulate")):
+                is_sum = ufunc is np.matmul or (ufunc is np.add and method in ("reduce", "accumulate"))
+                if is_sum and self.generator is not None:
                     result = self._summed(result, *_terms(ufunc, method, plain, kwargs))
                 if ufunc not in _EXACT:
                     result = self._rounded(result, digits_of if squared or summed else round_to)
@@ -130,12 +131,12 @@ class Rounded(np.ndarray):
             return result
         values = np.asarray(_plain(result))
         if function is np.einsum:
-            subscripts, *operands = [_plain(argument) for argument in args]
-            magnitude = np.einsum(subscripts, *(np.abs(operand) for operand in operands))
-            lowest = float(np.prod([_lowest_bit(operand) for operand in operands]))
-            values = self._rounded(
-                self._summed(values, magnitude, max(operand.size for operand in operands), lowest)
-            )
+            if self.generator is not None:
+                subscripts, *operands = [_plain(argument) for argument in args]
+                magnitude = np.einsum(subscripts, *(np.abs(operand) for operand in operands))
+                lowest = float(np.prod([_lowest_bit(operand) for operand in operands]))
+                values = self._summed(values, magnitude, max(operand.size for operand in operands), lowest)
+            values = self._rounded(values)
         return Rounded.of(values, self.dtype_name, self.generator)
 
     def _rounded(self, exact: np.ndarray, round_it: Rounding = round_to) -> np.ndarray:
@@ -148,10 +149,9 @@ class Rounded(np.ndarray):
 
     def _summed(self, exact: np.ndarray, magnitude: np.ndarray, count: int, lowest_bit: float) -> np.ndarray:
         """Add the error that a sum of `count` terms makes when taken in pairs, in an order that is not
-        ours to know.
+        ours to know. Only sums that are rounded at random make one.
         """
-        if self.generator is None:
-            return exact
+        assert self.generator is not None
         epsilon = EPSILON[ACCUMULATOR[self.dtype_name]]
         # a partial sum may need more bits than the accumulator has
         inexact = magnitude * epsilon > 2 * lowest_bit

@@ -30,6 +30,7 @@ from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degene
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.judge.libraries import (
     LIBRARIES,
+    OF_NUMPY,
     from_numpy,
     library_used,
     missing_library,
@@ -355,7 +356,7 @@ class Implementation:
             return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
         if not isinstance(value, np.ndarray):
             return value
-        if value.dtype.kind == "f":
+        if value.dtype.kind == "f" and self.dtype not in OF_NUMPY:  # the others are rounded as they are copied
             value = self.round(value)
         return from_numpy(value, self.array_library, self.dtype, self.torch_device)
 

@@ -13,6 +13,8 @@ import numpy as np
 LIBRARIES = ("numpy", "torch", "jax", "mlx", "cupy")
 # A caller chooses the strides of these arrays, and may write into them.
 WITH_STRIDES = ("numpy", "torch", "exec")
+# The dtypes that NumPy has too.
+OF_NUMPY = ("float64", "float32", "float16")
 _HOMES = {"torch": "torch", "jax": "jax", "jaxlib": "jax", "mlx": "mlx", "cupy": "cupy"}
 
 
@@ -58,22 +60,26 @@ def missing_library(library: str) -> str:
 def from_numpy(array: np.ndarray, library: str, dtype: str, device: str = "cpu") -> Any:
     """A copy of an array as one of the library: floating-point numbers at `dtype`, all others as they are."""
     real = array.dtype.kind == "f"
+    with np.errstate(over="ignore"):
+        # torch refuses negative strides, which a copy in this order does not have
+        own = array.astype(
+            dtype if real and dtype in OF_NUMPY else array.dtype, order="C" if library == "torch" else "K"
+        )
     if library == "torch":
         import torch
 
-        tensor = torch.from_numpy(np.array(array, order="C"))  # a copy: torch refuses negative strides
-        return tensor.to(device=device, dtype=getattr(torch, dtype) if real else tensor.dtype, copy=True)
+        tensor = torch.from_numpy(own)
+        return tensor.to(device=device, dtype=getattr(torch, dtype) if real else tensor.dtype)
     if library == "jax":
         jax = importlib.import_module("jax")
         # Without it JAX has no float64; with it, what a function makes itself would be float64 too.
         jax.config.update("jax_enable_x64", dtype == "float64")
-        return jax.numpy.array(array, dtype=dtype if real else jax.dtypes.canonicalize_dtype(array.dtype))
+        return jax.numpy.array(own, dtype=dtype if real else jax.dtypes.canonicalize_dtype(own.dtype))
     if library == "mlx":
         mlx = importlib.import_module("mlx.core")
         if dtype == "float64":
             mlx.set_default_device(mlx.cpu)  # its GPUs have none
-        return mlx.array(array, dtype=getattr(mlx, dtype)) if real else mlx.array(array)
-    own = array.astype(dtype) if real and dtype != "bfloat16" else array.copy()
+        return mlx.array(own, dtype=getattr(mlx, dtype)) if real else mlx.array(own)
     return importlib.import_module("cupy").asarray(own) if library == "cupy" else own
 
 
@@ -85,7 +91,10 @@ def to_numpy(value: Any) -> Any:
     library = library_of(type(value))
     if library == "torch":
         value = value.detach().cpu()
-        return value.double().numpy() if value.is_floating_point() else value.numpy()
+        if not value.is_floating_point():
+            return value.numpy()
+        known = str(value.dtype).removeprefix("torch.") in OF_NUMPY
+        return (value if known else value.float()).numpy().astype(np.float64)
     if library == "mlx":
         mlx = importlib.import_module("mlx.core")
         value = np.array(value.astype(mlx.float32) if value.dtype == mlx.bfloat16 else value)

@@ -329,16 +329,19 @@ def _runs(
             for name, module in list(sys.modules.items()):
                 if name.startswith("evictionary.reference.") and vars(module).get("softmax") is plain:
                     stack.enter_context(mock.patch.object(module, "softmax", other))
-            result = rounded(np.random.default_rng(FEW_RUNS))  # the same however many runs there were before
+            result = at_random(FEW_RUNS)  # the same however many runs there were before
         # without a softmax it is one random run more, for nothing
         return result if other.called else made[-1]
 
+    def at_random(seed: int) -> Any:
+        return rounded(np.random.default_rng(seed))
+
     numbers = sum(value.size for value in (*args, *kwargs.values()) if isinstance(value, np.ndarray))
     random_runs = FEW_RUNS if numbers > MANY_NUMBERS else RANDOM_RUNS
-    generators = [None, *(np.random.default_rng(seed) for seed in range(random_runs))]
     runs: list[Callable[[], Any]] = [
         lambda: run(lambda value: value),
-        *(functools.partial(rounded, generator) for generator in generators),
+        lambda: rounded(None),
+        *(functools.partial(at_random, seed) for seed in range(random_runs)),
         through_logarithm,
     ]
     for place, make in enumerate(runs):

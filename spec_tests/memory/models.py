@@ -50,6 +50,7 @@ NOT_ASKED = {
     "attention_matching.fit_bias": "of an answer by least squares others are almost as good",
     "attention_matching.fit_values": "of an answer by least squares others are almost as good",
     "cake_theory.cascade": "it compresses once for each layer, and takes a tenth of a second at any size",
+    "pyramid_kv.budgets": "whole numbers of a line may be rounded in several right ways",
 }
 """What is left to the laws of its own equation, and why."""
 
