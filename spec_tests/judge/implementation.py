@@ -356,7 +356,7 @@ class Implementation:
             return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
         if not isinstance(value, np.ndarray):
             return value
-        if value.dtype.kind == "f" and self.dtype not in OF_NUMPY:  # the others are rounded as they are copied
+        if value.dtype.kind == "f" and self.dtype not in OF_NUMPY:  # the others round as they are copied
             value = self.round(value)
         return from_numpy(value, self.array_library, self.dtype, self.torch_device)
 
