@@ -375,10 +375,14 @@ class _Stem:
 
 def contract_functions(stems: tuple[str, ...] = STEMS) -> list[str]:
     """The functions that an implementation can provide, of these files of `reference/`."""
+    return [path for stem in STEMS if stem in stems and stem not in NOT_SEAMS for path in _functions_of(stem)]
+
+
+@functools.cache
+def _functions_of(stem: str) -> list[str]:
+    """The public functions of a file of `reference/`."""
     return [
         f"{stem}.{name}"
-        for stem in STEMS
-        if stem in stems and stem not in NOT_SEAMS
         for name, value in vars(_reference(stem)).items()
         if isinstance(value, types.FunctionType)
         and value.__module__ == f"evictionary.reference.{stem}"
