@@ -29,6 +29,7 @@ from evictionary.spec_tests.judge.process import PREFIX, SECONDS, close_all
 from evictionary.spec_tests.judge.watch import WATCH, Deaths
 from evictionary.spec_tests.verdict import report, verdict
 
+WITHOUT_A_GPU = "Triton kernels are judged without one by TRITON_INTERPRET=1 or --device compiled"
 EXPECTED = pytest.StashKey[dict[str, str]]()
 DEATHS = pytest.StashKey[Deaths]()
 CHOSEN = pytest.StashKey[list[str]]()
@@ -478,7 +479,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
         if line:
             session.exitstatus, line = good if passed else bad, f"{line}: {sentence}" if sentence else line
         elif sentence:
-            session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"nothing was judged: {sentence}"
+            session.exitstatus = pytest.ExitCode.USAGE_ERROR
+            line = f"nothing was judged: {sentence}; {WITHOUT_A_GPU}"
         elif sentence := found.unexecuted():
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"no verdict: {sentence}"
         elif found.reasons and not found.others:

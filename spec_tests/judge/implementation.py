@@ -125,10 +125,11 @@ class Implementation:
     array_library is one of `LIBRARIES` or, for a program, "exec"; domain is what it accepts; conventions are
     its ways of saying things (`CONVENTIONS`); variants maps a function that it declares to be another one to
     that one; methods are the files and functions that laws of memory ask, all where none are named. asking is
-    the class of the law at hand; strict where a refusal has to be in our words; compares_order while scores
-    count as an order; outside says what was asked outside the domain, outside_of how often each law asked
-    there and nowhere else; drawn are the inputs of the example at hand. calls are those of the example at
-    hand, history the latest of all; reach says how large the inputs were since it was last cleared.
+    the class of the law at hand, law_at_hand its name; strict where a refusal has to be in our words;
+    compares_order while scores count as an order; outside says what was asked outside the domain, outside_of
+    how often each law asked there and nowhere else; drawn are the inputs of the example at hand. calls are
+    those of the example at hand, history the latest of the law at hand; reach says how large the inputs were
+    since it was last cleared.
     """
 
     name: str
@@ -142,6 +143,7 @@ class Implementation:
     variants: dict[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ()
     asking: str = ""
+    law_at_hand: str = ""
     strict: bool = True
     compares_order: bool = False
     outside: str = ""

@@ -320,6 +320,9 @@ def law(
         def judging(impl: Any, **arguments: Any) -> None:
             # what is left afterwards are the calls of the last example, which is the smallest one
             impl.calls.clear()
+            if impl.law_at_hand != name:  # a report looks at no answer to another law
+                impl.law_at_hand = name
+                impl.history.clear()
             impl.asking = kind
             impl.drawn = impl.domain.fitted(arguments)
             asked = -math.inf

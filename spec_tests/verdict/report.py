@@ -26,13 +26,18 @@ from evictionary.spec_tests.verdict.diagnosis import misconceptions, numbers_in,
 ASKED: list[str] = []
 
 AGAIN = "to see it again, run"
+UNCHECKED = 'the file may say CONVENTIONS = ("unchecked",): it checks no argument'
 _MOST_LINES = 10  # of an input
 _MOST_PRINTED = 128  # numbers in an argument of a program that makes a call again
 
 
 def told(law: Law, implementation: Implementation, parts: list[tuple[str, str]]) -> str:
     """The parts of a report, a line each below the requirement that does not hold."""
-    lines = [f"{law.requirement.id} does not hold for {_functions(law)} of {implementation}"]
+    lines = [
+        f"{_functions(law)} of {implementation} does not refuse bad input as {law.requirement.id} says"
+        if law.kind == REFUSAL
+        else f"{law.requirement.id} does not hold for {_functions(law)} of {implementation}"
+    ]
     for name, text in parts:
         lines += (
             [f"  {name}", *(f"    {line}" for line in text.splitlines())]
@@ -64,6 +69,8 @@ def said(
             ("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"),
         ]
     known, judged_in = "your numbers match a known bug", implementation.dtype
+    if law.kind == REFUSAL:
+        known = "a known bug does the same"
     own = calls[-1].dtype if calls else judged_in
     wider = f"it answers in {own} and is judged in {judged_in}; `--dtype {own}` judges it in its own"
     make_program = repro_of_a_relation if related else repro
@@ -84,6 +91,7 @@ def said(
             ("undefined", f"{place}: `{source}` has no `other`: behind the mask it holds no number")
             for place, source in compiled.UNFILLED.items()
         ),
+        ("not wanted?", UNCHECKED if law.kind == REFUSAL and ANY not in law.functions else ""),
         ("the law", law.sentence),
         ("the equation", f"{requirement.statement} ({requirement.source})"),
         ("what holds", requirement.mended),
@@ -365,7 +373,7 @@ def _show(value: Any) -> str:
         return "\n".join(f"{name} = {_show(entry)}" for name, entry in zip(value._fields, value, strict=True))
     if isinstance(value, np.ndarray):
         with np.printoptions(precision=9, suppress=True, threshold=60, edgeitems=3, linewidth=110):
-            return f"{value!s}" + (f"   shape {value.shape}" if value.size > 1 else "")
+            return f"{value!s}" + (f"   shape {value.shape}" if value.size != 1 else "")
     return str(value)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -82,6 +83,28 @@ def _by_kind(entries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str
     return [
         (kind, found) for kind in KINDS if (found := [entry for entry in entries if entry["kind"] == kind])
     ]
+
+
+ANY_ERROR = " (any error passes; --strict wants a ValueError)"
+
+
+def _rows() -> list[tuple[str, str, list[str]]]:
+    """The rows of a summary: a title, a class of law, and the requirements. What is asked of any function has
+    a row of its own.
+    """
+    general = [name for name in REQUIREMENTS if name.startswith("MEM-")]
+    own = [name for name in REQUIREMENTS if name not in general]
+    of_mathematics = [("mathematics", MATHEMATICS, own), ("any function", MATHEMATICS, general)]
+    return of_mathematics + [(kind, kind, own + general) for kind in KINDS if kind != MATHEMATICS]
+
+
+def _raised(entry: dict[str, Any]) -> str:
+    """The kind of error by which code failed a law: `NotImplementedError`; empty where it gave an answer."""
+    said = entry.get("said", {})
+    what = said.get("what is wrong", "")
+    # a law of memory says the function before it
+    found = re.match(r"(\w+)" if "raised in" in said else r"\S+ raises (\w+)", what)
+    return found[1] if found else ""
 
 
 def _named(requirements: list[str]) -> str:
@@ -228,7 +251,9 @@ class Verdict:
         ]
         if any(reasons) or elsewhere:
             reasons += [_count(len(elsewhere), "needs a GPU", "need a GPU")] * any(reasons)
-            return False, f"FAIL: {', '.join(filter(None, reasons))}" * any(reasons)
+            raised = {_raised(entry) for entry in filter(self._counts, wrong)}
+            why = f"; each time it raises {min(raised)}" if len(raised) == 1 and "" not in raised else ""
+            return False, f"FAIL: {', '.join(filter(None, reasons))}{why}" * any(reasons)
         if self.unexecuted():
             return False, ""
         reasons = [
@@ -261,6 +286,13 @@ class Verdict:
             if bad := [entry for entry in laws if entry["outcome"] == word]:
                 return word, bad[0].get("reason", f"{len(bad)} of {len(laws)} laws")
         return "pass", f"{len(laws)} laws" if len(laws) > 1 else "1 law"
+
+    def _shown(self, requirement: str, column: str, kind: str) -> tuple[str, str]:
+        """What `of` says, for a reader: a law that has no answer is not called wrong."""
+        word, detail = self.of(requirement, column, kind)
+        failing = self._failing(requirement, column, kind)
+        silent = bool(failing) and all("unanswered" in entry for entry in failing)
+        return ("no answer", detail) if word == "fail" and silent else (word, detail)
 
     def missing(self, required: list[str]) -> list[str]:
         """Say what `--require` asks for and an implementation does not provide."""
@@ -323,12 +355,13 @@ class Verdict:
                 else f"{len(functions)} functions, which --json names"
             )
             terminal.write_line(f"  {'judged as':15}{named}")
-            for kind in KINDS:
+            for title, kind, names in _rows():
                 words = grouped(
-                    (verdict, f"{name} ({detail})" if verdict in ("not judged", "expected failure") else name)
-                    for name in REQUIREMENTS
-                    for verdict, detail in [self.of(name, column, kind)]
-                    if verdict and (name, column) in self.laws
+                    (word, f"{name} ({detail})" if word in ("not judged", "expected failure") else name)
+                    for name in names
+                    if (name, column) in self.laws
+                    for word, detail in [self._shown(name, column, kind)]
+                    if word
                 )
                 if not words:
                     continue
@@ -338,13 +371,13 @@ class Verdict:
                 ]
                 own = [
                     each
-                    for (_, at), found in self.laws.items()
-                    if at == column
-                    for each in found
+                    for name in names
+                    for each in self.laws.get((name, column), [])
                     if each["kind"] == kind
                 ]
                 uncounted = "fail" in words and not any(map(self._counts, own))
-                shown = f"  {kind:15}{'; '.join(line)}{UNCOUNTED * uncounted}"
+                any_error = kind == REFUSAL and {*words} == {"pass"} and not self.strict
+                shown = f"  {title:15}{'; '.join(line)}{UNCOUNTED * uncounted}{ANY_ERROR * any_error}"
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
             if executed := self._executed(one):
                 terminal.write_line(f"  {'executed':15}{executed}")
@@ -387,7 +420,12 @@ class Verdict:
             others = [each for each in self.laws[name, column] if each is not entry]
             for title, outcome in (("it keeps", "pass"), ("it breaks too", "fail")):
                 # the relations between answers, which tell what the mistake is not
-                of_outcome = [laws[each["law"]] for each in others if each["outcome"] == outcome]
+                of_outcome = [
+                    laws[each["law"]]
+                    for each in others
+                    # where there is no answer, none is broken
+                    if each["outcome"] == outcome and "unanswered" not in each and not _raised(each)
+                ]
                 related = sorted((law for law in of_outcome if law.relates), key=lambda law: law.place)
                 if related:
                     terminal.write_line(f"  {title:16}{'; '.join(law.in_words for law in related)}")

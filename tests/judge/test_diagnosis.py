@@ -100,3 +100,14 @@ def test_a_nan_is_traced_to_the_division_that_made_it() -> None:
     refused(lambda: shrinking(law.test())(implementation), "", AssertionError)
     (found,) = misconceptions(law, implementation)
     assert found.misconception == "a channel constant in the next partition divided by a range of zero"
+
+
+def test_a_report_looks_at_no_answer_to_another_law() -> None:
+    """Scores of zero keys are NaN, and those of a long prompt are not."""
+    laws, impl = load_laws(), replaced("mine", {"keydiff.score": raw_mean})
+    long = laws["test_keydiff::test_long_prompts_are_scored_against_the_mean_of_all_their_keys"]
+    impl.keydiff.score(np.zeros((1, 1, 64, 2)))  # as another law does
+    assert "are NaN" in sign(impl)
+    with pytest.raises(AssertionError):
+        prepared(long, max_examples=50, seed=None)(impl)
+    assert "are NaN" not in sign(impl, long)

@@ -123,6 +123,37 @@ def test_a_repro_of_a_refusal_prints_the_error_that_is_wanted(folder: Path) -> N
     assert expected.startswith("a ValueError: keys: ")
 
 
+def test_code_that_raises_breaks_no_relation(folder: Path) -> None:
+    """It gives no answers that could be compared: the end says what it raises."""
+    text = "def score(keys):\n    raise NotImplementedError\n"
+    says(
+        judged(folder, "keydiff", text, "--brief", "-k", "not long and not lost"),
+        "; each time it raises NotImplementedError",
+        "refusal        pass: KD-8 (any error passes; --strict wants a ValueError)",
+        never=["it breaks too"],
+    )
+
+
+RIGHT = """
+import numpy as np
+
+def score(keys):
+    def unit(vectors):
+        norm = np.linalg.norm(vectors, axis=-1, keepdims=True)
+        return np.divide(vectors, norm, out=np.zeros_like(vectors), where=norm > 0)
+    return -(unit(keys) * unit(unit(keys).mean(axis=-2, keepdims=True))).sum(axis=-1)
+"""
+
+
+def test_bad_input_that_is_taken_is_no_wrong_mathematics(folder: Path) -> None:
+    says(
+        judged(folder, "keydiff", RIGHT, "--brief", "-k", "refuse or silence", code=0),
+        "keydiff.score of my_kernels (numpy, cpu, float64) does not refuse bad input as KD-8 says",
+        'not wanted?     the file may say CONVENTIONS = ("unchecked",): it checks no argument',
+        never=["does not hold", "your numbers"],
+    )
+
+
 def repro(output: str) -> tuple[str, str, str]:
     """The program below "to see it again, run", and what it prints as expected and as got."""
     program = output.split("to see it again, run\n", 1)[1].split("  this law alone", 1)[0]
