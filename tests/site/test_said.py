@@ -21,10 +21,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import evictionary
 from benchmarks.gpu import ROWS
-from docs_build import facts, figures
+from docs_build import abstracts, facts, figures
+from docs_build.charts import CHARTS, at_ratios
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
 from docs_build.pages import METHODS
 from docs_build.running import said
+from evictionary.evaluation.study import OPTIONS
 from evictionary.methods import catalogue
 from evictionary.models import load as load_module
 
@@ -104,7 +106,13 @@ def results() -> list[str]:
         {"knorm": True, "q_filters": False},
         {"knorm": False, "q_filters": False, "kvzap": True},
     ]
+    (momentkv,) = (
+        rows for each in abstracts.ABSTRACTS if each.paper == "momentkv" and (rows := [*abstracts.rows(each)])
+    )
+    behind = [row.best for row in momentkv if row.verdict == abstracts.OTHER]
+    assert set(behind) == {"h2o"} and len(momentkv) == 3
     return [
+        f"At {word(len(behind))} of the three sizes it costs more than H2O.",
         f"{counts()['selections']} selections, with and without AdaKV's division",
         "That holds for KNorm in float32 and KVzap in bfloat16.",
         "At some shorter lengths it holds for KNorm and Q-Filters too.",
@@ -135,6 +143,7 @@ def study() -> list[str]:
     ]
     (lowered,) = [-change for change in changes if change < 0]
     return [
+        f"So ϵ of Expected Attention is {epsilon()}, and its paper takes 0 for needles.",
         f"Here {counts()['selections']} of the {counts()['methods']} methods take part",
         f"In the final it is {nats(lengths)} nats with AdaKV's division. The prompts have",
         f"it lowered that cost once in {len(changes)} times, by {lowered:.2f} nats",
@@ -142,6 +151,25 @@ def study() -> list[str]:
         f"{nats(fitted)} nats, against {nats(winner)}",
         f"these cost {nats(needles)} nats",
     ]
+
+
+def epsilon() -> str:
+    """The default of Expected Attention, which all its measurements have."""
+    defaults = catalogue.split_signature(catalogue.entry(catalogue.definition("expected_attention")))[1]
+    rows = [*facts.stored(facts.REAL)["rows"], *facts.stored("benchmarks/results/perplexity.json")["rows"]]
+    labels = {row["label"] for row in rows if row["method"] == "expected_attention"}
+    assert labels == {"expected_attention"} and "expected_attention" in retrieved_labels()
+    assert "expected_attention" not in OPTIONS
+    return f"{defaults['epsilon']:g}"
+
+
+def retrieved_labels() -> set[str]:
+    """The methods of docs/retrieval.md, with their options."""
+    return set(at_ratios(CHARTS["retrieval"].data))
+
+
+def of_expected_attention() -> list[str]:
+    return [f"All measurements on this page have the default, {epsilon()}."]
 
 
 def real_texts() -> list[str]:
@@ -154,6 +182,7 @@ def real_texts() -> list[str]:
 
     by_default = "kvzip+ada_kv"
     return [
+        f"so ϵ of Expected Attention is {epsilon()}.",
         f"finds {pair(by_default, 1000, QUARTER)} of 10 at 1,000 tokens, where the full cache finds "
         f"{pair('full', 1000, WHOLE)}.",
         f"finds {real('essay_multikey', by_default, 4000, QUARTER)} of 5 numbers among four",
@@ -190,6 +219,7 @@ def retrieval() -> list[str]:
     fewer = sum(one["right"] < drawn["right"] for one in at_first.values())
     further = sum(one["error"] > drawn["error"] for one in at_first.values())
     return [
+        f"Expected Attention has ϵ = {epsilon()} on this page",
         f"numbers of {len(pictured)} of the {counts()['methods']} methods",
         f"take {three(mib('keydiff'))} MiB of {random[0]['bytes_before'] / facts.MIB:.1f} "
         f"(LagKV {three(mib('lagkv'))})",
@@ -260,6 +290,7 @@ SAID: dict[str, Callable[[], list[str]]] = {
     "docs/index.md": index,
     "docs/in_a_model.md": in_a_model,
     "docs/methods/cam.md": of_cam,
+    "docs/methods/expected_attention.md": of_expected_attention,
     "docs/methods/kvzip.md": of_kvzip,
     "docs/methods/momentkv.md": of_momentkv,
     "docs/methods/pyramid_kv.md": of_pyramid_kv,
