@@ -26,6 +26,7 @@ from docs_build.charts import CHARTS, at_ratios
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
 from docs_build.pages import METHODS
 from docs_build.running import said
+from docs_build.study import Change, changes, interval, measured
 from evictionary.evaluation.study import OPTIONS
 from evictionary.methods import catalogue
 from evictionary.models import load as load_module
@@ -128,7 +129,103 @@ def which_method() -> list[str]:
     return ["GVote kept about half, and cost more than random eviction of half", "no part in the second one"]
 
 
+def protection() -> dict[tuple[str, float], Change]:
+    """What `+protect` changes in the compositions of the study without a correction."""
+    every = {(one.method, one.removed): one for one in changes("protected", "protect")}
+    return {key: one for key, one in every.items() if "moments" not in one.method}
+
+
+def protected() -> list[str]:
+    """Sentences of the study; the others on protection are held here too."""
+    of = protection()
+    behind = [one.after for one in of.values() if one.removed == HALF]
+    chosen = [
+        (name, cost("protected", f"{name}+protect", HALF), ends(name)) for name in ("random", "keydiff")
+    ]
+    chosen.append(("expected_attention", of["expected_attention", HALF].after, ends("expected_attention")))
+    assert all(of["random", ratio].low < 0 < of["random", ratio].high for ratio in (HALF, QUARTER, TENTH))
+    assert all(of["random", ratio].difference < 0 for ratio in (HALF, QUARTER, TENTH))
+    assert all(of["expected_attention", ratio].high < 0 for ratio in (HALF, QUARTER))
+    assert all(of[name, TENTH].low > 0 for name in ("keydiff", "keydiff+ada_kv", "expected_attention+ada_kv"))
+    still = [one for one in of.values() if one.method.partition("+")[0] in ("snapkv", "streaming_llm")]
+    assert len(still) == 12 and all(abs(one.difference) < 0.002 for one in still)
+    assert all(of["tova", ratio][2:] == of["tova+ada_kv", ratio][2:] for ratio in (HALF, QUARTER, TENTH))
+    gains = [-of["expected_attention", ratio].difference for ratio in (HALF, QUARTER)]
+    loses = [
+        of[name, TENTH].difference for name in ("keydiff", "keydiff+ada_kv", "expected_attention+ada_kv")
+    ]
+    return [
+        f"the costs still range from {min(behind):.2f} to {max(behind):.2f} nats",
+        f"the costs behind protection range from {min(behind):.2f} to {max(behind):.2f} nats",
+        "Protected random eviction costs {1:.2f} ({2}), protected".format(*chosen[0]),
+        "KeyDiff {1:.2f} ({2}), and".format(*chosen[1]),
+        "Expected Attention {1:.2f} ({2}).".format(*chosen[2]),
+        f"Expected Attention costs {gains[0]:.2f} and {gains[1]:.2f} nats less.",
+        f"KeyDiff costs {loses[0]:.2f} nats more, and {loses[1]:.2f} with AdaKV's division.",
+        f"Attention with that division costs {loses[2]:.2f} nats more.",
+    ]
+
+
+def ends(selection: str) -> str:
+    """The interval of the cost of a protected selection, with half of the cache removed."""
+    (row,) = (
+        row
+        for row in facts.stored(facts.STUDY)["protected"]["rows"]
+        if (row["method"], row["ratio"]) == (f"{selection}+protect", HALF)
+    )
+    return "{:.2f} to {:.2f}".format(*row["interval"])
+
+
+def of_protect() -> list[str]:
+    of = protection()
+    assert all(of["expected_attention", ratio].high < 0 for ratio in (HALF, QUARTER))
+    loses = [of[name, TENTH].difference for name in ("keydiff", "expected_attention+ada_kv")]
+    assert max(of.values(), key=lambda one: one.difference).method == "expected_attention+ada_kv"
+    return [
+        f"KeyDiff loses {loses[0]:.2f} nats, and Expected Attention with AdaKV's division loses "
+        f"{loses[1]:.2f}."
+    ]
+
+
+def corrected() -> list[str]:
+    """On human texts the correction lowers the cost of Expected Attention, and raises that of KVzip."""
+    of = {(one.method, one.removed): one for one in changes("real_finals", "moments")}
+    helped = [one for key, one in of.items() if key[0].startswith("expected_attention")]
+    raised = [one for key, one in of.items() if key[0].startswith("kvzip")]
+    assert len(helped) == len(raised) == 6
+    assert all(one.high < 0 for one in helped) and all(one.difference > 0 for one in raised)
+    assert all(one.low > 0 for one in raised if one.method == "kvzip")
+    return [
+        "It raised the cost of KVzip in all six pairs, by "
+        f"{max(one.difference for one in raised):.2f} nats at most.",
+    ]
+
+
+def told_apart() -> None:
+    """Two sentences of the study on Compactor and CAKE's division, for each length."""
+    parts = ("real", "real_2000", "real_4000")
+    of = {(part, ratio): found for part in parts for ratio, found in measured(part).items()}
+    lower = [
+        key for key, found in of.items() if interval(found["snapkv+cake"], found["random_protected"])[1] < 0
+    ]
+    assert lower == [("real", TENTH)]
+    beside = {
+        (*key, name): interval(found["compactor"], found[name])
+        for key, found in of.items()
+        for name in ("keydiff", "criticalkv", "expected_attention")
+    }
+    level = [each for (part, ratio, _), each in beside.items() if part == "real" and ratio != TENTH]
+    assert len(level) == 6 and all(low < 0 < high for low, high in level)
+    less = [
+        each
+        for (part, _, name), each in beside.items()
+        if part == "real_2000" and name != "expected_attention"
+    ]
+    assert len(less) == 6 and all(high < 0 for _, high in less)
+
+
 def study() -> list[str]:
+    told_apart()
     sizes = (HALF, QUARTER, TENTH)
     lengths = [cost("real_finals", "kvzip+ada_kv", TENTH, length) for length in ("1000", "2000", "4000")]
     fitted, winner = (
@@ -143,6 +240,8 @@ def study() -> list[str]:
     ]
     (lowered,) = [-change for change in changes if change < 0]
     return [
+        *protected(),
+        *corrected(),
         f"So ϵ of Expected Attention is {epsilon()}, and its paper takes 0 for needles.",
         f"Here {counts()['selections']} of the {counts()['methods']} methods take part",
         f"In the final it is {nats(lengths)} nats with AdaKV's division. The prompts have",
@@ -293,6 +392,7 @@ SAID: dict[str, Callable[[], list[str]]] = {
     "docs/methods/expected_attention.md": of_expected_attention,
     "docs/methods/kvzip.md": of_kvzip,
     "docs/methods/momentkv.md": of_momentkv,
+    "docs/methods/protect.md": of_protect,
     "docs/methods/pyramid_kv.md": of_pyramid_kv,
     "docs/real_texts.md": real_texts,
     "docs/results.md": results,
