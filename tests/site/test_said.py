@@ -27,7 +27,7 @@ from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
 from docs_build.pages import METHODS
 from docs_build.running import said
 from docs_build.study import Change, changes, interval, measured
-from evictionary.evaluation.study import OPTIONS
+from evictionary.evaluation.study import OPTIONS, recommended
 from evictionary.methods import catalogue
 from evictionary.models import load as load_module
 
@@ -124,9 +124,23 @@ def which_method() -> list[str]:
     rows = facts.stored(facts.STUDY)["rows"]
     kept = {row["method"]: row["tokens_kept"] for row in rows if row["ratio"] == HALF}
     assert cost("", "gvote", HALF) > cost("", "random", HALF) and 0.9 < kept["gvote"] / kept["random"] < 1.1
-    assert cost("", "criticalkv+ada_kv", TENTH) > cost("", "random", TENTH)
+    low, high = interval(*(measured("results")[TENTH][name] for name in ("criticalkv+ada_kv", "random")))
+    assert low < 0 < high
+    once = recommended(TENTH)[0]
+    for part in ("finals", "real_finals"):
+        for ratio, of in measured(part).items():
+            first, *others = sorted(of, key=lambda name, of=of: of[name].cost)
+            assert first.startswith("kvzip+ada_kv") and (part == "finals" or first == "kvzip+ada_kv")
+            if ratio != HALF:
+                assert next(name for name in others if "kvzip" not in name) == once
     assert "criticalkv" not in {row["method"] for row in facts.stored(facts.STUDY)["real_finals"]["rows"]}
-    return ["GVote kept about half, and cost more than random eviction of half", "no part in the second one"]
+    return [
+        "GVote kept about half, and cost more than random eviction of half",
+        "no part in the second one",
+        f"`{once}`, which `auto` takes",
+        "level with random eviction on made-up prompts",
+        "on human-written texts it lost least at every compression ratio",
+    ]
 
 
 def protection() -> dict[tuple[str, float], Change]:
