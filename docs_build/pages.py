@@ -40,7 +40,7 @@ from docs_build.entries import (
     stem_of,
 )
 from docs_build.idea import picture
-from docs_build.study import changes
+from docs_build.study import changes, memory
 from evictionary import source
 from evictionary.cli.app import app
 from evictionary.evaluation import study
@@ -268,7 +268,7 @@ def studied(page: str, part: str) -> str:
     found = found[summary] if dot else found
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
     return (
-        study.markdown(found)
+        study.markdown(found, memory)
         if part == "table"
         else _rendered(f"studied_{part}", page, found=found, cost=cost)
     )

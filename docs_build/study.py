@@ -18,6 +18,7 @@ import numpy as np
 from docs_build.entries import ROOT
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import drawn
+from evictionary.methods.resolve import resolve
 from evictionary.store import Line, put, read
 
 MEASURED = ROOT / "docs" / "study"
@@ -87,6 +88,24 @@ def changes(part: str, addition: str) -> list[Change]:
         if (without := "+".join(each for each in name.split("+") if each != addition)) != name
     ]
     return sorted(found, key=lambda one: (one.method, one.removed))
+
+
+CHANNELS = 64
+"""Of a head of SmolLM2-135M, the model of the study."""
+
+
+def of_moments(channels: int = CHANNELS) -> float:
+    """The tokens of a head whose keys and values take as much memory as its moments: two sums and a matrix in
+    float32, as keys and values are here, and a count of twice that width.
+    """
+    return (channels**2 + 2 * channels + 2) / (2 * channels)
+
+
+def memory(row: Mapping[str, Any]) -> float:
+    """What a composition of the study holds of a head, in tokens: those that it keeps, and the moments of
+    those that it evicted.
+    """
+    return float(row["tokens_kept"]) + (of_moments() if resolve(row["method"]).corrected else 0)
 
 
 def summary() -> study.Summary:

@@ -242,6 +242,22 @@ def test_what_protection_changes_is_what_was_measured() -> None:
     assert len({method for method, _, _ in rows}) == 10 and len(rows) == 10 * len(study.RATIOS)
 
 
+def test_moments_take_the_memory_that_a_cache_says(model_folder: Path) -> None:
+    """A cache holds as many bytes more as so many tokens have."""
+    model, _ = load(str(model_folder))
+    ids = torch.arange(64)[None] % model.config.vocab_size
+    beside = []
+    for name in ("keydiff", "keydiff+moments"):
+        cache = EvictingCache(model, name, 0.5)
+        model(ids, **versions.argument(cache))
+        beside.append(cache.nbytes_beside / (cache.nbytes / cache.tokens_kept))
+    wanted = docs_build.study.of_moments(model.config.head_dim)
+    assert beside[1] - beside[0] == pytest.approx(wanted)
+    row = {"method": "keydiff+moments", "tokens_kept": 46}
+    assert docs_build.study.memory(row) == 46 + docs_build.study.of_moments()
+    assert docs_build.study.memory(row | {"method": "keydiff"}) == 46
+
+
 def test_a_picture_shows_compositions_of_every_addition() -> None:
     """A selector may have additions that are no allocator."""
     stored = json.loads(study.STORED.read_text(encoding="utf-8"))["real"]

@@ -26,7 +26,7 @@ from docs_build.charts import CHARTS, at_ratios
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
 from docs_build.pages import METHODS
 from docs_build.running import said
-from docs_build.study import Change, changes, interval, measured
+from docs_build.study import Change, changes, interval, measured, of_moments
 from evictionary.evaluation.study import OPTIONS, recommended
 from evictionary.methods import catalogue
 from evictionary.models import load as load_module
@@ -113,6 +113,7 @@ def results() -> list[str]:
     behind = [row.best for row in momentkv if row.verdict == abstracts.OTHER]
     assert set(behind) == {"h2o"} and len(momentkv) == 3
     return [
+        moments()[0].replace(" tokens.", "."),
         f"At {word(len(behind))} of the three sizes it costs more than H2O.",
         f"{counts()['selections']} selections, with and without AdaKV's division",
         "That holds for KNorm in float32 and KVzap in bfloat16.",
@@ -238,6 +239,22 @@ def told_apart() -> None:
     assert len(less) == 6 and all(high < 0 for _, high in less)
 
 
+def moments() -> list[str]:
+    """What the moments take beside the tokens that heads keep, in the first study and in its last final."""
+    tokens = f"{of_moments():.0f} more tokens"
+    name = "keydiff+ada_kv+moments"
+    (tenth,) = {f"{measured(part)[TENTH][name].kept:.0f}" for part in ("results", "finals")}
+    kept = [f"{measured('real_finals')[ratio][name].kept:,.0f}" for ratio in (HALF, QUARTER, TENTH)]
+    return [
+        f"memory of {tokens} in each head, and at 90 % removed a head keeps {tenth} tokens.",
+        f"take the memory of {tokens}, where heads keep {three(kept)}:",
+    ]
+
+
+def of_abstracts() -> list[str]:
+    return [f"take the memory of {of_moments():.0f} more tokens in each head"]
+
+
 def study() -> list[str]:
     told_apart()
     sizes = (HALF, QUARTER, TENTH)
@@ -256,6 +273,7 @@ def study() -> list[str]:
     return [
         *protected(),
         *corrected(),
+        *moments(),
         f"So ϵ of Expected Attention is {epsilon()}, and its paper takes 0 for needles.",
         f"Here {counts()['selections']} of the {counts()['methods']} methods take part",
         f"In the final it is {nats(lengths)} nats with AdaKV's division. The prompts have",
@@ -400,6 +418,7 @@ def roadmap() -> list[str]:
 
 SAID: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
+    "docs/abstracts.md": of_abstracts,
     "docs/index.md": index,
     "docs/in_a_model.md": in_a_model,
     "docs/methods/cam.md": of_cam,
