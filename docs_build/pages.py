@@ -259,9 +259,9 @@ def graded(page: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `corrected`, `needles`, `protected`, `recommended`, `effects` or
-    `table`; the last three also of the parts that `docs_build.study` names, such as `finals.` and
-    `real_2000.`.
+    """A part of what the stored study says: `corrected`, `needles`,
+    `protected`, `recommended`, `effects` or `table`; the last three also of the
+    parts that `docs_build.study` names, such as `finals.` and `real_2000.`.
     """
     found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")

@@ -78,8 +78,8 @@ class Change(NamedTuple):
 
 
 def changes(part: str, addition: str) -> list[Change]:
-    """What an addition changes in each composition of a part of the study that lacks it, in the order of
-    their names.
+    """What an addition changes in each composition of a part
+    of the study that lacks it, in the order of their names.
     """
     found = [
         Change(without, removed, of[without].cost, of[name].cost, *interval(of[name], of[without]))
