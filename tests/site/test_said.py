@@ -401,6 +401,15 @@ def of_kvzip() -> list[str]:
     return ["it cost least in both finals of [the study](../study.md), of all compositions without"]
 
 
+def of_attention_matching() -> list[str]:
+    for ratio in (HALF, QUARTER, TENTH):
+        own, other = (
+            cost("real", name, ratio, "essay_multikey") for name in ("attention_matching", "kvzip+ada_kv")
+        )
+        assert own > other
+    return ["it costs more than KVzip with AdaKV's division"]
+
+
 def of_pyramid_kv() -> list[str]:
     effects = facts.stored(facts.STUDY)["pyramid"]["effects"]
     assert {row["better"] for row in effects if row["addition"] == "pyramid_kv"} == {0}
@@ -421,6 +430,7 @@ SAID: dict[str, Callable[[], list[str]]] = {
     "docs/abstracts.md": of_abstracts,
     "docs/index.md": index,
     "docs/in_a_model.md": in_a_model,
+    "docs/methods/attention_matching.md": of_attention_matching,
     "docs/methods/cam.md": of_cam,
     "docs/methods/expected_attention.md": of_expected_attention,
     "docs/methods/kvzip.md": of_kvzip,
