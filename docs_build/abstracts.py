@@ -4,14 +4,10 @@ A paper compares its method with others at several sizes of the cache. Here the 
 others, of the same prompts, has an interval: below 0 the order is the paper's, above 0 it is the other one.
 """
 
-import functools
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
-import numpy as np
-
-from docs_build import study as stored
-from evictionary.evaluation import study
+from docs_build.study import interval, measured
 
 
 class Abstract(NamedTuple):
@@ -106,43 +102,17 @@ class Row(NamedTuple):
         return SAME if self.high < 0 else OTHER if self.low > 0 else LEVEL
 
 
-class Measured(NamedTuple):
-    """A composition at a ratio: its row of the study, and its cost in each draw."""
-
-    row: Mapping[str, Any]
-    draws: np.ndarray
-
-    @property
-    def cost(self) -> float:
-        return float(self.row["cost"])
-
-    @property
-    def kept(self) -> float:
-        return float(self.row["tokens_kept"])
-
-
-@functools.cache
-def measured(part: str) -> dict[float, dict[str, Measured]]:
-    """Each composition of a part of the study, by the share that is removed and by its name."""
-    return {
-        rows[0]["ratio"]: {row["method"]: Measured(row, own) for row, own in zip(rows, draws, strict=True)}
-        for _, rows, draws in study.by_ratio(stored.lines(f"{part}.jsonl"))
-    }
-
-
 def rows(abstract: Abstract) -> Iterator[Row]:
     """The comparison at each size. A method that sets its own size is compared with the others at each."""
     for removed, found in measured(abstract.part).items():
         own = found[abstract.method]
         best = min(abstract.others, key=lambda name: found[name].cost)
-        low, high = np.percentile(own.draws - found[best].draws, [2.5, 97.5])
         length = found[best].kept / (1 - removed)
         yield Row(
             removed,
             own.cost,
             best,
             found[best].cost,
-            float(low),
-            float(high),
+            *interval(own, found[best]),
             100 * own.kept / length,
         )

@@ -13,6 +13,8 @@ from docs_build import facts
 from docs_build.charts import CHARTS
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.errors import UsageError
+from evictionary.evaluation.run import label
+from evictionary.evaluation.study import OPTIONS
 from evictionary.methods import catalogue
 from evictionary.methods.resolve import resolve
 from evictionary.spec_tests.judge.law import REQUIREMENTS
@@ -184,11 +186,14 @@ def _measured(stem: str) -> Iterable[tuple[str, str]]:
 
 
 class Cost(NamedTuple):
-    """The cost of a composition in a part of the study, at one ratio: nats a token, and its interval."""
+    """The cost of a composition in a part of the study, at one ratio: nats a token, its interval, and the
+    tokens that a head keeps on average.
+    """
 
     value: float
     low: float
     high: float
+    kept: float
 
 
 def costs(part: str, stem: str) -> dict[str, dict[float, Cost]]:
@@ -203,8 +208,13 @@ def costs(part: str, stem: str) -> dict[str, dict[float, Cost]]:
     found: dict[str, dict[float, Cost]] = {name: {} for name in sorted(shown)}
     for row in rows:
         if row["method"] in shown:
-            found[row["method"]][row["ratio"]] = Cost(row["cost"], *row["interval"])
+            found[row["method"]][row["ratio"]] = Cost(row["cost"], *row["interval"], row["tokens_kept"])
     return {name: costs for name, costs in found.items() if costs}
+
+
+def studied_as(method: str) -> str:
+    """A composition with the options that it has in the study: `lagkv (lag_size=32)`."""
+    return label({"method": method, "options": OPTIONS.get(parts(method)[0], {})})
 
 
 class Task(NamedTuple):
@@ -292,14 +302,17 @@ def answers(stem: str) -> tuple[Sequence[Any], Sequence[Any]]:
     return list(full.values()), rows
 
 
-def perplexities(stem: str) -> list[tuple[str, float, float]]:
-    """The perplexity of half of the cache, read at once and while decoding, of a page's compositions."""
+def perplexities(stem: str) -> list[tuple[str, float, float, float]]:
+    """Of a page's compositions, with their options, the perplexity of half of the cache, read at once and
+    while decoding, and the tokens that a head keeps.
+    """
     rows = {
-        (row["method"], row["task"]): row["perplexity"]
+        (row["label"], row["task"]): (row["perplexity"], row["tokens_kept"])
         for row in facts.stored("benchmarks/results/perplexity.json")["rows"]
     }
     names = dict.fromkeys(name for name, _ in rows if is_about(name, stem) or name == "full")
-    return [(name, rows[name, "perplexity"], rows[name, "perplexity_decoding"]) for name in names]
+    found = [(name, *rows[name, "perplexity"], rows[name, "perplexity_decoding"][0]) for name in names]
+    return [(name, at_once, decoding, kept) for name, at_once, kept, decoding in found]
 
 
 # Sources.

@@ -40,6 +40,7 @@ from docs_build.entries import (
     stem_of,
 )
 from docs_build.idea import picture
+from docs_build.study import changes, memory
 from evictionary import source
 from evictionary.cli.app import app
 from evictionary.evaluation import study
@@ -164,6 +165,7 @@ def _rendered(template: str, page: str, **content: Any) -> str:
         "about": methods,
         "abstracts": abstracts.ABSTRACTS,
         "comparison": abstracts.rows,
+        "changes": changes,
         "at_ratios": at_ratios,
         "catalogue": catalogue,
         "cards": lambda stems: filter(_is_equation, _of(stems)),
@@ -257,15 +259,16 @@ def graded(page: str) -> str:
 
 
 def studied(page: str, part: str) -> str:
-    """A part of what the stored study says: `corrected`, `needles`, `recommended`, `effects` or `table`; all
-    but the first two also of the parts that `docs_build.study` names, such as `finals.` and `real_2000.`.
+    """A part of what the stored study says: `corrected`, `needles`,
+    `protected`, `recommended`, `effects` or `table`; the last three also of the
+    parts that `docs_build.study` names, such as `finals.` and `real_2000.`.
     """
     found = stored("evictionary/evaluation/study.json")
     summary, dot, part = part.rpartition(".")
     found = found[summary] if dot else found
     cost = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
     return (
-        study.markdown(found)
+        study.markdown(found, memory)
         if part == "table"
         else _rendered(f"studied_{part}", page, found=found, cost=cost)
     )

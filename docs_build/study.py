@@ -8,11 +8,17 @@ protected.jsonl.xz compares selections with and without `+protect`. `evictionary
 and `xz -9e` compresses it.
 """
 
+import functools
 import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from docs_build.entries import ROOT
 from evictionary.evaluation import study
 from evictionary.evaluation.pages import drawn
+from evictionary.methods.resolve import resolve
 from evictionary.store import Line, put, read
 
 MEASURED = ROOT / "docs" / "study"
@@ -22,6 +28,84 @@ PICTURE = ROOT / "docs" / "images" / "study.svg"
 def lines(name: str) -> list[Line]:
     """The measurements in a file of docs/study/."""
     return list(read(MEASURED / name, study.Plan.identify).values())
+
+
+class Measured(NamedTuple):
+    """A composition at a ratio: its row of the study, and its cost in each draw."""
+
+    row: Mapping[str, Any]
+    draws: np.ndarray
+
+    @property
+    def cost(self) -> float:
+        return float(self.row["cost"])
+
+    @property
+    def kept(self) -> float:
+        return float(self.row["tokens_kept"])
+
+
+@functools.cache
+def measured(part: str) -> dict[float, dict[str, Measured]]:
+    """Each composition of a part of the study, by the share that is removed and by its name."""
+    return {
+        rows[0]["ratio"]: {row["method"]: Measured(row, own) for row, own in zip(rows, draws, strict=True)}
+        for _, rows, draws in study.by_ratio(lines(f"{part}.jsonl"))
+    }
+
+
+def interval(one: Measured, other: Measured) -> tuple[float, float]:
+    """The ends that hold 95 % of the draws of a difference of two costs, of the same prompts."""
+    low, high = np.percentile(one.draws - other.draws, [2.5, 97.5])
+    return float(low), float(high)
+
+
+class Change(NamedTuple):
+    """A composition at a ratio without an addition and with it: both costs, and the interval of the
+    difference, in nats a token.
+    """
+
+    method: str
+    removed: float
+    before: float
+    after: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        return self.after - self.before
+
+
+def changes(part: str, addition: str) -> list[Change]:
+    """What an addition changes in each composition of a part
+    of the study that lacks it, in the order of their names.
+    """
+    found = [
+        Change(without, removed, of[without].cost, of[name].cost, *interval(of[name], of[without]))
+        for removed, of in measured(part).items()
+        for name in of
+        if (without := "+".join(each for each in name.split("+") if each != addition)) != name
+    ]
+    return sorted(found, key=lambda one: (one.method, one.removed))
+
+
+CHANNELS = 64
+"""Of a head of SmolLM2-135M, the model of the study."""
+
+
+def of_moments(channels: int = CHANNELS) -> float:
+    """The tokens of a head whose keys and values take as much memory as its moments: two sums and a matrix in
+    float32, as keys and values are here, and a count of twice that width.
+    """
+    return (channels**2 + 2 * channels + 2) / (2 * channels)
+
+
+def memory(row: Mapping[str, Any]) -> float:
+    """What a composition of the study holds of a head, in tokens: those that it keeps, and the moments of
+    those that it evicted.
+    """
+    return float(row["tokens_kept"]) + (of_moments() if resolve(row["method"]).corrected else 0)
 
 
 def summary() -> study.Summary:

@@ -154,7 +154,8 @@ class Claim:
     """A paper's statement, how it is measured here, and the rule of its verdict.
 
     Every condition of `holds_if`, such as 'evicted_mass < 0.08', has to be met. If a condition of
-    `possible_if` is not met, the model cannot show the claim, and the verdict is "other model needed".
+    `possible_if` is not met, the model cannot show the claim, and the verdict is "other model needed". It
+    fails the task with its full cache, or a method does no better than chance.
     `beside` names numbers that are reported, without a rule.
     """
 
@@ -200,9 +201,13 @@ class Claim:
         )
         return f"{needed}{self._more_texts(numbers)} {self._other_texts(numbers)}"
 
+    def _deciding(self, numbers: Mapping[str, Number]) -> tuple[Condition, ...]:
+        """The conditions that a verdict rests on: where another model is needed, no others are read."""
+        other = self.verdict(numbers) == OTHER_MODEL
+        return self.possible_if if other else (*self.possible_if, *self.holds_if)
+
     def _more_texts(self, numbers: Mapping[str, Number]) -> str:
-        every = (*self.possible_if, *self.holds_if)
-        verdict = self.verdict(numbers)
+        every, verdict = self._deciding(numbers), self.verdict(numbers)
         if verdict == UNDECIDED:
             # the width of an interval falls with the root of the number of texts
             return " ".join(_needed(each, numbers) for each in every if each.decided(numbers) is None)
@@ -221,7 +226,7 @@ class Claim:
         )
 
     def _other_texts(self, numbers: Mapping[str, Number]) -> str:
-        every = (*self.possible_if, *self.holds_if)
+        every = self._deciding(numbers)
         if not all(numbers[each.number].by_text for each in every):
             return "Other kinds of text may change it: the claim compares the kinds."
         kinds = numbers[every[0].number].by_text

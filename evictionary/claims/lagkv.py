@@ -262,6 +262,8 @@ def conclude(scale: Scale, texts: Sequence[Observed]) -> Findings:
         over_local=over_local,
         over_norm=over_norm,
         over_local_at_smallest_ratio=over_local[:, at["smallest"]],
+        lagkv_at_smallest_ratio=lagkv[:, at["smallest"]],
+        local_at_smallest_ratio=score["local"][:, at["smallest"]],
         first_token_in_chunks=in_chunks[0] == whole,
         first_token_in_smaller_chunks=in_chunks[-1] == whole,
         **{f"share_{name}": of > 0 for name, of in near.items()},

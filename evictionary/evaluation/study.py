@@ -13,7 +13,7 @@ import functools
 import itertools
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -417,13 +417,14 @@ def write(lines: Sequence[store.Line], folder: Path) -> Summary:
     return found
 
 
-def markdown(found: Summary) -> str:
+def markdown(found: Summary, memory: Callable[[Mapping[str, Any]], float] | None = None) -> str:
     """A table for each ratio: the cost of each composition, its interval and the share of exact answers,
-    from the least cost on.
+    from the least cost on. `memory` says of a row what it holds, in tokens of a head.
     """
     lengths = found["lengths"] if len(found["lengths"]) > 1 else []
     of_lengths = [f"{length:,} tokens" for length in lengths]
     head = ["composition", "protected", "cost", "low", "high", *of_lengths, "exact", "tokens kept"]
+    head += ["memory, in tokens"] if memory else []
     parts = []
     for ratio in sorted({row["ratio"] for row in found["rows"]}):
         rows = sorted(
@@ -437,6 +438,7 @@ def markdown(found: Summary) -> str:
                 *(f"{row['lengths'][str(length)]:.3f}" for length in lengths),
                 f"{row['exact']:.0%}",
                 f"{row['tokens_kept']:.0f}",
+                *([f"{memory(row):.0f}"] if memory else []),
             ]
             for row in rows
         ]

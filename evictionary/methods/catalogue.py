@@ -78,7 +78,8 @@ TRAITS = {
     "own_budget": "decides by itself how many tokens stay: a compression ratio or a budget changes nothing",
     "moving_window": "evicts what leaves its window, even from a head with fewer tokens than the budget",
     "per_query": "evicts nothing: for each later token a select says which tokens each query head attends to",
-    "prompt_only": "needs the queries of all tokens, so it compresses the prompt and nothing after it",
+    "prompt_only": "compresses only the prompt here, since the cache keeps neither all queries nor running "
+    "sums of their attention",
     "recursive": "compresses each token once and leaves it alone afterwards: a select with keep_ratio, "
     "sink_size (the tokens left "
     "alone) and lag_size (the tokens of a partition)",

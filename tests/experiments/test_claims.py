@@ -153,7 +153,7 @@ FAILED = {"gain": number(-0.1, -0.15, -0.05), "loss": number(0.5, 0.4, 0.6)}
         (
             claim_of("gain > 0", possible_if=("able >= 0.5",)),
             FAILED | {"able": number(0.2, 0.1, 0.3)},
-            "A model with able >= 0.5 would. Robust to more texts",
+            "A model with able >= 0.5 would. Robust to more texts. The interval of able would have to be 3 ",
         ),
         (
             claim_of("gain > 0"),
@@ -470,6 +470,19 @@ def test_the_first_digit_of_chunks(lab: Lab, monkeypatch: pytest.MonkeyPatch) ->
 def test_partial_match() -> None:
     wanted = {" 12 34,56.": 1, "It is 99934": 2 / 6, "": 0}
     assert {answer: lagkv.partial_match(answer, "123456") for answer in wanted} == pytest.approx(wanted)
+
+
+def test_chance_is_the_partial_match_of_random_digits() -> None:
+    """A claim is not testable where a method does no better."""
+    draw, scale = random.Random(0), Scale()
+    lengths = (scale.passkey_digits + lagkv.SPARE, scale.passkey_digits)
+    drawn = [
+        ["".join(draw.choice("0123456789") for _ in range(length)) for length in lengths] for _ in range(500)
+    ]
+    chance = np.mean([lagkv.partial_match(given, answer) for given, answer in drawn])
+    (claim,) = (each for each in lagkv.PAPER.claims if each.id == "LK-14 (LocalKV)")
+    assert claim.possible_if[1].bound == pytest.approx(chance, abs=0.005)
+    assert f"({claim.possible_if[1].bound:g} by chance)" in claim.measured
 
 
 def test_the_long_number_stands_in_the_text(tokenizer: PreTrainedTokenizerFast) -> None:

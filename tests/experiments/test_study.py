@@ -224,18 +224,38 @@ def test_the_command_writes_a_table_and_a_picture_and_recommends(
 
 
 def test_what_protection_changes_is_what_was_measured() -> None:
-    """The table and the changes of the page, from its measurements."""
+    """The table of the page has the measured costs, and their difference, for each composition that protects
+    nothing by itself.
+    """
     found = study.summarise(docs_build.study.lines("protected.jsonl"))
-    costs = {(row["method"], row["ratio"]): f"{row['cost']:.2f}" for row in found["rows"]}
-    page = (docs_build.study.MEASURED.parent / "study.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `([a-z_+]+)` \| ([-.0-9]+(?: \| [-.0-9]+){5}) \|$", page, re.MULTILINE)
-    for method, told in rows:
-        protected = re.sub(r"^\w+", r"\g<0>+protect", method)
-        cells = [costs[name, ratio] for ratio in study.RATIOS for name in (method, protected)]
-        assert told.split(" | ") == cells
-    changes = [each for each in found["effects"] if each["addition"] == "protect"]
-    told = ["({:.2f} to {:.2f})".format(*each["interval"]) for each in changes]
-    assert len(rows) == 9 and len(changes) == 3 and all(each in page for each in told)
+    costs = {(row["method"], row["ratio"]): row["cost"] for row in found["rows"]}
+    table = docs_build.pages.studied("study.md", "protected")
+    rows = re.findall(
+        r"^\| `([a-z_+]+)` \| (\d+)% \| ([-+.0-9]+(?: \| [-+.0-9]+){4}) \|$", table, re.MULTILINE
+    )
+    for method, removed, told in rows:
+        protected, ratio = re.sub(r"^\w+", r"\g<0>+protect", method), int(removed) / 100
+        before, after = costs[method, ratio], costs[protected, ratio]
+        alone, together, *change = told.split(" | ")
+        assert [alone, together, change[0]] == [f"{before:.2f}", f"{after:.2f}", f"{after - before:+.2f}"]
+        assert float(change[1]) <= float(change[0]) <= float(change[2])
+    assert len({method for method, _, _ in rows}) == 10 and len(rows) == 10 * len(study.RATIOS)
+
+
+def test_moments_take_the_memory_that_a_cache_says(model_folder: Path) -> None:
+    """A cache holds as many bytes more as so many tokens have."""
+    model, _ = load(str(model_folder))
+    ids = torch.arange(64)[None] % model.config.vocab_size
+    beside = []
+    for name in ("keydiff", "keydiff+moments"):
+        cache = EvictingCache(model, name, 0.5)
+        model(ids, **versions.argument(cache))
+        beside.append(cache.nbytes_beside / (cache.nbytes / cache.tokens_kept))
+    wanted = docs_build.study.of_moments(model.config.head_dim)
+    assert beside[1] - beside[0] == pytest.approx(wanted)
+    row = {"method": "keydiff+moments", "tokens_kept": 46}
+    assert docs_build.study.memory(row) == 46 + docs_build.study.of_moments()
+    assert docs_build.study.memory(row | {"method": "keydiff"}) == 46
 
 
 def test_a_picture_shows_compositions_of_every_addition() -> None:

@@ -1,10 +1,10 @@
 """What docs/abstracts.md says in sentences is what the study has."""
 
-import numpy as np
 import pytest
 
 from docs_build import abstracts
-from docs_build.abstracts import ABSTRACTS, LEVEL, OTHER, SAME, measured, rows
+from docs_build.abstracts import ABSTRACTS, LEVEL, OTHER, SAME, rows
+from docs_build.study import interval, measured
 
 
 @pytest.mark.parametrize(
@@ -30,10 +30,7 @@ def signs(method: str, other: str) -> list[str]:
 
 
 def intervals(method: str, other: str) -> list[tuple[float, float]]:
-    return [
-        tuple(np.percentile(found[method].draws - found[other].draws, [2.5, 97.5]))
-        for found in measured("results").values()
-    ]
+    return [interval(found[method], found[other]) for found in measured("results").values()]
 
 
 def test_expected_attention_costs_less_than_what_looks_at_attention() -> None:

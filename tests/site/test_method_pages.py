@@ -159,6 +159,19 @@ def test_what_is_best_and_worst_is_that_of_the_study() -> None:
     assert methods.pairs("cam") == [("h2o", "h2o+cam"), ("keydiff", "keydiff+cam")]
 
 
+def test_a_row_says_with_which_partitions_lagkv_ran_and_what_it_kept() -> None:
+    """Three measurements have three sizes, and with a tenth of a short prompt more than a tenth stays."""
+    told = pages.filled("methods/lagkv.md", "<!-- costs: lagkv -->\n\n<!-- strengths: lagkv -->")
+    for row in (
+        r"lagkv \(lag\\?_size=32\) \|.* \| 62 \|$",
+        r"random \|.* \| 46 \|$",
+        r"lagkv \(lag\\?_size=128\) \| 50% \| \d+ \|.*",
+        r"lagkv \(lag\\?_size=64\) \| [\d.]+ \| [\d.]+ \| 467 \|$",
+    ):
+        assert re.search(rf"^\|.*{row}", told, re.MULTILINE), row
+    assert "it (lag_size=32) costs" in told and "lagkv |" not in told
+
+
 def drawn(stem: str) -> ElementTree.Element:
     return ElementTree.fromstring(idea.picture(stem).svg())
 

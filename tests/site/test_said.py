@@ -21,10 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import evictionary
 from benchmarks.gpu import ROWS
-from docs_build import facts, figures
+from docs_build import abstracts, facts, figures
+from docs_build.charts import CHARTS, at_ratios
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
 from docs_build.pages import METHODS
 from docs_build.running import said
+from docs_build.study import Change, changes, interval, measured, of_moments
+from evictionary.evaluation.study import OPTIONS, recommended
 from evictionary.methods import catalogue
 from evictionary.models import load as load_module
 
@@ -104,7 +107,14 @@ def results() -> list[str]:
         {"knorm": True, "q_filters": False},
         {"knorm": False, "q_filters": False, "kvzap": True},
     ]
+    (momentkv,) = (
+        rows for each in abstracts.ABSTRACTS if each.paper == "momentkv" and (rows := [*abstracts.rows(each)])
+    )
+    behind = [row.best for row in momentkv if row.verdict == abstracts.OTHER]
+    assert set(behind) == {"h2o"} and len(momentkv) == 3
     return [
+        moments()[0].replace(" tokens.", "."),
+        f"At {word(len(behind))} of the three sizes it costs more than H2O.",
         f"{counts()['selections']} selections, with and without AdaKV's division",
         "That holds for KNorm in float32 and KVzap in bfloat16.",
         "At some shorter lengths it holds for KNorm and Q-Filters too.",
@@ -115,12 +125,144 @@ def which_method() -> list[str]:
     rows = facts.stored(facts.STUDY)["rows"]
     kept = {row["method"]: row["tokens_kept"] for row in rows if row["ratio"] == HALF}
     assert cost("", "gvote", HALF) > cost("", "random", HALF) and 0.9 < kept["gvote"] / kept["random"] < 1.1
-    assert cost("", "criticalkv+ada_kv", TENTH) > cost("", "random", TENTH)
+    low, high = interval(*(measured("results")[TENTH][name] for name in ("criticalkv+ada_kv", "random")))
+    assert low < 0 < high
+    once = recommended(TENTH)[0]
+    for part in ("finals", "real_finals"):
+        for ratio, of in measured(part).items():
+            first, *others = sorted(of, key=lambda name, of=of: of[name].cost)
+            assert first.startswith("kvzip+ada_kv") and (part == "finals" or first == "kvzip+ada_kv")
+            if ratio != HALF:
+                assert next(name for name in others if "kvzip" not in name) == once
     assert "criticalkv" not in {row["method"] for row in facts.stored(facts.STUDY)["real_finals"]["rows"]}
-    return ["GVote kept about half, and cost more than random eviction of half", "no part in the second one"]
+    return [
+        "GVote kept about half, and cost more than random eviction of half",
+        "no part in the second one",
+        f"`{once}`, which `auto` takes",
+        "level with random eviction on made-up prompts",
+        "on human-written texts it lost least at every compression ratio",
+    ]
+
+
+def protection() -> dict[tuple[str, float], Change]:
+    """What `+protect` changes in the compositions of the study without a correction."""
+    every = {(one.method, one.removed): one for one in changes("protected", "protect")}
+    return {key: one for key, one in every.items() if "moments" not in one.method}
+
+
+def protected() -> list[str]:
+    """Sentences of the study; the others on protection are held here too."""
+    of = protection()
+    behind = [one.after for one in of.values() if one.removed == HALF]
+    chosen = [
+        (name, cost("protected", f"{name}+protect", HALF), ends(name)) for name in ("random", "keydiff")
+    ]
+    chosen.append(("expected_attention", of["expected_attention", HALF].after, ends("expected_attention")))
+    assert all(of["random", ratio].low < 0 < of["random", ratio].high for ratio in (HALF, QUARTER, TENTH))
+    assert all(of["random", ratio].difference < 0 for ratio in (HALF, QUARTER, TENTH))
+    assert all(of["expected_attention", ratio].high < 0 for ratio in (HALF, QUARTER))
+    assert all(of[name, TENTH].low > 0 for name in ("keydiff", "keydiff+ada_kv", "expected_attention+ada_kv"))
+    still = [one for one in of.values() if one.method.partition("+")[0] in ("snapkv", "streaming_llm")]
+    assert len(still) == 12 and all(abs(one.difference) < 0.002 for one in still)
+    assert all(of["tova", ratio][2:] == of["tova+ada_kv", ratio][2:] for ratio in (HALF, QUARTER, TENTH))
+    gains = [-of["expected_attention", ratio].difference for ratio in (HALF, QUARTER)]
+    loses = [
+        of[name, TENTH].difference for name in ("keydiff", "keydiff+ada_kv", "expected_attention+ada_kv")
+    ]
+    return [
+        f"the costs still range from {min(behind):.2f} to {max(behind):.2f} nats",
+        f"the costs behind protection range from {min(behind):.2f} to {max(behind):.2f} nats",
+        "Protected random eviction costs {1:.2f} ({2}), protected".format(*chosen[0]),
+        "KeyDiff {1:.2f} ({2}), and".format(*chosen[1]),
+        "Expected Attention {1:.2f} ({2}).".format(*chosen[2]),
+        f"Expected Attention costs {gains[0]:.2f} and {gains[1]:.2f} nats less.",
+        f"KeyDiff costs {loses[0]:.2f} nats more, and {loses[1]:.2f} with AdaKV's division.",
+        f"Attention with that division costs {loses[2]:.2f} nats more.",
+    ]
+
+
+def ends(selection: str) -> str:
+    """The interval of the cost of a protected selection, with half of the cache removed."""
+    (row,) = (
+        row
+        for row in facts.stored(facts.STUDY)["protected"]["rows"]
+        if (row["method"], row["ratio"]) == (f"{selection}+protect", HALF)
+    )
+    return "{:.2f} to {:.2f}".format(*row["interval"])
+
+
+def of_protect() -> list[str]:
+    of = protection()
+    assert all(of["expected_attention", ratio].high < 0 for ratio in (HALF, QUARTER))
+    loses = [of[name, TENTH].difference for name in ("keydiff", "expected_attention+ada_kv")]
+    assert max(of.values(), key=lambda one: one.difference).method == "expected_attention+ada_kv"
+    return [
+        f"KeyDiff loses {loses[0]:.2f} nats, and Expected Attention with AdaKV's division loses "
+        f"{loses[1]:.2f}."
+    ]
+
+
+def corrected() -> list[str]:
+    """On human texts the correction lowers the cost of Expected Attention, and raises that of KVzip."""
+    of = {(one.method, one.removed): one for one in changes("real_finals", "moments")}
+    helped = [one for key, one in of.items() if key[0].startswith("expected_attention")]
+    raised = [one for key, one in of.items() if key[0].startswith("kvzip")]
+    assert len(helped) == len(raised) == 6
+    assert all(one.high < 0 for one in helped) and all(one.difference > 0 for one in raised)
+    assert all(one.low > 0 for one in raised if one.method == "kvzip")
+    lowered: dict[str, bool] = {}
+    for one in changes("results", "moments"):
+        lowered[one.method] = lowered.get(one.method, True) and one.high < 0
+    finalists = {name for name in measured("finals")[HALF] if "moments" not in name}
+    assert {name for name, always in lowered.items() if always} == finalists and len(finalists) == 4
+    return [
+        "at each size only behind the best four selections with `ada_kv`",
+        "It raised the cost of KVzip in all six pairs, by "
+        f"{max(one.difference for one in raised):.2f} nats at most.",
+    ]
+
+
+def told_apart() -> None:
+    """Two sentences of the study on Compactor and CAKE's division, for each length."""
+    parts = ("real", "real_2000", "real_4000")
+    of = {(part, ratio): found for part in parts for ratio, found in measured(part).items()}
+    lower = [
+        key for key, found in of.items() if interval(found["snapkv+cake"], found["random_protected"])[1] < 0
+    ]
+    assert lower == [("real", TENTH)]
+    beside = {
+        (*key, name): interval(found["compactor"], found[name])
+        for key, found in of.items()
+        for name in ("keydiff", "criticalkv", "expected_attention")
+    }
+    level = [each for (part, ratio, _), each in beside.items() if part == "real" and ratio != TENTH]
+    assert len(level) == 6 and all(low < 0 < high for low, high in level)
+    less = [
+        each
+        for (part, _, name), each in beside.items()
+        if part == "real_2000" and name != "expected_attention"
+    ]
+    assert len(less) == 6 and all(high < 0 for _, high in less)
+
+
+def moments() -> list[str]:
+    """What the moments take beside the tokens that heads keep, in the first study and in its last final."""
+    tokens = f"{of_moments():.0f} more tokens"
+    name = "keydiff+ada_kv+moments"
+    (tenth,) = {f"{measured(part)[TENTH][name].kept:.0f}" for part in ("results", "finals")}
+    kept = [f"{measured('real_finals')[ratio][name].kept:,.0f}" for ratio in (HALF, QUARTER, TENTH)]
+    return [
+        f"memory of {tokens} in each head, and at 90 % removed a head keeps {tenth} tokens.",
+        f"take the memory of {tokens}, where heads keep {three(kept)}:",
+    ]
+
+
+def of_abstracts() -> list[str]:
+    return [f"take the memory of {of_moments():.0f} more tokens in each head"]
 
 
 def study() -> list[str]:
+    told_apart()
     sizes = (HALF, QUARTER, TENTH)
     lengths = [cost("real_finals", "kvzip+ada_kv", TENTH, length) for length in ("1000", "2000", "4000")]
     fitted, winner = (
@@ -135,6 +277,10 @@ def study() -> list[str]:
     ]
     (lowered,) = [-change for change in changes if change < 0]
     return [
+        *protected(),
+        *corrected(),
+        *moments(),
+        f"So ϵ of Expected Attention is {epsilon()}, and its paper takes 0 for needles.",
         f"Here {counts()['selections']} of the {counts()['methods']} methods take part",
         f"In the final it is {nats(lengths)} nats with AdaKV's division. The prompts have",
         f"it lowered that cost once in {len(changes)} times, by {lowered:.2f} nats",
@@ -142,6 +288,25 @@ def study() -> list[str]:
         f"{nats(fitted)} nats, against {nats(winner)}",
         f"these cost {nats(needles)} nats",
     ]
+
+
+def epsilon() -> str:
+    """The default of Expected Attention, which all its measurements have."""
+    defaults = catalogue.split_signature(catalogue.entry(catalogue.definition("expected_attention")))[1]
+    rows = [*facts.stored(facts.REAL)["rows"], *facts.stored("benchmarks/results/perplexity.json")["rows"]]
+    labels = {row["label"] for row in rows if row["method"] == "expected_attention"}
+    assert labels == {"expected_attention"} and "expected_attention" in retrieved_labels()
+    assert "expected_attention" not in OPTIONS
+    return f"{defaults['epsilon']:g}"
+
+
+def retrieved_labels() -> set[str]:
+    """The methods of docs/retrieval.md, with their options."""
+    return set(at_ratios(CHARTS["retrieval"].data))
+
+
+def of_expected_attention() -> list[str]:
+    return [f"All measurements on this page have the default, {epsilon()}."]
 
 
 def real_texts() -> list[str]:
@@ -154,6 +319,7 @@ def real_texts() -> list[str]:
 
     by_default = "kvzip+ada_kv"
     return [
+        f"so ϵ of Expected Attention is {epsilon()}.",
         f"finds {pair(by_default, 1000, QUARTER)} of 10 at 1,000 tokens, where the full cache finds "
         f"{pair('full', 1000, WHOLE)}.",
         f"finds {real('essay_multikey', by_default, 4000, QUARTER)} of 5 numbers among four",
@@ -190,6 +356,7 @@ def retrieval() -> list[str]:
     fewer = sum(one["right"] < drawn["right"] for one in at_first.values())
     further = sum(one["error"] > drawn["error"] for one in at_first.values())
     return [
+        f"Expected Attention has ϵ = {epsilon()} on this page",
         f"numbers of {len(pictured)} of the {counts()['methods']} methods",
         f"take {three(mib('keydiff'))} MiB of {random[0]['bytes_before'] / facts.MIB:.1f} "
         f"(LagKV {three(mib('lagkv'))})",
@@ -240,6 +407,15 @@ def of_kvzip() -> list[str]:
     return ["it cost least in both finals of [the study](../study.md), of all compositions without"]
 
 
+def of_attention_matching() -> list[str]:
+    for ratio in (HALF, QUARTER, TENTH):
+        own, other = (
+            cost("real", name, ratio, "essay_multikey") for name in ("attention_matching", "kvzip+ada_kv")
+        )
+        assert own > other
+    return ["it costs more than KVzip with AdaKV's division"]
+
+
 def of_pyramid_kv() -> list[str]:
     effects = facts.stored(facts.STUDY)["pyramid"]["effects"]
     assert {row["better"] for row in effects if row["addition"] == "pyramid_kv"} == {0}
@@ -257,11 +433,15 @@ def roadmap() -> list[str]:
 
 SAID: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
+    "docs/abstracts.md": of_abstracts,
     "docs/index.md": index,
     "docs/in_a_model.md": in_a_model,
+    "docs/methods/attention_matching.md": of_attention_matching,
     "docs/methods/cam.md": of_cam,
+    "docs/methods/expected_attention.md": of_expected_attention,
     "docs/methods/kvzip.md": of_kvzip,
     "docs/methods/momentkv.md": of_momentkv,
+    "docs/methods/protect.md": of_protect,
     "docs/methods/pyramid_kv.md": of_pyramid_kv,
     "docs/real_texts.md": real_texts,
     "docs/results.md": results,
