@@ -15,6 +15,10 @@ from tools import refused, saved, says
 from docs_build import pages, written
 from evictionary.errors import InstallError
 from evictionary.models import embedded
+from evictionary.optimized import keydiff as operators
+from evictionary.optimized.kernels import keydiff as kernels
+from evictionary.reference import keydiff, selection
+from evictionary.tutorials import lesson as lesson_module
 from tutorials import build
 
 LESSONS = build.lessons()
@@ -39,6 +43,27 @@ def test_a_lesson_runs_and_its_pictures_have_alternative_texts(lesson: Path) -> 
     shown = {line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")}
     assert shown == {f"{lesson.stem}/{path.name}" for path in (build.built(lesson) / lesson.stem).iterdir()}
     assert len(shown) >= 2
+
+
+def test_a_box_has_the_name_of_the_file_that_it_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes once had the name of the file with the decorator."""
+    shown: list[Any] = []
+    monkeypatch.setattr(lesson_module, "display", shown.append)
+    lesson_module.show(keydiff.score, selection.top_k, operators.score, kernels.score_keys)
+    titles = [re.findall(r'^```python title="(.+)"$', box.data, flags=re.MULTILINE) for box in shown]
+    assert titles == [
+        ["reference/keydiff.py"],
+        ["reference/selection.py"],
+        ["optimized/keydiff.py"],
+        ["optimized/kernels/keydiff.py"],
+    ]
+
+
+@every_lesson
+def test_a_lesson_quotes_what_the_named_file_has(lesson: Path) -> None:
+    boxes = re.findall(r'^```python title="(.+?)"\n(.+?)\n```$', page_of(lesson), flags=re.DOTALL | re.M)
+    for file, quoted in boxes:
+        assert quoted in (build.ROOT / file).read_text(encoding="utf-8"), file
 
 
 @every_lesson
