@@ -14,7 +14,7 @@ from docs_build import frontier, idea, methods, pages
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.methods import catalogue
 from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
-from evictionary.reference.quantisation import QUANTISERS
+from evictionary.reference.quantisation import QUANTISERS, quantised_tokens
 from evictionary.reference.selection import top_k
 
 every_method = pytest.mark.parametrize("stem", methods.PAGES)
@@ -86,6 +86,9 @@ def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
 
 def test_the_picture_of_quantised_caches_has_four_numbers_in_a_group_and_an_exact_window() -> None:
     (before, after) = np.array(bars("quantisation")).reshape(2, idea.TOKENS)
+    setting = dict(re.findall(r"(group size|residual) (\d+)", idea.picture("quantisation").below))
+    sizes = {name.replace(" ", "_"): int(size) for name, size in setting.items()}
+    assert quantised_tokens(idea.TOKENS, **sizes)[0] == 8  # by QC-6 the residual says which keys are exact
     np.testing.assert_array_equal(before[8:], after[8:])
     for start in (0, 4):
         group = before[start : start + 4]
