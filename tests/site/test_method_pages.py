@@ -4,6 +4,7 @@ shows what the functions of `reference/` give for its twelve tokens.
 
 import html
 import re
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import numpy as np
@@ -65,16 +66,30 @@ def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
     def cost(*key: object) -> str:
         return f"{found[key].cost:.2f}"  # type: ignore[index]
 
-    def evicting(ratio: float) -> str:
+    def evicting(ratio: float, verb: str = "") -> str:
         least = min(one.cost for one in found.values() if one.ratio == ratio and not one.bits)
-        return f"eviction alone {least:.2f} or more"
+        return f"eviction alone {verb}{least:.2f} or more"
 
+    def at_each_size(said: Callable[[frontier.Point], str], method: str) -> str:
+        first, second, third = (said(found[method, None, ratio]) for ratio in (0.67, 0.8, 0.9))
+        return f"{first}, {second} and {third}"
+
+    def costs(method: str) -> str:
+        return at_each_size(lambda one: f"{one.cost:.2f}", method)
+
+    def right(method: str) -> str:
+        return at_each_size(lambda one: str(one.right), method)
+
+    assert right("random_protected") == "0, 0 and 0"
     says(
         page("quantisation"),
+        f"costs less here than KeyDiff**: {costs('random_protected')} nats at these sizes, "
+        f"against {costs(alone)}.",
+        f"  0 of 7, and KeyDiff finds {right(alone)}.",
         f"four bits of every token cost {cost(kivi, 4, 0)} nats (`+kivi`), and {evicting(0.67)}.",
         f"needs as many bytes and costs {cost(hadamard, 4, 0)}.",
         f"two bits of every token cost {cost(kivi, 2, 0)} nats, and {evicting(0.8)}.",
-        f"four bits of the others cost {cost(kivi, 4, 0.67)}; at a tenth, {evicting(0.9)}.",
+        f"four bits of the others cost {cost(kivi, 4, 0.67)}. At a tenth, {evicting(0.9, 'costs ')}.",
         f"{cost(kivi, 4, 0.8)} nats with them and {cost(alone, None, 0.8)} without where four fifths",
         f"on {found[kivi, 4, 0].texts} neighbouring windows",
     )

@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -461,28 +462,38 @@ def test_a_readme_is_short_and_has_the_two_commands() -> None:
         assert re.search(rf"^alone {re.escape(command)}( +#.*)?$", script, re.MULTILINE), command
 
 
-class Spelled:
-    """A tokenizer that makes as many tokens of the README's text as that of SmolLM2 does, in any letters."""
+class Spelled(NamedTuple):
+    """A tokenizer that makes as many tokens of a page's text as that of SmolLM2 does, in any letters."""
+
+    tokens: int
 
     def __call__(self, text: str, return_tensors: str) -> dict[str, torch.Tensor]:
-        return {"input_ids": torch.arange(517)[None] % 32, "attention_mask": torch.ones(1, 517)}
+        return {
+            "input_ids": torch.arange(self.tokens)[None] % 32,
+            "attention_mask": torch.ones(1, self.tokens),
+        }
 
     def decode(self, tokens: torch.Tensor) -> str:
         return f"{len(tokens)} tokens"
 
 
-def test_the_memory_that_the_readme_shows_is_that_of_the_models_shape(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("page", "tokens"),
+    [(ENGLISH, 517), (ROOT / "docs" / "methods" / "quantisation.md", 392)],
+    ids=lambda given: given.stem if isinstance(given, Path) else "",
+)
+def test_the_memory_that_a_page_shows_is_that_of_the_models_shape(
+    page: Path, tokens: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The layers, heads and channels of SmolLM2-135M decide it, and no weight does."""
     shape = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     config = LlamaConfig(hidden_size=18, intermediate_size=16, vocab_size=32, eos_token_id=None, **shape)
     model = LlamaForCausalLM(config).eval()
-    monkeypatch.setattr(load_module, "load", lambda name: (model, Spelled()))
-    (program,) = [block for block in blocks(ENGLISH, "python") if "= load(" in block]
-    exec(compile(program, ENGLISH.name, "exec"), {})
+    monkeypatch.setattr(load_module, "load", lambda name: (model, Spelled(tokens)))
+    (program,) = [block for block in blocks(page, "python") if "= load(" in block]
+    exec(compile(program, page.name, "exec"), {})
     shown = capsys.readouterr().out.splitlines()[-1]
-    assert shown in blocks(ENGLISH, "text")[-1].splitlines()
+    assert shown in blocks(page, "text")[-1].splitlines()
 
 
 @pytest.mark.whole
