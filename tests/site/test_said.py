@@ -28,6 +28,7 @@ from docs_build.pages import METHODS
 from docs_build.running import said
 from evictionary.evaluation.study import recommended
 from evictionary.methods import catalogue
+from evictionary.methods.resolve import resolve
 from evictionary.models import load as load_module
 
 ENGLISH, CHINESE = ROOT / "README.md", ROOT / "README.zh.md"
@@ -130,6 +131,13 @@ def which_method() -> list[str]:
 
 def cheat_sheet() -> list[str]:
     return [f"Later questions and time: `{auto(2)}`. One reading: `{auto()}`."]
+
+
+def faq() -> list[str]:
+    taken = {name: resolve(name).captured for name in catalogue.names()}
+    alone = {name for name, states in taken.items() if not states}
+    assert alone == {"keydiff", "lagkv", "knorm", "streaming_llm"}
+    return ["Yes, with every method. KeyDiff, LagKV, KNorm and StreamingLLM need only the cache."]
 
 
 def study() -> list[str]:
@@ -273,6 +281,7 @@ SAID: dict[str, Callable[[], list[str]]] = {
     "README.md": readme,
     "docs/index.md": index,
     "docs/cheat_sheet.md": cheat_sheet,
+    "docs/faq.md": faq,
     "docs/in_a_model.md": in_a_model,
     "docs/methods/cam.md": of_cam,
     "docs/methods/kvzip.md": of_kvzip,
