@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 @app.command(
     epilog=examples(
         "evictionary demo",
+        "evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75",
         "evictionary demo --methods keydiff,my_scorer.py --ratios 0.5 --json",
     )
 )
@@ -64,7 +65,10 @@ def demo(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Hide a number in a long text, compress the cache with every method, and ask for the number."""
+    """Hide a number in a long text, compress the cache with every method, and ask for the number.
+
+    Without options this takes about 20 minutes on a CPU. Fewer places, ratios or methods take less.
+    """
     with exit_codes(extra="model"):
         removed, places = numbers_in("--ratios", ratios), numbers_in("--depths", depths)
         names = given_names("--methods", methods)
