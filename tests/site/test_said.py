@@ -24,7 +24,7 @@ import evictionary
 from benchmarks.gpu import ROWS
 from docs_build import facts, figures
 from docs_build.facts import cost, counts, found, moved, real, retrieved, timed
-from docs_build.pages import METHODS
+from docs_build.pages import METHODS, PAPERS
 from docs_build.running import said
 from evictionary.evaluation.study import recommended
 from evictionary.methods import catalogue
@@ -94,7 +94,9 @@ def index() -> list[str]:
     # keys and values of Llama-3.1-8B, of two bytes: 32 layers, 8 heads, 128 channels
     gib = 2 * 2 * 32 * 8 * 128 * tokens / 2**30
     model = shown["model"].removesuffix("-Instruct")
+    assert set(PAPERS) < set(catalogue.names())
     return [
+        f"and {counts()['methods'] - len(PAPERS)} more methods. Each is there in three ways",
         f"a text of {half} tokens, and each method keeps half of the cache of {model}.",
         f"The more of the {heads} heads",
         f"a text of {tokens:,} tokens the cache of Llama-3.1-8B takes {gib:.0f} GiB",
