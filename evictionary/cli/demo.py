@@ -35,6 +35,11 @@ from evictionary.progress import doing
 if TYPE_CHECKING:
     from evictionary.evaluation.demo import Result
 
+DISTANCES = (
+    "|h - h_c|: how far the final hidden states of the answer move from those of the full cache; "
+    "rel.: this distance over their length"
+)
+
 
 @app.command(
     epilog=examples(
@@ -98,7 +103,8 @@ def demo(
             experiment.write(result, output)
     left_out = [Text(f"Left out: {name} {reason}", "dim") for name, reason in result.left_out.items()]
     report = f"The report, with pictures of which tokens survive: [bold]{output}[/]"
-    show(as_json, result.as_json() | {"report": str(output)}, [_demo_table(result), *left_out, report])
+    parts = [_demo_table(result), Text(DISTANCES, "dim"), *left_out, report]
+    show(as_json, result.as_json() | {"report": str(output)}, parts)
 
 
 def _demo_table(result: "Result") -> Table:
