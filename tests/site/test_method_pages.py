@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from tools import says
 
-from docs_build import frontier, idea, methods, pages
+from docs_build import facts, frontier, idea, methods, pages
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.methods import catalogue
 from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
@@ -154,10 +154,7 @@ def test_what_a_method_reads_is_said_from_its_signature_and_its_traits() -> None
     assert told["Reads `replay_keys`"] == "[B, H_kv, T, D], after RoPE, of the same tokens."
     assert dict(methods.reads("q_filters"))["Calibration"].startswith("A text of yours")
     assert dict(methods.reads("keydiff"))["Fused attention"].startswith("It works, because")
-    assert (
-        dict(methods.reads("momentkv"))["Always stays"]
-        == "Of the tokens the first 1 and the last 32 of a prompt."
-    )
+    assert dict(methods.reads("momentkv"))["Always stays"] == "The first token and the last 32 of a prompt."
     assert dict(methods.reads("gvote")).keys().isdisjoint({"Budget"})
     refused = dict(methods.reads("cam"))["Is refused after"]
     assert refused == "`attention_matching`, `momentkv`, `quest`."
@@ -249,3 +246,14 @@ def test_a_method_that_reads_what_the_twelve_tokens_lack_is_refused() -> None:
 
     with pytest.raises(TypeError, match="weather"):
         idea.called(score)
+
+
+@every_method
+def test_a_cost_and_a_perplexity_say_how_long_the_prompts_are(stem: str) -> None:
+    """The two disagree where the texts are of different lengths."""
+    told = sections(stem)
+    for line in told["Where it shines and where it fails"].splitlines():
+        assert ("task, beside random eviction**" in line) == (", on prompts of 500 tokens, " in line), line
+    assert ("next 64 tokens" in told["Results"]) == ("four texts of 1,000 tokens" in told["Results"])
+    measured = facts.stored("benchmarks/results/perplexity.json")["rows"]
+    assert {row["length"] for row in measured} == {1000} and facts.stored(facts.STUDY)["lengths"] == [512]
