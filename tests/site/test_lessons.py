@@ -151,6 +151,44 @@ def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_ques
     assert {part: page.count(part) for part in wanted} == wanted
 
 
+def test_a_prediction_folds_its_answer_with_the_picture_and_the_paragraph_about_it(
+    lesson: Path,
+) -> None:
+    """The sentence below a fold once said what it hid."""
+    predicts = """
+**Predict** How much is it?
+
+```python tags=["predict"]
+print(it(7))
+```
+
+```python tags=["drawing"] alt="A line"
+import matplotlib.pyplot as plt
+plt.plot([1, 2])
+plt.show()
+```
+
+Seven, as it was.
+
+And what is behind it?
+"""
+    saved(lesson, RIGHT + predicts)
+    page = (build.built(lesson) / "01_made_up.md").read_text(encoding="utf-8")
+    _, _, below = page.partition("<summary>What it gives</summary>")
+    places = [below.index(part) for part in ("7", "How it is drawn", "![A line](", "Seven, as it was.")]
+    end = below.replace("</details>", "<detail.>", 1).index("</details>")  # the first one is the drawing's
+    assert places == sorted(places) and places[-1] < end < below.index("And what is behind it?")
+
+
+@every_lesson
+def test_no_picture_stands_right_below_a_fold_with_an_answer(lesson: Path) -> None:
+    (_, *parts) = page_of(lesson).split("<summary>What it gives</summary>")
+    for part in parts:
+        inner = re.sub(r"<details[\s\S]*?</details>", "", part)
+        after = inner.partition("</details>")[2]
+        assert not after.lstrip().startswith("!["), after[:200]
+
+
 @every_lesson
 def test_the_notebook_for_download_has_no_outputs(lesson: Path) -> None:
     cells = json.loads((build.built(lesson) / f"{lesson.stem}.ipynb").read_text(encoding="utf-8"))["cells"]
