@@ -24,6 +24,7 @@ BOOSTS = {
     r"methods/(\w+_equations|derivations)|claims/|reference/api/": 0.5,
     r"(bugs|decisions|errata|upstream|wild)\.": 0.5,
     r"methods/": 6,
+    r"lessons/01_kv_cache\.html ": 8,
     r"lessons/\w+\.html ": 4,
     r"(faq|in_a_model|judging|ten_minutes|reference/(cli|glossary|plug_in))\.": 4,
 }

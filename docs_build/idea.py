@@ -600,14 +600,14 @@ def _of_protect() -> Picture:
 
 
 def _of_quantisation() -> Picture:
-    channel, sizes = KEYS[:, :1], {"bits": 2, "group_size": 4}
-    found = quantisation.by_channel(channel[:8], **sizes)
+    keys, values = KEYS[None, None], VALUES[None, None]
+    found, _ = quantisation.kivi(keys, values, bits=2, group_size=4, residual=8)
     rows = [
-        bars("keys, first channel", channel[:, 0]),
-        bars("the same in two bits, with a window of four", np.concatenate([found, channel[8:]])[:, 0]),
+        bars("keys, first channel", KEYS[:, 0]),
+        bars("the same in two bits, with a window of eight", found[0, 0, :, 0]),
     ]
-    said = "Four tokens in a row share four numbers, and the last four tokens are exact"
-    return Picture(rows, said, _below([], ["bits 2", "group size 4", "residual 4"]))
+    said = "A quantised key is the nearest of four numbers of its group, and the last four keys are exact"
+    return Picture(rows, said, _below([], ["bits 2", "group size 4", "residual 8"]))
 
 
 def _of_pyramid_kv() -> Picture:

@@ -112,6 +112,7 @@ def _of_method(stem: str) -> list[tuple[str, str]]:
     names = set(catalogue.split_signature(function)[0]) if function else set()
     state = sorted({name.replace("replay_", "").replace("_", " ") for name in method.captured} - {"keys"})
     kept = catalogue.protected(stem, {}).strip("-").replace(", ", " and the ")
+    kept = re.sub(r"\d+", lambda count: "token" if count[0] == "1" else f"{count[0]} tokens", kept, count=1)
     yours = [("Budget", "You choose it, as a ratio or as a number of tokens.")]
     budget = [] if "own_budget" in traits else yours
     return [
@@ -122,7 +123,7 @@ def _of_method(stem: str) -> list[tuple[str, str]]:
             if state
             else "It works, because the method reads the cache alone.",
         ),
-        ("Always stays", f"Of the tokens the {kept}." if kept else "No token."),
+        ("Always stays", f"The {kept}." if kept else "No token."),
         *budget,
         *(("Trait", f"It {catalogue.TRAITS[trait]}.") for trait in sorted(traits)),
         (

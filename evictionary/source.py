@@ -1,11 +1,16 @@
-"""Python sources: a file of the user as it is now; of a function, its signature and what it says first."""
+"""Python sources: a file of the user as it is now; of a function, its file, its signature and what it says
+first.
+"""
 
 import ast
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
+from typing import Any
 
 
 class _AsItIs(SourceFileLoader):
@@ -34,6 +39,11 @@ def import_file(name: str, path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def file_of(function: Callable[..., Any]) -> Path:
+    """The file that a function is written in, and not that of its decorators; `?` if no file has it."""
+    return Path(inspect.getsourcefile(inspect.unwrap(function)) or "?")
 
 
 def signature(source: str) -> str:

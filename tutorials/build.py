@@ -51,6 +51,17 @@ EARLIER = (
     "15_how_to_measure",
     "16_budgets_and_positions",
 )
+# The output of a prediction, which lesson.md.j2 folds, then the pictures and the one paragraph that say the
+# answer too. A paragraph that ends in a colon or a question leads on, so it stays.
+_DRAWN = (
+    r'\s*<details markdown="1" class="aside"><summary>How it is drawn</summary>[\s\S]*?</details>\s*'
+    r"(?:```text\n[\s\S]*?\n```\s*)?!\[[^\n]*\n"
+)
+_PARAGRAPH = r"\n*(?!\*\*|#|<|\||- |\$\$|```|!\[)(?:[^\n]+\n)+(?<![:?,]\n)(?=\n|\Z)"
+FORETOLD = re.compile(
+    r'(<details markdown="1" class="question"><summary>What it gives</summary>[\s\S]*?)\n</details>\n'
+    rf"((?:{_DRAWN})*(?:{_PARAGRAPH})?(?:{_DRAWN})*)"
+)
 JUDGED = "from tutorials.build import judge_exercises; judge_exercises(globals())"
 
 
@@ -162,6 +173,7 @@ def _build(lesson: Path, folder: Path) -> None:
         notebook, {"output_files_dir": name, "unique_key": "picture"}
     )
     body = re.sub(r"\n{3,}", "\n\n", re.sub(r"[ \t]+$", "", body, flags=re.MULTILINE)).strip()
+    body = FORETOLD.sub(r"\1\n\2\n</details>\n", body)
     # Colab reads notebooks from a branch on GitHub; pages.yml puts them on this one.
     github = re.fullmatch(r"https://github\.com/([^/]+/[^/]+)", REPOSITORY)
     offer = (

@@ -11,6 +11,7 @@ from IPython.display import Markdown, display
 from matplotlib import colormaps
 
 from evictionary import palette
+from evictionary.source import file_of
 
 ROOT = Path(__file__).parent.parent
 BLUE, ORANGE, GREEN, GREY = palette.STAYS, palette.GOES, palette.PAPERS["lagkv"], palette.GREY
@@ -32,7 +33,7 @@ def show(*functions: Callable[..., Any]) -> None:
     """Show the source of functions of the project."""
     for function in functions:
         function = getattr(function, "fn", function)  # a Triton kernel wraps the function that it was made of
-        file = Path(inspect.getsourcefile(function) or "")
+        file = file_of(function)
         path = file.relative_to(ROOT) if file.is_relative_to(ROOT) else file.name
         display(Markdown(f'```python title="{path}"\n{inspect.getsource(function).rstrip()}\n```'))
 

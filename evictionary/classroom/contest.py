@@ -43,11 +43,19 @@ class Measured(NamedTuple):
 
 @dataclass
 class Text:
-    """One text read by the model, with the results of the full cache and of LagKV."""
+    """One text, and what the model makes of it: the full cache with its answer, and the results of LagKV.
+
+    Both are computed when they are asked for, and once for all submissions that a process grades.
+    """
 
     prompt: passkey.Passkey
-    full: EvictingCache
-    answer: Answer
+
+    @cached_property
+    def full(self) -> tuple[EvictingCache, Answer]:
+        model, tokenizer = load_model()
+        cache = EvictingCache(model, method=None)
+        prefill(model, self.prompt.context_ids, cache)
+        return cache, ask(model, tokenizer, cache, self.prompt.question_ids, 12)
 
     @cached_property
     def lagkv(self) -> Measured:
@@ -56,28 +64,24 @@ class Text:
 
 @cache
 def texts(seed: int) -> list[Text]:
-    """Read five texts, of a check as of a grade, with random places of the number: what `check` says holds
-    for a grade too.
-
-    They are read once for all submissions that a process grades.
+    """Five texts, of a check as of a grade, with random places of the number: what `check` says holds for a
+    grade too.
     """
-    model, tokenizer = load_model()
+    _, tokenizer = load_model()
     draw, found = random.Random(seed), []
     for low in (0, 0.2, 0.4, 0.6, 0.8):
         depth = round(draw.uniform(low, low + 0.2), 3)
-        prompt = passkey.make(tokenizer, depth=depth, seed=seed % 2**31, tokens=1200)
-        full = EvictingCache(model, method=None)
-        prefill(model, prompt.context_ids, full)
-        found.append(Text(prompt, full, ask(model, tokenizer, full, prompt.question_ids, 12)))
+        found.append(Text(passkey.make(tokenizer, depth=depth, seed=seed % 2**31, tokens=1200)))
     return found
 
 
 def run_method(method: Any, text: Text, options: dict[str, Any] | None = None) -> Measured:
     """Compress the cache of a text by a method, and ask for the number."""
     model, tokenizer = load_model()
-    compressed = EvictingCache.from_prefilled(model, text.full, method, RATIO, options)
+    full, by_full = text.full
+    compressed = EvictingCache.from_prefilled(model, full, method, RATIO, options)
     answer = ask(model, tokenizer, compressed, text.prompt.question_ids, 12)
-    whole = text.answer.hidden_states.double()
+    whole = by_full.hidden_states.double()
     error = torch.linalg.norm(whole - answer.hidden_states.double()) / torch.linalg.norm(whole)
     is_right = tasks.score_number(text.prompt.answer, answer.text).exact == 1
     return Measured(is_right, float(error))
@@ -207,4 +211,8 @@ class Contest(Run):
             method = replace(
                 resolve("knorm"), name="student", function=score, inputs=("keys", "values"), options={}
             )
-            return [(run_method(method, text), text.lagkv) for text in texts(self.seed("texts"))]
+            asked_for, measured = texts(self.seed("texts")), []
+            for done, text in enumerate(asked_for):
+                self.told(f"judging {self.origin} on each text", done, len(asked_for))
+                measured.append((run_method(method, text), text.lagkv))
+            return measured

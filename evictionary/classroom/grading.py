@@ -60,13 +60,15 @@ def judge(
     explain: bool = True,
     check_seed: int = 0,
     needs: tuple[str, ...] = (),
+    told: Callable[[str, int, int], None] = lambda text, done, total: None,
 ) -> Judgement:
     """Judge the text of a student's file, step by step.
 
     Each law has a seed of its own, made from the secret of a grade, or without one from check_seed. constants
     are the student's own defaults, where the course uses them. origin is the path that the repro names;
     seconds bounds the waiting for the child in each step. explain looks for the smallest counterexample of
-    the first failure. needs names walls without which no code runs: RuntimeError then.
+    the first failure. needs names walls without which no code runs: RuntimeError then. told is called with
+    what is done now, how much is done, and of how much.
     """
     started = time.monotonic()
     result = empty(assignment)
@@ -86,6 +88,7 @@ def judge(
             seconds,
             check_seed,
             needs=needs,
+            told=told,
         )
         run.judge_steps(result, explained=not explain)
     if run.tried:
@@ -258,7 +261,9 @@ class ByLaws(Run):
     def judge_steps(self, result: Judgement, explained: bool) -> None:
         """Judge the steps in their order, each where those that it needs have passed."""
         self.explained = explained
-        for step, line in zip(self.assignment.steps, result.lines, strict=True):
+        steps = self.assignment.steps
+        for done, (step, line) in enumerate(zip(steps, result.lines, strict=True)):
+            self.told(f"judging {self.origin}: {line.title}", done, len(steps))
             passed = {each.name for each in result.lines if each.verdict == "passed"}
             missing = [name for name in step.needs if name not in passed]
             if step.check == compiled.DEVICE and not compiled.folder():

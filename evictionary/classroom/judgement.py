@@ -75,7 +75,8 @@ class Run:
 
     origin is the path that messages name. Without a secret the seeds are those of `check_seed`. constants are
     the student's own defaults; seconds replaces the assignment's limit for each step; tried is what the code
-    tried and was refused; needs names walls without which no code runs.
+    tried and was refused; needs names walls without which no code runs. told is called with what is done
+    now, how much is done, and of how much.
     """
 
     assignment: Assignment
@@ -88,6 +89,7 @@ class Run:
     check_seed: int = 0
     tried: set[str] = field(default_factory=set)
     needs: tuple[str, ...] = ()
+    told: Callable[[str, int, int], None] = lambda text, done, total: None
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
         """A process that runs the file, and may take `patience`

@@ -143,7 +143,7 @@ def check(
         constants = chosen.constants_of(student) if student else {}
         # A quarter of the grader's time limit: a student does not wait for minutes on an endless loop.
         drawn = secrets.randbelow(10**6) if seed is None else seed
-        with doing(f"judging {path} in {len(chosen.steps)} steps"):
+        with doing(f"judging {path}") as now:
             judged = grading.judge(
                 source,
                 chosen,
@@ -151,6 +151,7 @@ def check(
                 origin=str(path),
                 seconds=chosen.seconds / 4,
                 check_seed=drawn,
+                told=now,
             )
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)

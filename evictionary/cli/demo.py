@@ -35,10 +35,16 @@ from evictionary.progress import doing
 if TYPE_CHECKING:
     from evictionary.evaluation.demo import Result
 
+DISTANCES = (
+    "|h - h_c|: how far the final hidden states of the answer move from those of the full cache; "
+    "rel.: this distance over their length"
+)
+
 
 @app.command(
     epilog=examples(
         "evictionary demo",
+        "evictionary demo --depths 0.1,0.5,0.9 --ratios 0.5,0.75",
         "evictionary demo --methods keydiff,my_scorer.py --ratios 0.5 --json",
     )
 )
@@ -64,7 +70,10 @@ def demo(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """Hide a number in a long text, compress the cache with every method, and ask for the number."""
+    """Hide a number in a long text, compress the cache with every method, and ask for the number.
+
+    Without options this takes about 20 minutes on a CPU. Fewer places, ratios or methods take less.
+    """
     with exit_codes(extra="model"):
         removed, places = numbers_in("--ratios", ratios), numbers_in("--depths", depths)
         names = given_names("--methods", methods)
@@ -94,7 +103,8 @@ def demo(
             experiment.write(result, output)
     left_out = [Text(f"Left out: {name} {reason}", "dim") for name, reason in result.left_out.items()]
     report = f"The report, with pictures of which tokens survive: [bold]{output}[/]"
-    show(as_json, result.as_json() | {"report": str(output)}, [_demo_table(result), *left_out, report])
+    parts = [_demo_table(result), Text(DISTANCES, "dim"), *left_out, report]
+    show(as_json, result.as_json() | {"report": str(output)}, parts)
 
 
 def _demo_table(result: "Result") -> Table:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from evictionary.errors import MethodError, UsageError, require
+from evictionary.source import file_of
 
 
 def typed_option(name: str, value: Any, default: Any) -> Any:
@@ -65,7 +66,7 @@ def call(
         refused = arguments.get(str(error).partition(":")[0])
         if isinstance(error, ValueError) and isinstance(refused, bool | int | float | str):
             raise UsageError(f"{label}: {error}") from None
-        told = f"{label} raised {describe_exception(error, inspect.getsourcefile(function))}"
+        told = f"{label} raised {describe_exception(error, file_of(function))}"
         if not as_torch and isinstance(error, AttributeError | TypeError):
             told += (
                 "; it gets NumPy arrays, because its file does not import torch: `import torch` there "
@@ -86,13 +87,13 @@ def _writes(value: Any) -> int:
     return value._version if isinstance(value, torch.Tensor) and not value.is_inference() else 0
 
 
-def describe_exception(error: BaseException, source: str | None) -> str:
+def describe_exception(error: BaseException, source: Path | None) -> str:
     """Return 'TypeError at file.py, line 7: message', with the deepest line inside `source`."""
     message = f"{type(error).__name__}"
     if isinstance(error, SyntaxError):
         return f"{message} at {Path(error.filename or '?').name}, line {error.lineno}: {error.msg}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if source and Path(frame.filename) == Path(source)] or frames
+    own = [frame for frame in frames if Path(frame.filename) == source] or frames
     place = f" at {Path(own[-1].filename).name}, line {own[-1].lineno}" if own else ""
     return f"{message}{place}: {error}"
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -22,6 +21,7 @@ from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import protect, selection
 from evictionary.optimized.softmax import Softmax, of_model
 from evictionary.policies import Policy
+from evictionary.source import file_of
 
 # A callback that computes an input that only the running model knows. Its arguments: the name of the input,
 # the states of a piece and `kv_heads`, its heads, and the position of its next token. It returns that input
@@ -415,7 +415,7 @@ class Method:
                 available["queries"] = available["queries"][:, :, -length:]
             self._require(inputs, available)
             arguments = {name: available[name] for name in inputs} | _accepted(function, options)
-            label = f"{function.__name__} in {Path(inspect.getsourcefile(function) or '?').name}"
+            label = f"{function.__name__} in {file_of(function).name}"
             in_numpy = not self.as_torch or function.__module__.startswith("evictionary.reference.")
             return label, call(function, label, arguments, as_torch=not in_numpy, chooses=chooses)
 

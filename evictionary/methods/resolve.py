@@ -170,7 +170,7 @@ def _import_file(path: Path) -> ModuleType:
         return import_file(f"user_method_{path.stem}", path)
     except (Exception, SystemExit) as error:
         raise UsageError(
-            f"method: {path} cannot be imported: {describe_exception(error, str(path.resolve()))}"
+            f"method: {path} cannot be imported: {describe_exception(error, path.resolve())}"
         ) from error
 
 

@@ -244,10 +244,13 @@ def test_a_scorer_is_judged_beside_lagkv(monkeypatch: pytest.MonkeyPatch, model_
 
     monkeypatch.setattr(contest, "load_model", lambda: load_model(str(model_folder)))
     contest.texts.cache_clear()
-    result = judged("contest", "def score(keys, values):\n    return values.norm(dim=-1)\n", secret=None)
+    scorer = "def score(keys, values):\n    return values.norm(dim=-1)\n"
+    told = Mock()
+    result = judged("contest", scorer, secret=None, told=told)
     contest.texts.cache_clear()
     assert verdicts(result)["scores"] == "passed" and "not judged yet" not in verdicts(result).values()
     assert [row["name"] for row in result.leaderboard] == ["right of 5", "relative distance"]
+    assert [call.args[1:] for call in told.call_args_list] == [(done, 5) for done in range(5)]
     scorer = "import torch\n\n\ndef score(keys, values):\n    return "
     huge = judged("contest", f"{scorer}keys[..., 0].double() * 1e300\n")
     noisy = judged("contest", f"{scorer}torch.rand(keys.shape[:-1])\n")

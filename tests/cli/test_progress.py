@@ -221,7 +221,11 @@ CALLS = {
     "vectors --check {tmp}/absent": ["comparing the files"],
     "tasks {tmp}/tasks --format kernelbench": ["writing the tasks"],
     "start keydiff --work {tmp}/work": ["loading the assignment"],
-    "check keydiff --work {tmp}/begun": ["judging"],
+    "check keydiff --work {tmp}/begun": [
+        "judging",
+        "The anchor is the mean of the unit keys (0 of 6)",
+        " (1 of 6, ",
+    ],
     "gradebook {tmp}": ["reading the grades"],
 }
 

@@ -319,3 +319,9 @@ def test_a_page_is_no_harder_to_read_than_it_was(page: Path) -> None:
         if re.search(rf"\b(?:{bad})\b", one, re.IGNORECASE)
     ]
     assert name in RULES["old_words_stay"] or old == []
+
+
+def test_the_words_of_the_glossary_are_in_order() -> None:
+    text = (ROOT / "docs" / "reference" / "glossary.md").read_text(encoding="utf-8")
+    words = [word.lower().replace("-", " ") for word in re.findall(r"^\*\*(.+?)\*\*$", text, flags=re.M)]
+    assert len(words) > 40 and words == sorted(words)

@@ -15,6 +15,10 @@ from tools import refused, saved, says
 from docs_build import pages, written
 from evictionary.errors import InstallError
 from evictionary.models import embedded
+from evictionary.optimized import keydiff as operators
+from evictionary.optimized.kernels import keydiff as kernels
+from evictionary.reference import keydiff, selection
+from evictionary.tutorials import lesson as lesson_module
 from tutorials import build
 
 LESSONS = build.lessons()
@@ -39,6 +43,27 @@ def test_a_lesson_runs_and_its_pictures_have_alternative_texts(lesson: Path) -> 
     shown = {line.split("](")[1].rstrip(")") for line in page.splitlines() if line.startswith("![")}
     assert shown == {f"{lesson.stem}/{path.name}" for path in (build.built(lesson) / lesson.stem).iterdir()}
     assert len(shown) >= 2
+
+
+def test_a_box_has_the_name_of_the_file_that_it_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Boxes once had the name of the file with the decorator."""
+    shown: list[Any] = []
+    monkeypatch.setattr(lesson_module, "display", shown.append)
+    lesson_module.show(keydiff.score, selection.top_k, operators.score, kernels.score_keys)
+    titles = [re.findall(r'^```python title="(.+)"$', box.data, flags=re.MULTILINE) for box in shown]
+    assert titles == [
+        ["reference/keydiff.py"],
+        ["reference/selection.py"],
+        ["optimized/keydiff.py"],
+        ["optimized/kernels/keydiff.py"],
+    ]
+
+
+@every_lesson
+def test_a_lesson_quotes_what_the_named_file_has(lesson: Path) -> None:
+    boxes = re.findall(r'^```python title="(.+?)"\n(.+?)\n```$', page_of(lesson), flags=re.DOTALL | re.M)
+    for file, quoted in boxes:
+        assert quoted in (build.ROOT / file).read_text(encoding="utf-8"), file
 
 
 @every_lesson
@@ -124,6 +149,44 @@ def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_ques
         "<summary>The answer</summary>": 2,
     }
     assert {part: page.count(part) for part in wanted} == wanted
+
+
+def test_a_prediction_folds_its_answer_with_the_picture_and_the_paragraph_about_it(
+    lesson: Path,
+) -> None:
+    """The sentence below a fold once said what it hid."""
+    predicts = """
+**Predict** How much is it?
+
+```python tags=["predict"]
+print(it(7))
+```
+
+```python tags=["drawing"] alt="A line"
+import matplotlib.pyplot as plt
+plt.plot([1, 2])
+plt.show()
+```
+
+Seven, as it was.
+
+And what is behind it?
+"""
+    saved(lesson, RIGHT + predicts)
+    page = (build.built(lesson) / "01_made_up.md").read_text(encoding="utf-8")
+    _, _, below = page.partition("<summary>What it gives</summary>")
+    places = [below.index(part) for part in ("7", "How it is drawn", "![A line](", "Seven, as it was.")]
+    end = below.replace("</details>", "<detail.>", 1).index("</details>")  # the first one is the drawing's
+    assert places == sorted(places) and places[-1] < end < below.index("And what is behind it?")
+
+
+@every_lesson
+def test_no_picture_stands_right_below_a_fold_with_an_answer(lesson: Path) -> None:
+    (_, *parts) = page_of(lesson).split("<summary>What it gives</summary>")
+    for part in parts:
+        inner = re.sub(r"<details[\s\S]*?</details>", "", part)
+        after = inner.partition("</details>")[2]
+        assert not after.lstrip().startswith("!["), after[:200]
 
 
 @every_lesson

@@ -4,17 +4,18 @@ shows what the functions of `reference/` give for its twelve tokens.
 
 import html
 import re
+from collections.abc import Callable
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 from tools import says
 
-from docs_build import frontier, idea, methods, pages
+from docs_build import facts, frontier, idea, methods, pages
 from docs_build.entries import ROOT, entries, stem_of
 from evictionary.methods import catalogue
 from evictionary.reference import chunk_kv, h2o, keydiff, kvzip, pyramid_kv, tova
-from evictionary.reference.quantisation import QUANTISERS
+from evictionary.reference.quantisation import QUANTISERS, quantised_tokens
 from evictionary.reference.selection import top_k
 
 every_method = pytest.mark.parametrize("stem", methods.PAGES)
@@ -65,16 +66,30 @@ def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
     def cost(*key: object) -> str:
         return f"{found[key].cost:.2f}"  # type: ignore[index]
 
-    def evicting(ratio: float) -> str:
+    def evicting(ratio: float, verb: str = "") -> str:
         least = min(one.cost for one in found.values() if one.ratio == ratio and not one.bits)
-        return f"eviction alone {least:.2f} or more"
+        return f"eviction alone {verb}{least:.2f} or more"
 
+    def at_each_size(said: Callable[[frontier.Point], str], method: str) -> str:
+        first, second, third = (said(found[method, None, ratio]) for ratio in (0.67, 0.8, 0.9))
+        return f"{first}, {second} and {third}"
+
+    def costs(method: str) -> str:
+        return at_each_size(lambda one: f"{one.cost:.2f}", method)
+
+    def right(method: str) -> str:
+        return at_each_size(lambda one: str(one.right), method)
+
+    assert right("random_protected") == "0, 0 and 0"
     says(
         page("quantisation"),
+        f"costs less here than KeyDiff**: {costs('random_protected')} nats at these sizes, "
+        f"against {costs(alone)}.",
+        f"  0 of 7, and KeyDiff finds {right(alone)}.",
         f"four bits of every token cost {cost(kivi, 4, 0)} nats (`+kivi`), and {evicting(0.67)}.",
         f"needs as many bytes and costs {cost(hadamard, 4, 0)}.",
         f"two bits of every token cost {cost(kivi, 2, 0)} nats, and {evicting(0.8)}.",
-        f"four bits of the others cost {cost(kivi, 4, 0.67)}; at a tenth, {evicting(0.9)}.",
+        f"four bits of the others cost {cost(kivi, 4, 0.67)}. At a tenth, {evicting(0.9, 'costs ')}.",
         f"{cost(kivi, 4, 0.8)} nats with them and {cost(alone, None, 0.8)} without where four fifths",
         f"on {found[kivi, 4, 0].texts} neighbouring windows",
     )
@@ -86,6 +101,9 @@ def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
 
 def test_the_picture_of_quantised_caches_has_four_numbers_in_a_group_and_an_exact_window() -> None:
     (before, after) = np.array(bars("quantisation")).reshape(2, idea.TOKENS)
+    setting = dict(re.findall(r"(group size|residual) (\d+)", idea.picture("quantisation").below))
+    sizes = {name.replace(" ", "_"): int(size) for name, size in setting.items()}
+    assert quantised_tokens(idea.TOKENS, **sizes)[0] == 8  # by QC-6 the residual says which keys are exact
     np.testing.assert_array_equal(before[8:], after[8:])
     for start in (0, 4):
         group = before[start : start + 4]
@@ -136,10 +154,7 @@ def test_what_a_method_reads_is_said_from_its_signature_and_its_traits() -> None
     assert told["Reads `replay_keys`"] == "[B, H_kv, T, D], after RoPE, of the same tokens."
     assert dict(methods.reads("q_filters"))["Calibration"].startswith("A text of yours")
     assert dict(methods.reads("keydiff"))["Fused attention"].startswith("It works, because")
-    assert (
-        dict(methods.reads("momentkv"))["Always stays"]
-        == "Of the tokens the first 1 and the last 32 of a prompt."
-    )
+    assert dict(methods.reads("momentkv"))["Always stays"] == "The first token and the last 32 of a prompt."
     assert dict(methods.reads("gvote")).keys().isdisjoint({"Budget"})
     refused = dict(methods.reads("cam"))["Is refused after"]
     assert refused == "`attention_matching`, `momentkv`, `quest`."
@@ -244,3 +259,14 @@ def test_a_method_that_reads_what_the_twelve_tokens_lack_is_refused() -> None:
 
     with pytest.raises(TypeError, match="weather"):
         idea.called(score)
+
+
+@every_method
+def test_a_cost_and_a_perplexity_say_how_long_the_prompts_are(stem: str) -> None:
+    """The two disagree where the texts are of different lengths."""
+    told = sections(stem)
+    for line in told["Where it shines and where it fails"].splitlines():
+        assert ("task, beside random eviction**" in line) == (", on prompts of 500 tokens, " in line), line
+    assert ("next 64 tokens" in told["Results"]) == ("four texts of 1,000 tokens" in told["Results"])
+    measured = facts.stored("benchmarks/results/perplexity.json")["rows"]
+    assert {row["length"] for row in measured} == {1000} and facts.stored(facts.STUDY)["lengths"] == [512]

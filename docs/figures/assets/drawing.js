@@ -63,13 +63,19 @@ evictionary.drawing = (() => {
     return { svg, limit, x, y, line, rectangle };
   }
 
-  // A mark that only shows a place, with a symbol and its subscript at `offset` from it.
+  // A mark that only shows a place, with a symbol and its subscript at `offset` from it, in front of everything and inside of the plane.
   function mark(plane, { name, symbol, subscript = "", offset }) {
-    const group = add(plane.svg, "g", { class: name });
-    add(group, "circle", { class: "result", r: 6 });
-    const text = add(group, "text", { class: "name", x: offset[0], y: offset[1] }, symbol);
+    const circle = add(plane.svg, "circle", { class: `result ${name}`, r: 6 });
+    plane.symbols ??= add(plane.svg, "g");
+    plane.svg.append(plane.symbols);
+    const text = add(plane.symbols, "text", { class: "name symbol" }, symbol);
     add(text, "tspan", { dy: 4 }, subscript);
-    return (at) => set(group, { transform: `translate(${plane.x(at[0])} ${plane.y(at[1])})` });
+    const inside = (place) => Math.min(SIZE - 12, Math.max(12, place));
+    return (at) => {
+      const [x, y] = [plane.x(at[0]), plane.y(at[1])];
+      set(circle, { cx: x, cy: y });
+      set(text, { x: inside(x + offset[0]), y: inside(y + offset[1]) });
+    };
   }
 
   // A point that can be moved. It is a slider for assistive technology: the arrow keys move it along both axes.

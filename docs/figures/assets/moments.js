@@ -51,10 +51,10 @@
   const box = right.rectangle("enclosure");
   const errors = { retained: right.line("error retained"), corrected: right.line("error corrected") };
   const marks = {
-    retained: mark(right, { name: "retained", symbol: "f", subscript: "R", offset: [-16, -8] }),
-    certified: mark(right, { name: "certified", symbol: "f", subscript: "c", offset: [0, 18] }),
-    corrected: mark(right, { name: "corrected", symbol: "f̂", offset: [16, 0] }),
-    full: mark(right, { name: "full", symbol: "f", offset: [-14, 4] }),
+    retained: mark(right, { name: "retained", symbol: "f", subscript: "R", offset: [-20, -16] }),
+    certified: mark(right, { name: "certified", symbol: "f", subscript: "c", offset: [-20, 16] }),
+    corrected: mark(right, { name: "corrected", symbol: "f̂", offset: [20, -12] }),
+    full: mark(right, { name: "full", symbol: "f", offset: [18, 16] }),
   };
 
   const table = add(figure, "table", { class: "numbers" });

@@ -132,7 +132,7 @@
     });
     const mean = (numbers) => numbers.reduce((total, each) => total + each, 0) / chosen;
     const ofNeedle = (100 * mean(counts.slice(...needle))) / (needle[1] - needle[0]);
-    summary.textContent = `${mean(counts).toFixed(1)} tokens kept in each head; ${ofNeedle.toFixed(0)} % of the needle`;
+    summary.textContent = `${Number(mean(counts).toFixed(1))} tokens kept in each head; ${ofNeedle.toFixed(0)} % of the needle`;
     kept.push(`${name} keeps ${ofNeedle.toFixed(0)} % of the needle`);
     canvas.setAttribute("aria-label", `${label}: layers and heads downwards, positions to the right; ${summary.textContent}`);
   }
