@@ -310,7 +310,7 @@ def submit(
 
 @app.command(
     epilog=examples(
-        "evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4",
+        "evictionary grade handed_in --assignment keydiff --seed-file keydiff.secret --output grades/keydiff",
     )
 )
 def grade(
@@ -482,6 +482,7 @@ def _graded(
 
     with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         output.mkdir(parents=True, exist_ok=True)
+    classes.require_own(output, order.assignment)
     started = time.monotonic()
     with doing("grading") as now:
         now("grading", 0, len(found))
@@ -493,7 +494,7 @@ def _graded(
 
 @app.command(
     epilog=examples(
-        "evictionary gradebook grades --roster roster.csv",
+        "evictionary gradebook grades/keydiff --roster roster.csv",
     )
 )
 def gradebook(
@@ -626,7 +627,7 @@ def similar(
     show(as_json, told, [table if pairs else none, cannot])
 
 
-@app.command(epilog=examples("evictionary exam --seed-file secret --questions kv_cache,keydiff"))
+@app.command(epilog=examples("evictionary exam --seed-file first.secret --questions kv_cache,keydiff"))
 def exam(
     seed_file: Annotated[Path, typer.Option(help="A file of secret bytes: the numbers are drawn from it.")],
     output: Annotated[Path, typer.Option(help="The folder for exam.md and answers.md.")] = Path("exam"),

@@ -629,7 +629,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
         "handed_in/bob.py": "def anchor(keys):\n    return keys[..., 0, :]\n",
         "handed_in/eve.docx": "",
         "solution.py": bundled("tova"),
-        "secret": "nobody guesses this",
+        "keydiff.secret": "nobody guesses this",
         "keydiff.py": "",
     }
     handed_in(tmp_path, files)
@@ -670,13 +670,10 @@ def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], t
         if re.search(r"--(seed-file|try)", each)
     )
     shell(f"{grade} --examples 1")
-    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == [
-        "bob",
-        "gradebook.csv",
-        "summary.json",
-    ]
+    grades = tmp_path / "grades" / "keydiff"
+    assert sorted(each.name for each in grades.iterdir()) == ["bob", "gradebook.csv", "summary.json"]
     shell(f"{one} --examples 1")
-    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {
+    assert {each.name for each in (grades / "ada").iterdir()} == {
         "grade.json",
         "results.json",
         "junit.xml",
@@ -685,7 +682,7 @@ def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], t
         (f"! {law} --examples 1", "mu is the mean of the unit keys."),
         (f"{tried} --examples 1", "the reference: 100 points"),
         (f"{solution} --examples 1", "the right answer: 100 points"),
-        ("evictionary gradebook grades", "2 submissions"),
+        ("evictionary gradebook grades/keydiff", "2 submissions"),
     ):
         assert told in shell(command)
 
@@ -701,15 +698,19 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
     assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
     written(tmp_path / "handed_in", "not Python", "bob.py")
     # an earlier grade, and a container that fails
-    handed_in(tmp_path, {"grades/bob/grade.json": "{}", "handed_in/mallory.py": "", "fails": "mallory"})
+    handed_in(
+        tmp_path, {"grades/keydiff/bob/grade.json": "{}", "handed_in/mallory.py": "", "fails": "mallory"}
+    )
     assert "3 submissions" in shell(f"! ({text_of(recipes / 'grade_all.sh')})")
-    failed_one = json_of(tmp_path / "grades" / "mallory" / "grade.json")
+    grades = tmp_path / "grades" / "keydiff"
+    failed_one = json_of(grades / "mallory" / "grade.json")
     assert failed_one["score"] == 0 and failed_one["error"].startswith("The grader failed")
-    assert json_of(tmp_path / "grades" / "bob" / "grade.json")["student"] == "bob"
-    assert {each.name for each in (tmp_path / "grades").iterdir()} == {
+    assert json_of(grades / "bob" / "grade.json")["student"] == "bob"
+    assert {each.name for each in grades.iterdir()} == {
         "bob",
         "eve.docx",
         "mallory",
+        "assistants.md",
         "gradebook.csv",
         "summary.json",
     }

@@ -28,10 +28,11 @@ from evictionary.models.load import load
 from tutorials import build
 
 
-def a_class(folder: Path, points: dict[str, int]) -> Path:
+def a_class(folder: Path, points: dict[str, int], name: str = "keydiff") -> Path:
     """A folder of grades: each student has so many of 100 points, and lost the others in the first step."""
+    one = assignments.load(name)
     for student, score in points.items():
-        judged = empty(assignments.load("keydiff")).as_json()
+        judged = empty(one).as_json()
         for line in judged["lines"]:
             line["verdict"], line["points"] = "passed", line["max_points"]
         if score < 100:
@@ -39,13 +40,13 @@ def a_class(folder: Path, points: dict[str, int]) -> Path:
         grade: dict[str, Any] = {
             "schema": formats.SCHEMA,
             "suite": "0.1.0",
-            "assignment": "keydiff",
+            "assignment": name,
             "seed_id": "0" * 16,
             "examples": 25,
             "constants": {},
             "personal_id": student,
             "assignment_sha256": "0" * 64,
-            "title": "KeyDiff by hand",
+            "title": one.title,
             "student": student,
             "file": f"{student}.py",
             "source_sha256": "0" * 64,
@@ -104,6 +105,22 @@ def test_a_second_grader_has_the_last_word_with_a_reason_and_a_name(grades: Path
     row = book(grades)["eve"]
     assert row["points"] == "72.5"
     says(row["comment"], "set to 72.5 by kim, instead of 25: right, by another sign; 5 days late")
+
+
+def test_grades_of_two_assignments_are_in_two_folders(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "grades", saved(tmp_path / "secret", "nobody guesses this")
+    a_class(folder, {"ada": 100})
+    before = text_of(folder / "ada" / formats.GRADE)
+    given = ("--assignment", "lagkv", "--output", folder)
+    submission = saved(tmp_path / "ada.py", "")
+    told = f"--output: got {folder}, which has grades of keydiff; wanted a folder of its own for lagkv"
+    for arguments in ((submission, "--seed-file", secret), ("--zero", "late", "--student", "kim")):
+        says(failed("grade", *arguments, *given, code=2), told)
+    assert text_of(folder / "ada" / formats.GRADE) == before and not (folder / "kim").exists()
+    a_class(folder, {"bob": 80}, "lagkv")
+    says(
+        failed("gradebook", folder, code=2), "grades of keydiff and lagkv, wanted one assignment in a folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -338,7 +355,7 @@ def at_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     option or their name.
     """
     monkeypatch.chdir(tmp_path)
-    a_class(tmp_path / "grades", {"ada": 80, "bob": 100, "keydiff-eve": 50})
+    a_class(tmp_path / "grades" / "keydiff", {"ada": 80, "bob": 100, "keydiff-eve": 50})
     for name, text in {"ada.py": SOLUTION, "bob.py": COPIED, "keydiff-eve/keydiff.py": OTHERWISE}.items():
         saved(tmp_path / "handed_in" / name, text)
     for name, table in re.findall(
@@ -353,7 +370,7 @@ def test_the_commands_of_the_page_run_with_its_own_tables(at_the_page: dict[str,
     run = lambda command: as_json(*shlex.split(command)[1:])  # noqa: E731
     result = run(at_the_page["gradebook"])
     assert (result["nothing_handed_in"], result["not_on_roster"]) == (["kim"], ["keydiff-eve"])
-    rows = book(Path("grades"))
+    rows = book(Path("grades/keydiff"))
     assert {name: row["points"] for name, row in rows.items()} == {
         "ada": "95",
         "bob": "90",
