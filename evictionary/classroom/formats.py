@@ -129,9 +129,12 @@ def junit(grade: dict[str, Any]) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 
 
-def markdown(grade: dict[str, Any]) -> str:
-    """A Markdown page: the points, and the first failure in full."""
+def markdown(grade: dict[str, Any], counted: str = "") -> str:
+    """A Markdown page for the student: the points, and the first failure in full. `counted` is what the
+    course makes of the points, if it is something else.
+    """
     lines = [f"# {cell(grade['title'])}: {grade['score']} of {grade['max_score']}", ""]
+    lines += [f"**Your course counts {cell(counted)}.**", ""] if counted else []
     file = (
         f"{cell(grade['file'])} (SHA-256 {grade['source_sha256'][:16]})"
         if grade["source_sha256"]
@@ -145,7 +148,7 @@ def markdown(grade: dict[str, Any]) -> str:
             cell(line["title"]),
             cell(line["requirement"]),
             cell(f"{line['points']} of {line['max_points']}"),
-            cell(f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]),
+            cell(verdict(line)),
         ]
         for line in grade["lines"]
     ]
@@ -171,6 +174,18 @@ FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "junit": ("junit.xml", junit),
     "markdown": ("grade.md", markdown),
 }
+
+
+def verdict(line: dict[str, Any]) -> str:
+    """The verdict on a step and its reason. Of a law that failed, the reason is the sentence of the law,
+    which is right: the mistake comes after it.
+    """
+    # A message that is no more than the reason says what happened, such as a function that is missing.
+    is_law = line["verdict"] == "failed" and line["laws"] and line["message"] != line["reason"]
+    said = f"failed the law: {line['reason']}" if is_law else f"{line['verdict']}, {line['reason']}"
+    mistakes = " and ".join(line["misconceptions"])
+    looks = f"{said.rstrip('.')}; it looks like: {mistakes}" if mistakes else said
+    return looks if line["reason"] else line["verdict"]
 
 
 def now() -> str:

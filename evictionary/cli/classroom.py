@@ -547,15 +547,15 @@ def gradebook(
             percent_a_day,
             gradebooks.read_overrides(overrides) if overrides else {},
         )
+        rows = gradebooks.rows(found, rules)
         result = _sum_up(found, grades, [], [], 0, rules)
         with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
-            formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found))
+            formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found, rows))
+            gradebooks.tell_students(found, rows, grades)
         if canvas:
             with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
                 export = canvas.read_text(encoding="utf-8-sig")
-            table, lacking = gradebooks.canvas(
-                gradebooks.rows(found, rules), export, column or found[0]["title"]
-            )
+            table, lacking = gradebooks.canvas(rows, export, column or found[0]["title"])
             result["not_in_canvas"] = lacking
             with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
                 formats.put(grades / submissions.CANVAS, table)

@@ -107,6 +107,49 @@ def test_a_second_grader_has_the_last_word_with_a_reason_and_a_name(grades: Path
     says(row["comment"], "set to 72.5 by kim, instead of 25: right, by another sign; 5 days late")
 
 
+def test_a_student_and_the_assistants_see_the_points_that_count(tmp_path: Path) -> None:
+    grades = a_class(tmp_path / "grades", {"ada": 100, "eve": 50})
+    formats.write(formats.read(grades / "eve" / formats.GRADE), grades / "eve", ["markdown"])
+    before = text_of(grades / "eve" / "grade.md")
+    overrides = saved(tmp_path / "overrides.csv", "id,points,reason,by\neve,95,by another sign,kim\n")
+    roster = saved(tmp_path / "roster.csv", "ada\neve\nmax\n")
+    as_json("gradebook", grades, "--overrides", overrides, "--roster", roster)
+    told = "set to 95 by kim, instead of 50: by another sign"
+    says(
+        text_of(grades / "eve" / "grade.md"), "50 of 100", f"**Your course counts 95 of 100 points: {told}.**"
+    )
+    rows = [
+        line for line in text_of(grades / "assistants.md").splitlines() if line.startswith(("| eve", "| max"))
+    ]
+    says(rows[0], "| eve | 95 of 100 | anchor |", f"| {told} |")
+    says(rows[1], "| max | 0 of 100 |  | nothing was handed in |")
+    # What the course makes of the points is not kept: the tables of the next time count.
+    as_json("gradebook", grades)
+    assert text_of(grades / "eve" / "grade.md") == before and not (grades / "ada" / "grade.md").exists()
+
+
+def test_a_comment_says_the_mistake_and_not_only_the_law(grades: Path) -> None:
+    grade = formats.read(grades / "eve" / formats.GRADE)
+    grade["lines"][0] |= {
+        "reason": "mu is the mean of the unit keys.",
+        "message": "what is wrong",
+        "laws": {"test_the_mean": "failed"},
+        "misconceptions": ["mean taken before normalising"],
+    }
+    formats.write(grade, grades / "eve", ["markdown"])
+    as_json("gradebook", grades)
+    told = "failed the law: mu is the mean of the unit keys; it looks like: mean taken before normalising"
+    says(book(grades)["eve"]["comment"], f"anchor: {told}")
+    says(text_of(grades / "eve" / "grade.md"), told)
+    # A function that is missing is no law, and what is said is what happened.
+    grade["lines"][0] |= {
+        "reason": "no function anchor",
+        "message": "no function anchor",
+        "misconceptions": [],
+    }
+    assert formats.verdict(grade["lines"][0]) == "failed, no function anchor"
+
+
 def test_grades_of_two_assignments_are_in_two_folders(tmp_path: Path) -> None:
     folder, secret = tmp_path / "grades", saved(tmp_path / "secret", "nobody guesses this")
     a_class(folder, {"ada": 100})
