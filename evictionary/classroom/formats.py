@@ -176,6 +176,18 @@ FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+# What a message says of running the code: a script, and the command for one law.
+_TO_RUN = re.compile(r"^  to see it again, run.*(?:\n    .*)*$", re.MULTILINE)
+_ALONE = re.compile(r"\n  this law alone .*")
+
+
+def for_student(grade: dict[str, Any]) -> dict[str, Any]:
+    """The grade in what a student reads: in place of the instructor's commands, the student's own."""
+    again = f"  to see it again evictionary check {grade['assignment']}"
+    own = lambda message: _ALONE.sub("", _TO_RUN.sub(lambda _: again, message))  # noqa: E731
+    return {**grade, "lines": [{**line, "message": own(line["message"])} for line in grade["lines"]]}
+
+
 def verdict(line: dict[str, Any]) -> str:
     """The verdict on a step and its reason. Of a law that failed, the reason is the sentence of the law,
     which is right: the mistake comes after it.
@@ -197,7 +209,7 @@ def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
     the grading is done.
     """
     validator("grade").validate(grade)
-    derived = {FORMATS[name][0]: FORMATS[name][1](grade) for name in formats}
+    derived = {FORMATS[name][0]: FORMATS[name][1](for_student(grade)) for name in formats}
     folder.mkdir(parents=True, exist_ok=True)
     require(not folder.is_symlink(), f"{folder} is a link, wanted a folder of the grader's own", OSError)
     for file, content in {**derived, GRADE: json.dumps(grade, indent=1) + "\n"}.items():

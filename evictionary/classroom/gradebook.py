@@ -167,7 +167,7 @@ def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], fol
     for path in folder.glob(f"*/{formats.FORMATS['markdown'][0]}"):
         student = path.parent.name
         if student in by_student:
-            formats.put(path, formats.markdown(by_student[student], counted[student]))
+            formats.put(path, formats.markdown(formats.for_student(by_student[student]), counted[student]))
 
 
 def read_roster(path: Path, option: str = "--roster") -> tuple[str, ...]:

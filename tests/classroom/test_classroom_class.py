@@ -334,6 +334,13 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         assert text.count("this runs the student") + text.count("This runs the student") == text.count(
             "judge.implementation import load"
         )
+    for file, _ in formats.FORMATS.values():  # what a student reads
+        text = text_of(tmp_path / "grades" / "ada" / file)
+        says(
+            text,
+            "to see it again evictionary check keydiff",
+            never=["this law alone", "your rights", "oracle("],
+        )
     (law,) = {
         found
         for text in texts
