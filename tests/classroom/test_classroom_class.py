@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -633,6 +634,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     files = {
         "bin/evictionary": f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n',
         "bin/docker": f"#!{sys.executable}\n{DOCKER}",
+        "bin/mv": MV,
         "handed_in/bob.py": "def anchor(keys):\n    return keys[..., 0, :]\n",
         "handed_in/eve.docx": "",
         "solution.py": bundled("tova"),
@@ -640,7 +642,7 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
         "keydiff.py": "",
     }
     handed_in(tmp_path, files)
-    for name in ("evictionary", "docker"):
+    for name in ("evictionary", "docker", "mv"):
         (tmp_path / "bin" / name).chmod(0o755)
     submissions.pack(assignments.load("keydiff"), tmp_path, tmp_path / "ada.zip", "ada")
     of_the_page(tmp_path)
@@ -650,6 +652,11 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     return lambda lines: run("bash", "-e", "-c", lines, cwd=tmp_path).stdout
 
 
+# The script for containers runs on macOS too, whose mv has no -T.
+MV = f"""#!/bin/sh
+case "$1" in -T) echo "illegal option" >&2; exit 64;; esac
+exec {shutil.which("mv")} "$@"
+"""
 DOCKER = """
 import os, sys
 words = sys.argv[sys.argv.index("run") + 1:]

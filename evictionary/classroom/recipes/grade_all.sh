@@ -22,7 +22,7 @@ for each in "$PWD"/handed_in/*; do
     --seed-file /dev/stdin --output /out < "$assignment.secret" || rm -rf -- "$private/$id"
   rm -rf -- "$grades/$id"
   if [ -f "$private/$id/grade.json" ] && [ ! -L "$private/$id/grade.json" ]; then
-    mv -T -- "$private/$id" "$grades/$id"
+    mv -- "$private/$id" "$grades/$id"
   else
     code=1
     evictionary grade --zero "$reason" --assignment $assignment --student="$id" --output "$grades" \
