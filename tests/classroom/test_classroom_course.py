@@ -2,6 +2,7 @@
 
 import csv
 import io
+import itertools
 import math
 import re
 import runpy
@@ -357,7 +358,9 @@ def test_an_exam_is_that_of_its_secret(tmp_path: Path) -> None:
     every = {each["name"]: each for each in as_json(*arguments)["questions"]}
     assert few["questions"] == [every["lagkv"], every["keydiff"]] and [*every] == [*exam.QUESTIONS]
     sheet, answers = (text_of(tmp_path / "first" / f"{name}.md") for name in ("exam", "answers"))
-    says(sheet, "# Exam: 65 points", *(each["asked"] for each in every.values()))
+    says(sheet, "# Exam: 65 points", "Name: ____", "You have 65 minutes.")
+    says(sheet, *(each["asked"] for each in every.values()))
+    says(answers, "Of the 5 points, 3 are for the way and 2 for the result.")
     says(answers, *(each["answer"] for each in every.values()))
     says(sheet, never=[each["answer"] for each in every.values()])
     assert exam.drawn(b"another one") != exam.drawn(b"nobody guesses this")
@@ -385,6 +388,22 @@ def test_the_plan_gives_an_assignment_after_the_lessons_that_its_handout_names(n
     handout = text_of(assignments.load(name).folder / "README.md")
     (background,) = re.findall(r"^Background: (.+)$", handout, flags=re.MULTILINE)
     assert {*re.findall(r"lessons/\d\d_(\w+)\.md", background)} <= before
+
+
+def test_the_two_exams_of_the_plan_ask_each_question_once_and_after_its_lesson() -> None:
+    exams = [
+        shlex.split(each) for each in commands(course.PLAN.parent / "semester.md") if "exam" in each.split()
+    ]
+    asked = [words[words.index("--questions") + 1].split(",") for words in exams]
+    assert sorted(itertools.chain(*asked)) == sorted(exam.QUESTIONS)
+    assert len({words[words.index("--seed-file") + 1] for words in exams}) == len(exams) == 2
+    for number, names in enumerate(asked):
+        (week,) = [
+            place
+            for place, each in enumerate(course.plan())
+            if f"the {('first', 'second')[number]} exam" in each.get("also", "")
+        ]
+        assert {*names} <= {name for each in course.plan()[: week + 1] for name in each["lessons"]}
 
 
 # The page of the gradebook
