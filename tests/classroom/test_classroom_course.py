@@ -1,5 +1,6 @@
 """What a course makes of the grades: the roster, late days, overrides, the table of Canvas, similar files."""
 
+import ast
 import csv
 import io
 import itertools
@@ -404,6 +405,27 @@ def test_the_two_exams_of_the_plan_ask_each_question_once_and_after_its_lesson()
             if f"the {('first', 'second')[number]} exam" in each.get("also", "")
         ]
         assert {*names} <= {name for each in course.plan()[: week + 1] for name in each["lessons"]}
+
+
+def _printed(name: str) -> tuple[int, bool] | None:
+    """The number of the lesson that prints functions of an assignment, and whether it prints all."""
+    starter = ast.parse(text_of(assignments.load(name).starter))
+    wanted = {each.name for each in starter.body if isinstance(each, ast.FunctionDef)}
+    lesson_of = {lesson.stem.partition("_")[2]: lesson for lesson in build.lessons()}
+    lesson = lesson_of.get("numpy_to_triton" if name == "kernel" else name)
+    calls = re.findall(r"^show\((.+)\)$", text_of(lesson), flags=re.MULTILINE) if lesson else []
+    shown = set(re.findall(r"\w+\.(\w+)", " ".join(calls)))
+    return (int(lesson.stem[:2]), wanted <= shown) if lesson and wanted & shown else None
+
+
+def test_the_plan_says_which_lessons_print_the_functions_of_an_assignment() -> None:
+    printed = [found for name in assignments.names() if (found := _printed(name))]
+    every, some = (sorted(number for number, whole in printed if whole == wanted) for wanted in (True, False))
+    listed = lambda numbers: f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"  # noqa: E731
+    told = (
+        f"Lessons {listed(every)} print every function of their assignment, and lessons {listed(some)} print"
+    )
+    says(" ".join(text_of(course.PLAN.parent / "semester.md").split()), told)
 
 
 # The page of the gradebook
