@@ -214,8 +214,8 @@ def _signs(
 
 
 def _error(got: np.ndarray, right: Any) -> tuple[float, float]:
-    """The largest error of an answer, and its share of the largest right number; infinite where they cannot
-    be compared.
+    """The largest error of an answer, and its share of the
+    largest right number; infinite where they cannot be compared.
     """
     both = isinstance(right, np.ndarray) and got.dtype.kind == right.dtype.kind == "f"
     if not both or got.shape != right.shape or not np.isfinite(right).all() or not right.any():
