@@ -161,12 +161,14 @@ def for_assistants(grades: Sequence[Mapping[str, Any]], found: Sequence[Row]) ->
 
 
 def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], folder: Path) -> None:
-    """Write the points that count into the grade.md of each student who has one."""
+    """Write the points that count into the grade.md of each student who has one. A link is left alone: a
+    container may have put it there.
+    """
     counted = {row.id: row.counted for row in found}
     by_student = {grade["student"]: dict(grade) for grade in grades}
     for path in folder.glob(f"*/{formats.FORMATS['markdown'][0]}"):
         student = path.parent.name
-        if student in by_student:
+        if student in by_student and path.is_file() and not path.is_symlink():
             formats.put(path, formats.markdown(formats.for_student(by_student[student]), counted[student]))
 
 

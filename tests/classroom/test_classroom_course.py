@@ -128,6 +128,9 @@ def test_a_student_and_the_assistants_see_the_points_that_count(tmp_path: Path) 
     # What the course makes of the points is not kept: the tables of the next time count.
     as_json("gradebook", grades)
     assert text_of(grades / "eve" / "grade.md") == before and not (grades / "ada" / "grade.md").exists()
+    (grades / "ada" / "grade.md").symlink_to(overrides)
+    as_json("gradebook", grades)
+    says(text_of(overrides), "eve,95")
 
 
 def test_a_comment_says_the_mistake_and_not_only_the_law(grades: Path) -> None:
