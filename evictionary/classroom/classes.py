@@ -2,6 +2,7 @@
 with progress; finished grades are not computed again.
 """
 
+import contextlib
 import hashlib
 import multiprocessing
 import os
@@ -382,9 +383,21 @@ def _alike(student: str) -> str:
     return "".join(unicodedata.normalize("NFKC", student).casefold().split())
 
 
+def require_own(folder: Path, assignment: str) -> None:
+    """Refuse a folder that has grades of another assignment: a student's new grade would take the place of
+    the old one. A damaged grade is none. Raises UsageError.
+    """
+    others = set()
+    for path in folder.glob(f"*/{formats.GRADE}"):
+        with contextlib.suppress(ValueError, ValidationError):
+            others.add(formats.read(path)["assignment"])
+    told = f"which has grades of {' and '.join(sorted(others))}; wanted a folder of its own for {assignment}"
+    require(others <= {assignment}, f"--output: got {folder}, {told}")
+
+
 def written(folder: Path) -> list[dict[str, Any]]:
-    """The grades that are written in a folder of grades.
-    Raises UsageError for a damaged one, and if there is none.
+    """The grades that are written in a folder of grades. Raises UsageError for a damaged one, if there is
+    none, and if they are of more than one assignment.
     """
     grades = []
     for path in sorted(folder.glob(f"*/{formats.GRADE}")):
@@ -392,4 +405,7 @@ def written(folder: Path) -> list[dict[str, Any]]:
             grades.append(formats.read(path))
     wanted = "wanted a folder that `evictionary grade` wrote, with a folder for each student"
     require(grades, f"grades: got {folder}, {wanted}")
+    names = sorted({grade["assignment"] for grade in grades})
+    told = f"grades: got {folder} with grades of {' and '.join(names)}, wanted one assignment in a folder"
+    require(len(names) == 1, told)
     return grades

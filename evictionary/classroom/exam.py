@@ -22,7 +22,8 @@ from evictionary.reference import (
 )
 from evictionary.reference.attention import causal_attention
 
-POINTS = 5
+POINTS, FOR_THE_WAY = 5, 3
+MINUTES = 5  # a question, a guess
 
 
 class Question(NamedTuple):
@@ -100,7 +101,7 @@ def _expected_attention(draw: random.Random) -> tuple[str, str]:
     ]
     asked = (
         f"One channel, queries of N({mean}, {variance}), the keys {one} and {other}. What are the "
-        "logarithms of their expected weights?"
+        "logarithms of their expected weights before they are normalised?"
     )
     return asked, f"mean * key + variance * key^2 / 2: {found[0]:g} and {found[1]:g}"
 
@@ -228,12 +229,19 @@ def drawn(secret: bytes, names: tuple[str, ...] = tuple(QUESTIONS)) -> list[Ques
 
 
 def sheet(questions: list[Question]) -> str:
-    """The questions as a Markdown page, with their points."""
+    """The questions as a Markdown page, with their points, the minutes, and a line for the name."""
     asked = [f"**{number}.** ({POINTS} points) {each.asked}" for number, each in enumerate(questions, 1)]
-    return "\n\n".join([f"# Exam: {POINTS * len(questions)} points", *asked]) + "\n"
+    time = (
+        f"You have {MINUTES * len(questions)} minutes. Write how you compute a result: that has points too."
+    )
+    head = [f"# Exam: {POINTS * len(questions)} points", f"Name: {'_' * 40}", time]
+    return "\n\n".join([*head, *asked]) + "\n"
 
 
 def answers(questions: list[Question]) -> str:
     """The answers as a Markdown page, for who grades."""
     told = [f"**{number}.** {each.answer}" for number, each in enumerate(questions, 1)]
-    return "\n\n".join(["# Answers", *told]) + "\n"
+    split = (
+        f"Of the {POINTS} points, {FOR_THE_WAY} are for the way and {POINTS - FOR_THE_WAY} for the result."
+    )
+    return "\n\n".join(["# Answers", split, *told]) + "\n"

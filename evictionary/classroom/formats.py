@@ -129,9 +129,12 @@ def junit(grade: dict[str, Any]) -> str:
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(suite, encoding="unicode") + "\n"
 
 
-def markdown(grade: dict[str, Any]) -> str:
-    """A Markdown page: the points, and the first failure in full."""
+def markdown(grade: dict[str, Any], counted: str = "") -> str:
+    """A Markdown page for the student: the points, and the first failure in full. `counted` is what the
+    course makes of the points, if it is something else.
+    """
     lines = [f"# {cell(grade['title'])}: {grade['score']} of {grade['max_score']}", ""]
+    lines += [f"**Your course counts {cell(counted)}.**", ""] if counted else []
     file = (
         f"{cell(grade['file'])} (SHA-256 {grade['source_sha256'][:16]})"
         if grade["source_sha256"]
@@ -145,7 +148,7 @@ def markdown(grade: dict[str, Any]) -> str:
             cell(line["title"]),
             cell(line["requirement"]),
             cell(f"{line['points']} of {line['max_points']}"),
-            cell(f"{line['verdict']}: {line['reason']}" if line["reason"] else line["verdict"]),
+            cell(verdict(line)),
         ]
         for line in grade["lines"]
     ]
@@ -173,6 +176,30 @@ FORMATS: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
 }
 
 
+# What a message says of running the code: a script, and the command for one law.
+_TO_RUN = re.compile(r"^  to see it again, run.*(?:\n    .*)*$", re.MULTILINE)
+_ALONE = re.compile(r"\n  this law alone .*")
+
+
+def for_student(grade: dict[str, Any]) -> dict[str, Any]:
+    """The grade in what a student reads: in place of the instructor's commands, the student's own."""
+    again = f"  to see it again evictionary check {grade['assignment']}"
+    own = lambda message: _ALONE.sub("", _TO_RUN.sub(lambda _: again, message))  # noqa: E731
+    return {**grade, "lines": [{**line, "message": own(line["message"])} for line in grade["lines"]]}
+
+
+def verdict(line: dict[str, Any]) -> str:
+    """The verdict on a step and its reason. Of a law that failed, the reason is the sentence of the law,
+    which is right: the mistake comes after it.
+    """
+    # A message that is no more than the reason says what happened, such as a function that is missing.
+    is_law = line["verdict"] == "failed" and line["laws"] and line["message"] != line["reason"]
+    said = f"failed the law: {line['reason']}" if is_law else f"{line['verdict']}, {line['reason']}"
+    mistakes = " and ".join(line["misconceptions"])
+    looks = f"{said.rstrip('.')}; it looks like: {mistakes}" if mistakes else said
+    return looks if line["reason"] else line["verdict"]
+
+
 def now() -> str:
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -182,7 +209,7 @@ def write(grade: dict[str, Any], folder: Path, formats: list[str]) -> None:
     the grading is done.
     """
     validator("grade").validate(grade)
-    derived = {FORMATS[name][0]: FORMATS[name][1](grade) for name in formats}
+    derived = {FORMATS[name][0]: FORMATS[name][1](for_student(grade)) for name in formats}
     folder.mkdir(parents=True, exist_ok=True)
     require(not folder.is_symlink(), f"{folder} is a link, wanted a folder of the grader's own", OSError)
     for file, content in {**derived, GRADE: json.dumps(grade, indent=1) + "\n"}.items():

@@ -45,12 +45,22 @@ class Rules:
 
 
 class Row(NamedTuple):
-    """A line of the gradebook."""
+    """A line of the gradebook. `changed` says what the course made of the grader's points, the last first."""
 
     id: str
     points: float
     of: int
-    comment: str
+    told: str
+    changed: tuple[str, ...] = ()
+
+    @property
+    def comment(self) -> str:
+        return "; ".join((*self.changed, self.told))
+
+    @property
+    def counted(self) -> str:
+        """The points that count, for the student, if they are not the grader's."""
+        return f"{self.points:g} of {self.of} points: {'; '.join(self.changed)}" if self.changed else ""
 
 
 def rows(grades: Sequence[Mapping[str, Any]], rules: Rules | None = None) -> list[Row]:
@@ -79,9 +89,7 @@ def rows(grades: Sequence[Mapping[str, Any]], rules: Rules | None = None) -> lis
 def _told(grade: Mapping[str, Any]) -> str:
     """What became of a submission, in one line: the steps that have no points, each with its reason."""
     lost = [
-        f"{line['name']}: {line['verdict']}, {line['reason']}"
-        for line in grade["lines"]
-        if line["verdict"] != "passed"
+        f"{line['name']}: {formats.verdict(line)}" for line in grade["lines"] if line["verdict"] != "passed"
     ]
     return " ".join((grade["error"] or "; ".join(lost) or "full marks").split())
 
@@ -91,18 +99,18 @@ def _late(row: Row, days: int, rules: Rules) -> Row:
     lost = min(100.0, rules.percent_a_day * costly)
     late = f"{days} day{'s' * (days != 1)} late, {min(days, rules.free_days)} free"
     said = f"{late}: {lost:g} % of {row.points:g} lost"
-    return row._replace(points=round(row.points * (1 - lost / 100), 1), comment=f"{said}; {row.comment}")
+    return row._replace(points=round(row.points * (1 - lost / 100), 1), changed=(said, *row.changed))
 
 
 def _overridden(row: Row, override: Override) -> Row:
     said = f"set to {override.points:g} by {override.by}, instead of {row.points:g}: {override.reason}"
-    return row._replace(points=override.points, comment=f"{said}; {row.comment}")
+    return row._replace(points=override.points, changed=(said, *row.changed))
 
 
 def table(found: Sequence[Row]) -> str:
     """gradebook.csv, with the columns id, points, of and comment."""
     lines = [(_no_formula(row.id), _number(row.points), row.of, _no_formula(row.comment)) for row in found]
-    return _written([Row._fields, *lines])
+    return _written([("id", "points", "of", "comment"), *lines])
 
 
 def canvas(found: Sequence[Row], export: str, column: str) -> tuple[str, list[str]]:
@@ -130,24 +138,38 @@ def canvas(found: Sequence[Row], export: str, column: str) -> tuple[str, list[st
     return _written(lines), sorted(points.keys() - known)
 
 
-def for_assistants(grades: Sequence[Mapping[str, Any]]) -> str:
-    """A Markdown page for who answers the students' questions: for each, the first step without its points,
-    the mistake if the grader knows it, where to read, and the notes that no student sees.
+def for_assistants(grades: Sequence[Mapping[str, Any]], found: Sequence[Row]) -> str:
+    """A Markdown page for who answers the students' questions: for each row of the gradebook, the first step
+    without its points, the mistake if the grader knows it, where to read, and the notes that no student sees.
     """
     head = ["student", "points", "first step lost", "the mistake", "to read", "note"]
+    by_student = {grade["student"]: grade for grade in grades}
     lines = []
-    for grade in sorted(grades, key=lambda each: str(each["student"])):
+    for row in found:
+        points = f"{_number(row.points)} of {row.of}"
+        grade = by_student.get(row.id)
+        if grade is None:
+            lines.append([formats.cell(each) for each in (row.id, points, "", row.comment, "", "")])
+            continue
         lost = next((line for line in grade["lines"] if line["verdict"] != "passed"), None)
         mistake = "; ".join(lost["misconceptions"]) or lost["reason"] if lost else ""
         step, read = (lost["name"], lost["read"]) if lost else ("", "")
-        told = (
-            grade["student"],
-            f"{grade['score']} of {grade['max_score']}",
-            step,
-            grade["error"] or mistake,
-        )
-        lines.append([formats.cell(each) for each in (*told, read, "; ".join(grade["notes"]))])
+        notes = "; ".join((*row.changed, *grade["notes"]))
+        told = (row.id, points, step, grade["error"] or mistake, read, notes)
+        lines.append([formats.cell(each) for each in told])
     return f"# {formats.cell(grades[0]['title'])}: for the assistants\n\n{store.table(head, lines)}\n"
+
+
+def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], folder: Path) -> None:
+    """Write the points that count into the grade.md of each student who has one. A link is left alone: a
+    container may have put it there.
+    """
+    counted = {row.id: row.counted for row in found}
+    by_student = {grade["student"]: dict(grade) for grade in grades}
+    for path in folder.glob(f"*/{formats.FORMATS['markdown'][0]}"):
+        student = path.parent.name
+        if student in by_student and path.is_file() and not path.is_symlink():
+            formats.put(path, formats.markdown(formats.for_student(by_student[student]), counted[student]))
 
 
 def read_roster(path: Path, option: str = "--roster") -> tuple[str, ...]:

@@ -311,7 +311,7 @@ def submit(
 
 @app.command(
     epilog=examples(
-        "evictionary grade handed_in/ --assignment keydiff --seed-file secret --jobs 4",
+        "evictionary grade handed_in --assignment keydiff --seed-file keydiff.secret --output grades/keydiff",
     )
 )
 def grade(
@@ -483,6 +483,7 @@ def _graded(
 
     with usage(f"--output: got {output}, wanted {FOLDER}", OSError):
         output.mkdir(parents=True, exist_ok=True)
+    classes.require_own(output, order.assignment)
     started = time.monotonic()
     with doing("grading") as now:
         now("grading", 0, len(found))
@@ -494,7 +495,7 @@ def _graded(
 
 @app.command(
     epilog=examples(
-        "evictionary gradebook grades --roster roster.csv",
+        "evictionary gradebook grades/keydiff --roster roster.csv",
     )
 )
 def gradebook(
@@ -547,15 +548,15 @@ def gradebook(
             percent_a_day,
             gradebooks.read_overrides(overrides) if overrides else {},
         )
+        rows = gradebooks.rows(found, rules)
         result = _sum_up(found, grades, [], [], 0, rules)
         with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
-            formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found))
+            formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found, rows))
+            gradebooks.tell_students(found, rows, grades)
         if canvas:
             with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
                 export = canvas.read_text(encoding="utf-8-sig")
-            table, lacking = gradebooks.canvas(
-                gradebooks.rows(found, rules), export, column or found[0]["title"]
-            )
+            table, lacking = gradebooks.canvas(rows, export, column or found[0]["title"])
             result["not_in_canvas"] = lacking
             with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
                 formats.put(grades / submissions.CANVAS, table)
@@ -627,7 +628,7 @@ def similar(
     show(as_json, told, [table if pairs else none, cannot])
 
 
-@app.command(epilog=examples("evictionary exam --seed-file secret --questions kv_cache,keydiff"))
+@app.command(epilog=examples("evictionary exam --seed-file first.secret --questions kv_cache,keydiff"))
 def exam(
     seed_file: Annotated[Path, typer.Option(help="A file of secret bytes: the numbers are drawn from it.")],
     output: Annotated[Path, typer.Option(help="The folder for exam.md and answers.md.")] = Path("exam"),

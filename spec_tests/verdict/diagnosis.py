@@ -7,6 +7,7 @@ that is left.
 """
 
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Container, Iterator
 from contextlib import suppress
@@ -31,6 +32,8 @@ DRAWN, COMPARED = 24, 8
 LEAST, MOST = 24, 2**15
 # How many laws more are asked where one leaves several mistakes.
 OTHER_LAWS = 3
+# Where the largest error is a smaller share of the largest number, only the last digits are wrong.
+LAST_DIGITS = 1e-4
 
 
 def misconceptions(law: Law, implementation: Implementation) -> list[Mutant]:
@@ -152,15 +155,17 @@ def sign(implementation: Implementation, law: Law | None = None) -> str:
             looks
             for call, right in rights
             if isinstance(right, np.ndarray)
-            for looks in _signs(call, right, implementation.dtype, answered)
+            for looks in _signs(call, right, implementation, answered)
         ),
         "",
     )
 
 
-def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> Iterator[str]:
+def _signs(
+    call: Call, right: np.ndarray, implementation: Implementation, answered: list[Call]
+) -> Iterator[str]:
     """All that a wrong answer looks like, the most telling first."""
-    got, function = call.result, oracle(call.function)
+    got, function, dtype = call.result, oracle(call.function), implementation.dtype
     both = got.dtype.kind == right.dtype.kind == "f"
     if both and np.isnan(got).sum() > np.isnan(right).sum():
         told = "a division of zero by zero, or memory that nothing was written to"
@@ -195,13 +200,28 @@ def _signs(call: Call, right: np.ndarray, dtype: str, answered: list[Call]) -> I
         ):
             if not _unlike(got, numbers, dtype):
                 yield f"{what} are rounded to {coarse}"
-    error = float(np.abs(got - right).max() / np.abs(right).max())
-    if error < 1e-4:
+    own = _error(got, right)
+    if own[1] < LAST_DIGITS:
+        # A report shows the last call: a reader looks for the error of that one.
+        shown = [each for each in implementation.calls[-1:] if isinstance(each.result, np.ndarray)]
+        errors = [_error(each.result, answer(oracle(each.function), **each.arguments)) for each in shown]
+        largest, share = next((each for each in errors if 0 < each[1] < LAST_DIGITS), own)
         told = (
             "more than rounding explains: a number added for safety (norm + 1e-12) or a step in a lower "
             "precision does this"
         )
-        yield f"the largest error is {error:.1e} of the largest number, {told}"
+        yield f"the largest error is {largest:.1e}, {share:.1e} of the largest number, {told}"
+
+
+def _error(got: np.ndarray, right: Any) -> tuple[float, float]:
+    """The largest error of an answer, and its share of the
+    largest right number; infinite where they cannot be compared.
+    """
+    both = isinstance(right, np.ndarray) and got.dtype.kind == right.dtype.kind == "f"
+    if not both or got.shape != right.shape or not np.isfinite(right).all() or not right.any():
+        return math.inf, math.inf
+    largest = float(np.abs(got - right).max())
+    return largest, largest / float(np.abs(right).max())
 
 
 def _axes(call: Call, right: np.ndarray, dtype: str) -> Iterator[str]:

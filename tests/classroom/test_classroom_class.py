@@ -8,6 +8,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable
@@ -334,6 +335,13 @@ def test_a_grade_sends_nobody_outside_of_the_walls_unwarned(tmp_path: Path) -> N
         assert text.count("this runs the student") + text.count("This runs the student") == text.count(
             "judge.implementation import load"
         )
+    for file, _ in formats.FORMATS.values():  # what a student reads
+        text = text_of(tmp_path / "grades" / "ada" / file)
+        says(
+            text,
+            "to see it again evictionary check keydiff",
+            never=["this law alone", "your rights", "oracle("],
+        )
     (law,) = {
         found
         for text in texts
@@ -626,14 +634,15 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     files = {
         "bin/evictionary": f'#!/bin/sh\nexec {sys.executable} -m evictionary "$@"\n',
         "bin/docker": f"#!{sys.executable}\n{DOCKER}",
+        "bin/mv": MV,
         "handed_in/bob.py": "def anchor(keys):\n    return keys[..., 0, :]\n",
         "handed_in/eve.docx": "",
         "solution.py": bundled("tova"),
-        "secret": "nobody guesses this",
+        "keydiff.secret": "nobody guesses this",
         "keydiff.py": "",
     }
     handed_in(tmp_path, files)
-    for name in ("evictionary", "docker"):
+    for name in ("evictionary", "docker", "mv"):
         (tmp_path / "bin" / name).chmod(0o755)
     submissions.pack(assignments.load("keydiff"), tmp_path, tmp_path / "ada.zip", "ada")
     of_the_page(tmp_path)
@@ -643,6 +652,11 @@ def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], st
     return lambda lines: run("bash", "-e", "-c", lines, cwd=tmp_path).stdout
 
 
+# The script for containers runs on macOS too, whose mv has no -T.
+MV = f"""#!/bin/sh
+case "$1" in -T) echo "illegal option" >&2; exit 64;; esac
+exec {shutil.which("mv")} "$@"
+"""
 DOCKER = """
 import os, sys
 words = sys.argv[sys.argv.index("run") + 1:]
@@ -670,13 +684,10 @@ def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], t
         if re.search(r"--(seed-file|try)", each)
     )
     shell(f"{grade} --examples 1")
-    assert sorted(each.name for each in (tmp_path / "grades").iterdir()) == [
-        "bob",
-        "gradebook.csv",
-        "summary.json",
-    ]
+    grades = tmp_path / "grades" / "keydiff"
+    assert sorted(each.name for each in grades.iterdir()) == ["bob", "gradebook.csv", "summary.json"]
     shell(f"{one} --examples 1")
-    assert {each.name for each in (tmp_path / "grades" / "ada").iterdir()} == {
+    assert {each.name for each in (grades / "ada").iterdir()} == {
         "grade.json",
         "results.json",
         "junit.xml",
@@ -685,7 +696,7 @@ def test_the_commands_of_the_instructors_page_run(shell: Callable[[str], str], t
         (f"! {law} --examples 1", "mu is the mean of the unit keys."),
         (f"{tried} --examples 1", "the reference: 100 points"),
         (f"{solution} --examples 1", "the right answer: 100 points"),
-        ("evictionary gradebook grades", "2 submissions"),
+        ("evictionary gradebook grades/keydiff", "2 submissions"),
     ):
         assert told in shell(command)
 
@@ -701,15 +712,19 @@ def test_the_scripts_for_gradescope_and_containers_run(shell: Callable[[str], st
     assert (result["score"], result["output"]) == (0, "there is no file keydiff.py")
     written(tmp_path / "handed_in", "not Python", "bob.py")
     # an earlier grade, and a container that fails
-    handed_in(tmp_path, {"grades/bob/grade.json": "{}", "handed_in/mallory.py": "", "fails": "mallory"})
+    handed_in(
+        tmp_path, {"grades/keydiff/bob/grade.json": "{}", "handed_in/mallory.py": "", "fails": "mallory"}
+    )
     assert "3 submissions" in shell(f"! ({text_of(recipes / 'grade_all.sh')})")
-    failed_one = json_of(tmp_path / "grades" / "mallory" / "grade.json")
+    grades = tmp_path / "grades" / "keydiff"
+    failed_one = json_of(grades / "mallory" / "grade.json")
     assert failed_one["score"] == 0 and failed_one["error"].startswith("The grader failed")
-    assert json_of(tmp_path / "grades" / "bob" / "grade.json")["student"] == "bob"
-    assert {each.name for each in (tmp_path / "grades").iterdir()} == {
+    assert json_of(grades / "bob" / "grade.json")["student"] == "bob"
+    assert {each.name for each in grades.iterdir()} == {
         "bob",
         "eve.docx",
         "mallory",
+        "assistants.md",
         "gradebook.csv",
         "summary.json",
     }

@@ -1,7 +1,9 @@
 """What a course makes of the grades: the roster, late days, overrides, the table of Canvas, similar files."""
 
+import ast
 import csv
 import io
+import itertools
 import math
 import re
 import runpy
@@ -28,10 +30,11 @@ from evictionary.models.load import load
 from tutorials import build
 
 
-def a_class(folder: Path, points: dict[str, int]) -> Path:
+def a_class(folder: Path, points: dict[str, int], name: str = "keydiff") -> Path:
     """A folder of grades: each student has so many of 100 points, and lost the others in the first step."""
+    one = assignments.load(name)
     for student, score in points.items():
-        judged = empty(assignments.load("keydiff")).as_json()
+        judged = empty(one).as_json()
         for line in judged["lines"]:
             line["verdict"], line["points"] = "passed", line["max_points"]
         if score < 100:
@@ -39,13 +42,13 @@ def a_class(folder: Path, points: dict[str, int]) -> Path:
         grade: dict[str, Any] = {
             "schema": formats.SCHEMA,
             "suite": "0.1.0",
-            "assignment": "keydiff",
+            "assignment": name,
             "seed_id": "0" * 16,
             "examples": 25,
             "constants": {},
             "personal_id": student,
             "assignment_sha256": "0" * 64,
-            "title": "KeyDiff by hand",
+            "title": one.title,
             "student": student,
             "file": f"{student}.py",
             "source_sha256": "0" * 64,
@@ -104,6 +107,68 @@ def test_a_second_grader_has_the_last_word_with_a_reason_and_a_name(grades: Path
     row = book(grades)["eve"]
     assert row["points"] == "72.5"
     says(row["comment"], "set to 72.5 by kim, instead of 25: right, by another sign; 5 days late")
+
+
+def test_a_student_and_the_assistants_see_the_points_that_count(tmp_path: Path) -> None:
+    grades = a_class(tmp_path / "grades", {"ada": 100, "eve": 50})
+    formats.write(formats.read(grades / "eve" / formats.GRADE), grades / "eve", ["markdown"])
+    before = text_of(grades / "eve" / "grade.md")
+    overrides = saved(tmp_path / "overrides.csv", "id,points,reason,by\neve,95,by another sign,kim\n")
+    roster = saved(tmp_path / "roster.csv", "ada\neve\nmax\n")
+    as_json("gradebook", grades, "--overrides", overrides, "--roster", roster)
+    told = "set to 95 by kim, instead of 50: by another sign"
+    says(
+        text_of(grades / "eve" / "grade.md"), "50 of 100", f"**Your course counts 95 of 100 points: {told}.**"
+    )
+    rows = [
+        line for line in text_of(grades / "assistants.md").splitlines() if line.startswith(("| eve", "| max"))
+    ]
+    says(rows[0], "| eve | 95 of 100 | anchor |", f"| {told} |")
+    says(rows[1], "| max | 0 of 100 |  | nothing was handed in |")
+    # What the course makes of the points is not kept: the tables of the next time count.
+    as_json("gradebook", grades)
+    assert text_of(grades / "eve" / "grade.md") == before and not (grades / "ada" / "grade.md").exists()
+    (grades / "ada" / "grade.md").symlink_to(overrides)
+    as_json("gradebook", grades)
+    says(text_of(overrides), "eve,95")
+
+
+def test_a_comment_says_the_mistake_and_not_only_the_law(grades: Path) -> None:
+    grade = formats.read(grades / "eve" / formats.GRADE)
+    grade["lines"][0] |= {
+        "reason": "mu is the mean of the unit keys.",
+        "message": "what is wrong",
+        "laws": {"test_the_mean": "failed"},
+        "misconceptions": ["mean taken before normalising"],
+    }
+    formats.write(grade, grades / "eve", ["markdown"])
+    as_json("gradebook", grades)
+    told = "failed the law: mu is the mean of the unit keys; it looks like: mean taken before normalising"
+    says(book(grades)["eve"]["comment"], f"anchor: {told}")
+    says(text_of(grades / "eve" / "grade.md"), told)
+    # A function that is missing is no law, and what is said is what happened.
+    grade["lines"][0] |= {
+        "reason": "no function anchor",
+        "message": "no function anchor",
+        "misconceptions": [],
+    }
+    assert formats.verdict(grade["lines"][0]) == "failed, no function anchor"
+
+
+def test_grades_of_two_assignments_are_in_two_folders(tmp_path: Path) -> None:
+    folder, secret = tmp_path / "grades", saved(tmp_path / "secret", "nobody guesses this")
+    a_class(folder, {"ada": 100})
+    before = text_of(folder / "ada" / formats.GRADE)
+    given = ("--assignment", "lagkv", "--output", folder)
+    submission = saved(tmp_path / "ada.py", "")
+    told = f"--output: got {folder}, which has grades of keydiff; wanted a folder of its own for lagkv"
+    for arguments in ((submission, "--seed-file", secret), ("--zero", "late", "--student", "kim")):
+        says(failed("grade", *arguments, *given, code=2), told)
+    assert text_of(folder / "ada" / formats.GRADE) == before and not (folder / "kim").exists()
+    a_class(folder, {"bob": 80}, "lagkv")
+    says(
+        failed("gradebook", folder, code=2), "grades of keydiff and lagkv, wanted one assignment in a folder"
+    )
 
 
 @pytest.mark.parametrize(
@@ -297,7 +362,9 @@ def test_an_exam_is_that_of_its_secret(tmp_path: Path) -> None:
     every = {each["name"]: each for each in as_json(*arguments)["questions"]}
     assert few["questions"] == [every["lagkv"], every["keydiff"]] and [*every] == [*exam.QUESTIONS]
     sheet, answers = (text_of(tmp_path / "first" / f"{name}.md") for name in ("exam", "answers"))
-    says(sheet, "# Exam: 65 points", *(each["asked"] for each in every.values()))
+    says(sheet, "# Exam: 65 points", "Name: ____", "You have 65 minutes.")
+    says(sheet, *(each["asked"] for each in every.values()))
+    says(answers, "Of the 5 points, 3 are for the way and 2 for the result.")
     says(answers, *(each["answer"] for each in every.values()))
     says(sheet, never=[each["answer"] for each in every.values()])
     assert exam.drawn(b"another one") != exam.drawn(b"nobody guesses this")
@@ -327,6 +394,43 @@ def test_the_plan_gives_an_assignment_after_the_lessons_that_its_handout_names(n
     assert {*re.findall(r"lessons/\d\d_(\w+)\.md", background)} <= before
 
 
+def test_the_two_exams_of_the_plan_ask_each_question_once_and_after_its_lesson() -> None:
+    exams = [
+        shlex.split(each) for each in commands(course.PLAN.parent / "semester.md") if "exam" in each.split()
+    ]
+    asked = [words[words.index("--questions") + 1].split(",") for words in exams]
+    assert sorted(itertools.chain(*asked)) == sorted(exam.QUESTIONS)
+    assert len({words[words.index("--seed-file") + 1] for words in exams}) == len(exams) == 2
+    for number, names in enumerate(asked):
+        (week,) = [
+            place
+            for place, each in enumerate(course.plan())
+            if f"the {('first', 'second')[number]} exam" in each.get("also", "")
+        ]
+        assert {*names} <= {name for each in course.plan()[: week + 1] for name in each["lessons"]}
+
+
+def _printed(name: str) -> tuple[int, bool] | None:
+    """The number of the lesson that prints functions of an assignment, and whether it prints all."""
+    starter = ast.parse(text_of(assignments.load(name).starter))
+    wanted = {each.name for each in starter.body if isinstance(each, ast.FunctionDef)}
+    lesson_of = {lesson.stem.partition("_")[2]: lesson for lesson in build.lessons()}
+    lesson = lesson_of.get("numpy_to_triton" if name == "kernel" else name)
+    calls = re.findall(r"^show\((.+)\)$", text_of(lesson), flags=re.MULTILINE) if lesson else []
+    shown = set(re.findall(r"\w+\.(\w+)", " ".join(calls)))
+    return (int(lesson.stem[:2]), wanted <= shown) if lesson and wanted & shown else None
+
+
+def test_the_plan_says_which_lessons_print_the_functions_of_an_assignment() -> None:
+    printed = [found for name in assignments.names() if (found := _printed(name))]
+    every, some = (sorted(number for number, whole in printed if whole == wanted) for wanted in (True, False))
+    listed = lambda numbers: f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"  # noqa: E731
+    told = (
+        f"Lessons {listed(every)} print every function of their assignment, and lessons {listed(some)} print"
+    )
+    says(" ".join(text_of(course.PLAN.parent / "semester.md").split()), told)
+
+
 # The page of the gradebook
 
 GRADEBOOK = course.PLAN.parent / "gradebook.md"
@@ -338,7 +442,7 @@ def at_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     option or their name.
     """
     monkeypatch.chdir(tmp_path)
-    a_class(tmp_path / "grades", {"ada": 80, "bob": 100, "keydiff-eve": 50})
+    a_class(tmp_path / "grades" / "keydiff", {"ada": 80, "bob": 100, "keydiff-eve": 50})
     for name, text in {"ada.py": SOLUTION, "bob.py": COPIED, "keydiff-eve/keydiff.py": OTHERWISE}.items():
         saved(tmp_path / "handed_in" / name, text)
     for name, table in re.findall(
@@ -353,7 +457,7 @@ def test_the_commands_of_the_page_run_with_its_own_tables(at_the_page: dict[str,
     run = lambda command: as_json(*shlex.split(command)[1:])  # noqa: E731
     result = run(at_the_page["gradebook"])
     assert (result["nothing_handed_in"], result["not_on_roster"]) == (["kim"], ["keydiff-eve"])
-    rows = book(Path("grades"))
+    rows = book(Path("grades/keydiff"))
     assert {name: row["points"] for name, row in rows.items()} == {
         "ada": "95",
         "bob": "90",

@@ -91,6 +91,20 @@ def test_few_kept_tokens_look_like_no_earlier_answer() -> None:
     assert sign(implementation, law) == ""
 
 
+def added_for_safety(keys):
+    norms = np.linalg.norm(keys, axis=-1, keepdims=True)
+    return (keys / (norms + 1e-12)).mean(axis=-2)
+
+
+def test_the_error_of_the_last_digits_is_that_of_the_call_that_a_report_shows() -> None:
+    """Short keys among earlier inputs have a larger one: 1e-12 is more of a short norm."""
+    implementation = replaced("mine", {"keydiff.anchor": added_for_safety})
+    for length in (1e-3, 2.0):
+        implementation.call("keydiff.anchor", np.array([[length, 0.0]]))
+    told = "the largest error is 5.0e-13, 5.0e-13 of the largest number, more than rounding explains"
+    assert sign(implementation).startswith(told)
+
+
 def test_a_nan_is_traced_to_the_division_that_made_it() -> None:
     law = load_laws()["test_lagkv::test_the_score_where_a_range_is_missing"]
     implementation = replaced("mine", {"lagkv.score": literal})

@@ -1,6 +1,6 @@
 """Writes the points of a gradebook.csv into the database of an nbgrader course.
 
-    python to_nbgrader.py grades/gradebook.csv keydiff sqlite:///gradebook.db
+    python to_nbgrader.py grades/keydiff/gradebook.csv keydiff sqlite:///gradebook.db
 
 nbgrader gives points to cells of notebooks. So the assignment gets one notebook with one cell, and its points
 are set by hand, as a grader does. `nbgrader export` and the formgrader show them then.
