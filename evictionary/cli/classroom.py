@@ -632,8 +632,8 @@ def similar(
 ) -> None:
     """Show which submissions are much alike, without comments, texts and chosen names. Runs no code.
 
-    What the starter file has does not count. A short function has few right forms, so read each pair
-    yourself: a number proves nothing.
+    The project's reference takes part, so a copy of it shows. What the starter file has does not count. A
+    short function has few right forms, so read each pair yourself: a number proves nothing.
     """
     with exit_codes(), doing("comparing the submissions") as now:
         from evictionary.classroom import classes, similar as alike, submissions
@@ -647,7 +647,7 @@ def similar(
             now(f"reading {student}", done, len(found))
             with contextlib.suppress(submissions.BadSubmission):
                 sources[student] = submissions.read(path, chosen)
-        pairs = alike.pairs(sources, chosen.starter.read_bytes(), least)
+        pairs = alike.pairs(sources | alike.model(chosen.stem), chosen.starter.read_bytes(), least)
         unread = sorted(found.keys() - sources.keys())
     table = plain_table("alike", "one", "other", right=("alike",), title=f"{len(sources)} submissions")
     for pair in pairs:

@@ -176,6 +176,9 @@ def test_a_clone_without_links_is_installed_whole(clones: dict[str, Path], tmp_p
     assert {"evictionary/reference/keydiff.py", "evictionary/tutorials/assignments/keydiff/starter.py"} <= {
         *whole
     }
+    # what students install has the handouts, and no rubric
+    assert "evictionary/tutorials/assignments/keydiff/README.md" in whole
+    assert not [name for name in whole if "instructor" in name]
     assert {f"evictionary/classroom/recipes/{name}.sh" for name in ("run_autograder", "grade_all")} <= {
         *whole
     }

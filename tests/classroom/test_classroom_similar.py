@@ -11,10 +11,11 @@ import runpy
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations
+from pathlib import Path
 
 import classroom_styles
 import pytest
-from tools import ROOT, says
+from tools import ROOT, as_json, laid, says
 from tools.grader import text_of
 
 from evictionary.classroom import assignment as assignments, similar
@@ -165,3 +166,19 @@ def test_names_and_comments_hide_nothing(
     disguise: Callable[[str], str], shares: tuple[list[float], dict[str, list[float]]]
 ) -> None:
     assert {*shares[1][disguise.__name__]} == {1.0}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_copy_of_the_reference_shows_and_a_right_file_does_not(name: str, tmp_path: Path) -> None:
+    """The reference is in what students install; a file of their own is right and not shown."""
+    right, *_ = authors(name)
+    ((own, model),) = similar.model(assignments.load(name).stem).items()
+    stem = assignments.load(name).stem
+    laid(tmp_path, {f"ada/{stem}.py": right, f"bob/{stem}.py": renamed(model.decode())})
+    found = as_json("similar", tmp_path, "--assignment", name)
+    assert [(pair["one"], pair["other"]) for pair in found["pairs"]] == [("bob", own)]
+    assert found["submissions"] == 2
+
+
+def test_an_assignment_without_a_reference_has_no_model() -> None:
+    assert similar.model("nobody_wrote_it") == {}
