@@ -1,4 +1,4 @@
-"""The plan of a course, docs/classroom/course.toml, as the tables of its page."""
+"""Tables of the classroom: the plan of a course, docs/classroom/course.toml, and the walls of each system."""
 
 import tomllib
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from docs_build.entries import ROOT
 from docs_build.handouts import cells
 from evictionary.claims.claim import read_paper
-from evictionary.classroom import assignment as assignments, exam
+from evictionary.classroom import assignment as assignments, child, exam, sandbox
 from evictionary.store import table
 from tutorials.build import heading, lessons
 
@@ -62,3 +62,17 @@ def handed_in(page: str) -> str:
     least, most = hours([name for week in plan() for name in week["at_home"]])
     total = f"All of them take {_in_words(least, most)} hours."
     return table(["assignment", "week", "hours", "points", "you hand in"], rows) + f"\n\n{total}"
+
+
+def systems(page: str) -> str:
+    """A row for each system: the walls around a student's code there, and what runs with them."""
+    rows = [
+        (
+            name,
+            ", ".join(f"`{wall}`" for wall in walls) or "none",
+            "runs" if walls else "does not run; in WSL it does, as on Linux",
+            "runs" if {*child.KEEP_FILES} & {*walls} else "writes no grade" if walls else "as `check`",
+        )
+        for name, walls in sandbox.WALLS.items()
+    ]
+    return table(["system", "walls, by their names in `grade.json`", "`check`", "`grade`"], rows)

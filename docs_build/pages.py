@@ -350,6 +350,7 @@ MARKERS: dict[str, Callable[..., str]] = {
     "rulers": measured_by_rulers,
     "weeks": course.weeks,
     "handed_in": course.handed_in,
+    "systems": course.systems,
 }
 
 

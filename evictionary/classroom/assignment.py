@@ -8,7 +8,7 @@ import hashlib
 import importlib
 import re
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -60,6 +60,13 @@ class Assignment:
     @property
     def starter(self) -> Path:
         return self.folder / "starter.py"
+
+    def only(self, name: str) -> "Assignment":
+        """The assignment with one step and those that it needs."""
+        wanted = {name}
+        for step in reversed(self.steps):  # a step needs earlier ones
+            wanted |= {*step.needs} if step.name in wanted else set()
+        return replace(self, steps=tuple(step for step in self.steps if step.name in wanted))
 
     def limits(self, seconds: float | None = None) -> Limits:
         """The limits of a child process for one step; `seconds` replaces the assignment's own limit."""

@@ -15,7 +15,23 @@ from typing import Any
 MOST_OPEN = 64
 MOST_TRIED, LONGEST_TRIED = 8, 60  # what the hook writes down of the actions that it refuses
 NOBODY = 65534
+# The walls that each system has, by their names in grade.json. Where a kernel lacks one, the child says so.
+WALLS = {
+    "Linux": ("limits", "landlock", "system calls", "no rights of root", "audit hook"),
+    "macOS": ("limits", "audit hook"),  # as every other Unix
+    "Windows": (),  # no code of others runs there: see `lacking`
+}
 _READ_FILE, _READ_DIR = 1 << 2, 1 << 3
+
+
+def system() -> str:
+    """The name of this system in WALLS; a Unix other than Linux has what macOS has."""
+    return {"linux": "Linux", "win32": "Windows"}.get(sys.platform, "macOS")
+
+
+def has(wall: str) -> bool:
+    """Whether this system has a wall of that name."""
+    return wall in WALLS[system()]
 
 
 def lacking() -> str:
@@ -93,7 +109,7 @@ def filter_calls(program: bytes) -> bool:
 
 def end_with_parent() -> None:
     """Have the kernel end this process when the parent ends in any way; Linux."""
-    if sys.platform.startswith("linux"):
+    if system() == "Linux":
         parent = os.getppid()
         ctypes.CDLL(None).prctl(1, 9, 0, 0, 0)
         if os.getppid() != parent:
@@ -102,7 +118,7 @@ def end_with_parent() -> None:
 
 def hide() -> None:
     """Close the memory and the open files of this process to others of the same user; Linux."""
-    if sys.platform.startswith("linux"):
+    if system() == "Linux":
         ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
 
 
@@ -112,7 +128,7 @@ def landlock(readable: list[str], listable: list[str]) -> int:
 
     Returns the kernel's version of Landlock, 0 if the kernel has none or refuses.
     """
-    if not sys.platform.startswith("linux"):
+    if not has("landlock"):
         return 0
     call = ctypes.CDLL(None, use_errno=True).syscall
     version = int(call(444, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
@@ -289,7 +305,7 @@ def drop_rights(readable: list[str]) -> bool:
 
     The process can then be traced by nobody, and the kernel keeps no core of it, not even through a pipe.
     """
-    if not sys.platform.startswith("linux"):
+    if not has("no rights of root"):
         return os.getuid() != 0
     libc = ctypes.CDLL(None)
     kept = 0 if os.getuid() or reaches(0, readable) else 1 << 2  # CAP_DAC_READ_SEARCH

@@ -11,9 +11,10 @@ it. `program` writes it in the kernel's format (classic BPF); `sandbox.py` insta
 
 import platform
 import struct
-import sys
 import tomllib
 from pathlib import Path
+
+from evictionary.classroom.sandbox import has
 
 # For each call its number on x86-64 and on 64-bit ARM, 0 if that machine does not have the call.
 _REFUSED: dict[str, list[int]] = tomllib.loads(
@@ -56,7 +57,7 @@ def refused(machine: str) -> dict[str, int]:
 
 def program(machine: str | None = None) -> bytes:
     """The filter for `machine`, by default this machine; empty if there is no filter for it."""
-    machine = (platform.machine() if sys.platform.startswith("linux") else "") if machine is None else machine
+    machine = (platform.machine() if has("system calls") else "") if machine is None else machine
     if machine not in _MACHINES or struct.calcsize("P") != 8:
         return b""
     column, architecture = _MACHINES[machine]

@@ -75,6 +75,13 @@ def start(
     assignment: Name,
     work: Work = Path("work"),
     student: Student = None,
+    github_classroom: Annotated[
+        bool,
+        typer.Option(
+            "--github-classroom",
+            help="For an instructor: write the folder .github of a template repository too.",
+        ),
+    ] = False,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
@@ -85,6 +92,7 @@ def start(
 
         chosen = load(assignment, assignments)
         path = work / chosen.file
+        template = _template(chosen, work, assignments) if github_classroom else {}
         student = _who(work, student)
         require(
             not path.exists(),
@@ -95,6 +103,9 @@ def start(
             path.write_text(chosen.starter_for(student), encoding="utf-8")
             if student:
                 (work / WHO).write_text(student + "\n", encoding="utf-8")
+            for place, text in template.items():
+                place.parent.mkdir(parents=True, exist_ok=True)
+                place.write_text(text, encoding="utf-8")
     handout = chosen.folder / "README.md"
     told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
     missing = lacking(chosen)
@@ -108,9 +119,22 @@ def start(
         f"The handout: {escape(str(handout))}",
         only if chosen.library == "numpy" else "",
         missing and Text(f"Here `check` cannot judge it: {missing}", "yellow"),
+        template and f"For GitHub Classroom: {escape(', '.join(map(str, template)))}",
         f"Then: [bold]{escape(_command('check', chosen, work, assignments))}[/]",
     ]
     show(as_json, told, parts, indent=None, soft_wrap=True)
+
+
+def _template(chosen: "Assignment", work: Path, assignments: Path | None) -> dict[Path, str]:
+    """The files of GitHub Classroom, by their paths. Raises UsageError where its machines cannot judge."""
+    from evictionary.classroom import github
+
+    wanted = "wanted an assignment that comes with this and is for NumPy"
+    require(chosen.library == "numpy" and not assignments, f"--github-classroom: got {chosen.name}, {wanted}")
+    found = {work / path: text for path, text in github.files(chosen).items()}
+    for path in found:
+        require(not path.exists(), f"--github-classroom: {path} exists already; move it away")
+    return found
 
 
 @app.command(
@@ -125,6 +149,9 @@ def check(
     seed: Annotated[
         int | None, whole_number("Draw the inputs of an earlier run again; new ones by default.")
     ] = None,
+    step: Annotated[
+        str | None, typer.Option(help="Judge this step alone, with those that it needs; all by default.")
+    ] = None,
     assignments: Assignments = None,
     as_json: AsJson = False,
 ) -> None:
@@ -138,6 +165,10 @@ def check(
             from evictionary.classroom import grading, submissions
 
             chosen, path, student = _begun(assignment, assignments, work, student)
+            if step:
+                require(not chosen.contest, f"--step: got {step}, but the contest judges its steps together")
+                require_known("--step", step, [each.name for each in chosen.steps])
+                chosen = chosen.only(step)
             with usage(f"assignment: got {path}, {UNUSABLE}", submissions.BadSubmission):
                 source = submissions.read(path, chosen)
         constants = chosen.constants_of(student) if student else {}
@@ -155,7 +186,8 @@ def check(
             )
     hidden = grading.GRADE_EXAMPLES * sum(step.thoroughness * len(step.laws) for step in chosen.steps)
     is_blocked = any(line.verdict == "blocked" for line in judged.lines)
-    again = f"{_command('check', chosen, work, assignments)} --seed {drawn}"
+    again = _command("check", chosen, work, assignments)
+    again += f"{f' --step {step}' if step else ''} --seed {drawn}"
     time = _time(chosen, path) if chosen.interpret and not is_blocked else ()
     parts = itertools.chain(_judged(chosen, judged, path, again), [_hidden(chosen, hidden)], time)
     show(as_json, judged.as_json() | {"hidden_cases": hidden, "check_seed": drawn}, parts)
@@ -602,8 +634,8 @@ def similar(
 ) -> None:
     """Show which submissions are much alike, without comments, texts and chosen names. Runs no code.
 
-    What the starter file has does not count. A short function has few right forms, so read each pair
-    yourself: a number proves nothing.
+    The project's reference takes part, so a copy of it shows. What the starter file has does not count. A
+    short function has few right forms, so read each pair yourself: a number proves nothing.
     """
     with exit_codes(), doing("comparing the submissions") as now:
         from evictionary.classroom import classes, similar as alike, submissions
@@ -617,7 +649,7 @@ def similar(
             now(f"reading {student}", done, len(found))
             with contextlib.suppress(submissions.BadSubmission):
                 sources[student] = submissions.read(path, chosen)
-        pairs = alike.pairs(sources, chosen.starter.read_bytes(), least)
+        pairs = alike.pairs(sources | alike.model(chosen.stem), chosen.starter.read_bytes(), least)
         unread = sorted(found.keys() - sources.keys())
     table = plain_table("alike", "one", "other", right=("alike",), title=f"{len(sources)} submissions")
     for pair in pairs:

@@ -6,12 +6,16 @@ import os
 import subprocess
 import zipfile
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from tools import ROOT, python, refused, run, says
 from tools.grader import written
 
-from evictionary.classroom import assignment as assignments, grading, sandbox, verifier
+from docs_build import course
+from evictionary.classroom import assignment as assignments, child, grading, sandbox, seccomp, verifier
 
 # A system that lacks what Windows lacks, but for its name: other libraries find Unix here.
 WINDOWS = """
@@ -85,6 +89,56 @@ def test_without_triton_a_sentence_says_so(
     refused(lambda: verifier.verify(source, "keydiff", seed=0), "this machine has no triton")
 
 
+# The walls of each system
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Writes down the calls of C, and leaves this process as it is."""
+    found = Mock()
+    monkeypatch.setattr(sandbox.ctypes, "CDLL", found)
+    monkeypatch.setattr(sandbox.os, "getuid", lambda: 0)
+    monkeypatch.setattr(sandbox, "become_nobody", lambda readable: False)
+    monkeypatch.setattr(sandbox, "limit", lambda seconds, memory: True)
+    monkeypatch.setattr(sandbox, "guard", lambda *settings: [])
+    return found
+
+
+@pytest.mark.parametrize("name", ["darwin", "freebsd14"])
+def test_a_unix_without_the_calls_of_linux_has_the_walls_of_macos(
+    name: str, calls: Mock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox.sys, "platform", name)
+    setup: dict[str, Any] = {"site": str(Path(np.__file__).parents[1]), "path": __file__, "triton": ""}
+    setup |= {"filter": seccomp.program().hex(), "cpu_seconds": 1, "memory": 1, "closed": [], "banned": []}
+    walls, _ = sandbox.confined({**setup, "library": "numpy", "allowed": None})
+    sandbox.hide()
+    assert {wall for wall, is_up in walls.items() if is_up} == {*sandbox.WALLS["macOS"]}
+    assert sandbox.system() == "macOS" and not calls.called
+
+
+def test_windows_has_no_wall(calls: Mock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.sys, "platform", "win32")
+    sandbox.hide()
+    sandbox.end_with_parent()
+    assert (sandbox.landlock([], []), sandbox.drop_rights([]), seccomp.program()) == (0, False, b"")
+    assert sandbox.system() == "Windows" and not any(map(sandbox.has, sandbox.WALLS["Linux"]))
+    assert not calls.called
+
+
+def test_linux_has_the_walls_of_the_table() -> None:
+    found = {wall for wall, is_up in child.walls_here().items() if is_up}
+    assert found - {"user nobody"} == {*sandbox.WALLS["Linux"]}
+
+
+def test_the_table_says_what_runs_on_each_system() -> None:
+    rows = {row.split(" | ")[0].strip("| "): row for row in course.systems("").splitlines()[2:]}
+    assert [*rows] == ["Linux", "macOS", "Windows"]
+    says(rows["Linux"], "| runs | runs |", "`landlock`", "`system calls`")
+    says(rows["macOS"], "| `limits`, `audit hook` | runs | writes no grade |")
+    says(rows["Windows"], "| none | does not run; in WSL it does, as on Linux |")
+
+
 # A clone without symbolic links
 
 
@@ -122,6 +176,9 @@ def test_a_clone_without_links_is_installed_whole(clones: dict[str, Path], tmp_p
     assert {"evictionary/reference/keydiff.py", "evictionary/tutorials/assignments/keydiff/starter.py"} <= {
         *whole
     }
+    # what students install has the handouts, and no rubric
+    assert "evictionary/tutorials/assignments/keydiff/README.md" in whole
+    assert not [name for name in whole if "instructor" in name]
     assert {f"evictionary/classroom/recipes/{name}.sh" for name in ("run_autograder", "grade_all")} <= {
         *whole
     }
