@@ -51,7 +51,9 @@ class Method:
     """One method of a source: what is called, what a reader should know, and why requirements do not hold.
 
     `chooses` has those that do not hold because the authors state another choice or another method; `fails`
-    has all others, and `issues` a text for each that can be sent to the authors.
+    has all others. `issues` has a text for each of these that can be sent to the authors, or `mended` the
+    commit at which the repository has mended it already. `differs` says what differs where the name of the
+    requirement does not.
     """
 
     called: str
@@ -59,6 +61,8 @@ class Method:
     fails: dict[str, str] = field(default_factory=dict)
     chooses: dict[str, str] = field(default_factory=dict)
     issues: dict[str, str] = field(default_factory=dict)
+    mended: dict[str, str] = field(default_factory=dict)
+    differs: dict[str, str] = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, str]:
