@@ -80,6 +80,20 @@ def test_every_fail_is_mended_or_has_an_issue_of_two_lines_of_code() -> None:
             assert (source.commit[:7] or source.package.replace("==", " ")) in text
 
 
+def test_the_report_is_of_the_law_that_shows_the_reason() -> None:
+    """AdaKV's note once spoke of rounding, beside a report of the least number of tokens."""
+    for source, method, said in METHODS:
+        found = STORED["rows"][f"{source.name}/{method}"]["requirements"]
+        assert all(law in found[name]["failing"] for name, law in said.shows.items())
+    laws = [
+        {"law": f"file::{name}", "kind": "mathematics", "outcome": "fail", "message": f"  expected  {told}"}
+        for name, told in (("test_short", "1"), ("test_long", "a long one"))
+    ]
+    entry = {"laws": laws, "kinds": {"mathematics": "fail"}, "verdict": "fail", "reason": ""}
+    reports = [wild._shortened(entry, name)["report"] for name in ("", "test_long")]
+    assert reports == ["expected  1", "expected  a long one"]
+
+
 def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     page, said = wild.PAGE.read_text(encoding="utf-8"), ", by earlier laws |"
     assert page == wild.page(SOURCES, STORED)
