@@ -312,14 +312,29 @@ def differing(found: list[Source], rows: dict[str, dict[str, Any]]) -> dict[str,
     return counts
 
 
+def when(rows: dict[str, dict[str, Any]]) -> str:
+    """The days on which the rows were judged."""
+    days = sorted({row["date"] for row in rows.values()}) or ["no day"]
+    return f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}"
+
+
+def stale(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The rows that were judged by other laws than today's."""
+    return [
+        name
+        for name, row in rows.items()
+        if "laws" in row and row["laws"] != laws_version(name.partition("/")[2])
+    ]
+
+
 def page(found: list[Source], stored: dict[str, Any]) -> str:
     """docs/wild.md, from what is stored."""
-    counts = differing(found, stored["rows"])
     return markdown(
         HERE / "wild.md.j2",
         sources=found,
-        laws_version=laws_version,
-        counts=counts,
+        counts=differing(found, stored["rows"]),
+        when=when(stored["rows"]),
+        stale=stale(stored["rows"]),
         names=REQUIREMENTS,
         **stored,
     )

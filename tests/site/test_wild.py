@@ -102,9 +102,21 @@ def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.Monk
         for name, row in STORED["rows"].items()
         if row["laws"] != wild.laws_version(name.partition("/")[2])
     ]
+    assert wild.stale(STORED["rows"]) == stale
     assert page.count(said) == len(stale), f"`python -m conformance.wild` judges them anew: {stale}"
+    days = [row["date"] for row in STORED["rows"].values()]
+    first, second = page.split("\n\n")[1].split(". ")[0], f"The laws of {len(stale)} rows"
+    assert min(days) in first and max(days) in first
+    assert (second in page) == bool(stale)
     monkeypatch.setattr(wild, "laws_version", lambda method: "another")
-    assert wild.page(SOURCES, STORED).count(said) == len(STORED["rows"])
+    every = wild.page(SOURCES, STORED)
+    assert every.count(said) == len(STORED["rows"]) and f"The laws of {len(STORED['rows'])} rows" in every
+
+
+def test_the_days_of_the_rows_are_said() -> None:
+    assert wild.when({"a/x": {"date": "2026-01-02"}}) == "on 2026-01-02"
+    two = {"a/x": {"date": "2026-01-02"}, "a/y": {"date": "2026-01-01"}}
+    assert wild.when(two) == "from 2026-01-01 to 2026-01-02"
 
 
 def test_the_digest_is_of_code_and_not_of_comments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
