@@ -113,6 +113,15 @@ def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.Monk
     assert every.count(said) == len(STORED["rows"]) and f"The laws of {len(STORED['rows'])} rows" in every
 
 
+def test_code_that_is_only_related_to_a_method_has_its_own_name() -> None:
+    page = wild.PAGE.read_text(encoding="utf-8")
+    for source, method, said in METHODS:
+        row = f"| [{source.title.partition(',')[0]}](#{source.name}) |"
+        assert any(line.startswith(row) and f"| {said.named or method} |" in line for line in page.splitlines())
+        # It says "related to" in the code, so no row calls it the method.
+        assert "related to" not in said.note or said.named
+
+
 def test_the_days_of_the_rows_are_said() -> None:
     assert wild.when({"a/x": {"date": "2026-01-02"}}) == "on 2026-01-02"
     two = {"a/x": {"date": "2026-01-02"}, "a/y": {"date": "2026-01-01"}}
