@@ -113,6 +113,18 @@ def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.Monk
     assert every.count(said) == len(STORED["rows"]) and f"The laws of {len(STORED['rows'])} rows" in every
 
 
+def test_the_files_that_were_judged_are_a_click_away() -> None:
+    """Those of a release are in its package: the notes give their lines."""
+    page = wild.PAGE.read_text(encoding="utf-8")
+    assert f"(https://pypi.org/project/kvpress/{KVPRESS}/)" in page
+    assert "[open an issue](https://github.com/evictionary/evictionary/issues/new)" in page
+    for source in SOURCES:
+        for file in source.files:
+            assert not source.commit or f"[`{file}`]({source.url}/blob/{source.commit}/{file})" in page
+        for said in source.methods.values():
+            assert source.commit or all(re.search(r"\.py, lines? \d+", why) for why in said.reasons.values())
+
+
 def test_code_that_is_only_related_to_a_method_has_its_own_name() -> None:
     page = wild.PAGE.read_text(encoding="utf-8")
     for source, method, said in METHODS:
