@@ -59,8 +59,8 @@ def readme() -> list[str]:
     ((minutes, seconds),) = re.findall(r"^\| `make test` \| (\d+) min (\d+) s", TESTING, re.MULTILINE)
     return [
         f"**Test everything** ({word(round(int(minutes) + int(seconds) / 60))} minutes",
-        f"Of {of['implementations']} public implementations that we tested, {of['fails']} [differ",
-        f"and {of['choices']} more say so themselves",
+        f"Of {of['implementations']} public implementations that we tested, {of['fails']} differ",
+        f"and {of['choices']} more by choice",
         f"the model, {of['MB of the model']} MB",
         f"{word(of['lessons'])} [lessons]",
         f"{word(of['assignments'])} [assignments]",
