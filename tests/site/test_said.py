@@ -303,7 +303,6 @@ OTHERS = {
     ("README.md", "10 methods"): "whose kernels ran on a GPU",
     ("docs/classroom/class.md", "52 planted mistakes"): "those that were handed in",
     ("docs/in_a_model.md", "thirteen methods"): "of one measurement",
-    ("docs/reference/comparison.md", "47 methods"): "of kvpress",
 }
 LARGE = "|".join([*WORDS[10:], "thirty", "forty", "fifty", "sixty"])
 PAGES = [ENGLISH, CHINESE, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
