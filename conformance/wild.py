@@ -53,8 +53,8 @@ class Method:
     `chooses` has those that do not hold because the authors state another choice or another method; `fails`
     has all others. `issues` has a text for each of these that can be sent to the authors, or `mended` the
     commit at which the repository has mended it already. `differs` says what differs where the name of the
-    requirement does not, and `named` is the name of code that is only related to the method. `shows` names the law whose report the page shows, where the shortest report is of
-    something else than the reason.
+    requirement does not, and `named` is the name of code that is only related to the method. `shows` names
+    the law whose report the page shows, where the shortest report is of something else than the reason.
     """
 
     called: str

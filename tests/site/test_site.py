@@ -16,7 +16,8 @@ from docs_build.running import said
 from evictionary.methods import catalogue
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
-from evictionary.spec_tests.proof.planted import load_mutants
+from evictionary.spec_tests.proof import alarms, power
+from evictionary.spec_tests.proof.planted import load_controls, load_mutants
 
 DOCS = site.ROOT / "docs"
 METHOD_PAGES = sorted(set(site.PAGES.values()))
@@ -224,6 +225,26 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
     for page in sorted(DOCS.rglob("*.md")):
         told = re.findall(r"([\d,]{3,}) planted mistakes", page.read_text(encoding="utf-8"))
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
+
+
+def test_the_kill_matrix_says_how_much_of_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page once spoke of "the last measurement", of 3 right variants of 286."""
+
+    def asked() -> str:
+        return pages.filled("kill_matrix.md", "<!-- killing: asked -->").replace(",", "")
+
+    known, every = alarms.measured()["variants"], f"of {len(load_controls())} right variants were judged"
+    judged = [
+        len([name for name in found["mutants"] if name in load_mutants()]) for found in power.cells().values()
+    ]
+    span = f"{min(judged)} to {max(judged)}" if len(set(judged)) > 1 else f"{judged[0]}"
+    says(asked(), f"{len(known)} {every}", f" {span} of {len(load_mutants())}.")
+    newer = f"{len(alarms.earlier())} parts have laws or right variants that are newer."
+    assert (newer in asked()) == bool(alarms.earlier())
+    loud = {name: known[name] | {"seeds": 20, "alarms": [["law", "said"]]} for name in list(known)[:2]}
+    monkeypatch.setattr(alarms, "measured", lambda: {"variants": loud, "mended": []})
+    monkeypatch.setattr(alarms, "earlier", list)
+    says(asked(), f"2 {every} with 20 seeds each", "They raised 2 alarms. 0 alarms from before")
 
 
 LAW = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]

@@ -129,7 +129,9 @@ def test_code_that_is_only_related_to_a_method_has_its_own_name() -> None:
     page = wild.PAGE.read_text(encoding="utf-8")
     for source, method, said in METHODS:
         row = f"| [{source.title.partition(',')[0]}](#{source.name}) |"
-        assert any(line.startswith(row) and f"| {said.named or method} |" in line for line in page.splitlines())
+        assert any(
+            line.startswith(row) and f"| {said.named or method} |" in line for line in page.splitlines()
+        )
         # It says "related to" in the code, so no row calls it the method.
         assert "related to" not in said.note or said.named
 
