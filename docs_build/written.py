@@ -21,7 +21,8 @@ from tutorials.build import LessonError, built, heading, is_built, lessons, move
 OUTPUT = ROOT / "build" / "docs"
 # Measurements line by line, and what pages are made of, are in the repository and not on the site.
 LEFT_OUT = {".xz", ".json", ".toml"}
-# Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
+# Pages whose tables need the width of the navigation, or of their own contents where these are a table too, with
+# the style sheet's class for their columns.
 WIDE = {
     "coverage.md": "coverage",
     "kill_matrix.md": "kills",
@@ -41,7 +42,7 @@ def page(uri: str, source: str) -> str:
     head, text = _parts(source)
     text = pages.linked(uri, pages.filled(uri, text))
     if uri in WIDE:
-        head["hide"] = ["navigation"]
+        head["hide"] = ["toc" if WIDE[uri] in ("coverage", "kills") else "navigation"]
         title, text = text.split("\n", 1)
         text = f'{title}\n\n<div class="wide {WIDE[uri]}" markdown>\n{text}\n</div>\n'
     if NOT_SEARCHED.match(uri):
