@@ -21,8 +21,8 @@ from tutorials.build import LessonError, built, heading, is_built, lessons, move
 OUTPUT = ROOT / "build" / "docs"
 # Measurements line by line, and what pages are made of, are in the repository and not on the site.
 LEFT_OUT = {".xz", ".json", ".toml"}
-# Pages whose tables need the width of the navigation, or of their own contents where these are a table too, with
-# the style sheet's class for their columns.
+# Pages whose tables need the width of the navigation, or of their own contents where these are a table too,
+# with the style sheet's class for their columns.
 WIDE = {
     "coverage.md": "coverage",
     "kill_matrix.md": "kills",
