@@ -51,14 +51,21 @@ class Method:
     """One method of a source: what is called, what a reader should know, and why requirements do not hold.
 
     `chooses` has those that do not hold because the authors state another choice or another method; `fails`
-    has all others, and `issues` a text for each that can be sent to the authors.
+    has all others. `issues` has a text for each of these that can be sent to the authors, or `mended` the
+    commit at which the repository has mended it already. `differs` says what differs where the name of the
+    requirement does not, and `named` is the name of code that is only related to the method. `shows` names
+    the law whose report the page shows, where the shortest report is of something else than the reason.
     """
 
     called: str
     note: str = ""
+    named: str = ""
     fails: dict[str, str] = field(default_factory=dict)
     chooses: dict[str, str] = field(default_factory=dict)
     issues: dict[str, str] = field(default_factory=dict)
+    mended: dict[str, str] = field(default_factory=dict)
+    differs: dict[str, str] = field(default_factory=dict)
+    shows: dict[str, str] = field(default_factory=dict)
 
     @property
     def reasons(self) -> dict[str, str]:
@@ -184,11 +191,11 @@ def judge(
         file = Path(report) / "conformance.json"
         require(file.is_file(), f"{method}: the judge wrote no verdict", NotReached)
         verdict = json.loads(file.read_text(encoding="utf-8"))
-    found = verdict["implementations"][0]["requirements"]
+    found, shows = verdict["implementations"][0]["requirements"], source.methods[method].shows
     return {
         "laws": laws_version(method),
         "requirements": {
-            name: _shortened(entry)
+            name: _shortened(entry, shows.get(name, ""))
             for name, entry in found.items()
             # A variant among the other methods of the folder is none of this one.
             if entry["verdict"] != "not provided"
@@ -198,9 +205,9 @@ def judge(
     }
 
 
-def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
-    """One requirement of conformance.json as it is stored: laws of mathematics and edges; bad input is put
-    to no adapter.
+def _shortened(entry: dict[str, Any], shows: str = "") -> dict[str, Any]:
+    """One requirement of conformance.json as it is stored: laws of mathematics and edges, and the report of
+    the law `shows`, else the shortest; bad input is put to no adapter.
     """
     laws = [law for law in entry["laws"] if law["kind"] != "refusal"]
     failing = [law for law in laws if law["outcome"] == "fail"]
@@ -210,7 +217,8 @@ def _shortened(entry: dict[str, Any]) -> dict[str, Any]:
     reason = entry["reason"]
     if not laws and entry["laws"]:  # refusals alone: all other laws draw inputs that the code does not take
         verdict, reason = "not judged", "the code does not take the inputs of its laws"
-    first = min(mathematics, key=lambda law: len(law["message"]), default=None)
+    shown = [law for law in mathematics if law["law"].endswith(f"::{shows}")] or mathematics
+    first = min(shown, key=lambda law: len(law["message"]), default=None)
     return {
         "verdict": verdict,
         "reason": reason if verdict not in ("pass", "fail") else "",
@@ -305,14 +313,29 @@ def differing(found: list[Source], rows: dict[str, dict[str, Any]]) -> dict[str,
     return counts
 
 
+def when(rows: dict[str, dict[str, Any]]) -> str:
+    """The days on which the rows were judged."""
+    days = sorted({row["date"] for row in rows.values()}) or ["no day"]
+    return f"from {days[0]} to {days[-1]}" if len(days) > 1 else f"on {days[0]}"
+
+
+def stale(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """The rows that were judged by other laws than today's."""
+    return [
+        name
+        for name, row in rows.items()
+        if "laws" in row and row["laws"] != laws_version(name.partition("/")[2])
+    ]
+
+
 def page(found: list[Source], stored: dict[str, Any]) -> str:
     """docs/wild.md, from what is stored."""
-    counts = differing(found, stored["rows"])
     return markdown(
         HERE / "wild.md.j2",
         sources=found,
-        laws_version=laws_version,
-        counts=counts,
+        counts=differing(found, stored["rows"]),
+        when=when(stored["rows"]),
+        stale=stale(stored["rows"]),
         names=REQUIREMENTS,
         **stored,
     )

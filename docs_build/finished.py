@@ -11,6 +11,7 @@ import re
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import minify_html
 from PIL import Image
@@ -19,6 +20,10 @@ from PIL import Image
 # with an id is that of a card.
 BOOSTS = {
     r"which_method": 16,
+    r"wild\.html#report-": 9,
+    r"(coverage|kill_matrix|oracle|paging|verify)\.html ": 6,
+    r"(bugs|wild)\.html |wild\.html#(what-was-found|not-judged|vllm) ": 3,
+    r"decisions\.html#2-|results\.html#against-": 3,
     r"\S+ [A-Z]\w+-\w+ · ": 2,
     r"reference/api/(evicting_cache|load|methods|judge)\.": 4,
     r"methods/(\w+_equations|derivations)|claims/|reference/api/": 0.5,
@@ -28,6 +33,8 @@ BOOSTS = {
     r"lessons/\w+\.html ": 4,
     r"(faq|in_a_model|judging|ten_minutes|reference/(cli|glossary|plug_in))\.": 4,
 }
+# Long records, of which the search knows the title and the first paragraph alone.
+RECORDS = re.compile(r"(coverage|kill_matrix|oracle)\.html")
 # What no reader needs: source maps, the search's other languages, and the page for web servers, which does
 # not open from a folder.
 NOT_NEEDED = ("assets/**/*.map", "assets/javascripts/lunr/**/*.js", "404.html", "search/search_index.json")
@@ -65,17 +72,28 @@ def boost(address: str, title: str) -> float:
     return next((factor for pattern, factor in BOOSTS.items() if re.match(pattern, hit)), 1)
 
 
+def sections(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The sections of the search: of RECORDS the first paragraph alone, and each with how much it counts."""
+    kept = []
+    for section in found:
+        if RECORDS.match(section["location"]):
+            if "#" in section["location"]:
+                continue
+            section = section | {"text": "".join(section["text"].partition("</p>")[:2])}
+        factor = boost(section["location"], section["title"])
+        kept.append(section | ({"boost": factor} if factor != 1 else {}))
+    return kept
+
+
 def search(site: Path) -> None:
-    """Tell Material's search how much each section counts, and keep its index once: as a script, which a page
+    """Leave in Material's search what readers ask for, and keep its index once: as a script, which a page
     may load from a folder too. Raises ValueError if the theme's program would not find it there.
     """
     index = site / "search" / "search_index.json"
     if not index.exists():
         return
     content = json.loads(index.read_text(encoding="utf-8"))
-    for section in content["docs"]:
-        if (factor := boost(section["location"], section["title"])) != 1:
-            section["boost"] = factor
+    content["docs"] = sections(content["docs"])
     written = _short(content)
     index.with_suffix(".js").write_text(f"var __index={written}", encoding="utf-8")
     (program,) = site.glob("assets/javascripts/bundle.*.js")

@@ -348,10 +348,16 @@ def paper(stem: str) -> str:
 
 
 def judged(stem: str) -> list[str]:
-    """The names of the public code bases whose implementation of a method was judged."""
-    titles = {source.name: source.title for source in wild.sources()}
+    """The names of the public code bases whose implementation of a method was judged, and the code's own
+    name where it is only related to the method.
+    """
     rows = facts.stored("conformance/results.json")["rows"]
-    return [titles[source] for source, _, name in (row.partition("/") for row in rows) if name == stem]
+    return [
+        source.title + (f", its {said.named}" if said.named else "")
+        for source in wild.sources()
+        for name, said in source.methods.items()
+        if name == stem and f"{source.name}/{name}" in rows
+    ]
 
 
 def taught(stem: str) -> list[tuple[str, str]]:

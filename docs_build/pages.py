@@ -240,11 +240,12 @@ def page_of(stem: str) -> str:
 
 def graded(page: str) -> str:
     """How many entries of the errata each paper has of each grade, and those that a computation refutes, from
-    the tables of docs/errata.md.
+    the tables of docs/errata.md: of a paper with a newer version than the one that was read, with both.
     """
-    parts = re.split(
-        r"^## (.+\(arXiv .+\))$", (ROOT / "docs/errata.md").read_text(encoding="utf-8"), flags=re.MULTILINE
-    )
+    text = (ROOT / "docs/errata.md").read_text(encoding="utf-8")
+    parts = re.split(r"^## (.+\(arXiv .+\))$", text, flags=re.MULTILINE)
+    read = re.findall(r"^\| (.+?) \| arXiv \S+, (v\d+) \| (v\d+)", text, re.MULTILINE)
+    newer = {paper: f" {old}; the newest is {new}" for paper, old, new in read if old != new}
     titles = dict(zip(parts[1::2], parts[2::2], strict=True))
     # entry, place, grade, in one line
     row = r"^\| \[(?P<name>.+?)\]\(#(?P<anchor>.+?)\) \| (?P<place>.+?)"
@@ -255,7 +256,7 @@ def graded(page: str) -> str:
         for found in re.finditer(row, text, re.MULTILINE)
     ]
     anchors = {title.partition(" (")[0]: slugify(title, "-") for title in titles}
-    return _rendered("graded", page, entries=found, of_paper=anchors, grades=GRADES)
+    return _rendered("graded", page, entries=found, of_paper=anchors, grades=GRADES, newer=newer)
 
 
 def studied(page: str, part: str) -> str:

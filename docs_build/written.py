@@ -21,7 +21,8 @@ from tutorials.build import LessonError, built, heading, is_built, lessons, move
 OUTPUT = ROOT / "build" / "docs"
 # Measurements line by line, and what pages are made of, are in the repository and not on the site.
 LEFT_OUT = {".xz", ".json", ".toml"}
-# Pages whose tables need the width of the navigation, with the style sheet's class for their columns.
+# Pages whose tables need the width of the navigation, or of their own contents where these are a table too,
+# with the style sheet's class for their columns.
 WIDE = {
     "coverage.md": "coverage",
     "kill_matrix.md": "kills",
@@ -29,9 +30,10 @@ WIDE = {
         ("study.md", "claims/index.md", *(f"claims/{name}.md" for name in pages.PAPERS)), "measured"
     ),
 }
-# Records for maintainers, and what another page says again: a reader's search should not find them.
+# Records for maintainers, and what another page says again: a reader's search should not find them. Of three
+# more, docs_build/finished.py leaves the title and the first paragraph in the search.
 NOT_SEARCHED = re.compile(
-    r"(changelog|coverage|kill_matrix|oracle|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
+    r"(changelog|four_laws|claims/index)\.md|classroom/(class|mistakes|styles)\.md|reference/api/optimized/"
 )
 
 
@@ -40,7 +42,7 @@ def page(uri: str, source: str) -> str:
     head, text = _parts(source)
     text = pages.linked(uri, pages.filled(uri, text))
     if uri in WIDE:
-        head["hide"] = ["navigation"]
+        head["hide"] = ["toc" if WIDE[uri] in ("coverage", "kills") else "navigation"]
         title, text = text.split("\n", 1)
         text = f'{title}\n\n<div class="wide {WIDE[uri]}" markdown>\n{text}\n</div>\n'
     if NOT_SEARCHED.match(uri):

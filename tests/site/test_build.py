@@ -131,6 +131,17 @@ def test_a_finished_site_has_its_search_once_and_its_scripts_once(tmp_path: Path
     assert (site / "a.png").stat().st_size < size / 2
 
 
+def test_of_a_long_record_the_search_knows_title_and_first_paragraph() -> None:
+    """A reader once found neither the kill matrix nor the page of the oracle."""
+    found = [
+        {"location": "kill_matrix.html", "title": "Kill matrix", "text": "<p>What it is.</p> <p>More.</p>"},
+        {"location": "kill_matrix.html#false-alarms", "title": "False alarms", "text": "<p>An alarm.</p>"},
+        {"location": "tolerance.html#a", "title": "A", "text": "<p>One.</p> <p>Two.</p>"},
+    ]
+    kept = {"location": "kill_matrix.html", "title": "Kill matrix", "text": "<p>What it is.</p>", "boost": 6}
+    assert finished.sections(found) == [kept, found[2]]
+
+
 def test_the_settings_of_a_page_are_its_own_and_those_of_all_pages() -> None:
     settings = '{"base": "..", "features": ["a"], "search": "../b.js"}'
     told = f"<script id=__config type=application/json>{settings}</script>"

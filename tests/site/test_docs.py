@@ -100,6 +100,25 @@ def test_the_tables_of_the_errata_list_every_entry_with_its_grade() -> None:
     assert {grade for *_, grade in rows} == set(coverage.GRADES)
 
 
+def test_a_refuted_sentence_names_its_version_where_a_newer_one_is_known() -> None:
+    shown = pages.filled("errata.md", "<!-- graded -->")
+    wrong = re.findall(r"^- \[(.+?)\]\(.+?\) \((.+?)[,;]", shown, flags=re.MULTILINE)
+    assert ("KD-O", "KeyDiff v1") in wrong and ("MK-T5", "MomentKV") in wrong
+    assert shown.count("(KeyDiff v1; the newest is v4; ") == len(
+        [paper for _, paper in wrong if paper == "KeyDiff v1"]
+    )
+
+
+def test_the_coverage_and_the_errata_count_and_say_what_they_count() -> None:
+    """One had 58 and the other 62, without a word of why."""
+    text = " ".join(pages.coverage().split())
+    ids = {identifier for title in errata() for identifier in coverage.ids_of(title)}
+    assert (
+        f"counts requirements, {len(ids)} in all. The [errata](errata.md) have {len(errata())} entries"
+        in text
+    )
+
+
 def test_the_grades_of_the_errata_are_the_verdicts_of_the_requirements() -> None:
     """The coverage page once called false what the errata call imprecise, and true what they grade."""
     graded: dict[str, set[str]] = {identifier: set() for identifier in REQUIREMENTS}

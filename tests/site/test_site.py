@@ -16,7 +16,8 @@ from docs_build.running import said
 from evictionary.methods import catalogue
 from evictionary.spec_tests.judge.implementation import STEMS
 from evictionary.spec_tests.judge.law import REQUIREMENTS
-from evictionary.spec_tests.proof.planted import load_mutants
+from evictionary.spec_tests.proof import alarms, power
+from evictionary.spec_tests.proof.planted import load_controls, load_mutants
 
 DOCS = site.ROOT / "docs"
 METHOD_PAGES = sorted(set(site.PAGES.values()))
@@ -226,6 +227,26 @@ def test_the_kill_matrix_has_every_planted_mistake_and_other_pages_its_number() 
         assert all(int(number.replace(",", "")) == rows for number in told), page.name
 
 
+def test_the_kill_matrix_says_how_much_of_it_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page once spoke of "the last measurement", of 3 right variants of 286."""
+
+    def asked() -> str:
+        return pages.filled("kill_matrix.md", "<!-- killing: asked -->").replace(",", "")
+
+    known, every = alarms.measured()["variants"], f"of {len(load_controls())} right variants were judged"
+    judged = [
+        len([name for name in found["mutants"] if name in load_mutants()]) for found in power.cells().values()
+    ]
+    span = f"{min(judged)} to {max(judged)}" if len(set(judged)) > 1 else f"{judged[0]}"
+    says(asked(), f"{len(known)} {every}", f" {span} of {len(load_mutants())}.")
+    newer = f"{len(alarms.earlier())} parts have laws or right variants that are newer."
+    assert (newer in asked()) == bool(alarms.earlier())
+    loud = {name: known[name] | {"seeds": 20, "alarms": [["law", "said"]]} for name in list(known)[:2]}
+    monkeypatch.setattr(alarms, "measured", lambda: {"variants": loud, "mended": []})
+    monkeypatch.setattr(alarms, "earlier", list)
+    says(asked(), f"2 {every} with 20 seeds each", "They raised 2 alarms. 0 alarms from before")
+
+
 LAW = site.definitions("spec_tests/knorm/test_knorm.py")["test_score_is_minus_the_norm"]
 
 
@@ -273,9 +294,11 @@ def test_a_page_of_wide_tables_exists_and_has_columns_in_the_style_sheet() -> No
         assert (DOCS / uri).exists() or uri == "coverage.md"  # made with the site
         shown = written.page(uri, "---\ntitle: a\n---\n# A\n\nIt has a\ntable.\n")
         head, _, text = shown.removeprefix("---\n").partition("---\n")
-        assert yaml.safe_load(head).items() >= {"title": "a", "hide": ["navigation"]}.items()
+        # Two of them have their contents in a table, and keep the navigation.
+        hidden = "toc" if uri in ("coverage.md", "kill_matrix.md") else "navigation"
+        assert yaml.safe_load(head).items() >= {"title": "a", "hide": [hidden]}.items()
         assert text == f'# A\n\n<div class="wide {kind}" markdown>\n\nIt has a\ntable.\n\n</div>\n'
-        assert f".{kind} td:nth-child(5)" in style
+        assert re.search(rf"\.{kind}( details)? td:nth-child\(5\)", style)
 
 
 def test_the_navigation_names_what_exists() -> None:
