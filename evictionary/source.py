@@ -1,5 +1,5 @@
-"""Python sources: a file of the user as it is now; of a function, its file, its signature and what it says
-first.
+"""Python sources: a file of the user as it is now; of a
+function, its file, its signature and what it says first.
 """
 
 import ast

@@ -64,8 +64,8 @@ class Text:
 
 @cache
 def texts(seed: int) -> list[Text]:
-    """Five texts, of a check as of a grade, with random places of the number: what `check` says holds for a
-    grade too.
+    """Five texts, of a check as of a grade, with random places
+    of the number: what `check` says holds for a grade too.
     """
     _, tokenizer = load_model()
     draw, found = random.Random(seed), []

@@ -63,7 +63,7 @@ def test_a_box_has_the_name_of_the_file_that_it_quotes(monkeypatch: pytest.Monke
 def test_a_lesson_quotes_what_the_named_file_has(lesson: Path) -> None:
     boxes = re.findall(r'^```python title="(.+?)"\n(.+?)\n```$', page_of(lesson), flags=re.DOTALL | re.M)
     for file, quoted in boxes:
-        assert quoted in (build.ROOT / file).read_text(encoding="utf-8"), file
+        assert quoted in (lesson_module.ROOT / file).read_text(encoding="utf-8"), file
 
 
 @every_lesson

@@ -9,8 +9,8 @@ const EMPTY = new Set(
 );
 const SAME = {
   apple: "mac", bf16: "bfloat16", bibtex: "cite", citation: "cite", citing: "cite", failed: "fail", failing: "fail", fp16: "float16",
-  fp32: "float32", fp8: "float8", gqa: "grouped gqa", licensing: "licence", license: "licence", licensed: "licence", macbook: "mac",
-  macos: "mac", mps: "mac", pip: "install", pytest: "test", quantisation: "quantiz", quantise: "quantiz", quantised: "quantiz",
+  fp32: "float32", fp8: "float8", gqa: "grouped gqa", licensing: "licence", license: "licence", licensed: "licence", macbook: "mac", macos: "mac",
+  mps: "mac", nats: "glossary", pip: "install", pytest: "test", quantisation: "quantiz", quantise: "quantiz", quantised: "quantiz",
   quantization: "quantiz", quantize: "quantiz", quantized: "quantiz", setup: "install", testing: "test",
 };
 const ID = /^([a-z]\w{1,3})-([a-z]?\d+[a-z]?|[a-z])$/;
