@@ -580,12 +580,14 @@ def told(run: Untrusted) -> dict[str, Any]:
         f"{next(told for begun, told in MEANINGS.items() if each.startswith(begun))}: {each}"
         for each in sorted(run.tried)
     )
+    uncounted = len(fail) - len(failing)
+    beside = f", and {uncounted} of edges or refusals, which count only with --strict" if uncounted else ""
     for_some = "the code is right for a while or for some inputs"
     said = {
         **run.reasons,
         "later": f"{len(later)} laws hold at first and fail afterwards: {for_some}" if later else "",
         "tried": "; ".join(tried),
-        "laws": f"{len(failing)} of {len(asked)} laws fail" if failing else "",
+        "laws": f"{len(failing)} of {len(asked)} laws fail{beside}" if failing else "",
     }
     reasons = {name: text for name, text in said.items() if text}
     if not reasons and not {*run.functions} <= functions_asked(run, hold):

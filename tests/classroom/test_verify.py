@@ -145,6 +145,8 @@ def test_a_mistake_is_named(tmp_path: Path) -> None:
     done = invoke("verify", written(tmp_path, wrong, "keydiff.py"), "--examples", 2)
     found = json.loads(done.stdout)
     assert (done.exit_code, 0 < found["score"] < 1, [*found["reasons"]]) == (1, True, ["laws"])
+    counts = [int(each) for each in re.findall(r"\d+", found["reasons"]["laws"])]
+    assert counts[0] + counts[2] == len(found["laws"]["fail"]) and counts[2] > 0
     assert "mean taken before normalising" in found["misconception"] and "FAIL: " in done.stderr
     assert found["input"].startswith("keys = ") and len(found["input"].splitlines()) <= 10
 

@@ -162,6 +162,8 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
     judged(folder, "knorm", RIGHT, "--report", tmp_path / "out", code=0)
     verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
     assert verdict["schema"] == "evictionary/conformance/2"
+    assert verdict["verdict"].startswith(("PASS: ", "FAIL: "))
+    assert (verdict["first_failure"] is None) == verdict["verdict"].startswith("PASS: ")
     assert verdict["implementations"][0]["requirements"]["KN-1"]["verdict"] == "pass"
     assert json.loads((tmp_path / "out" / "badge.json").read_text())["message"] == "1 of 1 requirements"
     assert "<testsuite" in (tmp_path / "out" / "junit.xml").read_text()
