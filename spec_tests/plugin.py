@@ -33,6 +33,8 @@ WITHOUT_A_GPU = "Triton kernels are judged without one by TRITON_INTERPRET=1 or 
 EXPECTED = pytest.StashKey[dict[str, str]]()
 DEATHS = pytest.StashKey[Deaths]()
 CHOSEN = pytest.StashKey[list[str]]()
+# The last line of a run, which says what it found or why it found nothing.
+SAID = pytest.StashKey[str]()
 for _name, _examples in project.PROFILES.items():
     settings.register_profile(
         _name,
@@ -234,8 +236,8 @@ def _dtypes(option: str | None) -> list[str | None]:
     names = option.split(",")
     for name in names:
         if name not in EPSILON:
-            # float8 is no slip for float64: a name is meant where its digits are
-            alike = [each for each in EPSILON if _digits(each) == _digits(name)]
+            # float8 is no slip for float64: a name is meant where its digits are, in any order
+            alike = [each for each in EPSILON if sorted(_digits(each)) == sorted(_digits(name))]
             raise pytest.UsageError(
                 f"--dtype: got {name!r}{did_you_mean(name, alike)}, wanted some of {', '.join(EPSILON)}, "
                 "separated by commas"
@@ -432,9 +434,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return result
 
 
-def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     if config.option.collectonly:
         return
+    if config.getoption("--brief") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        return  # no law was chosen, so there is nothing to sum up
     found = config.stash[verdict.FOUND]
     if config.getoption("--brief"):
         found.write_summary(terminalreporter)
@@ -485,6 +489,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"no verdict: {sentence}"
         elif found.reasons and not found.others:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
+    found.line = config.stash[SAID] = line
     result = yield
     if session.exitstatus in (good, bad, nothing, pytest.ExitCode.USAGE_ERROR) and line:
         terminal.write_line(line, green=passed, red=not passed)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from hypothesis import strategies as st
+from hypothesis import reject, strategies as st
 
 from evictionary.classroom.child import StudentError
 from evictionary.classroom.step import Step
@@ -16,6 +16,7 @@ from evictionary.errors import require
 from evictionary.spec_tests.judge.by_hand import for_each_reader
 from evictionary.spec_tests.judge.cases import Case, seeded_cases, seeds
 from evictionary.spec_tests.judge.compare import agrees, equal
+from evictionary.spec_tests.judge.domain import OutsideDomain
 from evictionary.spec_tests.judge.implementation import Implementation, oracle
 from evictionary.spec_tests.judge.law import REQUIREMENTS, Law
 from evictionary.spec_tests.judge.tolerance import Allowance, Violation
@@ -54,7 +55,10 @@ def own_law(found: Check, name: str, requirement: str) -> Law:
     def judging(impl: Implementation, **inputs: Any) -> None:
         impl.calls.clear()
         impl.asking, impl.drawn = "", impl.domain.fitted(inputs)
-        found.check(impl, **impl.drawn)
+        try:
+            found.check(impl, **impl.drawn)
+        except OutsideDomain:  # an input that asks nothing neither holds nor fails
+            reject()
 
     fields = (found.functions, f"{OWN}{name}", found.sentence, "", judging, found.drawn, lambda one: "")
     return replace(Law(REQUIREMENTS[requirement], *fields), examples=found.examples)

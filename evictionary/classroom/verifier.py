@@ -373,11 +373,11 @@ class Untrusted(ByLaws):
                 self.said |= {name: plain(text) for name, text in report.said(self.failed, judged, error)}
 
 
-def inside(impl: Any, case: Case) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each function with arguments of a case, where the domain has them. Raises OutsideDomain for none."""
+def inside(impl: Any, case_of: Callable[[str], Case]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each function with arguments of its case, where the domain has them. Raises OutsideDomain for none."""
     asked = False
     for path in impl.asked_of_memory():
-        if (given := arguments_inside(impl, path, case)) is not None:
+        if (given := arguments_inside(impl, path, case_of(path))) is not None:
             asked = True
             yield path, given
     if not asked:
@@ -389,7 +389,7 @@ def in_turn(impl: Any, case: Case, seed: int) -> None:
     its input is wrong.
     """
     generator = np.random.default_rng(seed)
-    for path, arguments in inside(impl, case):
+    for path, arguments in inside(impl, lambda path: case):
         memory.require_right(impl, path, arguments, "is wrong")
         for name in (each.name for each in contract_of(path).arguments):
             array = arguments.get(name)
@@ -429,11 +429,12 @@ def of_a_model(batch: int, num_kv_heads: int, group: int, length: int, head_dim:
     """The law that the answers are right at the shape of a layer that people run."""
 
     def check(impl: Any, case: Case) -> None:
-        for path in impl.asked_of_memory():
+        def at_a_size(path: str) -> Case:
             short = impl.slow or not affordable(path, case)
-            given = arguments_inside(impl, path, replace(case, length=FEW_TOKENS) if short else case)
-            if given is not None:
-                memory.require_right(impl, path, given, f"is wrong with {told}")
+            return replace(case, length=FEW_TOKENS) if short else case
+
+        for path, given in inside(impl, at_a_size):
+            memory.require_right(impl, path, given, f"is wrong with {told}")
 
     told = (
         f"batch {batch}, {num_kv_heads} KV heads, a group of {group}, {length} tokens and {head_dim} channels"
@@ -555,9 +556,19 @@ def _of_signature(node: ast.FunctionDef) -> Callable[..., Any]:
     )
 
 
+def functions_asked(run: Untrusted, names: list[str]) -> set[str]:
+    """The functions that laws of these names have asked. What no law asks by itself is compared with the
+    mathematics in turn.
+    """
+    known = load_laws()
+    laws = [run.law_of[name] for name in names]
+    alone = {law.functions for law in known.values()}
+    in_turn = {path for path in run.functions if (path,) not in alone and IN_TURN.name in names}
+    return in_turn | {path for law in laws if law.name in known for path in law.functions}
+
+
 def told(run: Untrusted) -> dict[str, Any]:
     """The verdict: whether the code is correct, and if not, in what way."""
-    known = load_laws()
     counted = [name for name in run.outcomes if run.counts(run.law_of[name])]
     hold = [name for name, each in run.outcomes.items() if {*each} == {HOLDS}]
     fail = [name for name, each in run.outcomes.items() if FAILS in each]
@@ -569,22 +580,22 @@ def told(run: Untrusted) -> dict[str, Any]:
         f"{next(told for begun, told in MEANINGS.items() if each.startswith(begun))}: {each}"
         for each in sorted(run.tried)
     )
+    uncounted = len(fail) - len(failing)
+    beside = f", and {uncounted} of edges or refusals, which count only with --strict" if uncounted else ""
     for_some = "the code is right for a while or for some inputs"
     said = {
         **run.reasons,
         "later": f"{len(later)} laws hold at first and fail afterwards: {for_some}" if later else "",
         "tried": "; ".join(tried),
-        "laws": f"{len(failing)} of {len(asked)} laws fail" if failing else "",
+        "laws": f"{len(failing)} of {len(asked)} laws fail{beside}" if failing else "",
     }
     reasons = {name: text for name, text in said.items() if text}
-    held = {path for name in hold if run.law_of[name].name in known for path in run.law_of[name].functions}
-    # What no law asks by itself is compared with the mathematics in turn.
-    alone = {law.functions for law in known.values()}
-    held |= {path for path in run.functions if (path,) not in alone and IN_TURN.name in hold}
-    if not reasons and not {*run.functions} <= held:
+    if not reasons and not {*run.functions} <= functions_asked(run, hold):
         reasons["laws"] = f"no law of one of {', '.join(run.functions)} was asked"
     correct, cheats = not reasons, {"tried", "remembered", "time"} & {*reasons}
-    score = 0.0 if cheats or not asked else sum(name in hold for name in asked) / len(asked)
+    # What was never called has answered nothing.
+    uncalled = "missing" in reasons or not {*run.functions} <= functions_asked(run, [*hold, *fail])
+    score = 0.0 if cheats or uncalled or not asked else sum(name in hold for name in asked) / len(asked)
     return {
         "schema": SCHEMA,
         "suite": suite_version(),

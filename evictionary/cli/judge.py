@@ -1,10 +1,11 @@
 """The command `evictionary judge`."""
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,7 +23,7 @@ from evictionary.cli.console import (
     number,
     require_folder,
 )
-from evictionary.errors import did_you_mean, require, require_known
+from evictionary.errors import UsageError, did_you_mean, require, require_known
 from evictionary.progress import doing
 
 MEMORY = "memory"
@@ -152,7 +153,7 @@ def judge(
     is 0 if the mathematics holds, and the memory with --device compiled, 1 if they do not, and 2 if there is
     nothing to judge.
     """
-    with exit_codes(extra="torch"):
+    with exit_codes(extra="torch"), _told_as_json(as_json):
         with doing("loading the laws"):
             from evictionary.spec_tests.judge import project
 
@@ -210,18 +211,17 @@ def judge(
             ]
             jobs = jobs or (min(2, os.cpu_count() or 1) if device in ("cpu", "compiled") and not law else 1)
             options += ["-p", "xdist.plugin", f"--numprocesses={jobs}", "--dist=worksteal"]
-            code = _run_pytest(laws, [str(law) for law in chosen], options, shared=jobs > 1, quiet=as_json)
+            code, said = _run_pytest(
+                laws, [str(law) for law in chosen], options, shared=jobs > 1, quiet=as_json
+            )
             verdict = folder / "conformance.json"
-            if as_json and verdict.is_file():
+            require(code in (0, 1), said or _why_nothing(path or command, law, names))
+            if as_json:
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
             if report and verdict.is_file():
                 messages.print(
                     f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False
                 )
-        require(
-            code in (0, 1),
-            f"path: nothing of {path or command} was judged; {_why_nothing(code, law, names)}",
-        )
     raise typer.Exit(code)
 
 
@@ -253,15 +253,12 @@ def _purpose(path: str | None, methods: list[str]) -> tuple[str | None, list[str
     return f"{path}{AS}{methods[0]}", stems
 
 
-def _why_nothing(code: int, law: str | None, methods: list[str]) -> str:
+def _why_nothing(judged: str | None, law: str | None, methods: list[str]) -> str:
     """Why pytest has asked no law, in words."""
-    if code != 5:
-        return "the line above says why"
+    why = f"it has no function of {' or '.join(methods)}" if methods else "it has no function of a law"
     if law:
-        return f"no law that applies to it has {law} in its name"
-    if methods:
-        return f"it has no function of {' or '.join(methods)}"
-    return "it has no function that a law is about"
+        why = f"no law that applies to it has {law} in its name"
+    return f"path: nothing of {judged} was judged: {why}"
 
 
 def _law_files(laws: Path, methods: list[str]) -> list[Path]:
@@ -272,15 +269,34 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
 
     known = [path.stem.removeprefix("test_") for path in judging_files(laws)]
     for method in methods:
-        require_known("--method", method, known)
+        require(
+            method in known,
+            f"--method: got {method!r}{did_you_mean(method, known)}, wanted a method or a function that "
+            "`evictionary contract` lists",
+        )
     return judging_files(laws, [*methods, MEMORY] if methods else ())
 
 
-def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, shared: bool, quiet: bool) -> int:
+@contextlib.contextmanager
+def _told_as_json(as_json: bool) -> Iterator[None]:
+    """Where nothing is judged, the reason is on standard output too: whoever reads JSON gets some."""
+    try:
+        yield
+    except UsageError as error:
+        if as_json:
+            typer.echo(json.dumps({"error": str(error)}), file=sys.__stdout__)
+        raise
+
+
+def _run_pytest(
+    laws: Path, chosen: list[str], options: list[str], *, shared: bool, quiet: bool
+) -> tuple[int, str]:
     """Run pytest in this process with nothing of the project around it: not its configuration, its plugins
-    or its cache.
+    or its cache. Returns its exit code, and why nothing was judged if it says so.
     """
     import pytest
+
+    from evictionary.spec_tests.plugin import SAID
 
     class Asking:
         """Progress in the place of pytest's dots, until the verdict is written."""
@@ -289,6 +305,18 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, shared: bo
             self.shown = contextlib.ExitStack()
             self.now = self.shown.enter_context(doing("starting the processes"))
             self.laws, self.asked = 0, 0
+            self.said = ""
+
+        @pytest.hookimpl(wrapper=True, tryfirst=True)
+        def pytest_cmdline_main(self) -> Generator[None, Any, Any]:
+            try:
+                return (yield)
+            except pytest.UsageError as error:  # pytest would print it, and the command does
+                self.said = str(error)
+                return int(pytest.ExitCode.USAGE_ERROR)
+
+        def pytest_unconfigure(self, config: pytest.Config) -> None:
+            self.said = config.stash.get(SAID, "")
 
         def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
             self.laws = len(ids)
@@ -323,4 +351,5 @@ def _run_pytest(laws: Path, chosen: list[str], options: list[str], *, shared: bo
         if not quiet:
             # the verdict is the result, and exit_codes sends what a command prints to standard error
             changed.setattr(sys, "stdout", sys.__stdout__)
-        return int(pytest.main([*chosen, *options, *alone, *told], plugins=[asking]))
+        code = int(pytest.main([*chosen, *options, *alone, *told], plugins=[asking]))
+    return code, asking.said

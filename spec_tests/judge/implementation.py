@@ -10,6 +10,7 @@ import itertools
 import os
 import pkgutil
 import re
+import shlex
 import sys
 import types
 from collections import Counter, deque
@@ -501,7 +502,7 @@ def load(
     )
     require(
         implementation.functions(),
-        f"{target}: provides no function of the contract; {_wanted_of(modules)}",
+        f"{target}: provides no function of the contract; {_wanted_of(modules, path)}",
         UnusableImplementation,
     )
     require(
@@ -524,13 +525,22 @@ def load(
     return implementation
 
 
-def _wanted_of(modules: dict[str, types.ModuleType]) -> str:
+def _wanted_of(modules: dict[str, types.ModuleType], path: Path) -> str:
     """What a file or folder would have to have, in a line."""
+    if not modules and (others := [each for each in sorted(path.glob("*.py")) if each.stem != "__init__"]):
+        file = others[0]
+        says = "IMPLEMENTS" in file.read_text(encoding="utf-8", errors="replace")
+        purpose = "" if says else " --method keydiff.score"
+        return (
+            f"the name of {file.name} is that of no method, so judge the file alone: "
+            f"evictionary judge {shlex.quote(str(file))}{purpose}"
+        )
     if len(modules) != 1:
         return "wanted files and functions named as in reference/, such as keydiff.py with score"
-    names = [path.partition(".")[2] for path in contract_functions(tuple(modules))]
-    (stem,) = modules
-    example = f'IMPLEMENTS = {{"my_score": "{stem}.{names[0]}"}}'
+    names = [each.partition(".")[2] for each in contract_functions(tuple(modules))]
+    ((stem, module),) = modules.items()
+    own = _own_functions(module) or ["my_score"]
+    example = f'IMPLEMENTS = {{"{own[0]}": "{stem}.{names[0]}"}}'
     return f"wanted one of {', '.join(names)}, or a line such as {example}"
 
 
@@ -585,7 +595,7 @@ CONVENTIONS = {
 def _no_device(library: str, device: str) -> str:
     """Why nothing can be computed on a device, or an empty string."""
     if library == "numpy":
-        return "computes with NumPy, which runs on cpu alone"
+        return "computes with NumPy, which runs on a CPU only"
     if library != "torch":
         return f"{'a program' if library == 'exec' else library} chooses its device itself, wanted cpu"
     if device == compiled.DEVICE:
@@ -758,7 +768,7 @@ def _meant(path: Path, module: types.ModuleType, purpose: str) -> str:
         return own[0]
     raise UnusableImplementation(
         f"{path.name}: which of {', '.join(own) or 'no function'} is {purpose}? Name it {wanted}, or write "
-        f'IMPLEMENTS = {{"my_score": "{purpose}"}} in the file'
+        f'IMPLEMENTS = {{"{own[0] if own else "my_score"}": "{purpose}"}} in the file'
     )
 
 

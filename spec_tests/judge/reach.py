@@ -1,5 +1,6 @@
 """How large the inputs are that a function was asked for: KV heads, groups, sequences, channels, tokens."""
 
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -45,8 +46,14 @@ def largest(reach: Reach) -> dict[str, int]:
 
 
 def in_a_line(reach: Reach) -> str:
-    """The same in words: `1,000 tokens, 16 KV heads, 8 sequences`."""
-    return ", ".join(f"{size:,} {unit}" for unit, size in largest(reach).items())
+    """The same in words: `1,000 tokens, 16 KV heads, 1 sequence (each alone)`. No input has all at once."""
+    sizes = [f"{size:,} {unit if size != 1 else _one(unit)}" for unit, size in largest(reach).items()]
+    return ", ".join(sizes) + " (each alone)" * (len(sizes) > 1)
+
+
+def _one(unit: str) -> str:
+    """A unit of which there is one: `query head of each`."""
+    return re.sub(r"s\b", "", unit, count=1)
 
 
 def units(axes: Collection[str]) -> list[str]:

@@ -121,6 +121,7 @@ class Verdict:
         self.judged = config.stash[JUDGED]
         self.expected = expected or {}
         self.strict = config.getoption("strict")
+        self.line = ""  # the last line of the run
         self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.executed: dict[str, Counter[str]] = defaultdict(Counter)
         self.reach: dict[str, Reach] = defaultdict(dict)
@@ -392,10 +393,32 @@ class Verdict:
                 )
                 for why, names in found.items():
                     terminal.write_line(f"  {word:15}{', '.join(names)}: {why}", yellow=True)
+        if first := self._first_failure():
+            name, column, entry = first
+            terminal.section("the first failure" + UNCOUNTED * (not self._counts(entry)))
+            terminal.write_line(entry["message"])
+            laws = load_laws()
+            others = [each for each in self.laws[name, column] if each is not entry]
+            for title, outcome in (("it keeps", "pass"), ("it breaks too", "fail")):
+                # the relations between answers, which tell what the mistake is not
+                of_outcome = [
+                    laws[each["law"]]
+                    for each in others
+                    # where there is no answer, none is broken
+                    if each["outcome"] == outcome and "unanswered" not in each and not _raised(each)
+                ]
+                related = sorted((law for law in of_outcome if law.relates), key=lambda law: law.place)
+                if related:
+                    terminal.write_line(f"  {title:16}{'; '.join(law.in_words for law in related)}")
+
+    def _first_failure(self) -> tuple[str, str, dict[str, Any]] | None:
+        """The requirement, the column and the law that a report shows whole; None where all laws hold.
+
+        The most basic law comes first: by its place in the specification, the definition before what follows
+        from it, and what is asked of any function last.
+        """
         order, laws = list(REQUIREMENTS), load_laws()
         failures = [
-            # The most basic law comes first: by its place in the specification, the definition before what
-            # follows from it, and what is asked of any function last.
             (
                 not self._counts(entry),
                 NO_MORE in entry["message"] or NO_GPU in entry["message"],
@@ -413,22 +436,10 @@ class Verdict:
             for entry in entries
             if entry["outcome"] == "fail"
         ]
-        if failures:
-            uncounted, *_, name, column, entry = min(failures, key=lambda failure: failure[:-1])
-            terminal.section("the first failure" + UNCOUNTED * uncounted)
-            terminal.write_line(entry["message"])
-            others = [each for each in self.laws[name, column] if each is not entry]
-            for title, outcome in (("it keeps", "pass"), ("it breaks too", "fail")):
-                # the relations between answers, which tell what the mistake is not
-                of_outcome = [
-                    laws[each["law"]]
-                    for each in others
-                    # where there is no answer, none is broken
-                    if each["outcome"] == outcome and "unanswered" not in each and not _raised(each)
-                ]
-                related = sorted((law for law in of_outcome if law.relates), key=lambda law: law.place)
-                if related:
-                    terminal.write_line(f"  {title:16}{'; '.join(law.in_words for law in related)}")
+        if not failures:
+            return None
+        *_, name, column, entry = min(failures, key=lambda failure: failure[:-1])
+        return name, column, entry
 
     def _executed(self, implementation: Implementation) -> str:
         """How much compiled code was executed; an empty string for a device that runs it itself."""
@@ -441,9 +452,12 @@ class Verdict:
 
     def as_json(self) -> dict[str, Any]:
         """The content of conformance.json."""
+        first = self._first_failure()
         return {
             "schema": SCHEMA,
             "suite": suite_version(),
+            "verdict": self.line,
+            "first_failure": first and {"requirement": first[0], "implementation": first[1], **first[2]},
             "implementations": [self._column(one) for one in self.judged],
         }
 

@@ -146,6 +146,19 @@ def test_the_starter_file_scores_nothing(name: str, monkeypatch: pytest.MonkeyPa
     assert result.score == 0 and "NotImplementedError" in result.lines[0].message
 
 
+# What messages of refusals have to name.
+WORDS = "queries keys values budget shape axes heads tokens wanted window sinks bits group_size"
+
+
+@pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
+def test_a_file_that_refuses_everything_scores_nothing(name: str) -> None:
+    """Whoever refuses each input refuses the bad ones too, in any words."""
+    one = assignments.load(name)
+    names = re.findall(r"^def (\w+)", text_of(one.starter), flags=re.MULTILINE)
+    raises = [f"def {each}(*args, **kwargs):\n    raise ValueError({WORDS!r})\n" for each in names]
+    assert judged(name, "\n\n".join(raises), examples=1, explain=False).score == 0
+
+
 @pytest.mark.parametrize("name", sampled(NUMPY, every=len(NUMPY)))
 def test_the_reference_as_a_student_has_full_marks_and_the_canary_none(name: str) -> None:
     one = assignments.load(name)

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -19,8 +20,11 @@ from tools.grader import SOLUTION, bundled, text_of, written
 from conformance.verifiers import BASES, BENCHMARKS, EXPLOITS, RESULTS, source_of
 from evictionary.classroom import grading, verifier
 from evictionary.classroom.child import Child
-from evictionary.reference import momentkv as moments
+from evictionary.reference import kv_cache, momentkv as moments
 from evictionary.spec_tests.judge.domain import Domain
+from evictionary.spec_tests.judge.implementation import Implementation
+from evictionary.spec_tests.judge.law import Law
+from evictionary.spec_tests.judge.outcome import outcome
 from evictionary.spec_tests.proof.planted import load_mutants
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +63,36 @@ def test_an_exploit_is_caught_and_named(name: str) -> None:
     found = judged(exploit)
     said = " ".join(found[key] for key in ("verdict", "looks_like", "wrong", "misconception"))
     assert not found["correct"] and found["score"] < 1
+    assert found["score"] == 0 or exploit["named"] not in ("missing", "tried", "remembered", "time")
     assert exploit["named"] in found["reasons"] and exploit.get("told", "") in said, said
+
+
+@pytest.mark.parametrize(
+    ("source", "functions"),
+    [
+        ("", ("keydiff.score",)),
+        ("", ()),
+        ("score = 3", ("keydiff.score",)),
+        ("def scores(keys): ...", ("keydiff.score",)),
+        (SOLUTION, ("keydiff.score", "keydiff.process_block")),
+    ],
+    ids=["an empty file", "of a method", "a number", "another name", "one of two"],
+)
+def test_what_a_file_lacks_holds_no_law_and_earns_nothing(source: str, functions: tuple[str, ...]) -> None:
+    found = verifier.verify(source.encode(), "keydiff", functions, **SETTINGS)
+    assert (found["correct"], found["score"], [*found["reasons"]]) == (False, 0, ["missing"])
+    assert source == SOLUTION or found["laws"]["hold"] == found["laws"]["fail"] == []
+
+
+@pytest.mark.parametrize("law", [verifier.IN_TURN, *verifier.SIZES_OF_MODELS], ids=lambda law: law.name)
+def test_a_law_that_calls_nothing_is_not_asked(law: Law) -> None:
+    """No rotation takes three channels, and code without a function takes nothing."""
+    rotating = ModuleType("kv_cache")
+    rotating.rotate = kv_cache.rotate  # type: ignore[attr-defined]
+    narrow: Any = Implementation("narrow", {"kv_cache": rotating}, domain=Domain.parse(["head_dim=3"]))
+    narrow.slow = True
+    for nothing in (narrow, Implementation("nothing", {})):
+        assert outcome(law, nothing, max_examples=2)[0] == "not asked"
 
 
 @pytest.mark.parametrize("base", ["numpy", pytest.param("torch", marks=pytest.mark.slow)])
@@ -112,6 +145,8 @@ def test_a_mistake_is_named(tmp_path: Path) -> None:
     done = invoke("verify", written(tmp_path, wrong, "keydiff.py"), "--examples", 2)
     found = json.loads(done.stdout)
     assert (done.exit_code, 0 < found["score"] < 1, [*found["reasons"]]) == (1, True, ["laws"])
+    counts = [int(each) for each in re.findall(r"\d+", found["reasons"]["laws"])]
+    assert counts[0] + counts[2] == len(found["laws"]["fail"]) and counts[2] > 0
     assert "mean taken before normalising" in found["misconception"] and "FAIL: " in done.stderr
     assert found["input"].startswith("keys = ") and len(found["input"].splitlines()) <= 10
 
@@ -141,7 +176,10 @@ def test_the_page_lists_every_exploit_and_what_two_benchmarks_say() -> None:
         f"| {name} | {each['does']} | {each['named']} | {taken.get(name, 'not asked')} |"
         for name, each in EXPLOITS.items()
     ]
-    assert re.findall(r"(?m)^\| .* \| (?:laws|no answer|tried|remembered|time|later) \| .* \|$", page) == rows
+    assert (
+        re.findall(r"(?m)^\| .* \| (?:laws|no answer|missing|tried|remembered|time|later) \| .* \|$", page)
+        == rows
+    )
     for kind in ("mistakes", "right variants"):
         found = said[kind].values()
         counts = [sum(name in each for each in found) for name in BENCHMARKS]

@@ -134,6 +134,32 @@ def test_a_contract_and_a_folder_to_begin_with(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ("keydiff.py --law test_no_such_law", "no law that applies to it has test_no_such_law in its name"),
+        ("keydiff.py --method lagkv", "it has no function of lagkv"),
+        ("keydiff.py --method keydif", "wanted a method or a function that `evictionary contract` lists"),
+        (
+            "keydiff.py --dtype bfloat61",
+            "--dtype: got 'bfloat61' (did you mean bfloat16?), wanted some of float64, float32, float16, "
+            "bfloat16, separated by commas",
+        ),
+        ("odd", "evictionary judge odd/my_kernel.py --method keydiff.score"),
+    ],
+)
+def test_where_nothing_is_judged_the_reason_is_the_only_result(tmp_path, arguments, reason):
+    """The last line for a person, and a JSON for a program."""
+    (tmp_path / "odd").mkdir()
+    for file in ("keydiff.py", "odd/my_kernel.py"):
+        saved(tmp_path / file, "def score(keys):\n    return keys.sum(-1)\n")
+    done = run(tmp_path, "evictionary", "judge", *arguments.split(), "--jobs", "1", code=2)
+    assert done.stdout.strip() == "" and done.stderr.rstrip().endswith(reason)
+    assert "line above" not in done.stderr and done.stderr.count(reason) == 1
+    done = run(tmp_path, "evictionary", "judge", *arguments.split(), "--jobs", "1", "--json", code=2)
+    assert json.loads(done.stdout)["error"].endswith(reason)
+
+
+@pytest.mark.parametrize(
     ("arguments", "flags"),
     [
         ("absent.py", set()),

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tools import pytest_of, python, says
 
+from evictionary.spec_tests.judge.implementation import AS, UnusableImplementation, load
+
 RAW_MEAN_ANCHOR = """
 import numpy as np
 
@@ -191,6 +193,8 @@ def test_the_verdict_is_written_to_files(folder: Path, tmp_path: Path) -> None:
     judged(folder, "knorm", RIGHT, "--report", tmp_path / "out", code=0)
     verdict = json.loads((tmp_path / "out" / "conformance.json").read_text())
     assert verdict["schema"] == "evictionary/conformance/2"
+    assert verdict["verdict"].startswith(("PASS: ", "FAIL: "))
+    assert (verdict["first_failure"] is None) == verdict["verdict"].startswith("PASS: ")
     assert verdict["implementations"][0]["requirements"]["KN-1"]["verdict"] == "pass"
     assert json.loads((tmp_path / "out" / "badge.json").read_text())["message"] == "1 of 1 requirements"
     assert "<testsuite" in (tmp_path / "out" / "junit.xml").read_text()
@@ -249,6 +253,30 @@ def test_what_cannot_be_judged_is_an_error(folder: Path, content: str | None, wa
     if content is not None:
         (folder / "knorm.py").write_text(content)
     assert wanted in judge("spec_tests", "--impl", folder, code=4)
+
+
+RANK = "import numpy as np\n\n\ndef rank(keys):\n    return -np.linalg.norm(keys, axis=-1)\n"
+
+
+def test_a_file_of_another_name_is_told_its_command(folder: Path) -> None:
+    """Alone or in a folder; what the message proposes is accepted."""
+    file = folder / "my_kernel.py"
+    file.write_text(RANK)
+    with pytest.raises(UnusableImplementation) as told:
+        load(str(folder))
+    command = f"evictionary judge {file} --method keydiff.score"
+    assert "the name of my_kernel.py is that of no method" in str(told.value)
+    assert str(told.value).endswith(command)
+    assert load(f"{file}{AS}keydiff.score").functions() == ["keydiff.score"]
+    with pytest.raises(UnusableImplementation) as told:
+        load(f"{file}{AS}keydiff")
+    (line,) = re.findall("IMPLEMENTS = .*", str(told.value))
+    assert line == 'IMPLEMENTS = {"rank": "keydiff.score"}'
+    file.write_text(f"{RANK}\n\n{line}\n")
+    assert load(str(file)).functions() == ["keydiff.score"]
+    with pytest.raises(UnusableImplementation) as told:
+        load(str(folder))
+    assert str(told.value).endswith(f"evictionary judge {file}")
 
 
 @pytest.mark.parametrize(

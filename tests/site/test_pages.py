@@ -48,6 +48,14 @@ def understood(command: str) -> None:
         chosen.make_context(name, rest, parent=context, resilient_parsing="..." in rest or "--help" in rest)
 
 
+@pytest.mark.parametrize("page", [README, ROOT / "README.zh.md"], ids=lambda page: page.stem)
+def test_a_kernel_to_copy_counts_its_elements_in_64_bits(page: Path) -> None:
+    """`row * D` wraps at 2^31 in 32 bits, and no law asks a tensor of so many elements."""
+    kernels = [block for block in blocks(page, "python") if "@triton.jit" in block]
+    places = [place for block in kernels for place in re.findall(r"program_id\(\d\)(\S*)", block)]
+    assert places and {*places} == {".to(tl.int64)"}
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: page.stem)
 def test_every_command_is_understood(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -10,6 +10,7 @@ from docs_build import pages, sizes
 from evictionary.spec_tests.judge.domain import NothingToAsk
 from evictionary.spec_tests.judge.implementation import contract_functions, load
 from evictionary.spec_tests.judge.law import load_laws
+from evictionary.spec_tests.judge.reach import Reach, in_a_line
 from evictionary.spec_tests.memory import models
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sizes.md"
@@ -31,6 +32,16 @@ def test_a_gap_is_found() -> None:
 def test_a_reason_is_needed() -> None:
     """What the laws of sizes leave to others is asked for less, or nothing would have to be said of it."""
     assert {*models.NOT_ASKED} <= {gap.function for gap in sizes.gaps(STORED)}
+
+
+def test_sizes_in_a_line_are_no_single_input() -> None:
+    asked: Reach = {
+        "knorm.score": {"tokens": 65537, "KV heads": 1, "query heads of each": 1, "channels": 2},
+        "selection.top_k": {"tokens": 131072, "sequences": 1},
+    }
+    told = "131,072 tokens, 1 KV head, 1 query head of each, 1 sequence, 2 channels (each alone)"
+    assert in_a_line(asked) == told
+    assert in_a_line({"knorm.score": {"tokens": 1}}) == "1 token"
 
 
 @pytest.mark.whole
