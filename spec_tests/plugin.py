@@ -437,13 +437,11 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     if config.option.collectonly:
         return
-    if config.getoption("--brief") and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
-        return  # no law was chosen, so there is nothing to sum up
     found = config.stash[verdict.FOUND]
-    if config.getoption("--brief"):
-        found.write_summary(terminalreporter)
-    else:
+    if not config.getoption("--brief"):
         found.write_table(terminalreporter)
+    elif exitstatus != pytest.ExitCode.NO_TESTS_COLLECTED:  # no law was chosen: there is nothing to sum up
+        found.write_summary(terminalreporter)
     for name in sorted(found.unmatched):
         terminalreporter.write_line(
             f"--expected-failures: {name} did not fail: take its line out", yellow=True

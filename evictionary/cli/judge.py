@@ -153,7 +153,7 @@ def judge(
     is 0 if the mathematics holds, and the memory with --device compiled, 1 if they do not, and 2 if there is
     nothing to judge.
     """
-    with exit_codes(extra="torch"), _told_as_json(as_json):
+    with exit_codes(extra="torch"), _told_as_json(as_json) as content:
         with doing("loading the laws"):
             from evictionary.spec_tests.judge import project
 
@@ -215,6 +215,8 @@ def judge(
                 laws, [str(law) for law in chosen], options, shared=jobs > 1, quiet=as_json
             )
             verdict = folder / "conformance.json"
+            if verdict.is_file():
+                content |= json.loads(verdict.read_text(encoding="utf-8"))
             require(code in (0, 1), said or _why_nothing(path or command, law, names))
             if as_json:
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
@@ -278,13 +280,16 @@ def _law_files(laws: Path, methods: list[str]) -> list[Path]:
 
 
 @contextlib.contextmanager
-def _told_as_json(as_json: bool) -> Iterator[None]:
-    """Where nothing is judged, the reason is on standard output too: whoever reads JSON gets some."""
+def _told_as_json(as_json: bool) -> Iterator[dict[str, Any]]:
+    """Where nothing is judged, the reason is on standard output too, with what is known of each law: whoever
+    reads JSON gets some.
+    """
+    content: dict[str, Any] = {}
     try:
-        yield
+        yield content
     except UsageError as error:
         if as_json:
-            typer.echo(json.dumps({"error": str(error)}), file=sys.__stdout__)
+            typer.echo(json.dumps({"error": str(error), **content}, indent=1), file=sys.__stdout__)
         raise
 
 

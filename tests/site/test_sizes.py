@@ -8,10 +8,11 @@ from hypothesis.errors import UnsatisfiedAssumption
 
 from docs_build import pages, sizes
 from evictionary.spec_tests.judge.domain import NothingToAsk
-from evictionary.spec_tests.judge.implementation import contract_functions, load
+from evictionary.spec_tests.judge.implementation import contract_functions, load, oracle
 from evictionary.spec_tests.judge.law import load_laws
 from evictionary.spec_tests.judge.reach import Reach, in_a_line
 from evictionary.spec_tests.memory import models
+from evictionary.spec_tests.proof.planted import load_controls
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "sizes.md"
 
@@ -30,8 +31,11 @@ def test_a_gap_is_found() -> None:
 
 
 def test_a_reason_is_needed() -> None:
-    """What the laws of sizes leave to others is asked for less, or nothing would have to be said of it."""
-    assert {*models.NOT_ASKED} <= {gap.function for gap in sizes.gaps(STORED)}
+    """What the laws of sizes leave to others is asked for less, or a right variant gives another answer."""
+    asked_elsewhere = {*models.NOT_ASKED} - {gap.function for gap in sizes.gaps(STORED)}
+    assert asked_elsewhere == {"pyramid_kv.budgets"}
+    variant = load_controls()["pyramid_kv.rounded_line"].implementation("float64")
+    assert [*variant.pyramid_kv.budgets(1000, 33)] != [*oracle("pyramid_kv.budgets")(1000, 33)]
 
 
 def test_sizes_in_a_line_are_no_single_input() -> None:
