@@ -53,7 +53,7 @@ def own_law(found: Check, name: str, requirement: str) -> Law:
     """A check as the law of a requirement."""
 
     def judging(impl: Implementation, **inputs: Any) -> None:
-        impl.calls.clear()
+        impl.begin(f"{OWN}{name}")
         impl.asking, impl.drawn = "", impl.domain.fitted(inputs)
         try:
             found.check(impl, **impl.drawn)

@@ -92,6 +92,10 @@ def start(
 
         chosen = load(assignment, assignments)
         path = work / chosen.file
+        require(
+            not (github_classroom and student),
+            "--student: a template is the same for a whole class; leave it out with --github-classroom",
+        )
         template = _template(chosen, work, assignments) if github_classroom else {}
         student = _who(work, student)
         require(

@@ -217,7 +217,9 @@ def judge(
             verdict = folder / "conformance.json"
             if verdict.is_file():
                 content |= json.loads(verdict.read_text(encoding="utf-8"))
-            require(code in (0, 1), said or _why_nothing(path or command, law, names))
+            if code == 2:  # pytest's code for a run that somebody has stopped
+                raise KeyboardInterrupt
+            require(code in (0, 1), _why_nothing(code, said, path or command, law, names))
             if as_json:
                 typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
             if report and verdict.is_file():
@@ -255,8 +257,12 @@ def _purpose(path: str | None, methods: list[str]) -> tuple[str | None, list[str
     return f"{path}{AS}{methods[0]}", stems
 
 
-def _why_nothing(judged: str | None, law: str | None, methods: list[str]) -> str:
+def _why_nothing(code: int, said: str, judged: str | None, law: str | None, methods: list[str]) -> str:
     """Why pytest has asked no law, in words."""
+    if code not in (4, 5):
+        return f"path: the run of {judged} ended before its verdict (pytest: {code})"
+    if said:
+        return said
     why = f"it has no function of {' or '.join(methods)}" if methods else "it has no function of a law"
     if law:
         why = f"no law that applies to it has {law} in its name"

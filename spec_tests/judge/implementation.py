@@ -175,6 +175,16 @@ class Implementation:
         """Whether arguments can be refused for their numbers: on a GPU that would mean to wait for it."""
         return self.device == "cpu"
 
+    def begin(self, law: str) -> None:
+        """Before an example of a law: forget the calls of the one before, and of another law all of them.
+
+        What is left after the last example, the smallest, are its calls.
+        """
+        self.calls.clear()
+        if self.law_at_hand != law:
+            self.law_at_hand = law
+            self.history.clear()
+
     def functions(self) -> list[str]:
         """The functions of `reference` that this implementation provides, as `stem.function`."""
         found = (path.split(".") for path in contract_functions(tuple(self.modules)))
@@ -525,9 +535,19 @@ def load(
     return implementation
 
 
+MOST_FILES = 5
+"""So many files of a folder are named where none has the name of a method."""
+
+
 def _wanted_of(modules: dict[str, types.ModuleType], path: Path) -> str:
     """What a file or folder would have to have, in a line."""
     if not modules and (others := [each for each in sorted(path.glob("*.py")) if each.stem != "__init__"]):
+        if len(others) > 1:
+            named = ", ".join(each.name for each in others[:MOST_FILES])
+            return (
+                f"{named} have the name of no method, so judge one of them alone: evictionary judge FILE "
+                "--method keydiff.score"
+            )
         file = others[0]
         says = "IMPLEMENTS" in file.read_text(encoding="utf-8", errors="replace")
         purpose = "" if says else " --method keydiff.score"

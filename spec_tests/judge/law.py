@@ -318,11 +318,7 @@ def law(
 
         @functools.wraps(test)
         def judging(impl: Any, **arguments: Any) -> None:
-            # what is left afterwards are the calls of the last example, which is the smallest one
-            impl.calls.clear()
-            if impl.law_at_hand != name:  # a report looks at no answer to another law
-                impl.law_at_hand = name
-                impl.history.clear()
+            impl.begin(name)
             impl.asking = kind
             impl.drawn = impl.domain.fitted(arguments)
             asked = -math.inf

@@ -203,7 +203,11 @@ def _signs(
     own = _error(got, right)
     if own[1] < LAST_DIGITS:
         # A report shows the last call: a reader looks for the error of that one.
-        shown = [each for each in implementation.calls[-1:] if isinstance(each.result, np.ndarray)]
+        shown = [
+            each
+            for each in implementation.calls[-1:]
+            if isinstance(each.result, np.ndarray) and differs(oracle(each.function), each, dtype)
+        ]
         errors = [_error(each.result, answer(oracle(each.function), **each.arguments)) for each in shown]
         largest, share = next((each for each in errors if 0 < each[1] < LAST_DIGITS), own)
         told = (

@@ -35,7 +35,7 @@ def told(law: Law, implementation: Implementation, parts: list[tuple[str, str]])
     """The parts of a report, a line each below the requirement that does not hold."""
     lines = [
         f"{_functions(law)} of {implementation} does not refuse bad input as {law.requirement.id} says"
-        if law.kind == REFUSAL
+        if law.kind == REFUSAL and ANY not in law.functions
         else f"{law.requirement.id} does not hold for {_functions(law)} of {implementation}"
     ]
     for name, text in parts:
@@ -69,7 +69,7 @@ def said(
             ("raised in", f"{frame.filename}:{frame.lineno}, {frame.name}: {frame.line}"),
         ]
     known, judged_in = "your numbers match a known bug", implementation.dtype
-    if law.kind == REFUSAL:
+    if law.kind == REFUSAL and ANY not in law.functions:
         known = "a known bug does the same"
     own = calls[-1].dtype if calls else judged_in
     wider = f"it answers in {own} and is judged in {judged_in}; `--dtype {own}` judges it in its own"

@@ -85,14 +85,19 @@ def _by_kind(entries: Iterable[dict[str, Any]]) -> list[tuple[str, list[dict[str
     ]
 
 
-ANY_ERROR = " (any error passes; --strict wants a ValueError)"
+ANY_ERROR = " (for bad input any error passes; --strict wants a ValueError)"
+
+
+def _general() -> list[str]:
+    """The requirements of any function."""
+    return [name for name in REQUIREMENTS if name.startswith("MEM-")]
 
 
 def _rows() -> list[tuple[str, str, list[str]]]:
     """The rows of a summary: a title, a class of law, and the requirements. What is asked of any function has
     a row of its own.
     """
-    general = [name for name in REQUIREMENTS if name.startswith("MEM-")]
+    general = _general()
     own = [name for name in REQUIREMENTS if name not in general]
     of_mathematics = [("mathematics", MATHEMATICS, own), ("any function", MATHEMATICS, general)]
     return of_mathematics + [(kind, kind, own + general) for kind in KINDS if kind != MATHEMATICS]
@@ -377,7 +382,8 @@ class Verdict:
                     if each["kind"] == kind
                 ]
                 uncounted = "fail" in words and not any(map(self._counts, own))
-                any_error = kind == REFUSAL and {*words} == {"pass"} and not self.strict
+                is_refused = kind == REFUSAL and {*words} == {"pass"} and {*words["pass"]} - {*_general()}
+                any_error = bool(is_refused) and not self.strict
                 shown = f"  {title:15}{'; '.join(line)}{UNCOUNTED * uncounted}{ANY_ERROR * any_error}"
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
             if executed := self._executed(one):

@@ -94,6 +94,8 @@ def test_a_step_is_judged_with_those_that_it_needs() -> None:
 def test_what_no_template_can_have_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     says(failed("start", "kernel", "--github-classroom", code=2), "--github-classroom: got kernel, wanted an")
+    told = failed("start", "keydiff", "--github-classroom", "--student", "ada", code=2)
+    says(told, "--student: a template is the same for a whole class")
     saved(Path("work") / WORKFLOW, "mine")
     says(failed("start", "keydiff", "--github-classroom", code=2), f"{WORKFLOW} exists already")
     assert not Path("work/keydiff.py").exists() and text_of(Path("work") / WORKFLOW) == "mine"

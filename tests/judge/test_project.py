@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from tools import laid, python, refused, saved, says
+from tools import invoke, laid, python, refused, saved, says
 
 from evictionary import source
 from evictionary.cli import starter
@@ -157,6 +157,23 @@ def test_where_nothing_is_judged_the_reason_is_the_only_result(tmp_path, argumen
     assert "line above" not in done.stderr and done.stderr.count(reason) == 1
     done = run(tmp_path, "evictionary", "judge", *arguments.split(), "--jobs", "1", "--json", code=2)
     assert json.loads(done.stdout)["error"].endswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "told", "end"),
+    [
+        (2, "FAIL: 32 laws have no answer", "", 130),
+        (3, "PASS: 3 laws hold", "the run of keydiff.py ended before its verdict (pytest: 3)", 2),
+    ],
+    ids=["by a key", "by an error of pytest"],
+)
+def test_a_run_that_ends_early_has_no_verdict(tmp_path, monkeypatch, code, said, told, end):
+    monkeypatch.chdir(tmp_path)
+    saved(tmp_path / "keydiff.py", "def score(keys):\n    return keys.sum(-1)\n")
+    monkeypatch.setattr("evictionary.cli.judge._run_pytest", lambda *_, **__: (code, said))
+    done = invoke("judge", "keydiff.py")
+    assert done.exit_code == end and said not in done.output
+    says(done.output, told)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,10 @@ grades=grades/$assignment
 reason="The grader failed, which is not your doing. Please tell your instructor."
 code=0
 
+if [ ! -r "$assignment.secret" ]; then # without it nobody has a grade, and an earlier one would be lost
+  echo "no file $assignment.secret" >&2
+  exit 2
+fi
 mkdir -p "$grades"
 for each in "$PWD"/handed_in/*; do
   name=$(basename "$each"); id=${name%.zip}; id=${id%.tar.gz}; id=${id%.py}
