@@ -98,7 +98,7 @@ def index() -> list[str]:
     model = shown["model"].removesuffix("-Instruct")
     assert set(PAPERS) < set(catalogue.names())
     return [
-        f"and {counts()['methods'] - len(PAPERS)} more methods. Each is there in three ways",
+        f"and {counts()['methods'] - len(PAPERS)} more methods. Each method is there in three ways",
         f"a text of {half} tokens, and each method keeps half of the cache of {model}.",
         f"The more of the {heads} heads",
         f"a text of {tokens:,} tokens the cache of Llama-3.1-8B takes {gib:.0f} GiB",
@@ -123,7 +123,9 @@ def results() -> list[str]:
     behind = [row.best for row in momentkv if row.verdict == abstracts.OTHER]
     assert set(behind) == {"h2o"} and len(momentkv) == 3
     return [
-        moments()[0].replace(" tokens.", "."),
+        moments()[0]
+        .replace(", and at 90 % removed", ". With 90 % of a made-up prompt removed,")
+        .replace(" tokens.", "."),
         f"At {word(len(behind))} of the three sizes it costs more than H2O.",
         f"{counts()['selections']} selections, with and without AdaKV's division",
         "That holds for KNorm in float32 and KVzap in bfloat16.",
@@ -207,8 +209,8 @@ def of_protect() -> list[str]:
     loses = [of[name, TENTH].difference for name in ("keydiff", "expected_attention+ada_kv")]
     assert max(of.values(), key=lambda one: one.difference).method == "expected_attention+ada_kv"
     return [
-        f"KeyDiff loses {loses[0]:.2f} nats, and Expected Attention with AdaKV's division loses "
-        f"{loses[1]:.2f}."
+        f"KeyDiff costs {loses[0]:.2f} nats more, and Expected Attention with AdaKV's division "
+        f"{loses[1]:.2f} more."
     ]
 
 
