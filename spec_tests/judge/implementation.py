@@ -271,7 +271,7 @@ class Implementation:
                 raise
         self._require_untouched(call, {**dict(zip(call.arguments, given, strict=False)), **named})
         call.result = self._in_our_form(call, answer)
-        return call.result
+        return _copied(call.result)  # a law may write into what it gets, and a report looks at what was given
 
     def _require_untouched(self, call: Call, given: dict[str, Any]) -> None:
         """Raise Violation where the implementation has written into an argument."""
@@ -401,6 +401,14 @@ def _functions_of(stem: str) -> list[str]:
         and value.__module__ == f"evictionary.reference.{stem}"
         and not name.startswith("_")
     ]
+
+
+def _copied(answer: Any) -> Any:
+    """An answer whose arrays are copies, tuples entry by entry."""
+    if isinstance(answer, tuple):
+        copies = [_copied(entry) for entry in answer]
+        return type(answer)(*copies) if hasattr(answer, "_fields") else tuple(copies)
+    return answer.copy() if isinstance(answer, np.ndarray) else answer
 
 
 def _same(native: Any, before: Any) -> bool:

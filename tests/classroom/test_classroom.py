@@ -291,12 +291,16 @@ def test_a_long_prompt_has_no_room_for_a_matrix_of_its_weights() -> None:
 @pytest.mark.slow
 def test_a_step_may_draw_more_inputs_than_others() -> None:
     """One mistake shows on few inputs: with 10 for each law
-    it passes, at this seed, the step that it gets wrong.
+    it passes, at some seed, the step that it gets wrong.
     """
-    mistake, settings = load_mutants()["gvote.ranked_together"], {"secret": b"3", "examples": 10}
+    mistake, few = load_mutants()["gvote.ranked_together"], alone("gvote", "votes", thoroughness=1)
     wrong = bundled("gvote", mistake)
-    assert judged(alone("gvote", "votes", thoroughness=1), wrong, explain=False, **settings).score == 15
-    line = judged(alone("gvote", "votes"), wrong, **settings).lines[0]
+    lucky = next(
+        secret
+        for secret in (str(number).encode() for number in range(30))
+        if judged(few, wrong, explain=False, secret=secret, examples=10).score == 15
+    )
+    line = judged(alone("gvote", "votes"), wrong, secret=lucky, examples=10).lines[0]
     assert line.points == 0 and mistake.misconception in line.misconceptions
 
 

@@ -125,3 +125,10 @@ def test_a_report_looks_at_no_answer_to_another_law() -> None:
     with pytest.raises(AssertionError):
         prepared(long, max_examples=50, seed=None)(impl)
     assert "are NaN" not in sign(impl, long)
+
+
+def test_a_law_that_writes_into_an_answer_changes_no_report() -> None:
+    impl = replaced("mine", {"keydiff.score": raw_mean})
+    answer = impl.keydiff.score(np.ones((1, 1, 4, 2)))
+    answer += 1
+    assert np.array_equal(impl.calls[-1].result, answer - 1)
