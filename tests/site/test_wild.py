@@ -116,7 +116,7 @@ def test_a_row_judged_by_other_laws_than_todays_says_so(monkeypatch: pytest.Monk
 def test_the_files_that_were_judged_are_a_click_away() -> None:
     """Those of a release are in its package: the notes give their lines."""
     page = wild.PAGE.read_text(encoding="utf-8")
-    assert f"(https://pypi.org/project/kvpress/{KVPRESS}/)" in page
+    assert f"version `kvpress=={KVPRESS}` of the package index" in page
     assert "[open an issue](https://github.com/evictionary/evictionary/issues/new)" in page
     for source in SOURCES:
         for file in source.files:
