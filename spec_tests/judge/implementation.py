@@ -31,10 +31,10 @@ from evictionary.spec_tests.judge.degenerate import MATHEMATICS, REFUSAL, degene
 from evictionary.spec_tests.judge.domain import BadDomain, Domain, OutsideDomain
 from evictionary.spec_tests.judge.libraries import (
     LIBRARIES,
-    OF_NUMPY,
     from_numpy,
     library_used,
     missing_library,
+    of_each,
     to_numpy,
 )
 from evictionary.spec_tests.judge.process import PREFIX, SECONDS, Program, ProgramFailed
@@ -271,7 +271,8 @@ class Implementation:
                 raise
         self._require_untouched(call, {**dict(zip(call.arguments, given, strict=False)), **named})
         call.result = self._in_our_form(call, answer)
-        return _copied(call.result)  # a law may write into what it gets, and a report looks at what was given
+        # a law may write into what it gets, and a report looks at what was given
+        return of_each(lambda entry: entry.copy() if isinstance(entry, np.ndarray) else entry, call.result)
 
     def _require_untouched(self, call: Call, given: dict[str, Any]) -> None:
         """Raise Violation where the implementation has written into an argument."""
@@ -355,23 +356,22 @@ class Implementation:
 
     def rounded(self, value: Any) -> Any:
         """`round` for arrays, alone or in a tuple; anything else as it is."""
-        if isinstance(value, tuple):
-            rounded = [self.rounded(entry) for entry in value]
-            return type(value)(*rounded) if hasattr(value, "_fields") else tuple(rounded)
-        return self.round(value) if isinstance(value, np.ndarray) and value.dtype.kind == "f" else value
+
+        def of_one(entry: Any) -> Any:
+            return self.round(entry) if isinstance(entry, np.ndarray) and entry.dtype.kind == "f" else entry
+
+        return of_each(of_one, value)
 
     def native(self, value: Any) -> Any:
         """NumPy arrays, alone or in a tuple, as what the implementation computes with: rounded to its
         dtype, on its device.
         """
-        if isinstance(value, tuple):
-            converted = [self.native(entry) for entry in value]
-            return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
-        if not isinstance(value, np.ndarray):
-            return value
-        if value.dtype.kind == "f" and self.dtype not in OF_NUMPY:  # the others round as they are copied
-            value = self.round(value)
-        return from_numpy(value, self.array_library, self.dtype, self.torch_device)
+
+        def of_one(entry: Any) -> Any:
+            is_array = isinstance(entry, np.ndarray)
+            return from_numpy(entry, self.array_library, self.dtype, self.torch_device) if is_array else entry
+
+        return of_each(of_one, value)
 
 
 @dataclass
@@ -401,14 +401,6 @@ def _functions_of(stem: str) -> list[str]:
         and value.__module__ == f"evictionary.reference.{stem}"
         and not name.startswith("_")
     ]
-
-
-def _copied(answer: Any) -> Any:
-    """An answer whose arrays are copies, tuples entry by entry."""
-    if isinstance(answer, tuple):
-        copies = [_copied(entry) for entry in answer]
-        return type(answer)(*copies) if hasattr(answer, "_fields") else tuple(copies)
-    return answer.copy() if isinstance(answer, np.ndarray) else answer
 
 
 def _same(native: Any, before: Any) -> bool:

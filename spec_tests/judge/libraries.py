@@ -5,10 +5,12 @@ back, through here.
 import importlib
 import inspect
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+
+from evictionary.spec_tests.judge.arithmetic import round_to
 
 LIBRARIES = ("numpy", "torch", "jax", "mlx", "cupy")
 # A caller chooses the strides of these arrays, and may write into them.
@@ -57,9 +59,21 @@ def missing_library(library: str) -> str:
     return ""
 
 
+def of_each(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function makes of a value, or of each entry of a tuple; a named tuple stays one."""
+    if not isinstance(value, tuple):
+        return function(value)
+    entries = [of_each(function, entry) for entry in value]
+    return type(value)(*entries) if hasattr(value, "_fields") else tuple(entries)
+
+
 def from_numpy(array: np.ndarray, library: str, dtype: str, device: str = "cpu") -> Any:
-    """A copy of an array as one of the library: floating-point numbers at `dtype`, all others as they are."""
+    """A copy of an array as one of the library: floating-point numbers rounded to `dtype`, all others as they
+    are.
+    """
     real = array.dtype.kind == "f"
+    if real and dtype not in OF_NUMPY:
+        array = round_to(array, dtype)
     with np.errstate(over="ignore"):
         # torch refuses negative strides, which a copy in this order does not have
         own = array.astype(
@@ -86,8 +100,7 @@ def from_numpy(array: np.ndarray, library: str, dtype: str, device: str = "cpu")
 def to_numpy(value: Any) -> Any:
     """What an implementation returned, as NumPy: floating point as float64, tuples entry by entry."""
     if isinstance(value, tuple):
-        converted = [to_numpy(entry) for entry in value]
-        return type(value)(*converted) if hasattr(value, "_fields") else tuple(converted)
+        return of_each(to_numpy, value)
     library = library_of(type(value))
     if library == "torch":
         value = value.detach().cpu()
