@@ -33,8 +33,6 @@ WITHOUT_A_GPU = "Triton kernels are judged without one by TRITON_INTERPRET=1 or 
 EXPECTED = pytest.StashKey[dict[str, str]]()
 DEATHS = pytest.StashKey[Deaths]()
 CHOSEN = pytest.StashKey[list[str]]()
-# The last line of a run, which says what it found or why it found nothing.
-SAID = pytest.StashKey[str]()
 for _name, _examples in project.PROFILES.items():
     settings.register_profile(
         _name,
@@ -487,7 +485,7 @@ def pytest_sessionfinish(session: pytest.Session) -> Any:
             session.exitstatus, line = pytest.ExitCode.USAGE_ERROR, f"no verdict: {sentence}"
         elif found.reasons and not found.others:
             session.exitstatus, line = nothing, "nothing was judged: no law applies"
-    found.line = config.stash[SAID] = line
+    found.line = line
     result = yield
     if session.exitstatus in (good, bad, nothing, pytest.ExitCode.USAGE_ERROR) and line:
         terminal.write_line(line, green=passed, red=not passed)

@@ -184,8 +184,11 @@ _ALONE = re.compile(r"\n  this law alone .*")
 def for_student(grade: dict[str, Any]) -> dict[str, Any]:
     """The grade in what a student reads: in place of the instructor's commands, the student's own."""
     again = f"  to see it again evictionary check {grade['assignment']}"
-    own = lambda message: _ALONE.sub("", _TO_RUN.sub(lambda _: again, message))  # noqa: E731
-    return {**grade, "lines": [{**line, "message": own(line["message"])} for line in grade["lines"]]}
+
+    def own(line: dict[str, Any]) -> dict[str, Any]:
+        return {**line, "message": _ALONE.sub("", _TO_RUN.sub(lambda _: again, line["message"]))}
+
+    return {**grade, "lines": [*map(own, grade["lines"])]}
 
 
 def verdict(line: dict[str, Any]) -> str:

@@ -28,7 +28,7 @@ from evictionary.classroom import checks, sandbox
 from evictionary.classroom.assignment import Assignment, law_named
 from evictionary.classroom.child import Child, StudentError, clean
 from evictionary.classroom.inputs import decided_by
-from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference
+from evictionary.classroom.judgement import Judgement, Line, Run, empty, reference, to_nobody
 from evictionary.classroom.step import Step
 from evictionary.errors import InstallError
 from evictionary.spec_tests.judge import compiled
@@ -60,7 +60,7 @@ def judge(
     explain: bool = True,
     check_seed: int = 0,
     needs: tuple[str, ...] = (),
-    told: Callable[[str, int, int], None] = lambda text, done, total: None,
+    told: Callable[[str, int, int], None] = to_nobody,
 ) -> Judgement:
     """Judge the text of a student's file, step by step.
 

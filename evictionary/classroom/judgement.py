@@ -68,6 +68,10 @@ def empty(assignment: Assignment, error: str = "") -> Judgement:
     return Judgement(lines, error)
 
 
+def to_nobody(text: str, done: int, total: int) -> None:
+    """What a run tells of its progress, where nobody asked for it."""
+
+
 @dataclass
 class Run:
     """One submission that is being judged: the file, how a
@@ -89,7 +93,7 @@ class Run:
     check_seed: int = 0
     tried: set[str] = field(default_factory=set)
     needs: tuple[str, ...] = ()
-    told: Callable[[str, int, int], None] = lambda text, done, total: None
+    told: Callable[[str, int, int], None] = to_nobody
 
     def child(self, patience: int = 1, **changes: Any) -> Child:
         """A process that runs the file, and may take `patience`

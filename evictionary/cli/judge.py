@@ -221,7 +221,7 @@ def judge(
                 raise KeyboardInterrupt
             require(code in (0, 1), _why_nothing(code, said, path or command, law, names))
             if as_json:
-                typer.echo(verdict.read_text(encoding="utf-8").rstrip(), file=sys.__stdout__)
+                typer.echo(json.dumps(content, indent=1), file=sys.__stdout__)
             if report and verdict.is_file():
                 messages.print(
                     f"wrote conformance.json, junit.xml and badge.json to {report}", highlight=False
@@ -307,7 +307,7 @@ def _run_pytest(
     """
     import pytest
 
-    from evictionary.spec_tests.plugin import SAID
+    from evictionary.spec_tests.verdict.verdict import FOUND
 
     class Asking:
         """Progress in the place of pytest's dots, until the verdict is written."""
@@ -327,7 +327,8 @@ def _run_pytest(
                 return int(pytest.ExitCode.USAGE_ERROR)
 
         def pytest_unconfigure(self, config: pytest.Config) -> None:
-            self.said = config.stash.get(SAID, "")
+            found = config.stash.get(FOUND, None)
+            self.said = found.line if found else ""
 
         def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
             self.laws = len(ids)

@@ -126,7 +126,7 @@ class Verdict:
         self.judged = config.stash[JUDGED]
         self.expected = expected or {}
         self.strict = config.getoption("strict")
-        self.line = ""  # the last line of the run
+        self.line = ""  # the last of the run, which says what it found or why it found nothing
         self.laws: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self.executed: dict[str, Counter[str]] = defaultdict(Counter)
         self.reach: dict[str, Reach] = defaultdict(dict)
@@ -382,9 +382,10 @@ class Verdict:
                     if each["kind"] == kind
                 ]
                 uncounted = "fail" in words and not any(map(self._counts, own))
-                is_refused = kind == REFUSAL and {*words} == {"pass"} and {*words["pass"]} - {*_general()}
-                any_error = bool(is_refused) and not self.strict
-                shown = f"  {title:15}{'; '.join(line)}{UNCOUNTED * uncounted}{ANY_ERROR * any_error}"
+                # a law of any function that refuses, the one on gradients, asks for more than an error
+                of_input = kind == REFUSAL and {*words} == {"pass"} and {*words["pass"]} - {*_general()}
+                any_error = ANY_ERROR if of_input and not self.strict else ""
+                shown = f"  {title:15}{'; '.join(line)}{UNCOUNTED * uncounted}{any_error}"
                 terminal.write_line(shown, red="fail" in words, green=set(words) == {"pass"})
             if executed := self._executed(one):
                 terminal.write_line(f"  {'executed':15}{executed}")
