@@ -209,10 +209,10 @@ class Verdict:
                 if entry["kind"] == EDGE and name in failed:
                     causes.add(name)
                 if causes:
-                    entry["outcome"], entry["reason"] = (
-                        "not judged",
-                        f"{min(causes, key=place.__getitem__)} fails",
-                    )
+                    cause = min(causes, key=place.__getitem__)
+                    is_silent = self._shown(cause, column, MATHEMATICS)[0] == "no answer"
+                    entry["outcome"] = "not judged"
+                    entry["reason"] = f"{cause} {'has no answer' if is_silent else 'fails'}"
 
     def _failing(self, requirement: str, column: str, kind: str) -> list[dict[str, Any]]:
         entries = self.laws.get((requirement, column), [])

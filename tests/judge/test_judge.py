@@ -175,7 +175,7 @@ def test_a_wrong_kernel_fails_inside_its_domain(file: Path) -> None:
     assert last_line(output).startswith("FAIL: ")
     assert output.index("what is wrong") < output.index("an input")  # what is wrong is read first
     bug, input_of_a_line = "your numbers match a known bug: the sign left out", "keys = impl.round(case.keys)"
-    says(output, "1 fail: KD-8", bug, input_of_a_line)
+    says(output, "mathematics    fail: KD-8", bug, input_of_a_line)
 
 
 @pytest.mark.slow

@@ -136,6 +136,17 @@ def test_code_that_raises_breaks_no_relation(folder: Path) -> None:
     )
 
 
+def test_code_that_needs_a_gpu_is_not_called_wrong(folder: Path) -> None:
+    text = 'def score(keys):\n    raise RuntimeError("0 active drivers ([]). There should only be one.")\n'
+    says(
+        judged(folder, "keydiff", text, "--brief", "-k", "not long and not lost", code=4),
+        "mathematics    no answer: KD-8",
+        "edge           not judged: KD-8 (KD-8 has no answer)",
+        "Triton kernels are judged without one by TRITON_INTERPRET=1 or --device compiled",
+        never=["fail: ", "KD-8 fails", "it breaks too"],
+    )
+
+
 RIGHT = """
 import numpy as np
 
