@@ -68,9 +68,7 @@ def of_each(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def from_numpy(array: np.ndarray, library: str, dtype: str, device: str = "cpu") -> Any:
-    """A copy of an array as one of the library: floating-point numbers rounded to `dtype`, all others as they
-    are.
-    """
+    """A copy of an array as one of the library, with its floating-point numbers rounded to `dtype`."""
     real = array.dtype.kind == "f"
     if real and dtype not in OF_NUMPY:
         array = round_to(array, dtype)

@@ -83,8 +83,8 @@ def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
     assert right("random_protected") == "0, 0 and 0"
     says(
         page("quantisation"),
-        f"costs less here than KeyDiff**: {costs('random_protected')} nats at these sizes, "
-        f"against {costs(alone)}.",
+        f"costs less here than KeyDiff**: {costs('random_protected')} nats at a third, "
+        f"a fifth and a tenth, against {costs(alone)}.",
         f"  0 of 7, and KeyDiff finds {right(alone)}.",
         f"four bits of every token cost {cost(kivi, 4, 0)} nats (`+kivi`), and {evicting(0.67)}.",
         f"needs as many bytes and costs {cost(hadamard, 4, 0)}.",
