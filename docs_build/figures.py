@@ -5,7 +5,6 @@ The picture of the README and the gallery of the methods show the same data, at 
 figures, of MomentKV and of KeyDiff and LagKV, calculate in the browser; tests compare it with `reference/`.
 """
 
-import base64
 import html
 import io
 import itertools
@@ -87,28 +86,32 @@ def _kept(model: PreTrainedModel, full: EvictingCache, name: str, budget: int) -
         return kept(cache)
 
 
-def encode(masks: np.ndarray) -> dict[str, str]:
-    """Masks [budgets, layers, H_kv, T] as `levels`, or as `masks` if a larger budget may drop tokens that
-    a smaller one keeps.
+def encode(masks: np.ndarray) -> dict[str, Any]:
+    """Masks [budgets, layers, H_kv, T] as `levels` and `exceptions`.
 
-    levels has a letter for each layer, head and token: A if the smallest budget
-    keeps it, B if the next one does, and so on. masks has, in Base64, one bit
-    for each budget, layer, head and token, the lowest bit of a byte first.
+    levels has a letter for each layer, head and token: A if all budgets keep it, B if all but one do, and so
+    on; those that do not are the smallest ones. exceptions are the places, in the array of all masks, where
+    that is not so: a larger budget may drop a token that a smaller one keeps.
     """
-    if (masks[:-1] <= masks[1:]).all():
-        return {"levels": (ord("A") + (~masks).sum(axis=0)).astype(np.uint8).tobytes().decode("ascii")}
-    return {"masks": base64.b64encode(np.packbits(masks, bitorder="little").tobytes()).decode("ascii")}
+    dropped = (~masks).sum(axis=0)
+    return {
+        "levels": (ord("A") + dropped).astype(np.uint8).tobytes().decode("ascii"),
+        "exceptions": np.flatnonzero(_nested(dropped, len(masks)) != masks).tolist(),
+    }
+
+
+def _nested(dropped: np.ndarray, budgets: int) -> np.ndarray:
+    """Masks [budgets, ..] of tokens [..] that so many of the smallest budgets drop."""
+    return dropped <= np.arange(budgets).reshape(-1, *[1] * dropped.ndim)
 
 
 def decode(data: Any, method: Any) -> np.ndarray:
     """Masks [budgets, layers, H_kv, T] of one method of the figure's data."""
-    shape = (data["layers"], data["heads"], len(data["tokens"]))
-    if "levels" in method:
-        levels = np.frombuffer(method["levels"].encode("ascii"), dtype=np.uint8).reshape(shape)
-        return levels - ord("A") <= np.arange(len(data["budgets"]))[:, None, None, None]
-    bits = np.frombuffer(base64.b64decode(method["masks"]), dtype=np.uint8)
-    count = len(data["budgets"]) * int(np.prod(shape))
-    return np.unpackbits(bits, count=count, bitorder="little").astype(bool).reshape(-1, *shape)
+    letters = np.frombuffer(method["levels"].encode("ascii"), dtype=np.uint8)
+    dropped = (letters - ord("A")).reshape(data["layers"], data["heads"], len(data["tokens"]))
+    masks = _nested(dropped, len(data["budgets"]))
+    masks.flat[method["exceptions"]] ^= True
+    return masks
 
 
 def stored() -> Any:

@@ -16,18 +16,14 @@
   const KEPT = [47, 127, 193]; // readable on a light page and on a dark one
   const rowsInAll = layers * heads;
 
-  const bytes = (text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0));
-
   // Whether a row (layer * heads + head) keeps a token at the budget of that index.
   function reader(method) {
-    if (method.levels) {
-      const A = 65; // a letter says which budget is the smallest that keeps the token
-      return (budget, row, token) => method.levels.charCodeAt(row * tokens.length + token) - A <= budget;
-    }
-    const masks = bytes(method.masks);
+    const A = 65; // a letter says how many of the smallest budgets drop the token
+    const exceptions = new Set(method.exceptions);
     return (budget, row, token) => {
-      const bit = (budget * rowsInAll + row) * tokens.length + token;
-      return ((masks[bit >> 3] >> (bit & 7)) & 1) === 1;
+      const place = row * tokens.length + token;
+      const keeps = method.levels.charCodeAt(place) - A <= budget;
+      return keeps !== exceptions.has(budget * rowsInAll * tokens.length + place);
     };
   }
 
