@@ -5,13 +5,19 @@ sizes of models, one large axis at a time: such a case costs milliseconds. They 
 at small sizes and wrong at a large one; of what is wrong at both, the laws of its equation say.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+import contextlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from unittest import mock
 
+from evictionary.reference import rope, selection
 from evictionary.spec_tests.judge import compiled, interpreted
+from evictionary.spec_tests.judge.by_hand import accumulating
 from evictionary.spec_tests.judge.domain import OutsideDomain
 from evictionary.spec_tests.judge.implementation import STEPS
 from evictionary.spec_tests.judge.prelude import *
+from evictionary.spec_tests.judge.tolerance import FACTOR
 from evictionary.spec_tests.memory.arguments import arguments_inside, signature_of
 from evictionary.spec_tests.memory.helpers import (
     Raises,
@@ -20,6 +26,8 @@ from evictionary.spec_tests.memory.helpers import (
     as_called,
     holds_nan,
     in_turn,
+    leaves,
+    same_bits,
     taken,
 )
 from evictionary.spec_tests.memory.models import (
@@ -196,14 +204,87 @@ def wrong(impl: Implementation, path: str, given: dict[str, Any], otherwise: str
     if holds_nan(expected):
         return None
     args, kwargs = as_called(path, given)
+    got = None
     try:
         with answering(path):
             got = impl.call(path, *args, **kwargs)
-        agree(impl, path, given, expected, tuple(got) if isinstance(got, Iterator) else got, otherwise)
+        got = tuple(got) if isinstance(got, Iterator) else got
+        agree(impl, path, given, expected, got, otherwise)
     except OutsideDomain:
         return None
     except Violation as found:
         if isinstance(found, Raises) and path not in STEPS:
             raise
-        return found
+        is_excused = got is not None and (
+            a_tie_decides(path, given, expected) or is_right_but_for_angles(impl, path, given, expected, got)
+        )
+        return None if is_excused else found
     return None
+
+
+def a_tie_decides(path: str, given: dict[str, Any], expected: Any) -> bool:
+    """Whether the mathematics makes other numbers infinite where the last of equal scores are kept, in place
+    of the first.
+    """
+
+    first_of_equals = selection.top_k
+
+    def last_of_equals(scores, budget, protected=None):
+        backwards = None if protected is None else protected[..., ::-1]
+        return first_of_equals(scores[..., ::-1], budget, backwards)[..., ::-1]
+
+    with in_place_of(first_of_equals, last_of_equals) as replaced, np.errstate(all="ignore"):
+        other = oracle(path)(**given)
+    return replaced.called and not same_bits(
+        *([np.isinf(leaf) for leaf in floats(one)] for one in (expected, other))
+    )
+
+
+def is_right_but_for_angles(
+    impl: Implementation, path: str, given: dict[str, Any], expected: Any, got: Any
+) -> bool:
+    """Whether an answer is right where angles of RoPE are rounded as the accumulator of the dtype does it.
+
+    The plain computation of the tolerance has exact angles. At position 1,000 a rounding of float32 is an
+    angle of 1e-4, and every implementation whose tables are float32 makes it.
+    """
+    generator, size = np.random.default_rng(0), FACTOR * accumulating(impl)
+    exact = rope.frequencies
+
+    def rounded(head_dim, theta=10000.0):
+        found = exact(head_dim, theta)
+        return found * (1 + size * generator.choice([-1, 1], size=found.shape))
+
+    wrong_by = 0.0
+    with in_place_of(exact, rounded) as replaced, np.errstate(all="ignore"):
+        for _ in range(ANGLE_RUNS):
+            for leaf, other in zip(floats(expected), floats(oracle(path)(**given)), strict=True):
+                wrong_by = max(wrong_by, np.abs(other - leaf)[np.isfinite(leaf)].max(initial=0))
+    if not replaced.called:
+        return False
+    plain = impl.allowance
+    with mock.patch.object(impl, "allowance", lambda *args, **kwargs: plain(*args, **kwargs).wider(wrong_by)):
+        try:
+            agree(impl, path, given, expected, got, "is wrong")
+        except Violation:
+            return False
+    return True
+
+
+ANGLE_RUNS = 6
+
+
+def floats(answer: Any) -> list[np.ndarray]:
+    """The floating numbers of an answer."""
+    return [leaf for leaf in leaves(answer) if leaf.dtype.kind == "f"]
+
+
+@contextlib.contextmanager
+def in_place_of(function: Callable[..., Any], other: Callable[..., Any]) -> Iterator[mock.Mock]:
+    """What is called in place of a function in all modules of `reference`, meanwhile."""
+    replaced = mock.Mock(wraps=other)
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("evictionary.reference.") and vars(module).get(function.__name__) is function:
+                stack.enter_context(mock.patch.object(module, function.__name__, replaced))
+        yield replaced

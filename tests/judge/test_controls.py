@@ -27,7 +27,7 @@ def test_no_law_raises_an_alarm_on_a_correct_implementation(name: str, dtype: st
 
 
 # Each was an alarm once: a rounding that the law did not know, an error that mathematics asked for, what
-# float16 cannot hold.
+# float16 cannot hold, angles of float32 at position 1,000, a tie.
 SILENCED = [
     ("keydiff.torch_cosine_to_the_anchor", "float32", 23, False),
     ("selection.torch_topk", "float32", 0, False),
@@ -42,6 +42,9 @@ SILENCED = [
     ("momentkv.decode_step_last_of_equals", "float64", 0, False),
     ("momentkv.select_prompt_last_of_equals", "float64", 0, False),
     ("expected_attention_theory.leaving_one_out", "float32", 2, False),
+    ("rope.torch_tables_in_the_dtype", "float32", 69, True),
+    ("triattention.torch_tables", "float64", 0, False),
+    ("criticalkv.score_last_of_equals", "float64", 46, True),
 ]
 
 
