@@ -87,6 +87,7 @@ def start(
 ) -> None:
     """Begin an assignment: write its starter file, with the functions to fill in."""
     with exit_codes(), doing("loading the assignment"):
+        from evictionary.classroom import formats
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import lacking
 
@@ -102,14 +103,10 @@ def start(
             not path.exists(),
             f"assignment: {path} exists already and may hold your work; move it away to begin anew",
         )
-        with usage(f"--work: got {work}, wanted {FOLDER}", OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(chosen.starter_for(student), encoding="utf-8")
-            if student:
-                (work / WHO).write_text(student + "\n", encoding="utf-8")
-            for place, text in template.items():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(text, encoding="utf-8")
+        who = {work / WHO: student + "\n"} if student else {}
+        texts = {path: chosen.starter_for(student), **who, **template}
+        with usage(f"--work: got {work}, wanted {FOLDER}", OSError), formats.new_folders(texts):
+            formats.put_all(texts)
     handout = chosen.folder / "README.md"
     told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
     missing = lacking(chosen)
@@ -138,6 +135,9 @@ def _template(chosen: "Assignment", work: Path, assignments: Path | None) -> dic
     found = {work / path: text for path, text in github.files(chosen).items()}
     for path in found:
         require(not path.exists(), f"--github-classroom: {path} exists already; move it away")
+        for folder in path.parents:
+            is_free = folder.is_dir() or not os.path.lexists(folder)
+            require(is_free, f"--github-classroom: {folder} is no folder; move it away")
     return found
 
 
