@@ -160,16 +160,24 @@ def for_assistants(grades: Sequence[Mapping[str, Any]], found: Sequence[Row]) ->
     return f"# {formats.cell(grades[0]['title'])}: for the assistants\n\n{store.table(head, lines)}\n"
 
 
-def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], folder: Path) -> None:
-    """Write the points that count into the grade.md of each student who has one. A link is left alone: a
-    container may have put it there.
+def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], folder: Path) -> list[str]:
+    """Write the points that count into the grade.md of each student who has one; returns whose grade.md says
+    something else now.
+
+    A page that says it already is left as it is, with its time. A link is left alone: a container may have
+    put it there.
     """
     counted = {row.id: row.counted for row in found}
-    by_student = {grade["student"]: dict(grade) for grade in grades}
-    for path in folder.glob(f"*/{formats.FORMATS['markdown'][0]}"):
-        student = path.parent.name
-        if student in by_student and path.is_file() and not path.is_symlink():
-            formats.put(path, formats.markdown(formats.for_student(by_student[student]), counted[student]))
+    told = []
+    for grade in grades:
+        student = grade["student"]
+        path = folder / student / formats.FORMATS["markdown"][0]
+        page = formats.markdown(formats.for_student(dict(grade)), counted[student])
+        is_own = path.is_file() and not path.is_symlink()
+        if is_own and path.read_text(encoding="utf-8", errors="replace") != page:
+            formats.put(path, page)
+            told.append(student)
+    return told
 
 
 def read_roster(path: Path, option: str = "--roster") -> tuple[str, ...]:

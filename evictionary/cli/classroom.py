@@ -588,7 +588,7 @@ def gradebook(
         result = _sum_up(found, grades, [], [], 0, rules)
         with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
             formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found, rows))
-            gradebooks.tell_students(found, rows, grades)
+            result["told_anew"] = gradebooks.tell_students(found, rows, grades)
         if canvas:
             with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
                 export = canvas.read_text(encoding="utf-8-sig")
@@ -596,7 +596,8 @@ def gradebook(
             result["not_in_canvas"] = lacking
             with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
                 formats.put(grades / submissions.CANVAS, table)
-    show(as_json, result, _class(result, grades))
+    told = f"grade.md was written anew for {len(result['told_anew'])} of {len(found)} students."
+    show(as_json, result, itertools.chain(_class(result, grades), [told]))
 
 
 def _sum_up(

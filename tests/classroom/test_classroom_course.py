@@ -5,6 +5,7 @@ import csv
 import io
 import itertools
 import math
+import os
 import re
 import runpy
 import shlex
@@ -131,6 +132,29 @@ def test_a_student_and_the_assistants_see_the_points_that_count(tmp_path: Path) 
     (grades / "ada" / "grade.md").symlink_to(overrides)
     as_json("gradebook", grades)
     says(text_of(overrides), "eve,95")
+
+
+def test_only_the_pages_that_change_are_written(tmp_path: Path) -> None:
+    grades = a_class(tmp_path / "grades", {"ada": 100, "bob": 80, "eve": 50})
+    pages = {name: grades / name / "grade.md" for name in ("ada", "bob", "eve")}
+    for name, page in pages.items():
+        formats.write(formats.read(grades / name / formats.GRADE), grades / name, ["markdown"])
+        os.utime(page, (1, 1))
+    pages["eve"].unlink()
+    late = saved(tmp_path / "late.csv", "id,days\nbob,1\neve,1\n")
+
+    def told(*options: Any) -> list[str]:
+        """Whose page a run of the command says that it has written, compared with the files' times."""
+        before = {name: page.stat().st_mtime for name, page in pages.items() if page.exists()}
+        found = as_json("gradebook", grades, *options)["told_anew"]
+        assert [name for name in before if pages[name].stat().st_mtime != before[name]] == found
+        return found
+
+    assert told() == []
+    assert told("--days-late", late) == ["bob"]
+    assert told("--days-late", late) == []
+    assert pages["ada"].stat().st_mtime == 1 and not pages["eve"].exists()
+    says(printed("gradebook", grades), "grade.md was written anew for 1 of 3 students.")
 
 
 def test_a_comment_says_the_mistake_and_not_only_the_law(grades: Path) -> None:
