@@ -17,8 +17,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import classroom_styles
 import pytest
-from tools import as_json, failed, invoke, printed, refused, saved, says
+from tools import ROOT, as_json, failed, invoke, printed, python, refused, saved, says
 from tools.grader import SOLUTION, order, text_of
 from tools.pages import commands
 
@@ -591,6 +592,37 @@ def test_the_plan_says_which_lessons_print_the_functions_of_an_assignment() -> N
         f"Lessons {listed(every)} print every function of their assignment, and lessons {listed(some)} print"
     )
     says(" ".join(text_of(course.PLAN.parent / "semester.md").split()), told)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "lagkv" else pytest.mark.slow)
+        for name in classroom_styles.readable()
+    ],
+)
+def test_a_model_solution_is_short_and_loses_only_what_is_to_be_refused(name: str, tmp_path: Path) -> None:
+    source = classroom_styles.solution(name)
+    assert len(source.splitlines()) < 100 and "evictionary" not in source
+    starter = ast.parse(text_of(assignments.load(name).starter))
+    wanted = {each.name for each in starter.body if isinstance(each, ast.FunctionDef)}
+    assert wanted <= {each.name for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)}
+    handed_in = saved(tmp_path / f"{name}.py", source)
+    grade = classes.grade_one(classes.Order(name, b"a secret", 3, ()), "ada", handed_in)
+    lost = [line["name"] for line in grade["lines"] if line["verdict"] != "passed"]
+    assert lost in (["edges"], ["refused"]) and grade["score"] >= 85
+
+
+def test_the_command_of_the_plan_writes_a_model_solution_of_each(tmp_path: Path) -> None:
+    plan = course.PLAN.parent / "semester.md"
+    (words,) = re.findall(r"^python (.+ --solutions) solutions$", text_of(plan), flags=re.MULTILINE)
+    python(*shlex.split(words), tmp_path / "solutions", PYTHONPATH=ROOT)
+    written = {path.stem: text_of(path) for path in (tmp_path / "solutions").iterdir()}
+    assert written == {name: classroom_styles.solution(name) for name in classroom_styles.readable()}
+    lengths = sorted(len(source.splitlines()) for source in written.values())
+    says(text_of(plan), f"of {lengths[0]} to {lengths[-1]} lines")
+    (row,) = [line for line in text_of(plan).splitlines() if "in `solutions/`" in line]
+    assert sorted(row.split("|")[1].strip().split(", ")) == sorted(written.keys() - {"keydiff"})
 
 
 # The page of the gradebook
