@@ -138,8 +138,8 @@ def test_an_earlier_address_leads_to_its_lesson(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_what_the_lesson_on_quantised_caches_says_of_its_numbers() -> None:
-    """The sentences around the outputs: which rounding is better and why, and what moves less than an
-    eviction.
+    """The sentences around the outputs: which rounding is
+    better and why, and what moves less than an eviction.
     """
     page = page_of(build.ROOT / "tutorials" / "18_quantised_caches.md")
 
