@@ -6,6 +6,7 @@ the variants of a method are made of, `spec_tests/<method>/forms.py`, with one
 form chosen for each part. A wrong one has an edit of `tests/styles/wrong.toml`.
 """
 
+import ast
 import copy
 import hashlib
 import itertools
@@ -122,6 +123,53 @@ def submissions(assignment: str) -> list[Submission]:
         ]
         found.append(Submission(assignment, tuple(chosen), name))
     return found
+
+
+def readable() -> list[str]:
+    """The assignments of which `solution` writes one; that of the kernel is no mathematics."""
+    return [name for name in names() if assignments.load(name).library == "numpy"]
+
+
+def solution(assignment: str) -> str:
+    """The mathematics of an assignment as a file to read: the first right submission, with the names of the
+    handout and without the forms that it does not use. It does not refuse bad input.
+    """
+    text, chosen = whole(assignment), dict(submissions(assignment)[0].chosen)
+    tree = ast.parse(text)
+    defined: dict[str, ast.stmt] = {}
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            defined[node.name] = node
+        elif isinstance(node, ast.Assign):
+            defined |= {ast.unparse(target): node for target in node.targets}
+    needed, asked = set[ast.stmt](), [*chosen.values()]
+    while asked:
+        name = chosen.get(name := asked.pop(), name)
+        if name in defined and defined[name] not in needed:
+            needed.add(defined[name])
+            asked += _names(defined[name])
+    used = {name for node in needed for name in _names(node)}
+    imports = [
+        ast.unparse(node)
+        for node in tree.body
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and used & {each.asname or each.name for each in node.names}
+    ]
+    parts = ["\n".join(dict.fromkeys(imports)), *(_text(text, node) for node in tree.body if node in needed)]
+    written = "\n\n\n".join(parts) + "\n"
+    for part, form in chosen.items():
+        written = re.sub(rf"\b{form}\b", part, written)
+    return written
+
+
+def _names(node: ast.AST) -> list[str]:
+    return [each.id for each in ast.walk(node) if isinstance(each, ast.Name)]
+
+
+def _text(text: str, node: Any) -> str:
+    """A definition as it was written, with its decorators."""
+    first = min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", ()))])
+    return "\n".join(text.splitlines()[first - 1 : node.end_lineno])
 
 
 class Inside:
@@ -369,8 +417,16 @@ def main(
     jobs: int = 1,
     examples: int = grading.GRADE_EXAMPLES,
     assignments: Annotated[str, typer.Option(help="Some of them, comma-separated.")] = ",".join(names()),
+    solutions: Annotated[
+        Path | None, typer.Option(help="Write a model solution of each into this folder, and grade nothing.")
+    ] = None,
 ) -> None:
     """Grade every submission at every seed that is not graded yet, and write the page."""
+    if solutions:
+        solutions.mkdir(parents=True, exist_ok=True)
+        for name in readable():
+            (solutions / f"{name}.py").write_text(solution(name), encoding="utf-8")
+        return
     os.environ["TRITON_INTERPRET"] = "1"  # of this process and of its helpers, before a kernel imports Triton
     plan = Plan(tuple(assignments.split(",")), seeds, examples)
     with measuring() as advance:

@@ -5,8 +5,9 @@ and a grader that runs student code in a child process.
 `seccomp.py` are the walls around it, `child.py` is the parent's end; `judgement.py` says what becomes of a
 submission; `grading.py` puts the laws to it, and `contest.py` its scorer into the embedded model; `inputs.py`
 draws the inputs from a seed; `submissions.py` opens archives; `formats.py` writes grade.json and the files
-for platforms; `classes.py` grades a folder of submissions; `bundle.py` writes the reference as a right
-answer. `verifier.py` puts the laws to code that nobody trusts, and `tasks.py` writes what such code is asked:
+for platforms; `classes.py` grades a folder of submissions; `gradebook.py` sums up the grades of an
+assignment, and `course.py` those of several; `bundle.py` writes the reference as a right answer.
+`verifier.py` puts the laws to code that nobody trusts, and `tasks.py` writes what such code is asked:
 functions of the contract as files of `standalone.py`, short enough to read.
 """
 

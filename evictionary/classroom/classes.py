@@ -11,7 +11,7 @@ import signal
 import sys
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
@@ -354,7 +354,6 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """
     steps = grouped((line["name"], line["verdict"]) for grade in grades for line in grade["lines"])
     ids = Counter(grade["personal_id"] for grade in grades)
-    names = Counter(_alike(grade["student"]) for grade in grades)
     mistakes = Counter(
         mistake for grade in grades for line in grade["lines"] for mistake in line["misconceptions"]
     )
@@ -364,7 +363,7 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "unjudged": sorted(grade["student"] for grade in grades if grade["error"]),
         "blocked": sorted(grade["student"] for grade in grades if formats.blocked(grade)),
         "one_id": sorted(grade["student"] for grade in grades if ids[grade["personal_id"]] > 1),
-        "alike": sorted(grade["student"] for grade in grades if names[_alike(grade["student"])] > 1),
+        "alike": alike(grade["student"] for grade in grades),
         "notes": {grade["student"]: grade["notes"] for grade in grades if grade["notes"]},
         "distribution": dict(sorted(Counter(grade["score"] for grade in grades).items())),
         "steps": {name: dict(Counter(verdicts)) for name, verdicts in steps.items()},
@@ -374,6 +373,13 @@ def summary(grades: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "misconceptions": dict(mistakes.most_common(10)),
         "grading_seconds": round(sum(grade["seconds"] for grade in grades), 1),
     }
+
+
+def alike(students: Iterable[str]) -> list[str]:
+    """The names that differ from another one only in capitals, spaces or the ways to write an accent."""
+    names = sorted(students)
+    counts = Counter(map(_alike, names))
+    return [name for name in names if counts[_alike(name)] > 1]
 
 
 def _alike(student: str) -> str:

@@ -2,12 +2,13 @@
 from it: Gradescope, Classroom 50, JUnit and Markdown.
 """
 
+import contextlib
 import json
 import os
 import re
 import stat
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
@@ -225,20 +226,49 @@ def put(path: Path, content: str) -> None:
     Nothing is written through a link, nor into a file that has another name too. Raises OSError where the
     path is taken by anything but a plain file.
     """
-    is_free = not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode)
-    require(is_free, f"{path} is no plain file, wanted none or an earlier result: move it away", OSError)
-    handle, partial = tempfile.mkstemp(prefix=".", suffix=".partial", dir=path.parent)
+    put_all({path: content})
+
+
+def put_all(contents: Mapping[Path, str]) -> None:
+    """Write several results as `put` does, all or none: each is whole on the disk before one takes its place.
+
+    Raises OSError as `put` does, and for a folder that is missing or cannot be written.
+    """
+    for path in contents:
+        is_free = not os.path.lexists(path) or stat.S_ISREG(path.lstat().st_mode)
+        require(is_free, f"{path} is no plain file, wanted none or an earlier result: move it away", OSError)
+    mask = os.umask(0o077)
+    os.umask(mask)
+    partial: dict[Path, str] = {}
     try:
-        with open(handle, "w", encoding="utf-8") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(handle)
-        mask = os.umask(0o077)
-        os.umask(mask)
-        os.chmod(partial, 0o666 & ~mask)
-        os.replace(partial, path)
+        for path, content in contents.items():
+            handle, partial[path] = tempfile.mkstemp(prefix=".", suffix=".partial", dir=path.parent)
+            with open(handle, "w", encoding="utf-8") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(handle)
+            os.chmod(partial[path], 0o666 & ~mask)
+        for path, ready in partial.items():
+            os.replace(ready, path)
     except BaseException:
-        os.unlink(partial)
+        for ready in partial.values():
+            Path(ready).unlink(missing_ok=True)
+        raise
+
+
+@contextlib.contextmanager
+def new_folders(paths: Iterable[Path]) -> Iterator[None]:
+    """Make the folders that paths lack; those that are new are deleted again if something inside raises."""
+    made: list[Path] = []
+    try:
+        for path in paths:
+            for folder in [each for each in path.parents if not each.exists()][::-1]:
+                folder.mkdir()
+                made.append(folder)
+        yield
+    except BaseException:
+        for folder in made[::-1]:
+            folder.rmdir()
         raise
 
 

@@ -45,17 +45,26 @@ class Rules:
 
 
 class Row(NamedTuple):
-    """A line of the gradebook. `changed` says what the course made of the grader's points, the last first."""
+    """A line of the gradebook. `changed` says what the course made of the grader's points, the last first.
+    `missing` is true where nothing was handed in and nobody has set the points.
+    """
 
     id: str
     points: float
     of: int
     told: str
     changed: tuple[str, ...] = ()
+    days_late: int = 0
+    missing: bool = False
 
     @property
     def comment(self) -> str:
         return "; ".join((*self.changed, self.told))
+
+    def as_json(self) -> dict[str, Any]:
+        """The line for the summary, which `evictionary course` reads."""
+        names = ("id", "points", "of", "days_late", "missing")
+        return {name: getattr(self, name) for name in names}
 
     @property
     def counted(self) -> str:
@@ -72,7 +81,7 @@ def rows(grades: Sequence[Mapping[str, Any]], rules: Rules | None = None) -> lis
     rules = rules or Rules()
     most = max((grade["max_score"] for grade in grades), default=0)
     found = {grade["student"]: Row(grade["student"], grade["score"], most, _told(grade)) for grade in grades}
-    found |= {each: Row(each, 0, most, NOTHING) for each in rules.roster if each not in found}
+    found |= {each: Row(each, 0, most, NOTHING, missing=True) for each in rules.roster if each not in found}
     for name, given in (("--days-late", rules.days_late), ("--overrides", rules.overrides)):
         strangers = sorted(given.keys() - found.keys())
         wanted = "wanted ids that have a grade or are on the roster"
@@ -99,17 +108,18 @@ def _late(row: Row, days: int, rules: Rules) -> Row:
     lost = min(100.0, rules.percent_a_day * costly)
     late = f"{days} day{'s' * (days != 1)} late, {min(days, rules.free_days)} free"
     said = f"{late}: {lost:g} % of {row.points:g} lost"
-    return row._replace(points=round(row.points * (1 - lost / 100), 1), changed=(said, *row.changed))
+    points = round(row.points * (1 - lost / 100), 1)
+    return row._replace(points=points, changed=(said, *row.changed), days_late=days)
 
 
 def _overridden(row: Row, override: Override) -> Row:
     said = f"set to {override.points:g} by {override.by}, instead of {row.points:g}: {override.reason}"
-    return row._replace(points=override.points, changed=(said, *row.changed))
+    return row._replace(points=override.points, changed=(said, *row.changed), missing=False)
 
 
 def table(found: Sequence[Row]) -> str:
     """gradebook.csv, with the columns id, points, of and comment."""
-    lines = [(_no_formula(row.id), _number(row.points), row.of, _no_formula(row.comment)) for row in found]
+    lines = [(no_formula(row.id), _number(row.points), row.of, no_formula(row.comment)) for row in found]
     return _written([("id", "points", "of", "comment"), *lines])
 
 
@@ -160,24 +170,41 @@ def for_assistants(grades: Sequence[Mapping[str, Any]], found: Sequence[Row]) ->
     return f"# {formats.cell(grades[0]['title'])}: for the assistants\n\n{store.table(head, lines)}\n"
 
 
-def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], folder: Path) -> None:
-    """Write the points that count into the grade.md of each student who has one. A link is left alone: a
-    container may have put it there.
+def tell_students(grades: Sequence[Mapping[str, Any]], found: Sequence[Row], folder: Path) -> list[str]:
+    """Write the points that count into the grade.md of each student who has one; returns whose grade.md says
+    something else now.
+
+    A page that says it already is left as it is, with its time. A link is left alone: a container may have
+    put it there.
     """
     counted = {row.id: row.counted for row in found}
-    by_student = {grade["student"]: dict(grade) for grade in grades}
-    for path in folder.glob(f"*/{formats.FORMATS['markdown'][0]}"):
-        student = path.parent.name
-        if student in by_student and path.is_file() and not path.is_symlink():
-            formats.put(path, formats.markdown(formats.for_student(by_student[student]), counted[student]))
+    told = []
+    for grade in grades:
+        student = grade["student"]
+        path = folder / student / formats.FORMATS["markdown"][0]
+        page = formats.markdown(formats.for_student(dict(grade)), counted[student])
+        is_own = path.is_file() and not path.is_symlink()
+        if is_own and path.read_text(encoding="utf-8", errors="replace") != page:
+            formats.put(path, page)
+            told.append(student)
+    return told
 
 
 def read_roster(path: Path, option: str = "--roster") -> tuple[str, ...]:
-    """The ids of a course: the first column of a table, or one in each line, in their order."""
-    ids = [row[0].strip() for row in _read(path, option, "a text file with one id in each line")]
-    found = tuple(dict.fromkeys(each for each in ids if each))
+    """The ids of a course: the first column of a table, or one in each line, in their order.
+
+    Raises UsageError without an id, and where two students have the same.
+    """
+    found: dict[str, list[str]] = {}
+    for row in _read(path, option, "a text file with one id in each line"):
+        each, *others = [cell.strip() for cell in row]
+        if each:
+            earlier = found.setdefault(each, others)
+            told = f"as {', '.join(earlier)} and as {', '.join(others)}"
+            same = f"{option}: got the id {each!r} twice in {path}, {told}; wanted an id for each student"
+            require(earlier == others, same)
     require(found, f"{option}: got {path} without an id, wanted one in each line")
-    return found
+    return tuple(found)
 
 
 def read_days_late(path: Path) -> dict[str, int]:
@@ -186,7 +213,7 @@ def read_days_late(path: Path) -> dict[str, int]:
     def days(line: Mapping[str, str]) -> int:
         return _at_least_0(int(line["days"]))
 
-    return _by_id(path, "--days-late", ("id", "days"), days, "a whole number of days, 0 or more")
+    return by_id(path, "--days-late", ("id", "days"), days, "a whole number of days, 0 or more")
 
 
 def read_overrides(path: Path) -> dict[str, Override]:
@@ -199,7 +226,7 @@ def read_overrides(path: Path) -> dict[str, Override]:
         return Override(_at_least_0(float(line["points"])), reason, by)
 
     wanted = "points of 0 or more, a reason, and who gives it"
-    return _by_id(path, "--overrides", ("id", "points", "reason", "by"), override, wanted)
+    return by_id(path, "--overrides", ("id", "points", "reason", "by"), override, wanted)
 
 
 def _at_least_0(number: T) -> T:
@@ -208,7 +235,7 @@ def _at_least_0(number: T) -> T:
     return number
 
 
-def _by_id(
+def by_id(
     path: Path, option: str, columns: Sequence[str], of: Callable[[Mapping[str, str]], T], wanted: str
 ) -> dict[str, T]:
     """A table with these columns as a dictionary by id. Raises UsageError, which names the line."""
@@ -246,6 +273,6 @@ def _number(points: float) -> str:
     return f"{points:g}"
 
 
-def _no_formula(text: str) -> str:
+def no_formula(text: str) -> str:
     """A text that a spreadsheet shows, where it would compute it."""
     return f"'{text}" if text.lstrip()[:1] in tuple("=+-@|%") else text

@@ -1,4 +1,4 @@
-"""The commands `evictionary start`, `check`, `submit`, `grade`, `gradebook`, `similar` and `exam`."""
+"""The commands that the help lists under Teach: an assignment, its grades, a course."""
 
 import contextlib
 import itertools
@@ -87,6 +87,7 @@ def start(
 ) -> None:
     """Begin an assignment: write its starter file, with the functions to fill in."""
     with exit_codes(), doing("loading the assignment"):
+        from evictionary.classroom import formats
         from evictionary.classroom.assignment import load
         from evictionary.classroom.grading import lacking
 
@@ -102,14 +103,10 @@ def start(
             not path.exists(),
             f"assignment: {path} exists already and may hold your work; move it away to begin anew",
         )
-        with usage(f"--work: got {work}, wanted {FOLDER}", OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(chosen.starter_for(student), encoding="utf-8")
-            if student:
-                (work / WHO).write_text(student + "\n", encoding="utf-8")
-            for place, text in template.items():
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_text(text, encoding="utf-8")
+        who = {work / WHO: student + "\n"} if student else {}
+        texts = {path: chosen.starter_for(student), **who, **template}
+        with usage(f"--work: got {work}, wanted {FOLDER}", OSError), formats.new_folders(texts):
+            formats.put_all(texts)
     handout = chosen.folder / "README.md"
     told = {"assignment": chosen.name, "file": str(path), "handout": str(handout), "points": chosen.max_score}
     missing = lacking(chosen)
@@ -138,6 +135,9 @@ def _template(chosen: "Assignment", work: Path, assignments: Path | None) -> dic
     found = {work / path: text for path, text in github.files(chosen).items()}
     for path in found:
         require(not path.exists(), f"--github-classroom: {path} exists already; move it away")
+        for folder in path.parents:
+            is_free = folder.is_dir() or not os.path.lexists(folder)
+            require(is_free, f"--github-classroom: {folder} is no folder; move it away")
     return found
 
 
@@ -588,7 +588,7 @@ def gradebook(
         result = _sum_up(found, grades, [], [], 0, rules)
         with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
             formats.put(grades / submissions.ASSISTANTS, gradebooks.for_assistants(found, rows))
-            gradebooks.tell_students(found, rows, grades)
+            result["told_anew"] = gradebooks.tell_students(found, rows, grades)
         if canvas:
             with usage(f"--canvas: got {canvas}, wanted Canvas's export", OSError, ValueError):
                 export = canvas.read_text(encoding="utf-8-sig")
@@ -596,7 +596,8 @@ def gradebook(
             result["not_in_canvas"] = lacking
             with usage(f"grades: got {grades}, wanted {FOLDER}", OSError):
                 formats.put(grades / submissions.CANVAS, table)
-    show(as_json, result, _class(result, grades))
+    told = f"grade.md was written anew for {len(result['told_anew'])} of {len(found)} students."
+    show(as_json, result, itertools.chain(_class(result, grades), [told]))
 
 
 def _sum_up(
@@ -614,6 +615,8 @@ def _sum_up(
     walls = sorted({*result["walls_missing"], *missing})
     result |= {"left_out": left_out, "walls_missing": walls, "seconds": round(seconds, 1)}
     rows = gradebook.rows(grades, rules)
+    result["assignment"] = grades[0]["assignment"]
+    result["gradebook"] = [row.as_json() for row in rows]
     result["nothing_handed_in"] = [row.id for row in rows if row.comment.endswith(gradebook.NOTHING)]
     roster = set(rules.roster if rules else ())
     result["not_on_roster"] = [row.id for row in rows if roster and row.id not in roster]
@@ -621,6 +624,85 @@ def _sum_up(
         formats.put(output / submissions.SUMMARY, json.dumps(result, indent=1) + "\n")
         formats.put(output / submissions.GRADEBOOK, gradebook.table(rows))
     return result
+
+
+@app.command(epilog=examples("evictionary course course.toml --roster roster.csv"))
+def course(
+    course: Annotated[
+        Path,
+        typer.Argument(
+            help="A TOML file with a table for each part of the course: its gradebooks (`of`), its weight in "
+            "percent, and how many of them count (`best`)."
+        ),
+    ],
+    roster: Annotated[
+        Path | None, typer.Option(help="The ids of the course, one in the first column of each line.")
+    ] = None,
+    missing_is_zero: Annotated[
+        bool,
+        typer.Option(
+            "--missing-is-zero", help="Count missing work as 0 points; else who lacks some has no total."
+        ),
+    ] = False,
+    output: Annotated[Path, typer.Option(help="The table to write.")] = Path("course.csv"),
+    as_json: AsJson = False,
+) -> None:
+    """Join the gradebooks of several assignments into one table: points, late days and the total of each
+    student. Runs no code.
+    """
+    with exit_codes(), doing("reading the gradebooks"):
+        from evictionary.classroom import classes, course as courses, formats, gradebook as gradebooks
+
+        parts = courses.read(course)
+        ids = gradebooks.read_roster(roster) if roster else ()
+        lines = courses.lines(parts, ids, missing_is_zero)
+        names = [line.id for line in lines]
+        with usage(f"--output: got {output}, wanted a file in {FOLDER}", OSError):
+            formats.put(output, courses.table(lines))
+    result = {
+        "parts": [
+            {
+                **part._asdict(),
+                "gradebooks": [{"name": each.name, "of": each.of} for each in part.gradebooks],
+            }
+            for part in parts
+        ],
+        "students": [line._asdict() for line in lines],
+        "without_a_total": [line.id for line in lines if line.total is None],
+        "in_one_only": courses.in_one_only(parts),
+        "alike": classes.alike(names),
+        "not_on_roster": [each for each in names if ids and each not in ids],
+    }
+    show(as_json, result, _course(result, output))
+
+
+def _course(result: dict[str, Any], output: Path) -> Iterator[Any]:
+    """What a course comes to, for people: each gradebook, and what the instructor should know."""
+    students = result["students"]
+    right = ("of", "handed in", "missing", "mean")
+    table = plain_table("part", "gradebook", *right, right=right, title=f"{len(students)} students")
+    for part in result["parts"]:
+        counted = f"{escape(part['name'])}: {part['weight']:g} %, the best {part['best']}"
+        for book in part["gradebooks"]:
+            there = [each["points"][book["name"]] for each in students]
+            points = [each for each in there if each is not None]
+            mean = f"{sum(points) / len(points):.1f}" if points else ""
+            counts = (str(len(points)), str(len(there) - len(points)))
+            table.add_row(counted, escape(book["name"]), f"{book['of']:g}", *counts, mean)
+            counted = ""
+    yield table
+    lacking, single = result["without_a_total"], result["in_one_only"]
+    to_know = {
+        "No total, because work is missing: {}. --missing-is-zero counts it as 0.": _few(lacking),
+        "In one gradebook only: {}": _few([f"{student} ({name})" for student, name in single.items()]),
+        "Names that differ only in capitals, spaces or accents: {}": _few(
+            [repr(name) for name in result["alike"]]
+        ),
+        "Not on the roster: {}": _few(result["not_on_roster"]),
+    }
+    for text, named in to_know.items():
+        yield named and Text(text.format(named), "yellow")
+    yield f"The table: [bold]{escape(str(output))}[/]"
 
 
 @app.command(epilog=examples("evictionary similar handed_in/ --assignment keydiff"))

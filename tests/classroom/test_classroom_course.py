@@ -5,6 +5,7 @@ import csv
 import io
 import itertools
 import math
+import os
 import re
 import runpy
 import shlex
@@ -16,8 +17,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock, Mock
 
+import classroom_styles
 import pytest
-from tools import as_json, failed, invoke, printed, refused, saved, says
+from tools import ROOT, as_json, failed, invoke, printed, python, refused, saved, says
 from tools.grader import SOLUTION, order, text_of
 from tools.pages import commands
 
@@ -131,6 +133,29 @@ def test_a_student_and_the_assistants_see_the_points_that_count(tmp_path: Path) 
     (grades / "ada" / "grade.md").symlink_to(overrides)
     as_json("gradebook", grades)
     says(text_of(overrides), "eve,95")
+
+
+def test_only_the_pages_that_change_are_written(tmp_path: Path) -> None:
+    grades = a_class(tmp_path / "grades", {"ada": 100, "bob": 80, "eve": 50})
+    pages = {name: grades / name / "grade.md" for name in ("ada", "bob", "eve")}
+    for name, page in pages.items():
+        formats.write(formats.read(grades / name / formats.GRADE), grades / name, ["markdown"])
+        os.utime(page, (1, 1))
+    pages["eve"].unlink()
+    late = saved(tmp_path / "late.csv", "id,days\nbob,1\neve,1\n")
+
+    def told(*options: Any) -> list[str]:
+        """Whose page a run of the command says that it has written, compared with the files' times."""
+        before = {name: page.stat().st_mtime for name, page in pages.items() if page.exists()}
+        found = as_json("gradebook", grades, *options)["told_anew"]
+        assert [name for name in before if pages[name].stat().st_mtime != before[name]] == found
+        return found
+
+    assert told() == []
+    assert told("--days-late", late) == ["bob"]
+    assert told("--days-late", late) == []
+    assert pages["ada"].stat().st_mtime == 1 and not pages["eve"].exists()
+    says(printed("gradebook", grades), "grade.md was written anew for 1 of 3 students.")
 
 
 def test_a_comment_says_the_mistake_and_not_only_the_law(grades: Path) -> None:
@@ -285,6 +310,144 @@ def test_canvas_gets_the_columns_of_its_own_export(grades: Path, tmp_path: Path)
     )
 
 
+# The whole course
+
+
+@pytest.fixture
+def a_course(tmp_path: Path) -> Path:
+    """Two assignments and an exam: bob missed the exam, eve the second assignment, kim all but the exam."""
+    roster = saved(tmp_path / "roster.csv", "ada,Ada\nbob,Bob\neve,Eve\nkim,Kim\n")
+    late = saved(tmp_path / "late.csv", "id,days\nada,2\nbob,1\n")
+    a_class(tmp_path / "grades" / "keydiff", {"ada": 100, "bob": 80, "eve": 50})
+    a_class(tmp_path / "grades" / "lagkv", {"ada": 90, "bob": 70}, "lagkv")
+    as_json("gradebook", tmp_path / "grades" / "keydiff", "--roster", roster, "--days-late", late)
+    as_json("gradebook", tmp_path / "grades" / "lagkv", "--days-late", late, "--free-days", 2)
+    saved(tmp_path / "exam.csv", "id,points,of,days_late\nada,24,30,\neve,15,30,1\nkim,30,30,0\nbob,,30,0\n")
+    parts = '[assignments]\nweight = 60\nof = ["grades/keydiff", "grades/lagkv/gradebook.csv"]\n'
+    return saved(tmp_path / "course.toml", f'{parts}[exam]\nweight = 40\nof = ["exam.csv"]\n')
+
+
+def test_a_course_has_the_points_late_days_and_total_of_each(a_course: Path, tmp_path: Path) -> None:
+    table = ("--output", tmp_path / "course.csv")
+    result = as_json("course", a_course, *table)
+    assert text_of(tmp_path / "course.csv").splitlines() == [
+        "id,keydiff,lagkv,exam,days_late,total",
+        # 2 days at 10 % cost 20 of 100 in keydiff, and are free in lagkv: 60 * (0.8 + 0.9) / 2 + 40 * 24 / 30
+        "ada,80,90,24,4,83",
+        "bob,72,70,missing,2,missing",
+        "eve,50,missing,15,1,missing",
+        "kim,missing,missing,30,0,missing",
+    ]
+    kim = {"id": "kim", "points": {"keydiff": None, "lagkv": None, "exam": 30}, "days_late": 0, "total": None}
+    assert result["students"][-1] == kim and result["without_a_total"] == ["bob", "eve", "kim"]
+    as_json("course", a_course, *table, "--missing-is-zero")
+    totals = [line.rpartition(",")[2] for line in text_of(tmp_path / "course.csv").splitlines()[1:]]
+    assert totals == ["83", "42.6", "35", "40"]
+    told = "No total, because work is missing: bob, eve, kim. --missing-is-zero counts it as 0."
+    says(printed("course", a_course, *table), "assignments: 60 %, the best 2", told)
+
+
+def test_the_best_count_and_parts_without_weights_count_alike(a_course: Path, tmp_path: Path) -> None:
+    parts = '[assignments]\nbest = 1\nof = ["grades/lagkv", "grades/keydiff"]\n[exam]\nof = ["exam.csv"]\n'
+    saved(a_course, parts)
+    result = as_json("course", a_course, "--output", tmp_path / "course.csv")
+    totals = {line["id"]: line["total"] for line in result["students"]}
+    assert totals == {"ada": 85, "bob": None, "eve": 50, "kim": None}
+
+
+def test_an_override_and_a_zero_with_a_reason_are_not_missing(a_course: Path, tmp_path: Path) -> None:
+    overrides = saved(tmp_path / "overrides.csv", "id,points,reason,by\nkim,60,by mail,lou\n")
+    folder, roster = tmp_path / "grades" / "keydiff", tmp_path / "roster.csv"
+    as_json("gradebook", folder, "--roster", roster, "--overrides", overrides)
+    zero = ("--zero", "Copied.", "--student", "eve", "--assignment", "lagkv")
+    printed("grade", *zero, "--output", tmp_path / "grades" / "lagkv")
+    as_json("gradebook", tmp_path / "grades" / "lagkv")
+    result = as_json("course", a_course, "--output", tmp_path / "course.csv")
+    points = {line["id"]: [*line["points"].values()] for line in result["students"]}
+    assert (points["kim"], points["eve"]) == ([60, None, 30], [50, 0, 15])
+
+
+def test_an_id_that_fits_no_other_is_named(a_course: Path, tmp_path: Path) -> None:
+    exam = saved(tmp_path / "exam.csv", "id,points,of\nada,24,30\nBob,30,30\n=1+1,1,30\nlou,9,30\n")
+    given = ("course", a_course, "--roster", tmp_path / "roster.csv", "--output", tmp_path / "course.csv")
+    result = as_json(*given)
+    single = {"=1+1": "exam", "Bob": "exam", "eve": "keydiff", "kim": "keydiff", "lou": "exam"}
+    assert (result["in_one_only"], result["alike"]) == (single, ["Bob", "bob"])
+    assert result["not_on_roster"] == ["=1+1", "Bob", "lou"]
+    told = ("In one gradebook only: =1+1 (exam), Bob (exam)", "accents: 'Bob', 'bob'", "roster: =1+1, Bob")
+    says(printed(*given), *told)
+    says(text_of(tmp_path / "course.csv"), "\n'=1+1,missing,")
+    saved(exam, "id,points,of\n")
+    says(failed(*given, code=2), "without a line")
+
+
+EXAM, TWO = '[exam]\nof = ["exam.csv"]\n', 'of = ["grades/keydiff", "grades/lagkv"]\n'
+
+
+@pytest.mark.parametrize(
+    ("course", "said"),
+    [
+        ("", "without a part, wanted a table for each"),
+        ("[exam", "wanted a TOML file of a course"),
+        ("exam = 3", "got [exam] of"),
+        ('[exam]\nof = "exam.csv"', "of = 'exam.csv', wanted a list of gradebooks"),
+        ("[exam]\nof = []", "of = [], wanted a list of gradebooks"),
+        (f"{EXAM}wieght = 100", "got 'wieght' (did you mean weight?), wanted one of of, weight, best"),
+        (f"{EXAM}weight = true", "weight = True, wanted a number above 0 and at most 100"),
+        (f"{EXAM}weight = nan", "weight = nan, wanted a number above 0"),
+        (f"{EXAM}weight = 90", "got weights that sum to 90 in"),
+        (f"[work]\nweight = 60\n{TWO}{EXAM}weight = 30", "(work 60, exam 30), wanted 100"),
+        (f"[work]\nweight = 60\n{TWO}{EXAM}", "a weight for only some parts"),
+        (f"[work]\nbest = 3\n{TWO}", "best = 3, wanted a whole number from 1 to its gradebooks"),
+        ('[work]\nof = ["grades/keydif"]', "'grades/keydif' (did you mean keydiff?), which is not there"),
+        ('[work]\nof = ["grades"]', "wanted a folder in which `evictionary gradebook` ran"),
+        ('[work]\nof = ["grades/keydiff", "grades/../grades/keydiff"]', "got keydiff twice"),
+        ('[work]\nof = ["total.csv"]', "got total twice"),
+    ],
+)
+def test_a_course_that_is_not_right_is_refused(
+    course: str, said: str, a_course: Path, tmp_path: Path
+) -> None:
+    saved(tmp_path / "total.csv", "id,points,of\nada,1,2\n")
+    saved(a_course, course)
+    says(failed("course", a_course, "--output", tmp_path / "course.csv", code=2), said)
+    assert not (tmp_path / "course.csv").exists()
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        ("id,points\nada,1\n", "without of, wanted the columns id, points, of"),
+        ("id,points,of\nada,1,30\nada,2,30\n", "got 'ada,2,30' in line 3"),
+        ("id,points,of\nada,31,30\n", "got 'ada,31,30' in line 2"),
+        ("id,points,of\nada,-1,30\n", "got 'ada,-1,30' in line 2"),
+        ("id,points,of\nada,many,30\n", "got 'ada,many,30' in line 2"),
+        ("id,points,of\nada,1,inf\n", "got 'ada,1,inf' in line 2"),
+        ("id,points,of,days_late\nada,1,30,-2\n", "got 'ada,1,30,-2' in line 2"),
+        ("id,points,of\nada,1,30\nbob,1,20\n", "with 2 numbers in the column `of`, wanted one for all"),
+    ],
+)
+def test_a_table_of_a_course_is_named_with_its_line(
+    table: str, said: str, a_course: Path, tmp_path: Path
+) -> None:
+    saved(tmp_path / "exam.csv", table)
+    says(failed("course", a_course, "--output", tmp_path / "course.csv", code=2), "exam.csv", said)
+
+
+def test_a_folder_that_an_earlier_version_summed_up_says_what_to_run(a_course: Path, tmp_path: Path) -> None:
+    saved(tmp_path / "grades" / "lagkv" / "summary.json", "{}")
+    told = failed("course", a_course, "--output", tmp_path / "course.csv", code=2)
+    says(told, f"Run `evictionary gradebook {tmp_path / 'grades' / 'lagkv'}`")
+
+
+def test_two_students_of_one_id_are_refused_and_a_line_twice_is_not(grades: Path, tmp_path: Path) -> None:
+    roster = saved(tmp_path / "roster.csv", "ada,Ada Lovelace\nada,Ada Lovelace\nbob,Bob\n")
+    assert as_json("gradebook", grades, "--roster", roster)["not_on_roster"] == ["eve"]
+    saved(roster, "ada,Ada Lovelace\nada,Ada Smith\n")
+    told = f"got the id 'ada' twice in {roster}, as Ada Lovelace and as Ada Smith"
+    says(failed("gradebook", grades, "--roster", roster, code=2), told)
+
+
 # The exam and the plan
 
 
@@ -431,6 +594,37 @@ def test_the_plan_says_which_lessons_print_the_functions_of_an_assignment() -> N
     says(" ".join(text_of(course.PLAN.parent / "semester.md").split()), told)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name == "lagkv" else pytest.mark.slow)
+        for name in classroom_styles.readable()
+    ],
+)
+def test_a_model_solution_is_short_and_loses_only_what_is_to_be_refused(name: str, tmp_path: Path) -> None:
+    source = classroom_styles.solution(name)
+    assert len(source.splitlines()) < 100 and "evictionary" not in source
+    starter = ast.parse(text_of(assignments.load(name).starter))
+    wanted = {each.name for each in starter.body if isinstance(each, ast.FunctionDef)}
+    assert wanted <= {each.name for each in ast.parse(source).body if isinstance(each, ast.FunctionDef)}
+    handed_in = saved(tmp_path / f"{name}.py", source)
+    grade = classes.grade_one(classes.Order(name, b"a secret", 3, ()), "ada", handed_in)
+    lost = [line["name"] for line in grade["lines"] if line["verdict"] != "passed"]
+    assert lost in (["edges"], ["refused"]) and grade["score"] >= 85
+
+
+def test_the_command_of_the_plan_writes_a_model_solution_of_each(tmp_path: Path) -> None:
+    plan = course.PLAN.parent / "semester.md"
+    (words,) = re.findall(r"^python (.+ --solutions) solutions$", text_of(plan), flags=re.MULTILINE)
+    python(*shlex.split(words), tmp_path / "solutions", PYTHONPATH=ROOT)
+    written = {path.stem: text_of(path) for path in (tmp_path / "solutions").iterdir()}
+    assert written == {name: classroom_styles.solution(name) for name in classroom_styles.readable()}
+    lengths = sorted(len(source.splitlines()) for source in written.values())
+    says(text_of(plan), f"of {lengths[0]} to {lengths[-1]} lines")
+    (row,) = [line for line in text_of(plan).splitlines() if "in `solutions/`" in line]
+    assert sorted(row.split("|")[1].strip().split(", ")) == sorted(written.keys() - {"keydiff"})
+
+
 # The page of the gradebook
 
 GRADEBOOK = course.PLAN.parent / "gradebook.md"
@@ -443,10 +637,12 @@ def at_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, st
     """
     monkeypatch.chdir(tmp_path)
     a_class(tmp_path / "grades" / "keydiff", {"ada": 80, "bob": 100, "keydiff-eve": 50})
+    for name in ("lagkv", "gvote"):
+        as_json("gradebook", a_class(tmp_path / "grades" / name, {"ada": 100, "bob": 60}, name))
     for name, text in {"ada.py": SOLUTION, "bob.py": COPIED, "keydiff-eve/keydiff.py": OTHERWISE}.items():
         saved(tmp_path / "handed_in" / name, text)
     for name, table in re.findall(
-        r'```text title="(\w+\.csv)"\n(.*?)```', text_of(GRADEBOOK), flags=re.DOTALL
+        r'```(?:text|toml) title="(\w+\.(?:csv|toml))"\n(.*?)```', text_of(GRADEBOOK), flags=re.DOTALL
     ):
         saved(tmp_path / name, table)
     saved(tmp_path / "export.csv", EXPORT)
@@ -465,6 +661,11 @@ def test_the_commands_of_the_page_run_with_its_own_tables(at_the_page: dict[str,
         "kim": "0",
     }
     says(rows["ada"]["comment"], "set to 95 by kim, instead of 80: part 4 is right, by another convention")
+    course = run(at_the_page["course"])
+    totals = {line["id"]: line["total"] for line in course["students"]}
+    # the best 2 of 95, 100, 100 and of 90, 60, 60; then 8 and 9 of 10, and 24 and 27 of 30
+    assert totals == {"ada": 50 + 8 + 32, "bob": 37.5 + 9 + 36, "keydiff-eve": None, "kim": None}
+    assert course["in_one_only"] == {"keydiff-eve": "keydiff"} and course["alike"] == []
     assert [pair["one"] for pair in run(at_the_page["similar"])["pairs"]] == ["ada"]
     (canvas,) = [each for each in commands(GRADEBOOK) if "canvas" in each]
     assert run(canvas)["not_in_canvas"] == ["keydiff-eve"]

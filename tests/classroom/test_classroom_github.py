@@ -1,9 +1,12 @@
 """The template repository of GitHub Classroom: its files, and its steps run as GitHub's graders run them."""
 
+import errno
+import itertools
 import json
 import os
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -103,3 +106,33 @@ def test_what_no_template_can_have_is_refused(tmp_path: Path, monkeypatch: pytes
     says(failed("check", "keydiff", "--step", "ankor", code=2), "--step: got 'ankor' (did you mean anchor?)")
     saved(Path("work") / "scorer.py", SOLUTION)
     says(failed("check", "contest", "--step", "scores", code=2), "the contest judges its steps together")
+
+
+@pytest.mark.parametrize("taken", [".github", ".github/workflows"])
+def test_nothing_is_written_where_a_file_has_the_place_of_a_folder(taken: str, tmp_path: Path) -> None:
+    work = tmp_path / "template"
+    saved(work / taken, "mine")
+    told = failed("start", "keydiff", "--work", work, "--github-classroom", code=2)
+    says(told, f"--github-classroom: {work / taken} is no folder; move it away")
+    assert [each for each in work.rglob("*") if each.is_file()] == [work / taken]
+    assert text_of(work / taken) == "mine"
+
+
+@pytest.mark.parametrize(("name", "before"), [("mkdir", 3), ("mkstemp", 2), ("replace", 0)])
+def test_a_template_that_cannot_be_written_leaves_nothing(
+    name: str, before: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full after so many folders or files: neither the starter file nor a folder stays."""
+    module = {"mkdir": Path, "mkstemp": tempfile, "replace": os}[name]
+    real, calls = getattr(module, name), itertools.count()
+
+    def full(*given: Any, **named: Any) -> Any:
+        if next(calls) >= before:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(*given, **named)
+
+    monkeypatch.setattr(module, name, full)
+    work = tmp_path / "template"
+    told = failed("start", "keydiff", "--work", work, "--github-classroom", code=2)
+    says(told, f"--work: got {work}, wanted a folder that can be written: No space left on device")
+    assert next(calls) > before and not work.exists()

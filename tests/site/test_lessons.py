@@ -136,6 +136,44 @@ def test_an_earlier_address_leads_to_its_lesson(tmp_path: Path, monkeypatch: pyt
         assert files[f"lessons/{name}.ipynb"] == lesson.stem.encode()
 
 
+@pytest.mark.slow
+def test_what_the_lesson_on_quantised_caches_says_of_its_numbers() -> None:
+    """The sentences around the outputs: which rounding is
+    better and why, and what moves less than an eviction.
+    """
+    page = page_of(build.ROOT / "tutorials" / "18_quantised_caches.md")
+
+    def numbers(line: str) -> list[float]:
+        (rest,) = re.findall(rf"^{line}(.*)$", page, flags=re.MULTILINE)
+        return [float(each) for each in re.findall(r"\d+\.\d+", rest)]
+
+    token, channel = numbers("by_token +keys: numbers"), numbers("by_channel +keys: numbers")
+    assert [by_channel < by_token for by_channel, by_token in zip(channel, token, strict=True)] == [
+        *(True, True),  # of keys the numbers and the output
+        *(True, False),  # of values
+    ]
+    keys, values = (max(numbers(name)) / min(numbers(name)) for name in ("keys: channel", "values: channel"))
+    assert round(keys) == 18 and values < 2
+    by_token, rotated, by_channel = (
+        numbers(f"keys of the model in four bits, {way} +error")[0]
+        for way in ("by token", "rotated, by token", "by channel")
+    )
+    assert by_channel < rotated < by_token
+    first, median = numbers("the first token has.+length")
+    assert first < median / 2
+    # The first value alone explains the difference.
+    (without,) = numbers("values by channel, the first exact: output")
+    assert abs(without - token[3]) < 0.02 < channel[3] - token[3]
+    moved = {
+        name: numbers(f"{name} +\\d+% of the bytes:")[0]
+        for name in ("4 bits", "2 bits", "4 bits, rotated", "keydiff", "snapkv", "h2o")
+    }
+    evicted = [moved[name] for name in ("keydiff", "snapkv", "h2o")]
+    assert max(moved["4 bits"], moved["4 bits, rotated"]) < min(evicted) / 4 and moved["2 bits"] < min(
+        evicted
+    )
+
+
 @every_lesson
 def test_a_page_has_its_number_folds_what_is_to_be_folded_and_answers_every_question(lesson: Path) -> None:
     text, page = lesson.read_text(encoding="utf-8"), page_of(lesson)
