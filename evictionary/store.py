@@ -101,8 +101,8 @@ class Plan(ABC):
         return line["model"]
 
     def alike(self, unit: Any) -> Any:
-        """A sorting key that units have in common if they take equally long: each shard has its share of
-        them.
+        """A sorting key that units have in common if they
+        take equally long: each shard has its share of them.
         """
         return 0
 
