@@ -106,7 +106,7 @@ def join(
         missing = _missing(parts, found)
         require(
             partial or not missing,
-            f"parts: {', '.join(missing)} missing, wanted the whole run: `--shard` measures what a shard "
+            f"parts: got a run without {', '.join(missing)}, wanted all of it: `--shard` measures what a shard "
             "lacks, and `--partial` joins without it",
         )
         require(lines, "parts: got no measurement, wanted at least one")

@@ -150,7 +150,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
     folders = measured(tmp_path, 1, 3)
     path = folders[1] / store.RESULTS
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:4]) + '{"model": "cut o')
-    wanted = "parts: 2/3, 2 of 6 measurements of 3/3 missing, wanted the whole run"
+    wanted = "parts: got a run without 2/3, 2 of 6 measurements of 3/3, wanted all of it"
     refused(lambda: joined(folders, tmp_path / "joined"), wanted)
     assert not (tmp_path / "joined" / store.RESULTS).exists()
     lines, missing = joined(folders, tmp_path / "joined", partial=True)
@@ -310,7 +310,7 @@ def test_a_killed_shard_goes_on_and_is_joined(
     prompts = {json.loads(text)["seed"] for text in kept}
     assert prompts and len(prompts) < 3 + (not workers)
     told = failed("join", tmp_path / "parts" / "1-of-2", code=2)
-    assert "2/2, " in told and f"{12 - len(kept)} of 12 measurements of 1/2 missing" in told
+    assert f"got a run without 2/2, {12 - len(kept)} of 12 measurements of 1/2, wanted all of it" in told
     printed(*shard)
     assert set(kept) <= set(path.read_text().splitlines()), "what was stored stays as it was"
     printed(*asked, tmp_path / "parts", "--shard", "2/2")
