@@ -106,8 +106,8 @@ def join(
         missing = _missing(parts, found)
         require(
             partial or not missing,
-            f"parts: got a run without {', '.join(missing)}, wanted all of it: `--shard` measures what a shard "
-            "lacks, and `--partial` joins without it",
+            f"parts: got a run without {', '.join(missing)}, wanted all of it: `--shard` measures what a "
+            "shard lacks, and `--partial` joins without it",
         )
         require(lines, "parts: got no measurement, wanted at least one")
         others = store.read(output / store.RESULTS, kind.identify).keys() - lines.keys()
