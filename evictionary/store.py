@@ -48,6 +48,28 @@ class Progress(NamedTuple):
     seconds_left: float
 
 
+class Shard(NamedTuple):
+    """One of the parts that a run is divided into, for a machine of its own: `number` of `of`, from 1."""
+
+    number: int
+    of: int
+
+    def __str__(self) -> str:
+        return f"{self.number}/{self.of}"
+
+    @classmethod
+    def read(cls, text: str) -> "Shard":
+        """The shard that '3/8' names. Raises ValueError for another text."""
+        number, _, of = text.partition("/")
+        shard = cls(int(number), int(of))
+        if text != str(shard) or not 1 <= shard.number <= shard.of:
+            raise ValueError(text)
+        return shard
+
+
+WHOLE = Shard(1, 1)
+
+
 class Plan(ABC):
     """What is to be measured. A dataclass of the settings
     inherits from it, and travels to the processes that measure.
@@ -77,6 +99,17 @@ class Plan(ABC):
     def subject(cls, line: Mapping[str, Any]) -> str:
         """What a line is a measurement of, in words. All lines of a folder have one subject."""
         return line["model"]
+
+    def alike(self, unit: Any) -> Any:
+        """A sorting key that units have in common if they
+        take equally long: each shard has its share of them.
+        """
+        return 0
+
+    @classmethod
+    def conditions(cls, line: Line) -> dict[str, Any]:
+        """What the lines of one run have in common beside its settings: the versions of the software."""
+        return line.get("versions", {"evictionary": "unknown"})
 
     def common(self) -> dict[str, Any]:
         """The fields that every line of this plan has."""
@@ -115,14 +148,27 @@ class Plan(ABC):
         """Raise UsageError, before hours of work, for lines of the folder or for work that cannot be used."""
         return
 
-    def missing(self, found: Mapping[str, Line]) -> Work:
-        """The units that are not finished, each with the parts that it lacks."""
+    def share(self, shard: Shard) -> Work:
+        """The units of a shard, with their parts. They depend on the plan alone, and never on the machine.
+
+        Units that take equally long are dealt to the shards in turn. The order of the work stays.
+        """
+        work = list(self.work())
+        dealt = sorted(range(len(work)), key=lambda index: self.alike(work[index][0]))
+        return [work[index] for index in sorted(dealt[shard.number - 1 :: shard.of])]
+
+    def key_of(self, unit: Any, part: Any) -> str:
+        """The identity of the line of a part."""
+        return self.key({"model": self.model, **self.named(unit, part)})
+
+    def missing(self, found: Mapping[str, Line], shard: Shard = WHOLE) -> Work:
+        """The units of a shard that are not finished, each with the parts that it lacks."""
 
         def lacks(unit: Any, part: Any) -> bool:
-            line = found.get(self.key({"model": self.model, **self.named(unit, part)}))
+            line = found.get(self.key_of(unit, part))
             return line is None or not self.is_done(line, part)
 
-        units = [(unit, [part for part in parts if lacks(unit, part)]) for unit, parts in self.work()]
+        units = [(unit, [part for part in parts if lacks(unit, part)]) for unit, parts in self.share(shard)]
         return [(unit, parts) for unit, parts in units if parts]
 
 
@@ -130,6 +176,7 @@ def run(
     plan: Plan,
     folder: Path,
     *,
+    shard: Shard = WHOLE,
     jobs: int = 1,
     dask: str | None = None,
     patience: float = PATIENCE,
@@ -137,8 +184,8 @@ def run(
     tell: Callable[[str], None] = lambda text: None,
     name: str = RESULTS,
 ) -> list[Line]:
-    """Measure what the file `name` of a folder lacks of
-    the plan, and return every line of that file, sorted.
+    """Measure what the file `name` of a folder lacks of a shard
+    of the plan, and return every line of that file, sorted.
 
     `jobs` processes share the units. `dask` sends them to Dask workers instead: it is a scheduler's address,
     or "local" for a cluster of `jobs` workers on this machine. Where a cluster has no worker, `tell` is told,
@@ -149,7 +196,7 @@ def run(
     require(jobs >= 1, f"jobs: got {jobs}, wanted at least 1")
     path = folder / name
     folder.mkdir(parents=True, exist_ok=True)
-    with _alone(folder):
+    with alone(folder):
         found = read(path, plan.identify)
         subject = plan.subject(plan.common())
         others = {plan.subject(line) for line in found.values() if "model" in line} - {subject}
@@ -158,7 +205,7 @@ def run(
             f"output: {folder} holds the results of {', '.join(sorted(others))}, wanted a folder for "
             f"{subject}",
         )
-        work = plan.missing(found)
+        work = plan.missing(found, shard)
         plan.check(folder, found, work)
         total = sum(len(parts) for _, parts in work)
         start, done = time.perf_counter(), 0
@@ -245,7 +292,7 @@ def put(path: Path, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def alone(folder: Path) -> Iterator[None]:
     """Lock the folder: two runs in one folder would measure
     everything twice. A killed run leaves no lock behind.
     """

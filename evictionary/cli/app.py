@@ -18,6 +18,7 @@ from evictionary.cli import (
     contract,
     demo,
     evaluate,
+    join,
     judge,
     methods,
     run,
@@ -82,7 +83,7 @@ def quietable(command: Callable[..., Any]) -> Callable[..., Any]:
 PANELS = {
     "Validate": (judge, verify, contract, vectors),
     "Run": (methods, demo, run, calibrate),
-    "Measure": (evaluate, study, claims),
+    "Measure": (evaluate, study, claims, join),
     "Teach": (classroom,),
 }
 # These run the code of others in a process of its own, which not every system has limits for.

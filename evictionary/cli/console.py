@@ -31,6 +31,7 @@ from evictionary.errors import (
 )
 from evictionary.models.loading import DIVISIONS, DTYPES, Loading
 from evictionary.progress import console as stderr, doing
+from evictionary.store import Shard
 
 if TYPE_CHECKING:
     from evictionary import store
@@ -124,6 +125,16 @@ DaskWait = Annotated[
     ),
 ]
 WAIT = 300
+OneShard = Annotated[
+    Any,
+    typer.Option(
+        "--shard",
+        parser=reader(Shard.read, "a shard and the number of all, from 1/8 to 8/8"),
+        metavar="<k/n>",
+        help="Measure one of n parts of the prompts, such as 3/8, into a folder of its own in --output. "
+        "`evictionary join` joins them.",
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else, on standard output.")]
 ModelName = Annotated[
     str,
@@ -426,12 +437,19 @@ def measuring(first: str = "loading the model") -> "Iterator[Callable[[store.Pro
 
 
 def carry_out(
-    plan: "ModelPlan", output: Path, jobs: int, dask: str | None, patience: int
+    plan: "ModelPlan",
+    output: Path,
+    jobs: int,
+    dask: str | None,
+    patience: int,
+    shard: Shard | None = None,
+    command: str = "",
 ) -> "list[store.Line]":
-    """Measure what the folder lacks of a plan, with progress, and return all its lines. What `jobs` processes
-    do with the GPUs of this machine is said first.
+    """Measure what the folder lacks of a plan, with progress, and return all its lines; or of a shard of it,
+    in a folder of its own. What `jobs` processes do with the GPUs of this machine is said first.
     """
     from evictionary import store
+    from evictionary.evaluation import shards
 
     def tell(text: str) -> None:
         messages.print(text, style="italic", markup=False, soft_wrap=True)
@@ -441,7 +459,31 @@ def carry_out(
         if shared := plan.loading.shared_out(jobs):
             tell(shared)
     with measuring() as advance:
-        return store.run(plan, output, jobs=jobs, dask=dask, patience=patience, advance=advance, tell=tell)
+        how: dict[str, Any] = {"jobs": jobs, "dask": dask, "patience": patience}
+        how |= {"advance": advance, "tell": tell}
+        if shard is None:
+            return store.run(plan, output, **how)
+        return shards.measure(plan, output, shard, command, **how)
+
+
+def show_shard(as_json: bool, shard: Shard, measurements: int, output: Path, **more: Any) -> None:
+    """Say that a shard is measured, where it is, and how the shards are joined."""
+    from evictionary.evaluation import shards
+
+    folder = shards.folder_of(output, shard)
+    found = {"shard": str(shard), "measurements": measurements, **more, "output": str(folder)}
+    told = [
+        f"{measurements} measurements of shard {shard}: [bold]{escaped(folder)}[/]",
+        f"Once all are there: [bold]evictionary join {escaped(output)}/*-of-{shard.of}[/]",
+    ]
+    show(as_json, found, told, soft_wrap=True)
+
+
+def show_failures(failures: Iterable[dict[str, Any]]) -> None:
+    """Name each method that failed, on standard error."""
+    for failure in failures:
+        text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
+        messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)
 
 
 def missing_walls(without: bool) -> list[str]:

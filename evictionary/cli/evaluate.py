@@ -18,13 +18,12 @@ from evictionary.cli.console import (
     DaskWait,
     Loading,
     ModelName,
+    OneShard,
     app,
     carry_out,
-    escaped,
     examples,
     exit_codes,
     loads_a_model,
-    messages,
     names_in,
     numbers_in,
     one_of,
@@ -35,6 +34,8 @@ from evictionary.cli.console import (
     require_sizes,
     require_usable,
     show,
+    show_failures,
+    show_shard,
     tokens_in,
     whole_number,
 )
@@ -52,6 +53,7 @@ FORMATS = ("table", "markdown", "json")
         "evictionary eval --methods keydiff+moments,my_scorer.py --budgets 256 --tasks copy "
         "--jobs 2 --dask local",
         "evictionary eval --model path/or/hub-name --dtype bfloat16 --device-map auto",
+        "evictionary eval --model path/or/hub-name --output measured --shard 3/8",
     ),
 )
 @loads_a_model
@@ -109,6 +111,7 @@ def evaluate(
     jobs: Annotated[int, whole_number("Processes that share the prompts, each with its own model.")] = 1,
     dask: DaskCluster = None,
     dask_wait: DaskWait = WAIT,
+    shard: OneShard = None,
     format: Annotated[str, one_of(FORMATS, "The form in which the results are printed.")] = "table",
     as_json: AsJson = False,
 ) -> None:
@@ -139,18 +142,20 @@ def evaluate(
             ratios=removed,
             budgets=kept,
         )
-        lines = carry_out(plan, output, jobs, dask, dask_wait)
-        with doing("writing the report"):
-            found = eval_report.write(lines, output)
-    if format == "markdown" and not as_json:
+        lines = carry_out(plan, output, jobs, dask, dask_wait, shard, "eval")
+        failures = eval_report.failures(lines)
+        if shard is None:
+            with doing("writing the report"):
+                found = eval_report.write(lines, output)
+    if shard is not None:
+        show_shard(as_json or format == "json", shard, len(lines), output, failures=failures)
+    elif format == "markdown" and not as_json:
         typer.echo(eval_report.markdown(found["rows"]))
     else:
         written = f"Everything measured, plots and a report: [bold]{output}[/]"
         show(as_json or format == "json", found | {"output": str(output)}, [*_tables(found["rows"]), written])
-    for failure in found["failures"]:
-        text = escaped(f"{failure['label']}, {failure['count']} times: {failure['error']}")
-        messages.print(f"[bold red]failed[/] {text}", soft_wrap=True, highlight=False)
-    if found["failures"]:
+    show_failures(failures)
+    if failures:
         raise typer.Exit(1)
 
 

@@ -14,6 +14,7 @@ from evictionary.cli.console import (
     DaskWait,
     Loading,
     ModelName,
+    OneShard,
     app,
     carry_out,
     examples,
@@ -26,6 +27,7 @@ from evictionary.cli.console import (
     require_sizes,
     require_usable,
     show,
+    show_shard,
     tokens_in,
     whole_number,
 )
@@ -80,6 +82,7 @@ def study(
     jobs: Annotated[int, whole_number("Processes that share the prompts, each with its own model.")] = 1,
     dask: DaskCluster = None,
     dask_wait: DaskWait = WAIT,
+    shard: OneShard = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure each method with each allocator, with and without MomentKV's correction, on the same
@@ -114,9 +117,12 @@ def study(
             lengths=tokens_in("--lengths", lengths),
             allocators=given_names("--allocators", allocators),
         )
-        lines = carry_out(plan, output, jobs, dask, dask_wait)
-        with doing("intervals, table and picture"):
-            found = experiment.write(lines, output)
+        lines = carry_out(plan, output, jobs, dask, dask_wait, shard, "study")
+        if shard is None:
+            with doing("intervals, table and picture"):
+                found = experiment.write(lines, output)
+    if shard is not None:
+        return show_shard(as_json, shard, len(lines), output)
     best = [
         f"{100 * entry['ratio']:g}% removed: [bold]{entry['method']}[/] costs least, {entry['cost']:.3f} "
         "nats a token "

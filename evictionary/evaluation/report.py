@@ -76,7 +76,6 @@ def summary(lines: Sequence[store.Line]) -> dict[str, Any]:
     """The content of summary.json: the model and how it was loaded, its devices, the versions of the
     software, the failures, and the rows.
     """
-    failures = Counter((label(line), line["error"]) for line in lines if line["error"] is not None)
     seen = {json.dumps(line["versions"], sort_keys=True): line["versions"] for line in lines}
     return {
         "model": lines[0]["model"],
@@ -84,11 +83,15 @@ def summary(lines: Sequence[store.Line]) -> dict[str, Any]:
         "devices": sorted({line["device"] for line in lines if "device" in line}),
         "versions": list(seen.values()),
         "measurements": len(lines),
-        "failures": [
-            {"label": name, "error": error, "count": count} for (name, error), count in failures.items()
-        ],
+        "failures": failures(lines),
         "rows": summarise(lines),
     }
+
+
+def failures(lines: Sequence[store.Line]) -> list[dict[str, Any]]:
+    """Which method failed, why, and on how many prompts."""
+    counts = Counter((label(line), line["error"]) for line in lines if line["error"] is not None)
+    return [{"label": name, "error": error, "count": count} for (name, error), count in counts.items()]
 
 
 def write(lines: Sequence[store.Line], folder: Path) -> dict[str, Any]:

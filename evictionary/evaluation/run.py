@@ -170,6 +170,15 @@ class Plan(ModelPlan):
     def named(self, unit: Unit, part: Setting) -> dict[str, Any]:
         return {**unit._asdict(), **vars(part)}
 
+    def alike(self, unit: Unit) -> tuple[int, str]:
+        return unit.length, unit.task
+
+    @classmethod
+    def conditions(cls, line: store.Line) -> dict[str, Any]:
+        """A method of the user's own files has one digest of them."""
+        source = {f"the file of {line['method']}": line["source"]} if line.get("source") else {}
+        return super().conditions(line) | source
+
     @classmethod
     def identify(cls, line: store.Line) -> str:
         if line["error"] is None and any(line[name] is None for name in SCORED):

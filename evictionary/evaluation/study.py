@@ -94,7 +94,11 @@ class Plan(ModelPlan):
         """Every prompt once, the tasks in turn: a run that is stopped has prompts of all of them."""
         parts = list(itertools.product(self.selectors, self.ratios))
         units = itertools.product(self.seeds, self.lengths, self.tasks)
-        return [(Unit(task, length, seed), parts) for seed, length, task in units]
+        every = dict.fromkeys(Unit(task, length, seed) for seed, length, task in units)
+        return [(unit, parts) for unit in every]
+
+    def alike(self, unit: Unit) -> tuple[int, str]:
+        return unit.length, unit.task
 
     def named(self, unit: Unit, part: tuple[str, float]) -> dict[str, Any]:
         return {**unit._asdict(), "selector": part[0], "ratio": part[1]}

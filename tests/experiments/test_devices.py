@@ -362,19 +362,38 @@ wait
 """
 
 
-@pytest.mark.parametrize("index", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["by hand", "Slurm"])
+ASKED = "--dtype bfloat16 --lengths 4000 --samples 20"
+SCRIPTS = ["one GPU", "eight shards", "a Slurm array", "by hand", "Slurm"]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(index, marks=[pytest.mark.slow] * (index in (1, 2, 4))) for index in range(5)],
+    ids=SCRIPTS,
+)
 def test_the_scripts_of_the_page_measure(index: int, model_folder: Path, tmp_path: Path) -> None:
-    """With two workers on a CPU, another port, and a stand-in for srun that runs its command twice."""
+    """With two workers or shards on a CPU, another port, one
+    method, and a stand-in for srun that runs its command twice.
+    """
     scripts = blocks(ROOT / "docs" / "many_gpus.md", "bash")
-    assert len(scripts) == 2
+    assert [ASKED in each for each in scripts] == [True, True, True, False, False]
     with socket.socket() as free:
         free.bind(("", 0))
         port = free.getsockname()[1]
     script = scripts[index].replace("8786", str(port)).replace("0 1 2 3 4 5 6 7", "0 1")
+    script = script.replace("1 2 3 4 5 6 7 8", "1 2").replace("/8", "/2").replace("of-8", "of-2")
+    script = script.replace(ASKED, "--dtype bfloat16 --lengths 600 --methods keydiff --tasks copy")
     saved(tmp_path / "bin" / "srun", SRUN).chmod(0o755)
     (tmp_path / "path" / "or").mkdir(parents=True)
     (tmp_path / "path" / "or" / "hub-name").symlink_to(model_folder)
     paths = (tmp_path / "bin", Path(sys.executable).parent, os.environ["PATH"])
+    if "#SBATCH --array=1-8" in script:  # what sbatch does, and what the page says to type then
+        saved(tmp_path / "job", script)
+        page = (ROOT / "docs" / "many_gpus.md").read_text()
+        assert "`evictionary join measured/*-of-8`" in page
+        script = (
+            "for id in 1 2; do SLURM_ARRAY_TASK_ID=$id bash -e job; done; evictionary join measured/*-of-2"
+        )
     run("bash", "-e", "-c", script, cwd=tmp_path, PATH=":".join(map(str, paths)))
     lines = store.read(tmp_path / "measured" / store.RESULTS, evaluation.Plan.identify).values()
     assert len({line["seed"] for line in lines}) == 5 and {line["error"] for line in lines} == {None}
