@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import yaml
 
 from docs_build import charts, figures, pages
@@ -72,7 +73,7 @@ def contents() -> Iterator[tuple[str, str | bytes]]:
             yield f"lessons/{path.relative_to(folder).as_posix()}", path.read_bytes()
     for name, lesson in moved().items():
         yield f"lessons/{name}.html", leading_to(lesson)
-        yield f"lessons/{name}.ipynb", (built(lesson) / f"{lesson.stem}.ipynb").read_bytes()
+        yield f"lessons/{name}.ipynb", notebook_leading_to(lesson)
 
 
 def leading_to(lesson: Path) -> str:
@@ -86,6 +87,13 @@ def leading_to(lesson: Path) -> str:
         f'<p>This lesson has another number now: <a href="{address}">{title}</a>.</p></html>',
     )
     return "\n".join(lines)
+
+
+def notebook_leading_to(lesson: Path) -> str:
+    """The notebook at an earlier address of a lesson: it says where the lesson is."""
+    text = f"This lesson has another number now: [{heading(lesson)}]({lesson.stem}.ipynb)."
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(text, id=lesson.stem)])
+    return str(nbformat.writes(notebook)) + "\n"
 
 
 def lesson_folders() -> list[Path]:
