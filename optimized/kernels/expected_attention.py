@@ -35,7 +35,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
 from .launching import cdiv, floats, launch, launcher, on_tensor_cores, padded, register_limit, warps
-from .strided import Rows, Sizes, strided
+from .strided import Rows, sizes_of, strided
 from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
@@ -77,12 +77,13 @@ def score(
         (query_mean.float() / math.sqrt(keys.shape[-1])).contiguous(),
         query_covariance.float(),
     )
+    sizes = sizes_of(means, keys, values)
     batch, num_kv_heads, length, head_dim = keys.shape
     num_query_heads = means.shape[1]
-    heads, readers, group = batch * num_kv_heads, batch * num_query_heads, num_query_heads // num_kv_heads
+    heads, readers = batch * num_kv_heads, batch * num_query_heads
     terms = 1 if keys.dtype == torch.float32 else TERMS
     tile = _tile(keys, values)
-    block_group = padded(group, 1)
+    block_group = padded(sizes.group, 1)
     tiles, runs = cdiv(length, tile["BLOCK_T"]), cdiv(length, TOKENS_OF_A_RUN)
     parts = keys.new_empty(readers, terms, head_dim, head_dim)
     normal = Normal(means, parts, floats(keys, readers))
@@ -97,12 +98,11 @@ def score(
         BLOCK_R=16, BLOCK_D=2 * tile["BLOCK_H"], TERMS=terms, num_warps=warps(keys, 256),
     )  # fmt: skip
     launch(expected_logits, (heads * tiles,))(
-        strided(keys), strided(values), normal, softmax, scores,
-        length, tiles, Sizes(num_kv_heads, group, head_dim, values.shape[-1]),
+        strided(keys), strided(values), normal, softmax, scores, length, tiles, sizes,
         GROUP=block_group, TERMS=terms, **tile,
     )  # fmt: skip
     launch(weigh_values, (heads * runs,))(
-        softmax, scores, group, length, tiles, runs, float(epsilon),
+        softmax, scores, sizes.group, length, tiles, runs, float(epsilon),
         GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=warps(keys, 128),
     )  # fmt: skip
     return scores
