@@ -66,7 +66,8 @@ class Recent(NamedTuple):
     k: Any
     v: Any
     kept: torch.Tensor | None  # [B, H_kv, R]: which take part
-    bias: Rows | None  # [B * H_kv, n], added to the logits of the first n
+    bias: torch.Tensor | None  # [B, H_kv, n], added to the logits of the first n
+    biased: int  # n
 
 
 class Partial(NamedTuple):
@@ -182,7 +183,8 @@ def _attend(
         strided(recent_keys),
         strided(recent_values),
         None if kept is None else kept.contiguous(),
-        None if bias is None else Rows(bias.float().contiguous(), bias.shape[2], 1),
+        None if bias is None else bias.float().contiguous(),
+        0 if bias is None else bias.shape[2],
     )
     programs = cut.programs + heads * chunks_each
     partial = Partial(floats(queries, programs, rows, value_dim), floats(queries, programs, rows))
@@ -296,9 +298,8 @@ def attend_chunks(
             value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
             if recent.bias is not None:  # AM-5, in powers of two
-                biased = recent.bias.stride_t  # tokens of a head
-                own = recent.bias.ptr + head * biased + first + token
-                added = tl.load(own, mask=inside & (first + token < biased), other=0.0)
+                own = recent.bias + head * recent.biased + first + token
+                added = tl.load(own, mask=inside & (first + token < recent.biased), other=0.0)
                 logits += added[None, :] * LOG2_E
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             highest, mass, weights, shrink = absorb(highest, mass, logits)
