@@ -152,12 +152,14 @@ def load_pairs(queries, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.co
 
 
 @triton.jit
-def load_rotation(rotation, positions_ptr, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr):
+def load_rotation(
+    positions_ptr, stride_n, fractions_ptr, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr
+):
     """Return cos and sin of RoPE's angles at the positions of `tokens`: float32 [tokens, BLOCK_H] twice."""
-    places = positions_ptr + tokens.to(tl.int64) * rotation.positions.stride_d
+    places = positions_ptr + tokens.to(tl.int64) * stride_n
     position = tl.load(places, mask=tokens < end, other=0).to(tl.int32)
     pairs = tl.arange(0, BLOCK_H)
-    fraction = tl.load(rotation.fractions + pairs, mask=pairs < (head_dim + ODD) // 2, other=0)
+    fraction = tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0)
     # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
     return cos_and_sin(position[:, None] * fraction[None, :])
 
@@ -210,8 +212,9 @@ def sum_products(
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
     first, second = load_pairs(own, sample, length, head_dim, BLOCK_H, ODD)
     if rotation is not None:
-        own_positions = at_head(rotation.positions, head, num_heads)
-        cos, sin = load_rotation(rotation, own_positions, sample, length, head_dim, BLOCK_H, ODD)
+        positions, stride_n = at_head(rotation.positions, head, num_heads), rotation.positions.stride_d
+        fractions = rotation.fractions
+        cos, sin = load_rotation(positions, stride_n, fractions, sample, length, head_dim, BLOCK_H, ODD)
         first, second = turn(cos, sin, first, second)
     first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T
     end = tl.minimum((part + 1) * split, length)
@@ -227,12 +230,12 @@ def sum_products(
         # follow one another, each tile is a stretch.
         pairs = tl.arange(0, BLOCK_H)
         step_cos, step_sin = cos_and_sin(
-            tl.load(rotation.fractions + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T
+            tl.load(fractions + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T
         )
         stretch = tl.where(tl.load(rotation.contiguous), REFRESH * BLOCK_T, BLOCK_T)
         for begin in range(part * split, end, stretch):
             tokens = begin + tl.arange(0, BLOCK_T)
-            cos, sin = load_rotation(rotation, own_positions, tokens, end, head_dim, BLOCK_H, ODD)
+            cos, sin = load_rotation(positions, stride_n, fractions, tokens, end, head_dim, BLOCK_H, ODD)
             for start in range(begin, tl.minimum(begin + stretch, end), BLOCK_T):
                 tokens = start + tl.arange(0, BLOCK_T)
                 first, second = load_pairs(own, tokens, end, head_dim, BLOCK_H, ODD)

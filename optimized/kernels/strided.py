@@ -54,8 +54,10 @@ class Pages(NamedTuple):
 
 
 class KV(NamedTuple):
-    """The keys and values of the same tokens. Letters, because each tuple has `values` inside a kernel: its
-    fields.
+    """The keys and values of the same tokens. Letters, because `values` are the fields of any tuple inside a
+    kernel.
+
+    A kernel hands one of the two to its helpers: Triton 3.6 loses constants of a tuple within a tuple.
     """
 
     k: Any
