@@ -11,7 +11,8 @@ docstring gives the torch expression that it equals, the work of each launch, th
 the reason for the tile sizes. Rules that every kernel keeps: float32 inside, whatever the inputs; offsets in
 int64; every load masked with its `other`; no float atomics and fixed-order reductions, so that two runs agree
 in every bit; no length becomes a constant of a kernel, so that a growing cache does not recompile; bfloat16
-is converted right after the load, since the interpreter cannot compute with it.
+is converted right after the load, since the interpreter cannot compute with it; at most 15 arguments: what
+belongs together is one tuple with names (strided.py), and a length is a number of its own.
 """
 
 import importlib

@@ -38,7 +38,7 @@ import triton.language as tl
 from ..states import CompressedCache, Moments, PagedCache, zero_moments
 from .compiling import HEAD_DIMS, configurations
 from .launching import cdiv, floats, is_amd, is_for, launch, launcher, outputs, padded, warps
-from .strided import Rows, load_row, pages, row_of_slot, strided
+from .strided import KV, Rows, Sizes, load_row, pages, row_of_slot, strided
 from .tiles import LN_2, LOG2_E, absorb, at_head, dot_dtype, load_queries, load_tile
 
 PROGRAMS_WANTED = 1024
@@ -58,6 +58,23 @@ class Plan(NamedTuple):
     first_token: torch.Tensor | None = None
     table: torch.Tensor | None = None  # [B, pages]: the pages of each sequence; None for flat storage
     pages: int = 0
+
+
+class Recent(NamedTuple):
+    """The recent tokens of every head, and what else is known of them."""
+
+    k: Any
+    v: Any
+    kept: torch.Tensor | None  # [B, H_kv, R]: which take part
+    bias: torch.Tensor | None  # [B, H_kv, n], added to the logits of the first n
+    biased: int  # n
+
+
+class Partial(NamedTuple):
+    """The attention of every query row over each chunk."""
+
+    output: torch.Tensor  # [programs, rows, D_v]
+    log: torch.Tensor  # [programs, rows]: log2 of the normaliser
 
 
 def plan(cache: CompressedCache | PagedCache, chunk: int) -> Plan:
@@ -146,7 +163,8 @@ def _attend(
     part: Any = recent if cache is None else cache
     keys, values = part[:2]
     num_kv_heads, value_dim = (cache.lengths if cache is not None else keys).shape[1], values.shape[-1]
-    heads, rows = batch * num_kv_heads, num_query_heads // num_kv_heads * num_queries
+    sizes = Sizes(num_kv_heads, num_query_heads // num_kv_heads, head_dim, value_dim)
+    heads, rows = batch * num_kv_heads, sizes.group * num_queries
     tile = _tile(queries, padded(head_dim), padded(value_dim), rows)
     if kept is not None or bias is not None:
         tile["num_stages"] = 2  # with either, three tiles in flight spill registers
@@ -154,31 +172,32 @@ def _attend(
     length = 0 if recent is None else recent[0].shape[2]
     chunk = chunk_size(most_tokens(cache) + heads * length, row_blocks)
     chunks_each = cdiv(length, chunk)
-    # A part that is missing has no chunk, and the tensors of the other part stand in for its pointers.
-    stored = Plan(chunk, 0)
+    cut, stored = Plan(chunk, 0), None
+    paged = isinstance(cache, PagedCache)
     if cache is not None:
-        stored = plans[chunk] = plans.get(chunk) or plan(cache, chunk)
-    flat: list[Any] = [strided(states[0, 0] if cache is None else states) for states in (keys, values)]
-    if paged := isinstance(cache, PagedCache):
-        flat = [pages(pool) for pool in (keys, values)]
-    dense = [strided(states) for states in (recent or (queries, queries))]
-    programs = stored.programs + heads * chunks_each
-    partial, partial_log = floats(queries, programs, rows, value_dim), floats(queries, programs, rows)
+        cut = plans[chunk] = plans.get(chunk) or plan(cache, chunk)
+        stored = KV(*map(pages if paged else strided, (keys, values)))
+    # Recent tokens that are missing have no chunk, and the queries stand in for their pointers.
+    recent_keys, recent_values = recent or (queries, queries)
+    dense = Recent(
+        strided(recent_keys),
+        strided(recent_values),
+        None if kept is None else kept.contiguous(),
+        None if bias is None else bias.float().contiguous(),
+        0 if bias is None else bias.shape[2],
+    )
+    programs = cut.programs + heads * chunks_each
+    partial = Partial(floats(queries, programs, rows, value_dim), floats(queries, programs, rows))
     output = outputs(queries, batch, num_query_heads, num_queries, value_dim)
     log_sum_exp = floats(queries, batch, num_query_heads, num_queries)
     scale = math.log2(math.e) / math.sqrt(head_dim)
     launch(attend_chunks, (programs * row_blocks,))(
-        strided(queries), *flat, *dense, None if kept is None else kept.contiguous(),
-        None if bias is None else Rows(bias.float().contiguous(), bias.shape[2], 1), stored, partial,
-        partial_log,
-        num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, PAGE=keys.shape[1] if paged else 0, BLOCK_DV=padded(value_dim), **tile,
+        strided(queries), stored, dense, cut, partial, num_queries, length, scale, sizes,
+        PAGE=keys.shape[1] if paged else 0, BLOCK_DV=padded(value_dim), **tile,
     )  # fmt: skip
     launch(merge_chunks, (heads * rows,))(
-        strided(queries), stored, moments, partial, partial_log, output, log_sum_exp,
-        num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
-        STORED=cache is not None, MOMENTS=moments is not None, BLOCK_D=32, BLOCK_DV=padded(value_dim),
-        num_warps=warps(queries, 256),
+        strided(queries), cut, moments, partial, output, log_sum_exp, num_queries, chunks_each, scale, sizes,
+        BLOCK_D=32, BLOCK_DV=padded(value_dim), num_warps=warps(queries, 256),
     )  # fmt: skip
     return output.to(queries.dtype), log_sum_exp
 
@@ -206,16 +225,19 @@ def _tile(queries: torch.Tensor, block_d: int, block_dv: int, rows: int) -> dict
     return tile | {"BLOCK_D": block_d, "DOT_DTYPE": dot_dtype(queries)}
 
 
-@triton.jit(do_not_specialize=["plan", "num_queries", "rows", "length", "chunks_each", "scale"])
+@triton.jit(do_not_specialize=["num_queries", "length", "scale"])
 def attend_chunks(
-    queries, keys, values, recent_keys, recent_values, kept_ptr, bias, plan, partial_ptr, partial_log_ptr,
-    num_kv_heads, num_queries, rows, length, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    queries, stored, recent, plan, partial, num_queries, length, scale, sizes,
+    PAGE: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Attend over one chunk with BLOCK_ROWS query rows. Grid: (chunks of the storage, then of the recent
     tokens) * row blocks.
+
+    `length` counts the recent tokens of a head; PAGE: the tokens of a page, 0 for flat storage.
     """
+    num_kv_heads, group, head_dim, value_dim = sizes
+    rows, chunks_each = group * num_queries, tl.cdiv(length, plan.chunk)
     row_blocks = (rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     program = tl.program_id(0).to(tl.int64) // row_blocks
     row = (tl.program_id(0) % row_blocks) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -224,13 +246,10 @@ def attend_chunks(
     first = (program - plan.programs) % tl.maximum(chunks_each, 1) * plan.chunk
     tokens = length - first
     visible = tokens - num_queries + 1 + row % num_queries  # each query sees the tokens up to its own
-    keys_here, values_here = (
-        at_head(recent_keys, head, num_kv_heads),
-        at_head(recent_values, head, num_kv_heads),
-    )
-    key_stride_t, key_stride_d = recent_keys.stride_t, recent_keys.stride_d
-    value_stride_t, value_stride_d = recent_values.stride_t, recent_values.stride_d
-    if STORED:
+    keys_here, values_here = at_head(recent.k, head, num_kv_heads), at_head(recent.v, head, num_kv_heads)
+    key_stride_t, key_stride_d = recent.k.stride_t, recent.k.stride_d
+    value_stride_t, value_stride_d = recent.v.stride_t, recent.v.stride_d
+    if stored is not None:
         # or a chunk of the storage: the program behind the last chunk finds no tokens
         is_recent = program >= plan.programs
         own_head = tl.load(plan.heads + program, mask=program < plan.programs, other=0).to(tl.int64)
@@ -241,16 +260,12 @@ def attend_chunks(
         first = tl.where(is_recent, first, 0 if PAGE else before + own_first)
         tokens = tl.where(is_recent, tokens, own_tokens)
         visible = tl.where(is_recent, visible, own_tokens)
-        keys_here, values_here = (
-            tl.where(is_recent, keys_here, keys.ptr),
-            tl.where(is_recent, values_here, values.ptr),
-        )
-        key_stride_t, key_stride_d = (
-            tl.where(is_recent, key_stride_t, keys.stride_t),
-            tl.where(is_recent, key_stride_d, keys.stride_d),
-        )
-        value_stride_t = tl.where(is_recent, value_stride_t, values.stride_t)
-        value_stride_d = tl.where(is_recent, value_stride_d, values.stride_d)
+        keys_here = tl.where(is_recent, keys_here, stored.k.ptr)
+        values_here = tl.where(is_recent, values_here, stored.v.ptr)
+        key_stride_t = tl.where(is_recent, key_stride_t, stored.k.stride_t)
+        key_stride_d = tl.where(is_recent, key_stride_d, stored.k.stride_d)
+        value_stride_t = tl.where(is_recent, value_stride_t, stored.v.stride_t)
+        value_stride_d = tl.where(is_recent, value_stride_d, stored.v.stride_d)
     if tokens > 0:
         channels = tl.arange(0, BLOCK_D)
         value_channels = tl.arange(0, BLOCK_DV)
@@ -266,8 +281,8 @@ def attend_chunks(
         for start in range(0, end, BLOCK_T):
             token = start + tl.arange(0, BLOCK_T)
             inside = token < end
-            if kept_ptr is not None:
-                inside &= tl.load(kept_ptr + head * length + first + token, mask=inside, other=0) != 0
+            if recent.kept is not None:
+                inside &= tl.load(recent.kept + head * length + first + token, mask=inside, other=0) != 0
             key_row, value_row = token, token
             if PAGE:
                 place = own_first + token
@@ -277,14 +292,14 @@ def attend_chunks(
                     plan.table + own_head // num_kv_heads * plan.pages,
                 )
                 page = tl.load(own_table + place // PAGE, mask=in_page, other=0)
-                key_row = tl.where(is_recent, token, row_of_slot(keys, page, place % PAGE, kv_head))
-                value_row = tl.where(is_recent, token, row_of_slot(values, page, place % PAGE, kv_head))
+                key_row = tl.where(is_recent, token, row_of_slot(stored.k, page, place % PAGE, kv_head))
+                value_row = tl.where(is_recent, token, row_of_slot(stored.v, page, place % PAGE, kv_head))
             key = load_tile(own_keys, key_row, channels, inside, head_dim).to(DOT_DTYPE)
             value = load_tile(own_values, value_row, value_channels, inside, value_dim).to(DOT_DTYPE)
             logits = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
-            if bias is not None:  # AM-5, in powers of two; stride_t is the number of tokens with a bias
-                own = bias.ptr + head * bias.stride_t + first + token
-                added = tl.load(own, mask=inside & (first + token < bias.stride_t), other=0.0)
+            if recent.bias is not None:  # AM-5, in powers of two
+                own = recent.bias + head * recent.biased + first + token
+                added = tl.load(own, mask=inside & (first + token < recent.biased), other=0.0)
                 logits += added[None, :] * LOG2_E
             logits = tl.where(inside[None, :] & (token[None, :] < visible[:, None]), logits, float("-inf"))
             highest, mass, weights, shrink = absorb(highest, mass, logits)
@@ -292,24 +307,24 @@ def attend_chunks(
         mass = tl.where(highest == float("-inf"), 1.0, mass)
         target = program * rows + row
         tl.store(
-            partial_ptr + target[:, None] * value_dim + value_channels[None, :], output / mass[:, None],
+            partial.output + target[:, None] * value_dim + value_channels[None, :], output / mass[:, None],
             mask=(row < rows)[:, None] & (value_channels < value_dim)[None, :],
         )  # fmt: skip
-        tl.store(partial_log_ptr + target, highest + tl.log2(mass), mask=row < rows)
+        tl.store(partial.log + target, highest + tl.log2(mass), mask=row < rows)
 
 
-@triton.jit(do_not_specialize=["plan", "num_queries", "rows", "chunks_each", "scale"])
+@triton.jit(do_not_specialize=["num_queries", "chunks_each", "scale"])
 def merge_chunks(
-    queries, plan, moments, partial_ptr, partial_log_ptr, output_ptr, log_sum_exp_ptr,
-    num_kv_heads, num_queries, rows, chunks_each, head_dim, value_dim, scale,
-    STORED: tl.constexpr, MOMENTS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    queries, plan, moments, partial, output_ptr, log_sum_exp_ptr, num_queries, chunks_each, scale, sizes,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Merge the chunks and moments of one query row: `sum_c 2^log_c * output_c / sum_c 2^log_c`. Grid:
     heads * rows.
     """
+    value_dim, rows = sizes.value_dim, sizes.group * num_queries
     head, row = tl.program_id(0).to(tl.int64) // rows, tl.program_id(0) % rows
     first, stored = head * 0, head * 0
-    if STORED:
+    if plan.heads is not None:
         first = tl.load(plan.first_chunk + head)
         stored = tl.load(plan.first_token + head + 1) - tl.load(plan.first_token + head)
         stored = (stored + plan.chunk - 1) // plan.chunk
@@ -325,9 +340,9 @@ def merge_chunks(
             * rows
             + row
         )
-        logs = tl.load(partial_log_ptr + target, mask=inside, other=float("-inf"))
-        partial = tl.load(
-            partial_ptr + target[:, None] * value_dim + channels[None, :],
+        logs = tl.load(partial.log + target, mask=inside, other=float("-inf"))
+        outputs = tl.load(
+            partial.output + target[:, None] * value_dim + channels[None, :],
             mask=inside[:, None] & (channels < value_dim)[None, :], other=0.0,
         )  # fmt: skip
         higher = tl.maximum(highest, tl.max(logs, axis=0))
@@ -335,22 +350,11 @@ def merge_chunks(
         weights = tl.exp2(logs - base)
         shrink = tl.exp2(highest - base)
         mass = mass * shrink + tl.sum(weights, axis=0)
-        output = output * shrink + tl.sum(partial * weights[:, None], axis=0)
+        output = output * shrink + tl.sum(outputs * weights[:, None], axis=0)
         highest = higher
-    if MOMENTS:
+    if moments is not None:
         log_evicted, estimate = evicted_token(
-            queries,
-            moments,
-            head,
-            row,
-            channels,
-            num_kv_heads,
-            num_queries,
-            rows,
-            head_dim,
-            value_dim,
-            scale,
-            BLOCK_D,
+            queries, moments, head, row, channels, num_queries, scale, sizes, BLOCK_D
         )
         higher = tl.maximum(highest, log_evicted)
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -368,27 +372,15 @@ def merge_chunks(
 
 
 @triton.jit
-def evicted_token(
-    queries,
-    moments,
-    head,
-    row,
-    channels,
-    num_kv_heads,
-    num_queries,
-    rows,
-    head_dim,
-    value_dim,
-    scale,
-    BLOCK_D: tl.constexpr,
-):
+def evicted_token(queries, moments, head, row, channels, num_queries, scale, sizes, BLOCK_D: tl.constexpr):
     """MK-9, MK-11: the evicted tokens of a head as one token
     for a query row: its logit in base 2, its value [BLOCK_DV].
     """
+    num_kv_heads, group, head_dim, value_dim = sizes
     count = tl.load(moments.count + head).to(tl.float32)
     divisor = tl.maximum(count, 1.0)
     value_sum = tl.load(moments.value_sum + head * value_dim + channels, mask=channels < value_dim, other=0.0)
-    query_head = head % num_kv_heads * (rows // num_queries) + row // num_queries
+    query_head = head % num_kv_heads * group + row // num_queries
     query_ptr = queries.ptr + head // num_kv_heads * queries.stride_b + query_head * queries.stride_h
     query_ptr += (row % num_queries).to(tl.int64) * queries.stride_t
     logit = tl.zeros([], dtype=tl.float32)

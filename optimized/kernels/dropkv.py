@@ -11,7 +11,7 @@ tensor cores. The distance of a value to an output is summed from differences, s
 would cancel where they are near.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,31 +20,48 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .launching import cdiv, floats, launch, launcher, padded
 from .received_attention import by_channels, load_rows, row_logits, scale_of, split_of, tile_of
-from .strided import strided
+from .strided import KV, sizes_of, strided
 from .tiles import absorb, add_product, head_and_tokens, head_of, load_tile
+
+
+class Partial(NamedTuple):
+    """The attention of each row over each split: its largest logit, and the sums of `tiles.absorb`."""
+
+    highest: torch.Tensor  # [heads, splits, rows]
+    mass: torch.Tensor  # [heads, splits, rows]: sum of 2^(logit - highest)
+    output: torch.Tensor  # [heads, splits, rows, D_v]: sum of 2^(logit - highest) v
+
+
+class Found(NamedTuple):
+    """What is known of each row, [heads, rows], when the tokens ask for their change."""
+
+    place: torch.Tensor  # int32: the token of the largest weight
+    log: torch.Tensor  # log2 of the normaliser
+    change: torch.Tensor  # of the output, when the token at `place` is evicted
+    output: torch.Tensor  # [heads, rows, D_v]
 
 
 @launcher
 def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     r"""DK-2 before the pooling, [B, H_kv, T], float32, as `optimized.dropkv.squares`."""
     queries, keys = by_channels(queries), by_channels(keys)
-    batch, num_heads, length, head_dim = keys.shape
-    group, window, value_dim = queries.shape[1] // num_heads, queries.shape[2], values.shape[3]
-    heads, rows = batch * num_heads, group * window
+    sizes = sizes_of(queries, keys, values)
+    batch, num_heads, length, _ = keys.shape
+    window, value_dim = queries.shape[2], sizes.value_dim
+    heads, rows = batch * num_heads, sizes.group * window
     # more rows would leave a multiprocessor one program
     tile = tile_of(queries, min(rows, 32), value_dim) | {"BLOCK_DV": padded(value_dim), "num_warps": 8}
     blocks = cdiv(rows, tile["BLOCK_ROWS"])
     split = split_of(length, blocks, tile["BLOCK_T"])
     splits = cdiv(length, split)
-    states = strided(queries), strided(keys), strided(values)
-    sizes = num_heads, group, window, length, head_dim, value_dim
+    states = strided(queries), KV(strided(keys), strided(values))
 
     highest, mass = floats(keys, 2, heads, splits, rows)
     output, places = floats(keys, heads, splits, rows, value_dim), torch.empty_like(mass, dtype=torch.int32)
 
     def walk(place: torch.Tensor, **options: Any) -> None:
         launch(walk_rows, (heads * blocks * splits,))(
-            *states, place, highest, mass, output, *sizes, split, **options, **tile
+            *states, place, Partial(highest, mass, output), window, length, split, sizes, **options, **tile
         )
 
     walk(places, OTHERS=False)
@@ -64,7 +81,7 @@ def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
     change = weight * torch.linalg.vector_norm(value - without, dim=-1)
     changes = floats(keys, batch, num_heads, length)
     launch(sum_changes, (heads * cdiv(length, tile["BLOCK_T"]),))(
-        *states, place, largest + torch.log2(1 + odds), change, output, changes, *sizes,
+        *states, Found(place, largest + torch.log2(1 + odds), change, output), changes, window, length, sizes,
         **tile | {"BLOCK_ROWS": 16},
     )  # fmt: skip
     return changes
@@ -72,22 +89,23 @@ def sum_squares(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor)
 
 @triton.jit(do_not_specialize=["window", "length", "split"])
 def walk_rows(
-    queries, keys, values, place_ptr, highest_ptr, mass_ptr, output_ptr,
-    num_heads, group, window, length, head_dim, value_dim, split,
+    queries, cache, place_ptr, partial, window, length, split, sizes,
     OTHERS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """highest[head, split, row] = the largest logit of a row in a split, -inf where it sees nothing, and
-    place has its token. OTHERS: the token at `place` is left out, output has the sum of 2^(logit - highest) v
-    and mass the sum without v. Grid: heads * blocks of rows * splits.
+    """partial.highest = the largest logit of a row in a split, -inf where it sees nothing, and place has
+    its token. OTHERS: the token at `place` is left out, and all of `partial` is written.
+
+    Grid: heads * blocks of rows * splits.
     """
+    num_heads, group, head_dim, value_dim = sizes
     program = tl.program_id(0).to(tl.int64)
     rows, splits = group * window, tl.cdiv(length, split)
     blocks, part = tl.cdiv(rows, BLOCK_ROWS), program % splits
     head, start = program // (blocks * splits), part.to(tl.int32) * split
     row = (program // splits % blocks).to(tl.int32) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    query = load_rows(queries, head, row, num_heads, group, window, head_dim, BLOCK_D).to(DOT_DTYPE)
-    own, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
+    query = load_rows(queries, head, row, window, sizes, BLOCK_D).to(DOT_DTYPE)
+    own, own_values = head_of(cache.k, head, num_heads), head_of(cache.v, head, num_heads)
     end, channels = tl.minimum(start + split, length), tl.arange(0, BLOCK_DV)
     last = tl.minimum(length - window + row // group, end - 1)
     place = tl.zeros([BLOCK_ROWS], dtype=tl.int32)
@@ -112,51 +130,51 @@ def walk_rows(
             place = tl.where(higher > highest, at, place)
             highest = tl.maximum(highest, higher)
     target = (head * splits + part) * rows + row
-    tl.store(highest_ptr + target, highest, mask=row < rows)
+    tl.store(partial.highest + target, highest, mask=row < rows)
     if OTHERS:
-        tl.store(mass_ptr + target, mass, mask=row < rows)
+        tl.store(partial.mass + target, mass, mask=row < rows)
         inside = (row < rows)[:, None] & (channels < value_dim)[None, :]
-        tl.store(output_ptr + target[:, None] * value_dim + channels[None, :], output, mask=inside)
+        tl.store(partial.output + target[:, None] * value_dim + channels[None, :], output, mask=inside)
     else:
         tl.store(place_ptr + target, place, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["window", "length"])
 def sum_changes(
-    queries, keys, values, place_ptr, logs_ptr, change_ptr, output_ptr, changes_ptr,
-    num_heads, group, window, length, head_dim, value_dim,
+    queries, cache, found, changes_ptr, window, length, sizes,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """changes[head, token] = (1/G) sum over the rows of (p / (1 - p) |v - output|)^2, of the token at `place`
     the square of `change`. Grid: heads * tiles of tokens.
     """
+    num_heads, group, head_dim, value_dim = sizes
     head, token = head_and_tokens(length, BLOCK_T)
     rows = group * window
     channels, column = tl.arange(0, BLOCK_DV), tl.arange(0, BLOCK_ROWS)
-    own, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
+    own, own_values = head_of(cache.k, head, num_heads), head_of(cache.v, head, num_heads)
     key = load_tile(own, token, tl.arange(0, BLOCK_D), token < length, head_dim).to(DOT_DTYPE)
     value = load_tile(own_values, token, channels, token < length, value_dim)
     changes = tl.zeros([BLOCK_T], dtype=tl.float32)
     for start in range(0, rows, BLOCK_ROWS):
         row = start + column
-        query = load_rows(queries, head, row, num_heads, group, window, head_dim, BLOCK_D).to(DOT_DTYPE)
-        place = tl.load(place_ptr + head * rows + row, mask=row < rows, other=-1)
+        query = load_rows(queries, head, row, window, sizes, BLOCK_D).to(DOT_DTYPE)
+        place = tl.load(found.place + head * rows + row, mask=row < rows, other=-1)
         # A row that is not there has an infinite normaliser, and gives nothing.
-        logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
+        logs = tl.load(found.log + head * rows + row, mask=row < rows, other=float("inf"))
         logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim, False)
         others = token[:, None] <= (length - window + row // group)[None, :]
         others = others & (token[:, None] != place[None, :])
         weights = tl.where(others, tl.exp2(logits - logs[None, :]), 0.0)
         factor = weights / (1 - weights)
         for each in range(tl.minimum(BLOCK_ROWS, rows - start)):
-            target = output_ptr + (head * rows + start + each) * value_dim + channels
+            target = found.output + (head * rows + start + each) * value_dim + channels
             output = tl.load(target, mask=channels < value_dim, other=0.0)
             apart = value - output[None, :]
             share = tl.sum(tl.where(column == each, factor, 0.0), axis=1)
             # Squares may overflow, and a token that is not seen changes nothing.
             changes += tl.where(share == 0, 0.0, share * share * tl.sum(apart * apart, axis=1))
-        change = tl.load(change_ptr + head * rows + row, mask=row < rows, other=0.0)
+        change = tl.load(found.change + head * rows + row, mask=row < rows, other=0.0)
         changes += tl.sum(tl.where(token[:, None] == place[None, :], (change * change)[None, :], 0.0), axis=1)
     tl.store(changes_ptr + head * length + token, changes / group, mask=token < length)
 

@@ -26,7 +26,7 @@ logits and norms to scores.
 """
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +35,7 @@ import triton.language as tl
 from .compiling import HEAD_DIMS, configurations
 from .expected_attention_statistics import query_statistics, unrotated_statistics
 from .launching import cdiv, floats, launch, launcher, on_tensor_cores, padded, register_limit, warps
-from .strided import Rows, strided
+from .strided import Rows, sizes_of, strided
 from .tiles import dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"]
@@ -44,6 +44,22 @@ __all__ = ["CONFIGURATIONS", "query_statistics", "score", "unrotated_statistics"
 # keys.
 TERMS = 2
 TOKENS_OF_A_RUN = 512
+
+
+class Normal(NamedTuple):
+    """The normal distribution of the queries of each query head, as factors of a product with keys."""
+
+    means: torch.Tensor  # [readers, D], divided by sqrt(D)
+    parts: torch.Tensor  # [readers, terms, D, D], of the keys' dtype: the terms of 2^e Sigma
+    factors: torch.Tensor  # [readers]: 2^-e / (2 D)
+
+
+class Softmax(NamedTuple):
+    """The logits of each query head, tile by tile, and the sum of their exponentials."""
+
+    logits: torch.Tensor  # [readers, tiles, BLOCK_T]
+    highest: torch.Tensor  # [readers, tiles]: the largest logit
+    mass: torch.Tensor  # [readers, tiles]: sum of exp(logit - highest)
 
 
 @launcher
@@ -61,28 +77,32 @@ def score(
         (query_mean.float() / math.sqrt(keys.shape[-1])).contiguous(),
         query_covariance.float(),
     )
+    sizes = sizes_of(means, keys, values)
     batch, num_kv_heads, length, head_dim = keys.shape
     num_query_heads = means.shape[1]
-    heads, readers, group = batch * num_kv_heads, batch * num_query_heads, num_query_heads // num_kv_heads
+    heads, readers = batch * num_kv_heads, batch * num_query_heads
     terms = 1 if keys.dtype == torch.float32 else TERMS
     tile = _tile(keys, values)
-    block_group = padded(group, 1)
+    block_group = padded(sizes.group, 1)
     tiles, runs = cdiv(length, tile["BLOCK_T"]), cdiv(length, TOKENS_OF_A_RUN)
     parts = keys.new_empty(readers, terms, head_dim, head_dim)
-    factors, logits = floats(keys, readers), floats(keys, readers, tiles, tile["BLOCK_T"])
-    highest, mass = floats(keys, readers, tiles), floats(keys, readers, tiles)
+    normal = Normal(means, parts, floats(keys, readers))
+    softmax = Softmax(
+        floats(keys, readers, tiles, tile["BLOCK_T"]),
+        floats(keys, readers, tiles),
+        floats(keys, readers, tiles),
+    )
     scores = floats(keys, batch, num_kv_heads, length)
     launch(split_covariances, (readers,))(
-        strided(covariances), parts, factors, num_query_heads, head_dim,
+        strided(covariances), parts, normal.factors, num_query_heads, head_dim,
         BLOCK_R=16, BLOCK_D=2 * tile["BLOCK_H"], TERMS=terms, num_warps=warps(keys, 256),
     )  # fmt: skip
     launch(expected_logits, (heads * tiles,))(
-        strided(keys), strided(values), means, parts, factors, logits, highest, mass, scores,
-        num_kv_heads, group, length, tiles, head_dim, values.shape[-1],
+        strided(keys), strided(values), normal, softmax, scores, length, tiles, sizes,
         GROUP=block_group, TERMS=terms, **tile,
     )  # fmt: skip
     launch(weigh_values, (heads * runs,))(
-        logits, highest, mass, scores, group, length, tiles, runs, float(epsilon),
+        softmax, scores, sizes.group, length, tiles, runs, float(epsilon),
         GROUP=block_group, TILE=tile["BLOCK_T"], BLOCK_T=TOKENS_OF_A_RUN, num_warps=warps(keys, 128),
     )  # fmt: skip
     return scores
@@ -165,14 +185,14 @@ def times_sigma(
 
 @triton.jit(do_not_specialize=["length", "tiles"])
 def expected_logits(
-    keys, values, means_ptr, parts_ptr, factors_ptr, logits_ptr, highest_ptr, mass_ptr, norms_ptr,
-    num_kv_heads, group, length, tiles, head_dim, value_dim,
+    keys, values, normal, softmax, norms_ptr, length, tiles, sizes,
     GROUP: tl.constexpr, TERMS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """EA-7 of one tile of one KV head for every query head of its group, and the norms of its values.
     Grid: heads * tiles.
     """
+    num_kv_heads, group, head_dim, value_dim = sizes
     program = tl.program_id(0).to(tl.int64)
     head, tile = program // tiles, program % tiles
     tokens = tile * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -189,15 +209,15 @@ def expected_logits(
             member = step // (BLOCK_H // BLOCK_N)
             reader = head * group + member
             columns = half * BLOCK_H + (step % (BLOCK_H // BLOCK_N)) * BLOCK_N + tl.arange(0, BLOCK_N)
-            sigma_ptr = parts_ptr + reader * (TERMS * head_dim * head_dim)
+            sigma_ptr = normal.parts + reader * (TERMS * head_dim * head_dim)
             product = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)
             product = times_sigma(keys_b, sigma_ptr, b, columns, head_dim, product, TERMS, DOT_DTYPE)
             if half == 0:
                 product = times_sigma(keys_a, sigma_ptr, a, columns, head_dim, product, TERMS, DOT_DTYPE)
             # part [BLOCK_T, BLOCK_N]: these columns of the keys, from the caches
             part = load_tile(rows, tokens, columns, inside, head_dim)
-            mean = tl.load(means_ptr + reader * head_dim + columns, mask=columns < head_dim, other=0.0)
-            logit = tl.sum(part * (product * tl.load(factors_ptr + reader) + mean[None, :]), axis=1)
+            mean = tl.load(normal.means + reader * head_dim + columns, mask=columns < head_dim, other=0.0)
+            logit = tl.sum(part * (product * tl.load(normal.factors + reader) + mean[None, :]), axis=1)
             logits += tl.where((members == member)[:, None], logit[None, :], 0.0)
     # Every tile has a token, so no maximum is -inf.
     logits = tl.where(inside[None, :], logits, float("-inf"))
@@ -205,11 +225,10 @@ def expected_logits(
     mass = tl.sum(tl.exp(logits - highest[:, None]), axis=1)
     present = members < group
     reader = head * group + members
-    tl.store(
-        logits_ptr + reader[:, None] * (tiles * BLOCK_T) + tokens[None, :], logits, mask=present[:, None]
-    )
-    tl.store(highest_ptr + reader * tiles + tile, highest, mask=present)
-    tl.store(mass_ptr + reader * tiles + tile, mass, mask=present)
+    target = softmax.logits + reader[:, None] * (tiles * BLOCK_T) + tokens[None, :]
+    tl.store(target, logits, mask=present[:, None])
+    tl.store(softmax.highest + reader * tiles + tile, highest, mask=present)
+    tl.store(softmax.mass + reader * tiles + tile, mass, mask=present)
     # value [BLOCK_T, BLOCK_DV]: the norms of its rows
     value = load_tile(head_of(values, head, num_kv_heads), tokens, tl.arange(0, BLOCK_DV), inside, value_dim)
     # Squares of values around 1e30 or 1e-30 would overflow or vanish in float32.
@@ -221,7 +240,7 @@ def expected_logits(
 
 @triton.jit(do_not_specialize=["length", "tiles", "runs", "epsilon"])
 def weigh_values(
-    logits_ptr, highest_ptr, mass_ptr, scores_ptr, group, length, tiles, runs, epsilon,
+    softmax, scores_ptr, group, length, tiles, runs, epsilon,
     GROUP: tl.constexpr, TILE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """EA-8, EA-9: scores = (mean over the group of exp(logit - maximum) / sum + epsilon) * norm. Grid:
@@ -237,15 +256,15 @@ def weigh_values(
     for first in range(0, tiles, 64):
         tile = first + tl.arange(0, 64)
         offsets = reader[:, None] * tiles + tile[None, :]
-        peaks = tl.load(highest_ptr + offsets, mask=(tile < tiles)[None, :], other=float("-inf"))
-        sums = tl.load(mass_ptr + offsets, mask=(tile < tiles)[None, :], other=0.0)
+        peaks = tl.load(softmax.highest + offsets, mask=(tile < tiles)[None, :], other=float("-inf"))
+        sums = tl.load(softmax.mass + offsets, mask=(tile < tiles)[None, :], other=0.0)
         higher = tl.maximum(highest, tl.max(peaks, axis=1))
         mass = mass * tl.exp(highest - higher) + tl.sum(sums * tl.exp(peaks - higher[:, None]), axis=1)
         highest = higher
     tokens = run * BLOCK_T + tl.arange(0, BLOCK_T)
     stored = tiles * TILE  # a row of logits ends with its last tile, so that all rows are aligned
     logits = tl.load(
-        logits_ptr + reader[:, None] * stored + tokens[None, :],
+        softmax.logits + reader[:, None] * stored + tokens[None, :],
         mask=(tokens < stored)[None, :],
         other=float("-inf"),
     )

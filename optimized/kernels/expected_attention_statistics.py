@@ -19,6 +19,7 @@ Where positions follow one another, as in a prompt, a program carries the angles
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,12 +36,28 @@ LEAST_TOKENS_OF_A_SPLIT = 512
 REFRESH = tl.constexpr(64)  # tiles
 
 
+class Rotation(NamedTuple):
+    """What undoes RoPE: the positions of the queries, and the turns of a pair of channels at position 1."""
+
+    positions: Any  # [B, H, N], strided
+    contiguous: torch.Tensor  # whether each position is the one before it, and 1
+    fractions: torch.Tensor  # [D / 2] int32, in 1 / 2^32 of a turn
+
+
+class Sums(NamedTuple):
+    """The sums of each split; only the shifts are those of a head, and all its splits have the same."""
+
+    shifts: torch.Tensor  # [heads, D], rounded up to even, as below
+    queries: torch.Tensor  # [heads * splits, D]: the sum of q - s
+    products: torch.Tensor  # [heads * splits, 3, D / 2, D / 2]: a a^T, a b^T, b b^T
+
+
 @launcher
 def query_statistics(queries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     r"""EA-5, EA-L1: mean and covariance of queries before
     RoPE, as `optimized.expected_attention.query_statistics`.
     """
-    return _statistics(queries, None, None, None)
+    return _statistics(queries, None)
 
 
 @launcher
@@ -57,56 +74,50 @@ def unrotated_statistics(
     fractions = (torch.remainder(turns, 1) * 2**32).round().to(torch.int64).to(torch.int32)
     # The kernel reads the answer; the host does not wait for it.
     contiguous = (positions.expand(*positions.shape[:-1], queries.shape[-2]).diff() == 1).all()
-    return _statistics(queries, positions.expand(queries.shape[:-1]), contiguous, fractions)
+    places = strided(as_heads(positions.expand(queries.shape[:-1])[..., None])[..., 0])
+    return _statistics(queries, Rotation(places, contiguous, fractions))
 
 
-def _statistics(
-    queries: torch.Tensor,
-    positions: torch.Tensor | None,
-    contiguous: torch.Tensor | None,
-    fractions: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch `sum_products`, and finish; with positions and
-    fractions, the rotation of the queries is undone first.
-    """
+def _statistics(queries: torch.Tensor, rotation: Rotation | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch `sum_products`, and finish; a rotation of the queries is undone first."""
     heads = as_heads(queries)
     batch, num_heads, length, head_dim = heads.shape
     count, half, odd = batch * num_heads, (head_dim + 1) // 2, head_dim % 2
     block_h = padded(half)
-    each = block_h > 64 or (positions is not None and queries.dtype == torch.float32)
+    each = block_h > 64 or (rotation is not None and queries.dtype == torch.float32)
     # 16 bytes for each thread, from either half of the channels. Without tensor cores a product takes more
     # registers.
     threads = 512 if queries.dtype == torch.float32 and not each else 256
     block_t = max(16, threads * 16 // queries.element_size() // block_h)
     # Two programs on a multiprocessor; left alone, the compiler takes a few registers more. With rotations it
     # would spill some.
-    limited = positions is None and block_h == 64 and queries.dtype != torch.float32
+    limited = rotation is None and block_h == 64 and queries.dtype != torch.float32
     limit = register_limit(queries, 128) if limited else {}
     # Tiles in flight: one program on a multiprocessor needs more than two. The products of float32 take
     # longer than its loads.
-    stages = 2 if positions is None else 1 if queries.dtype == torch.float32 else 3
+    stages = 2 if rotation is None else 1 if queries.dtype == torch.float32 else 3
     wanted = PROGRAMS_WANTED // (2 if each else 1)
     split = max(LEAST_TOKENS_OF_A_SPLIT, cdiv(length, max(1, wanted // count)))
     split = cdiv(split, block_t) * block_t
     splits = cdiv(length, split)
-    shifts, sums = floats(queries, count, 2 * half), floats(queries, count * splits, 2 * half)
-    products = floats(queries, count * splits, 3, half, half)
-    places = None if positions is None else strided(as_heads(positions[..., None])[..., 0])
+    sums = Sums(
+        floats(queries, count, 2 * half),
+        floats(queries, count * splits, 2 * half),
+        floats(queries, count * splits, 3, half, half),
+    )
     launch(sum_products, (count * splits, 3 if each else 1))(
-        strided(heads), places, contiguous, fractions, shifts, sums, products,
-        num_heads, length, head_dim, split, splits,
-        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries),
-        ROTATED=places is not None, ODD=odd,
+        strided(heads), rotation, sums, num_heads, length, head_dim, split, splits,
+        BLOCK_T=block_t, BLOCK_H=block_h, EACH=each, DOT_DTYPE=dot_dtype(queries), ODD=odd,
         num_warps=warps(queries, threads), num_stages=stages, **limit,
     )  # fmt: skip
     # b a^T is the transpose of a b^T.
-    aa, ab, bb = products.view(count, splits, 3, half, half).sum(dim=1).div_(length).unbind(dim=1)
-    away = (sums.view(count, splits, 2 * half).sum(dim=1) / length)[:, :head_dim]
+    aa, ab, bb = sums.products.view(count, splits, 3, half, half).sum(dim=1).div_(length).unbind(dim=1)
+    away = (sums.queries.view(count, splits, 2 * half).sum(dim=1) / length)[:, :head_dim]
     covariance, rest = floats(queries, count, head_dim, head_dim), head_dim - half
     covariance[:, :half, :half], covariance[:, half:, half:] = aa, bb[:, :rest, :rest]
     covariance[:, :half, half:], covariance[:, half:, :half] = ab[..., :rest], ab.mT[:, :rest]
     covariance.addcmul_(away[:, :, None], away[:, None], value=-1)
-    mean = shifts[:, :head_dim] + away
+    mean = sums.shifts[:, :head_dim] + away
     return mean.view(*queries.shape[:-2], head_dim), covariance.view(*queries.shape[:-2], head_dim, head_dim)
 
 
@@ -145,9 +156,8 @@ def load_rotation(
     positions_ptr, stride_n, fractions_ptr, tokens, end, head_dim, BLOCK_H: tl.constexpr, ODD: tl.constexpr
 ):
     """Return cos and sin of RoPE's angles at the positions of `tokens`: float32 [tokens, BLOCK_H] twice."""
-    position = tl.load(positions_ptr + tokens.to(tl.int64) * stride_n, mask=tokens < end, other=0).to(
-        tl.int32
-    )
+    places = positions_ptr + tokens.to(tl.int64) * stride_n
+    position = tl.load(places, mask=tokens < end, other=0).to(tl.int32)
     pairs = tl.arange(0, BLOCK_H)
     fraction = tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0)
     # A product of 32-bit integers drops the whole turns; read as signed, it lies within half a turn.
@@ -186,10 +196,9 @@ def add_products(
 
 @triton.jit(do_not_specialize=["length", "split", "splits"])
 def sum_products(
-    queries, positions, contiguous_ptr, fractions_ptr, shifts_ptr, sums_ptr, products_ptr,
-    num_heads, length, head_dim, split, splits,
+    queries, rotation, sums, num_heads, length, head_dim, split, splits,
     BLOCK_T: tl.constexpr, BLOCK_H: tl.constexpr, EACH: tl.constexpr, DOT_DTYPE: tl.constexpr,
-    ROTATED: tl.constexpr, ODD: tl.constexpr,
+    ODD: tl.constexpr,
 ):  # fmt: skip
     """Sums of q - s and of (q - s)(q - s)^T over one split of one head. Grid: heads * splits, products.
 
@@ -202,11 +211,10 @@ def sum_products(
     # The shift: the mean of queries at even distances, the same for all programs of a head.
     sample = tl.arange(0, BLOCK_T).to(tl.int64) * length // BLOCK_T
     first, second = load_pairs(own, sample, length, head_dim, BLOCK_H, ODD)
-    if ROTATED:
-        own_positions = at_head(positions, head, num_heads)
-        cos, sin = load_rotation(
-            own_positions, positions.stride_d, fractions_ptr, sample, length, head_dim, BLOCK_H, ODD
-        )
+    if rotation is not None:
+        positions, stride_n = at_head(rotation.positions, head, num_heads), rotation.positions.stride_d
+        fractions = rotation.fractions
+        cos, sin = load_rotation(positions, stride_n, fractions, sample, length, head_dim, BLOCK_H, ODD)
         first, second = turn(cos, sin, first, second)
     first_shift, second_shift = tl.sum(first, axis=0) / BLOCK_T, tl.sum(second, axis=0) / BLOCK_T
     end = tl.minimum((part + 1) * split, length)
@@ -216,20 +224,18 @@ def sum_products(
     ab = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
     bb = tl.zeros([BLOCK_H, BLOCK_H], dtype=tl.float32)
     which = tl.program_id(1)
-    if ROTATED:
+    if rotation is not None:
         # The angles of a tile are those of the tile before it and one step: four products in place of two
         # series. Errors add up, so a stretch of REFRESH tiles begins with the series. Where positions do not
         # follow one another, each tile is a stretch.
         pairs = tl.arange(0, BLOCK_H)
         step_cos, step_sin = cos_and_sin(
-            tl.load(fractions_ptr + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T
+            tl.load(fractions + pairs, mask=pairs < (head_dim + ODD) // 2, other=0) * BLOCK_T
         )
-        stretch = tl.where(tl.load(contiguous_ptr), REFRESH * BLOCK_T, BLOCK_T)
+        stretch = tl.where(tl.load(rotation.contiguous), REFRESH * BLOCK_T, BLOCK_T)
         for begin in range(part * split, end, stretch):
             tokens = begin + tl.arange(0, BLOCK_T)
-            cos, sin = load_rotation(
-                own_positions, positions.stride_d, fractions_ptr, tokens, end, head_dim, BLOCK_H, ODD
-            )
+            cos, sin = load_rotation(positions, stride_n, fractions, tokens, end, head_dim, BLOCK_H, ODD)
             for start in range(begin, tl.minimum(begin + stretch, end), BLOCK_T):
                 tokens = start + tl.arange(0, BLOCK_T)
                 first, second = load_pairs(own, tokens, end, head_dim, BLOCK_H, ODD)
@@ -262,7 +268,7 @@ def sum_products(
     square = half * half
     rows, columns = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_H)
     inside = (rows < half)[:, None] & (columns < half)[None, :]
-    target = products_ptr + program * (3 * square) + rows[:, None] * half + columns[None, :]
+    target = sums.products + program * (3 * square) + rows[:, None] * half + columns[None, :]
     if EACH:
         tl.store(target + which * square, aa * 4, mask=inside)
     else:
@@ -270,11 +276,11 @@ def sum_products(
         tl.store(target + square, ab * 4, mask=inside)
         tl.store(target + 2 * square, bb * 4, mask=inside)
     if which == 0:
-        sums_ptr += program * 2 * half
+        sums_ptr = sums.queries + program * 2 * half
         tl.store(sums_ptr + columns, tl.sum(first_sum, axis=0), mask=columns < half)
         tl.store(sums_ptr + half + columns, tl.sum(second_sum, axis=0), mask=columns < half)
         if part == 0:
-            shifts_ptr += head * 2 * half
+            shifts_ptr = sums.shifts + head * 2 * half
             tl.store(shifts_ptr + columns, first_shift, mask=columns < half)
             tl.store(shifts_ptr + half + columns, second_shift, mask=columns < half)
 

@@ -40,7 +40,7 @@ from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import cdiv, floats, launch, launcher, padded
 from .selection import keep_highest, ordered, top_k
-from .strided import strided
+from .strided import KV, strided
 from .tiles import copy_tile, head_of, load_tile, rows_from
 
 ELEMENTS_OF_A_TILE = 4096
@@ -90,7 +90,7 @@ def _scores(parts: Sequence[torch.Tensor], lag: int, following: int, scored: int
     heads = keys.shape[0] * keys.shape[1]
     scores = floats(keys, heads * scored, lag)
     launch(score_partitions, (heads * scored,))(
-        *map(strided, parts), scores,
+        KV(*map(strided, parts[:2])), KV(*map(strided, parts[2:])), scores,
         keys.shape[1], scored, lag, following, keys.shape[-1], values.shape[-1], **_tile(lag, keys, values),
     )  # fmt: skip
     return scores
@@ -108,12 +108,9 @@ def compress(
     cache = empty_cache(keys, values, batch * num_heads * retained, lengths)
     # A cache too short to be compressed is all tail: no partition is scored.
     scored = 0 if retained == length else (length - sink_size) // lag_size - 1
-    copied = length - scored * lag_size  # the sinks and the tail
-    programs = scored + cdiv(copied, lag_size)
-    launch(compress_partitions, (batch * num_heads * programs,))(
-        strided(keys), strided(values), Copy(*cache[:3]),
-        num_heads, length, retained, scored, programs, min(sink_size, length), lag_size, kept_each, head_dim,
-        values.shape[3],
+    launch(compress_partitions, (batch * num_heads * cdiv(length, lag_size),))(
+        KV(strided(keys), strided(values)), Copy(*cache[:3]),
+        num_heads, length, scored, min(sink_size, length), lag_size, kept_each, head_dim, values.shape[3],
         **_tile(lag_size, keys, values),
     )  # fmt: skip
     return cache
@@ -229,7 +226,7 @@ def choose(
 
 @triton.jit(do_not_specialize=["scored"])
 def score_partitions(
-    keys, values, next_keys, next_values, scores_ptr, num_heads, scored, lag, following, head_dim, value_dim,
+    cache, next_cache, scores_ptr, num_heads, scored, lag, following, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
@@ -237,30 +234,29 @@ def score_partitions(
     program = tl.program_id(0).to(tl.int64)
     head, part = program // scored, program % scored
     first, next_first = part * lag, part * following
-    own, after = head_of(keys, head, num_heads), head_of(next_keys, head, num_heads)
+    own, after = head_of(cache.k, head, num_heads), head_of(next_cache.k, head, num_heads)
     own, after = rows_from(own, first), rows_from(after, next_first)
     total = variation_score(own, lag, after, following, head_dim, BLOCK_L, BLOCK_T, BLOCK_D, FULL)
-    own, after = head_of(values, head, num_heads), head_of(next_values, head, num_heads)
+    own, after = head_of(cache.v, head, num_heads), head_of(next_cache.v, head, num_heads)
     own, after = rows_from(own, first), rows_from(after, next_first)
     total += variation_score(own, lag, after, following, value_dim, BLOCK_L, BLOCK_T, BLOCK_DV, FULL)
     tokens = tl.arange(0, BLOCK_L)
     tl.store(scores_ptr + program * lag + tokens, total, mask=tokens < lag)
 
 
-@triton.jit(do_not_specialize=["length", "retained", "scored", "programs", "sink_size", "kept_each"])
+@triton.jit(do_not_specialize=["length", "scored", "sink_size", "kept_each"])
 def compress_partitions(
-    keys, values, copy,
-    num_heads, length, retained, scored, programs, sink_size, lag, kept_each, head_dim, value_dim,
+    cache, copy, num_heads, length, scored, sink_size, lag, kept_each, head_dim, value_dim,
     BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     FULL: tl.constexpr,
 ):  # fmt: skip
     """Copy the kept tokens of one partition of one head, or `lag` tokens of its sinks and tail. Grid:
-    heads * programs.
+    heads * parts of `lag` tokens.
     """
-    program = tl.program_id(0).to(tl.int64)
-    head, part = program // programs, program % programs
-    own_keys, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
-    first_row = head * retained
+    program, parts = tl.program_id(0).to(tl.int64), tl.cdiv(length, lag)
+    head, part = program // parts, program % parts
+    own_keys, own_values = head_of(cache.k, head, num_heads), head_of(cache.v, head, num_heads)
+    first_row = head * (length - scored * (lag - kept_each))  # behind the rows that earlier heads retain
     if part < scored:
         start = sink_size + part * lag
         first_row += sink_size + part * kept_each

@@ -68,7 +68,7 @@ from .launching import (
     register_limit,
 )
 from .momentkv_prompt import compress_prompt, contiguous, update
-from .strided import Rows, copy_row, load_row, strided
+from .strided import KV, Rows, copy_row, load_row, sizes_of, strided
 from .tiles import absorb, at_head, dot_dtype, head_of, load_tile, power_of_two
 
 __all__ = ["CONFIGURATIONS", "attend", "compress_prompt", "score", "step", "update"]
@@ -84,13 +84,14 @@ def score(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, moments
     `optimized.momentkv.score`.
     """
     moments = contiguous(moments)
-    walked, sizes = _walk(query, keys, values, moments)
+    walked, splits, chunks = _walk(query, keys, values, moments)
     batch, num_kv_heads, length, _ = keys.shape
+    group = query.shape[1] // num_kv_heads
     scores = floats(keys, batch, num_kv_heads, length)
     block = min(1024, padded(length))
     launch(finish_scores, (batch * num_kv_heads, cdiv(length, block)))(
-        moments, walked, scores, sizes.group, length, sizes.splits, sizes.chunks,
-        GROUP=padded(sizes.group, 1), BLOCK_L=block, num_warps=4,
+        moments, walked, scores, group, length, splits, chunks,
+        GROUP=padded(group, 1), BLOCK_L=block, num_warps=4,
     )  # fmt: skip
     return scores
 
@@ -121,27 +122,27 @@ def step(
     The moments are float32 and contiguous; position is int64 [B, H_kv].
     """
     batch, num_kv_heads, length, head_dim = keys.shape
-    walked, sizes = _walk(query, keys, values, moments, (new_key, new_value))
-    output = outputs(query, *query.shape[:2], values.shape[3])
-    block_v, heads, value_dim = _block_v(keys, values), batch * num_kv_heads, values.shape[3]
-    position = position.contiguous()
-    states = [strided(each) for each in (new_key, new_value, keys, values, positions)]
+    walked, splits, chunks = _walk(query, keys, values, moments, (new_key, new_value))
+    sizes = sizes_of(query, keys, values)
+    output = outputs(query, *query.shape[:2], sizes.value_dim)
+    block_v, heads = _block_v(keys, values), batch * num_kv_heads
+    new, cache = KV(strided(new_key), strided(new_value)), KV(strided(keys), strided(values))
+    places, position = strided(positions), position.contiguous()
     tile = {"GROUP": padded(sizes.group, 1), "BLOCK_L": min(512, padded(length + 1))}
     launch(find_lowest, (heads,))(
-        states[-1], position, moments, walked, num_kv_heads, sizes.group, length, sizes.splits, sizes.chunks,
+        places, position, moments, walked, num_kv_heads, sizes.group, length, splits, chunks,
         **tile, num_warps=4,
     )  # fmt: skip
-    launch(evict, (heads * cdiv(value_dim, block_v),))(
-        strided(query), *states[:-1], moments, walked, output,
-        num_kv_heads, sizes.group, length, sizes.splits, head_dim, value_dim, 1 / math.sqrt(head_dim), **tile,
-        BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
+    launch(evict, (heads * cdiv(sizes.value_dim, block_v),))(
+        strided(query), new, cache, moments, walked, output, length, splits, 1 / math.sqrt(head_dim), sizes,
+        **tile, BLOCK_T=16 if keys.dtype == torch.float32 else 32, BLOCK_D=padded(head_dim), BLOCK_V=block_v,
         num_warps=8 if keys.dtype == torch.float32 else 4,
         # left alone, the compiler spills to fit a fourth program on sm_80, and a third on sm_100
         **register_limit(keys, 168, 80), **register_limit(keys, 192, 100),
     )  # fmt: skip
     launch(write_new, (heads,))(
-        *states, position, moments, walked.slots, num_kv_heads, length, head_dim, value_dim,
-        BLOCK_D=padded(head_dim), BLOCK_V=padded(value_dim), num_warps=1,
+        new, cache, places, position, moments, walked.slots, length, sizes,
+        BLOCK_D=padded(head_dim), BLOCK_V=padded(sizes.value_dim), num_warps=1,
     )  # fmt: skip
     return output.to(query.dtype)
 
@@ -157,10 +158,13 @@ class _Walked(NamedTuple):
     slots: torch.Tensor | None  # [heads] int32: written by `find_lowest`, the slot of the evicted token
 
 
-class _Sizes(NamedTuple):
-    group: int
-    splits: int
-    chunks: int
+class Evicted(NamedTuple):
+    """What a program of `evict` knows of the evicted tokens of its head, with some value channels."""
+
+    count: Any  # as float32
+    mean_key: Any  # [BLOCK_D]
+    value_sum: Any  # [BLOCK_V]
+    covariance: Any  # [BLOCK_V, BLOCK_D]
 
 
 def _walk(
@@ -169,10 +173,14 @@ def _walk(
     values: torch.Tensor,
     moments: Moments,
     new: tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> tuple[_Walked, _Sizes]:
-    """The first launch: over the cache and, with `new`, one token more, and the attention over both."""
-    batch, num_kv_heads, length, head_dim = keys.shape
-    heads, group, value_dim = batch * num_kv_heads, query.shape[1] // num_kv_heads, values.shape[3]
+) -> tuple[_Walked, int, int]:
+    """The first launch: over the cache and, with `new`, one token more, and the attention over both.
+
+    Return its results, the splits of a head, and the chunks of its value channels.
+    """
+    sizes = sizes_of(query, keys, values)
+    heads, length = keys.shape[0] * sizes.num_kv_heads, keys.shape[2]
+    group, value_dim = sizes.group, sizes.value_dim
     tile = _walk_tile(keys, values)
     width = length + (new is not None)
     tiles = cdiv(length, tile["BLOCK_T"]) + (new is not None)
@@ -186,14 +194,11 @@ def _walk(
         floats(keys, heads, splits, group, value_dim) if new else None,
         torch.empty(heads, dtype=torch.int32, device=keys.device) if new else None,
     )
-    new_key, new_value = new or (keys[:, :, 0], values[:, :, 0])
     launch(walk_cache, (heads * splits * chunks,))(
-        strided(query), strided(new_key), strided(new_value), strided(keys), strided(values),
-        moments, walked,
-        num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, 1 / math.sqrt(head_dim),
-        NEW=new is not None, **tile,
+        strided(query), new and KV(*map(strided, new)), KV(strided(keys), strided(values)), moments, walked,
+        length, tiles, tiles_of_split, 1 / math.sqrt(sizes.head_dim), sizes, **tile,
     )  # fmt: skip
-    return walked, _Sizes(group, splits, chunks)
+    return walked, splits, chunks
 
 
 def _walk_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
@@ -247,17 +252,18 @@ def group_of(queries, head, num_kv_heads, group):
     return Rows(at_head(queries, head * group, num_kv_heads * group), queries.stride_h, queries.stride_d)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "tiles", "tiles_of_split"])
+@triton.jit(do_not_specialize=["length", "tiles", "tiles_of_split"])
 def walk_cache(
-    queries, new_keys, new_values, keys, values, moments, walked,
-    num_kv_heads, group, length, tiles, tiles_of_split, head_dim, value_dim, scale,
-    NEW: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    queries, new, cache, moments, walked, length, tiles, tiles_of_split, scale, sizes,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logits and residuals of one split of one head; NEW: with the new token, and the partial attention.
+    """Logits and residuals of one split of one head; with `new`, of the new token too, and the partial
+    attention.
 
     Grid: heads * splits * chunks, the chunks together.
     """
+    num_kv_heads, group, head_dim, value_dim = sizes
+    NEW: tl.constexpr = new is not None
     splits, chunks = (tiles + tiles_of_split - 1) // tiles_of_split, (value_dim + BLOCK_DV - 1) // BLOCK_DV
     width = length + NEW
     program, chunk = tl.program_id(0).to(tl.int64) // chunks, tl.program_id(0) % chunks
@@ -268,11 +274,9 @@ def walk_cache(
     query = load_tile(
         group_of(queries, head, num_kv_heads, group), rows, channels, rows < group, head_dim
     ).to(DOT_DTYPE)
-    key_base, value_base = at_head(keys, head, num_kv_heads), at_head(values, head, num_kv_heads)
-    new_key_base, new_value_base = (
-        at_head(new_keys, head, num_kv_heads),
-        at_head(new_values, head, num_kv_heads),
-    )
+    key_base, value_base = at_head(cache.k, head, num_kv_heads), at_head(cache.v, head, num_kv_heads)
+    if NEW:
+        new_key, new_value = at_head(new.k, head, num_kv_heads), at_head(new.v, head, num_kv_heads)
     count = tl.maximum(tl.load(moments.count + head), 1).to(tl.float32)
     key_sum = tl.load(moments.key_sum + head * head_dim + channels, mask=channels < head_dim, other=0.0)
     value_sum = tl.load(
@@ -300,26 +304,23 @@ def walk_cache(
         row = tile * BLOCK_T + tl.arange(0, BLOCK_T)
         token = row
         inside = row < length
-        keys_here, key_step, values_here, value_step = key_base, keys.stride_d, value_base, values.stride_d
+        keys_here, key_step = key_base, cache.k.stride_d
+        values_here, value_step = value_base, cache.v.stride_d
         if NEW:
             # The tile behind the last one holds only the new token: row 0 of its own memory, token `length`.
             is_new = tile * BLOCK_T >= length
             row = tl.where(is_new, tl.arange(0, BLOCK_T), row)
             token = tl.where(is_new, length + row, row)
             inside = row < tl.where(is_new, 1, length)
-            keys_here, key_step = (
-                tl.where(is_new, new_key_base, key_base),
-                tl.where(is_new, new_keys.stride_d, keys.stride_d),
-            )
-            values_here = tl.where(is_new, new_value_base, value_base)
-            value_step = tl.where(is_new, new_values.stride_d, values.stride_d)
+            keys_here = tl.where(is_new, new_key, key_base)
+            key_step = tl.where(is_new, new.k.stride_d, cache.k.stride_d)
+            values_here = tl.where(is_new, new_value, value_base)
+            value_step = tl.where(is_new, new.v.stride_d, cache.v.stride_d)
         # key [BLOCK_T, BLOCK_D], value [BLOCK_T, BLOCK_DV]
-        key = load_tile(Rows(keys_here, keys.stride_t, key_step), row, channels, inside, head_dim).to(
-            DOT_DTYPE
-        )
-        value = load_tile(
-            Rows(values_here, values.stride_t, value_step), row, value_channels, inside, value_dim
-        )
+        own_keys = Rows(keys_here, cache.k.stride_t, key_step)
+        own_values = Rows(values_here, cache.v.stride_t, value_step)
+        key = load_tile(own_keys, row, channels, inside, head_dim).to(DOT_DTYPE)
+        value = load_tile(own_values, row, value_channels, inside, value_dim)
         logits = tl.dot(query, tl.trans(key), input_precision="ieee") * (scale * LOG2E)
         target = walked.logits + (head * group + rows)[:, None] * width + token[None, :]
         tl.store(target, logits, mask=(rows < written)[:, None] & inside[None, :])
@@ -421,17 +422,17 @@ def finish_scores(
 
 @triton.jit
 def mix(
-    queries, output_base, retained, top, mass, count, mean_key, value_sum, covariance, channels,
-    value_channels,
-    group, head_dim, value_dim, scale, GROUP: tl.constexpr,
+    queries, output_base, retained, top, mass, evicted, channels, value_channels, scale, sizes,
+    GROUP: tl.constexpr,
 ):  # fmt: skip
     """MK-9, MK-11, MK-12, MK-37: mix the retained output with
     the estimate of the evicted output, for some value channels.
 
-    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and mass [GROUP] are sums
-    of 2^(logit - top); count >= 0 as float32, mean_key [BLOCK_D], value_sum
-    [BLOCK_V] and covariance [BLOCK_V, BLOCK_D] those of the evicted tokens.
+    queries are Rows [G, D]; retained [GROUP, BLOCK_V] and
+    mass [GROUP] are sums of 2^(logit - top).
     """
+    _, group, head_dim, value_dim = sizes
+    count, mean_key, value_sum, covariance = evicted
     rows = tl.arange(0, GROUP)
     divisor = tl.maximum(count, 1.0)
     all_queries = load_tile(queries, tl.arange(0, 16), channels, tl.arange(0, 16) < group, head_dim)
@@ -454,42 +455,41 @@ def mix(
         tl.store(output_base + member * value_dim + value_channels, mixed, mask=value_channels < value_dim)
 
 
-@triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "splits"])
+@triton.jit(do_not_specialize=["length", "splits"])
 def evict(
-    queries, new_keys, new_values, keys, values, moments, walked, output_ptr,
-    num_kv_heads, group, length, splits, head_dim, value_dim, scale,
+    queries, new, cache, moments, walked, output_ptr, length, splits, scale, sizes,
     GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Add the token in the slot with the lowest score to the moments, and write the output without it. Grid:
     heads * value blocks.
     """
+    num_kv_heads, group, head_dim, value_dim = sizes
     blocks = (value_dim + BLOCK_V - 1) // BLOCK_V
     head = tl.program_id(0).to(tl.int64) // blocks
     channels = tl.arange(0, BLOCK_D)
     value_channels = tl.program_id(0) % blocks * BLOCK_V + tl.arange(0, BLOCK_V)
     own_queries = group_of(queries, head, num_kv_heads, group)
-    key_base, own_values = at_head(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
-    value_base = own_values.ptr
-    new_key, new_value = at_head(new_keys, head, num_kv_heads), at_head(new_values, head, num_kv_heads)
+    key_base, own_values = at_head(cache.k, head, num_kv_heads), head_of(cache.v, head, num_kv_heads)
+    new_key, new_value = at_head(new.k, head, num_kv_heads), at_head(new.v, head, num_kv_heads)
     slot = tl.load(walked.slots + head)
     before = tl.load(moments.count + head)
     top, mass = merge_splits(walked, head, splits, group, GROUP)
     is_new = slot == length
     evicted_key = load_row(
-        tl.where(is_new, new_key, key_base + slot.to(tl.int64) * keys.stride_t), channels, head_dim,
-        tl.where(is_new, new_keys.stride_d, keys.stride_d),
+        tl.where(is_new, new_key, key_base + slot.to(tl.int64) * cache.k.stride_t), channels, head_dim,
+        tl.where(is_new, new.k.stride_d, cache.k.stride_d),
     )  # fmt: skip
     evicted_value = load_row(
-        tl.where(is_new, new_value, value_base + slot.to(tl.int64) * values.stride_t), value_channels,
-        value_dim,
-        tl.where(is_new, new_values.stride_d, values.stride_d),
+        tl.where(is_new, new_value, own_values.ptr + slot.to(tl.int64) * own_values.stride_t), value_channels,
+        value_dim, tl.where(is_new, new.v.stride_d, own_values.stride_d),
     )  # fmt: skip
 
     retained = merge_outputs(walked, head, top, value_channels, splits, group, value_dim, GROUP)
     retained, top, mass = take_out(
         walked, head, retained, top, mass, slot, evicted_value, own_values,
-        new_value, new_values.stride_d, value_channels, length, group, value_dim, GROUP, BLOCK_L, BLOCK_T,
+        Rows(new_value, new.v.stride_h, new.v.stride_d), value_channels, length, sizes,
+        GROUP, BLOCK_L, BLOCK_T,
     )  # fmt: skip
     count = (before + 1).to(tl.float32)
     key_sum = (
@@ -501,28 +501,28 @@ def evict(
         moments, head, evicted_key, evicted_value, mean_key, channels, value_channels, head_dim, value_dim
     )
     mix(
-        own_queries, output_ptr + head * group * value_dim,
-        retained, top, mass, count, mean_key, value_sum, covariance, channels, value_channels,
-        group, head_dim, value_dim, scale, GROUP,
+        own_queries, output_ptr + head * group * value_dim, retained, top, mass,
+        Evicted(count, mean_key, value_sum, covariance), channels, value_channels, scale, sizes, GROUP,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["positions", "num_kv_heads", "length"])
+@triton.jit(do_not_specialize=["length"])
 def write_new(
-    new_keys, new_values, keys, values, positions, position_ptr, moments, slots, num_kv_heads, length,
-    head_dim, value_dim, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    new, cache, positions, position_ptr, moments, slots, length, sizes,
+    BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Count the evicted token, add its key to the sum of
     keys, and put the new token into its slot. Grid: heads.
     """
+    num_kv_heads, _, head_dim, value_dim = sizes
     head = tl.program_id(0).to(tl.int64)
     channels, value_channels = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
     slot = tl.load(slots + head).to(tl.int64)
-    new_key = at_head(new_keys, head, num_kv_heads)
-    key_slot = at_head(keys, head, num_kv_heads) + slot * keys.stride_t
+    new_key = at_head(new.k, head, num_kv_heads)
+    key_slot = at_head(cache.k, head, num_kv_heads) + slot * cache.k.stride_t
     evicted_key = load_row(
         tl.where(slot == length, new_key, key_slot), channels, head_dim,
-        tl.where(slot == length, new_keys.stride_d, keys.stride_d),
+        tl.where(slot == length, new.k.stride_d, cache.k.stride_d),
     )  # fmt: skip
     count, sums = moments.count + head, moments.key_sum + head * head_dim + channels
     key_sum = tl.load(sums, mask=channels < head_dim, other=0.0) + evicted_key
@@ -534,13 +534,13 @@ def write_new(
     if slot < length:
         position = tl.load(position_ptr + head)
         tl.store(at_head(positions, head, num_kv_heads) + slot * positions.stride_d, position)
-        copy_row(new_key, key_slot, channels, head_dim, new_keys.stride_d, keys.stride_d)
-        new_value = at_head(new_values, head, num_kv_heads)
-        value_slot = at_head(values, head, num_kv_heads) + slot * values.stride_t
-        copy_row(new_value, value_slot, value_channels, value_dim, new_values.stride_d, values.stride_d)
+        copy_row(new_key, key_slot, channels, head_dim, new.k.stride_d, cache.k.stride_d)
+        new_value = at_head(new.v, head, num_kv_heads)
+        value_slot = at_head(cache.v, head, num_kv_heads) + slot * cache.v.stride_t
+        copy_row(new_value, value_slot, value_channels, value_dim, new.v.stride_d, cache.v.stride_d)
 
 
-@triton.jit(do_not_specialize=["positions", "num_kv_heads", "group", "length", "splits", "chunks"])
+@triton.jit(do_not_specialize=["num_kv_heads", "group", "length", "splits", "chunks"])
 def find_lowest(
     positions, position_ptr, moments, walked, num_kv_heads, group, length, splits, chunks,
     GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
@@ -573,15 +573,15 @@ def find_lowest(
 
 @triton.jit
 def take_out(
-    walked, head, retained, top, mass, slot, evicted_value, values, new_value, new_stride_d,
-    value_channels, length, group, value_dim, GROUP: tl.constexpr, BLOCK_L: tl.constexpr,
-    BLOCK_T: tl.constexpr,
+    walked, head, retained, top, mass, slot, evicted_value, values, new_value, value_channels, length, sizes,
+    GROUP: tl.constexpr, BLOCK_L: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Take the evicted token out of the attention of each query head: retained [GROUP, BLOCK_V], top and
-    mass [GROUP] without it.
+    mass [GROUP] without it. values and new_value are Rows; the new value is the first row.
 
     A share of more than an eighth is not subtracted: the sums are computed again from the other tokens.
     """
+    group, value_dim = sizes.group, sizes.value_dim
     rows = tl.arange(0, GROUP)
     width = length + 1
     logit_rows = walked.logits + (head * group + rows) * width
@@ -596,7 +596,7 @@ def take_out(
             top, mass, _, _ = absorb(top, mass, logits)
         top = tl.where(top == float("-inf"), 0.0, top)
         retained = tl.zeros_like(retained)
-        coming = load_row(new_value, value_channels, value_dim, new_stride_d)
+        coming = load_row(new_value.ptr, value_channels, value_dim, new_value.stride_d)
         for first in range(0, width, BLOCK_T):
             slots = first + tl.arange(0, BLOCK_T)
             stays = (slots < width) & (slots != slot)

@@ -24,7 +24,7 @@ from ..states import CompressedCache, Moments, zero_moments
 from .cache import Copy, empty_cache
 from .compiling import HEAD_DIMS, configurations
 from .launching import cdiv, floats, launch, launcher, padded
-from .strided import strided
+from .strided import KV, strided
 from .tiles import copy_tile, dot_dtype, head_of, load_tile
 
 PROGRAMS_WANTED = 256
@@ -73,8 +73,8 @@ def _sum_evicted(
         floats(keys, heads, splits, *shape) for shape in ((head_dim,), (value_dim,), (value_dim, head_dim))
     ]
     launch(sum_evicted, (heads * splits * chunks,))(
-        strided(keys), strided(values), kept.contiguous(), copy, Moments(None, *sums),
-        num_heads, length, split, splits, head_dim, value_dim, COPY=copy is not None, **tile,
+        KV(strided(keys), strided(values)), kept.contiguous(), copy, Moments(None, *sums),
+        num_heads, length, split, splits, head_dim, value_dim, **tile,
     )  # fmt: skip
     evicted = length - kept.sum(dim=-1)
     return Moments(
@@ -111,11 +111,10 @@ def _sum_tile(keys: torch.Tensor, values: torch.Tensor) -> dict[str, Any]:
 
 @triton.jit(do_not_specialize=["num_heads", "length", "split", "splits"])
 def sum_evicted(
-    keys, values, kept_ptr, copy, sums, num_heads, length, split, splits, head_dim, value_dim,
-    COPY: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
+    cache, kept_ptr, copy, sums, num_heads, length, split, splits, head_dim, value_dim,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The moments of the evicted tokens of one split of one head; with COPY, its kept rows. Grid: heads *
+    """The moments of the evicted tokens of one split of one head; with `copy`, its kept rows. Grid: heads *
     splits * chunks.
     """
     chunks = (value_dim + BLOCK_DV - 1) // BLOCK_DV
@@ -123,7 +122,7 @@ def sum_evicted(
     head, part = program // splits, (program % splits).to(tl.int32)
     channels = tl.arange(0, BLOCK_D)
     value_channels = chunk * BLOCK_DV + tl.arange(0, BLOCK_DV)
-    own_keys, own_values = head_of(keys, head, num_heads), head_of(values, head, num_heads)
+    own_keys, own_values = head_of(cache.k, head, num_heads), head_of(cache.v, head, num_heads)
     # A product with a row of ones is the sum over the tokens; tensor cores need 16 rows, so zeros follow.
     ones = tl.where(tl.arange(0, 16)[:, None] == 0, 1.0, tl.zeros([16, BLOCK_T], dtype=tl.float32)).to(
         DOT_DTYPE
@@ -137,7 +136,7 @@ def sum_evicted(
         inside = tokens < end
         kept = inside & (tl.load(kept_ptr + head * length + tokens, mask=inside, other=0) != 0)
         evicted = inside & (kept == 0)
-        if COPY:
+        if copy is not None:
             rows = tl.load(copy.rows + head * length + tokens, mask=kept, other=1) - 1
             # the first chunk of value channels copies the keys
             copied = kept & (tokens < tl.where(chunk == 0, end, 0))

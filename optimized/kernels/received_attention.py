@@ -35,7 +35,7 @@ import triton.language as tl
 
 from .compiling import HEAD_DIMS, configurations
 from .launching import cdiv, floats, is_amd, launch, launcher, on_tensor_cores, outputs, padded
-from .strided import strided
+from .strided import Sizes, sizes_of, strided
 from .tiles import LN_2, LOG2_E, absorb, dot_dtype, head_of, load_tile
 
 MOST_SPLITS = 64
@@ -101,13 +101,14 @@ def measure_window(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
     it moves, [2, B] float64, summed over the query heads.
     """
     queries, keys = by_channels(queries), by_channels(keys)
-    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
-    tile = tile_of(queries, rows) | {"BLOCK_ROWS": padded(shape[1])}
+    sizes, heads, rows = _sizes(queries, keys)
+    num_queries, length = queries.shape[2], keys.shape[2]
+    tile = tile_of(queries, rows) | {"BLOCK_ROWS": padded(num_queries)}
     tile["BLOCK_T"] = tile["BLOCK_T"] if on_tensor_cores(queries) else 16
-    tiles = cdiv(shape[2] - shape[1], tile["BLOCK_T"])
+    tiles = cdiv(length - num_queries, tile["BLOCK_T"])
     sums, logs = floats(queries, 2, heads, tiles), _sum_rows(queries, keys, None)[0]
     launch(measure_columns, (heads * tiles,))(
-        strided(queries), strided(keys), logs, sums, sums[1:], num_kv_heads, *shape, **tile
+        strided(queries), strided(keys), logs, sums, sums[1:], num_queries, length, sizes, **tile
     )
     return sums.double().view(2, len(queries), -1).sum(dim=-1)
 
@@ -117,12 +118,12 @@ def by_channels(states: torch.Tensor) -> torch.Tensor:
     return states if states.stride(-1) == 1 else states.contiguous()
 
 
-def _sizes(queries: torch.Tensor, keys: torch.Tensor) -> tuple[tuple[int, int, int, int], int, int, int]:
-    """Return (G, M, T, D), the KV heads of all sequences, those of one, and the rows of each."""
-    batch, num_query_heads, num_queries, head_dim = queries.shape
-    num_kv_heads, length = keys.shape[1], keys.shape[2]
-    group = num_query_heads // num_kv_heads
-    return (group, num_queries, length, head_dim), batch * num_kv_heads, num_kv_heads, group * num_queries
+def _sizes(
+    queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None
+) -> tuple[Sizes, int, int]:
+    """Return the sizes, the KV heads of all sequences, and the rows of each."""
+    sizes = sizes_of(queries, keys, values)
+    return sizes, keys.shape[0] * sizes.num_kv_heads, sizes.group * queries.shape[2]
 
 
 def tile_of(queries: torch.Tensor, rows: int, widest: int = 0) -> dict[str, Any]:
@@ -162,18 +163,19 @@ def _sum_rows(
     """Return the base-2 logarithm of the normaliser of every row, [B * H_kv, G * M] float32, and with
     values the output.
     """
-    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
-    value_dim = 0 if values is None else values.shape[3]
-    tile = tile_of(queries, rows, value_dim)
+    sizes, heads, rows = _sizes(queries, keys, values)
+    num_queries, length = queries.shape[2], keys.shape[2]
+    tile = tile_of(queries, rows, sizes.value_dim)
     blocks = cdiv(rows, tile["BLOCK_ROWS"])
     # an output is not added up from splits
-    split = split_of(shape[2], blocks, tile["BLOCK_T"]) if values is None else shape[2]
-    splits = cdiv(shape[2], split)
-    logs, output = floats(queries, heads, splits, rows), outputs(queries, *queries.shape[:3], value_dim)
+    split = split_of(length, blocks, tile["BLOCK_T"]) if values is None else length
+    splits = cdiv(length, split)
+    logs = floats(queries, heads, splits, rows)
+    output = outputs(queries, *queries.shape[:3], sizes.value_dim)
     launch(sum_rows, (heads * blocks * splits,))(
-        strided(queries), strided(keys), strided(keys if values is None else values), logs, output,
-        num_kv_heads, *shape, value_dim, split,
-        ATTEND=values is not None, IN_CHUNK=in_chunk, BLOCK_DV=padded(value_dim), **tile,
+        strided(queries), strided(keys), None if values is None else strided(values), logs, output,
+        num_queries, length, split, sizes,
+        IN_CHUNK=in_chunk, BLOCK_DV=padded(sizes.value_dim), **tile,
     )  # fmt: skip
     if splits == 1:
         return logs, output
@@ -190,7 +192,7 @@ def _sum_columns(
     """Return the sum of every column of the attention, mean over the group, [B, H_kv, T] float32; with
     `tokens` the largest number of each of so many columns.
     """
-    shape, heads, num_kv_heads, rows = _sizes(queries, keys)
+    sizes, heads, rows = _sizes(queries, keys)
     tile = tile_of(queries, rows)
     if on_tensor_cores(queries):
         wide = tile["BLOCK_D"] > 128
@@ -199,28 +201,21 @@ def _sum_columns(
             "BLOCK_ROWS": min(32 if wide else 64, padded(rows)),
             "num_warps": 4 if wide else 8,
         }
-    columns = tokens or shape[2]
+    columns = tokens or keys.shape[2]
     scores = floats(queries, *keys.shape[:2], columns)
     launch(sum_columns, (heads * cdiv(columns, tile["BLOCK_T"]),))(
-        strided(queries),
-        strided(keys),
-        logs,
-        scores,
-        num_kv_heads,
-        *shape,
-        columns,
-        LARGEST=tokens > 0,
-        IN_CHUNK=in_chunk,
-        **tile,
-    )
+        strided(queries), strided(keys), logs, scores, queries.shape[2], keys.shape[2], columns, sizes,
+        LARGEST=tokens > 0, IN_CHUNK=in_chunk, **tile,
+    )  # fmt: skip
     return scores
 
 
 @triton.jit
-def load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D: tl.constexpr):
+def load_rows(queries, head, row, num_queries, sizes, BLOCK_D: tl.constexpr):
     """Load rows of a KV head as float32 [rows, BLOCK_D]: row
     r is query r // group of head r % group of the group.
     """
+    num_kv_heads, group, head_dim, _ = sizes
     query_head = (head % num_kv_heads) * group + row % group
     offsets = (head // num_kv_heads) * queries.stride_b + query_head * queries.stride_h
     offsets += (row // group).to(tl.int64) * queries.stride_t
@@ -246,16 +241,17 @@ def row_logits(query, key, token, last, scale):
 
 @triton.jit(do_not_specialize=["num_queries", "length", "split"])
 def sum_rows(
-    queries, keys, values, logs_ptr, output_ptr, num_kv_heads, group, num_queries, length, head_dim,
-    value_dim, split,
-    ATTEND: tl.constexpr, IN_CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
+    queries, keys, values, logs_ptr, output_ptr, num_queries, length, split, sizes,
+    IN_CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen; ATTEND:
+    """logs[head, split, row] = log2 of the normaliser over a split, -inf where nothing is seen; with values
     the output of the row too.
 
     Grid: heads * blocks of rows * splits.
     """
+    num_kv_heads, group, head_dim, value_dim = sizes
+    ATTEND: tl.constexpr = values is not None
     program = tl.program_id(0).to(tl.int64)
     rows, splits = group * num_queries, 1 if ATTEND else tl.cdiv(length, split)
     blocks = tl.cdiv(rows, BLOCK_ROWS)
@@ -264,8 +260,10 @@ def sum_rows(
     row = block * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     before = length - (1 if IN_CHUNK else num_queries)  # the last token that the first query sees
     last = before + row // group
-    query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(DOT_DTYPE)
-    own_keys, own_values = head_of(keys, head, num_kv_heads), head_of(values, head, num_kv_heads)
+    query = load_rows(queries, head, row, num_queries, sizes, BLOCK_D).to(DOT_DTYPE)
+    own_keys = head_of(keys, head, num_kv_heads)
+    if ATTEND:
+        own_values = head_of(values, head, num_kv_heads)
     channels = tl.arange(0, BLOCK_DV)
     end = tl.minimum(
         tl.minimum((part + 1) * split, length),
@@ -314,13 +312,14 @@ def merge_splits(logs_ptr, merged_ptr, rows, splits, MOST_SPLITS: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["num_queries", "length", "columns"])
 def sum_columns(
-    queries, keys, logs_ptr, scores_ptr, num_kv_heads, group, num_queries, length, head_dim, columns,
+    queries, keys, logs_ptr, scores_ptr, num_queries, length, columns, sizes,
     LARGEST: tl.constexpr, IN_CHUNK: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """scores[head, token] = (1/G) sum over the rows that see the token of 2^(logit - log); LARGEST: the
     largest of these numbers. Grid: heads * blocks of the first `columns` keys.
     """
+    num_kv_heads, group, head_dim, _ = sizes
     program = tl.program_id(0).to(tl.int64)
     rows, blocks = group * num_queries, tl.cdiv(columns, BLOCK_T)
     head, block = program // blocks, (program % blocks).to(tl.int32)  # the first keys are seen by most
@@ -337,9 +336,7 @@ def sum_columns(
             first if compared else whole, tl.minimum(whole, rows) if compared else rows, BLOCK_ROWS
         ):
             row = start + tl.arange(0, BLOCK_ROWS)
-            query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(
-                DOT_DTYPE
-            )
+            query = load_rows(queries, head, row, num_queries, sizes, BLOCK_D).to(DOT_DTYPE)
             # A row that is not there has an infinite normaliser, and gives nothing.
             logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=float("inf"))
             logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim, IN_CHUNK)
@@ -357,12 +354,13 @@ def sum_columns(
 
 @triton.jit(do_not_specialize=["num_queries", "length"])
 def measure_columns(
-    queries, keys, logs_ptr, entropies_ptr, variances_ptr, num_kv_heads, group, num_queries, length, head_dim,
+    queries, keys, logs_ptr, entropies_ptr, variances_ptr, num_queries, length, sizes,
     BLOCK_ROWS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
     """entropies[head, tile] = the sum of -p ln p over the tokens of a tile and the rows, and variances that
     of the variance of each column of each query head. Grid: heads * tiles of the tokens before the queries.
     """
+    num_kv_heads, group, head_dim, _ = sizes
     program = tl.program_id(0).to(tl.int64)
     rows, before = group * num_queries, length - num_queries
     tiles = tl.cdiv(before, BLOCK_T)
@@ -374,9 +372,7 @@ def measure_columns(
     variance = tl.zeros([BLOCK_T], dtype=tl.float32)
     for member in range(group):
         row = query_place * group + member
-        query = load_rows(queries, head, row, num_kv_heads, group, num_queries, head_dim, BLOCK_D).to(
-            DOT_DTYPE
-        )
+        query = load_rows(queries, head, row, num_queries, sizes, BLOCK_D).to(DOT_DTYPE)
         logs = tl.load(logs_ptr + head * rows + row, mask=row < rows, other=0.0)
         logits = tl.dot(key, tl.trans(query), input_precision="ieee") * scale_of(head_dim, False)
         information = logs[None, :] - logits

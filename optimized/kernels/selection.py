@@ -25,6 +25,8 @@ Protected tokens get the highest key, which no number has; NaN gets the lowest, 
 keeps exactly k.
 """
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -38,6 +40,14 @@ PROGRAMS_WANTED = 2048
 LEAST_TOKENS_OF_A_CHUNK = 4096
 
 
+class Table(NamedTuple):
+    """Numbers [R, T], a row for each selection: their pointer and their strides."""
+
+    ptr: Any
+    stride_row: int
+    stride_t: int
+
+
 @launcher
 def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = None) -> torch.Tensor:
     r"""SEL-2..4: keep the `count` highest scores of each row, from 0 to T, as `optimized.selection.top_k`."""
@@ -45,7 +55,7 @@ def top_k(scores: torch.Tensor, count: int, protected: torch.Tensor | None = Non
     if count in (0, length):
         return torch.full(scores.shape, count > 0, dtype=torch.bool, device=scores.device)
     rows = scores.reshape(-1, length)
-    shielded = rows if protected is None else protected.reshape(-1, length)
+    shielded = None if protected is None else protected.reshape(-1, length)
     return _keep(rows, shielded, count).view(scores.shape)
 
 
@@ -53,24 +63,26 @@ def keep_each(rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Keep the highest scores of each of the R rows [R, T]:
     R / len(counts) rows in turn have the same count, int32.
     """
-    return _keep(rows, rows, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
+    return _keep(rows, None, counts.contiguous(), sharing=rows.shape[0] // counts.numel())
 
 
 def _keep(
-    rows: torch.Tensor, protected: torch.Tensor, count: int | torch.Tensor, sharing: int = 1
+    rows: torch.Tensor, protected: torch.Tensor | None, count: int | torch.Tensor, sharing: int = 1
 ) -> torch.Tensor:
-    """The mask [R, T] of the highest scores of each row; `protected` is a mask, or `rows` again for none."""
+    """The mask [R, T] of the highest scores of each row; `protected` is a mask."""
     number, length = rows.shape
     kept = torch.empty(rows.shape, dtype=torch.bool, device=rows.device)
-    flags: dict[str, int] = {"PROTECTED": protected is not rows, "EACH": isinstance(count, torch.Tensor)}
-    arguments = (*rows.stride(), *protected.stride(), length, count, sharing)
+    scores = Table(rows, *rows.stride())
+    shielded = None if protected is None else Table(protected, *protected.stride())
+    flags: dict[str, int] = {"EACH": isinstance(count, torch.Tensor)}
     if length <= LONGEST_SHORT_ROW:
         # A program walks its whole row: the more threads, the fewer steps.
         block = 8192 if length > 2048 else padded(length, 256)
         threads = 1024 if block > 2048 else min(256, block // 4)
         launch(keep_rows, (number,))(
-            rows, protected, kept, *arguments, **flags, BLOCK=block, num_warps=warps(rows, threads)
-        )
+            scores, shielded, kept, length, count, sharing,
+            **flags, BLOCK=block, num_warps=warps(rows, threads),
+        )  # fmt: skip
         return kept
     flags |= {"BLOCK": 2048, "num_warps": warps(rows, 256)}
     least = max(LEAST_TOKENS_OF_A_CHUNK, number * length // PROGRAMS_WANTED)
@@ -81,10 +93,10 @@ def _keep(
     grid = (number * chunks,)
     for byte in range(4):
         launch(count_byte, grid)(
-            rows, protected, counts, last_counts, *arguments, chunk, chunks, byte, **flags
+            scores, shielded, counts, last_counts, length, count, sharing, chunk, chunks, byte, **flags
         )
     launch(keep_chunks, grid)(
-        rows, protected, counts, last_counts, kept, *arguments, chunk, chunks,
+        scores, shielded, counts, last_counts, kept, length, count, sharing, chunk, chunks,
         MOST_CHUNKS=MOST_CHUNKS, **flags,
     )  # fmt: skip
     return kept
@@ -124,15 +136,15 @@ def keep_highest(keys, count):
 
 
 @triton.jit
-def load_ordered(
-    scores, protected, first, end, stride_t, protected_stride_t, PROTECTED: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def load_ordered(scores, protected, row, first, end, BLOCK: tl.constexpr):
     """Load the keys of positions first .. first+BLOCK-1 of a row, and which of them lie before `end`."""
     positions = (first + tl.arange(0, BLOCK)).to(tl.int64)
     inside = positions < end
-    keys = ordered(tl.load(scores + positions * stride_t, mask=inside, other=0.0).to(tl.float32))
-    if PROTECTED:
-        shielded = tl.load(protected + positions * protected_stride_t, mask=inside, other=0)
+    numbers = scores.ptr + row * scores.stride_row + positions * scores.stride_t
+    keys = ordered(tl.load(numbers, mask=inside, other=0.0).to(tl.float32))
+    if protected is not None:
+        flags = protected.ptr + row * protected.stride_row + positions * protected.stride_t
+        shielded = tl.load(flags, mask=inside, other=0)
         keys = tl.where(shielded != 0, 0xFFFFFFFF, keys)
     return keys, inside
 
@@ -165,16 +177,11 @@ def narrow(counts, prefix, left):
 
 
 @triton.jit
-def count_keys(
-    scores, protected, start, end, prefix, byte, stride_t, protected_stride_t, PROTECTED: tl.constexpr,
-    BLOCK: tl.constexpr
-):  # fmt: skip
+def count_keys(scores, protected, row, start, end, prefix, byte, BLOCK: tl.constexpr):
     """Return `byte_counts` of the positions start .. end-1 of a row."""
     counts = tl.zeros([256], dtype=tl.int32)
     for first in range(start, end, BLOCK):
-        keys, inside = load_ordered(
-            scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK
-        )
+        keys, inside = load_ordered(scores, protected, row, first, end, BLOCK)
         counts += byte_counts(keys, inside, prefix, byte)
     return counts
 
@@ -202,51 +209,36 @@ def keep_from(keys, inside, threshold, left, seen):
 
 
 @triton.jit(do_not_specialize=["count", "sharing"])
-def keep_rows(
-    scores_ptr, protected_ptr, kept_ptr, stride_row, stride_t, protected_stride_row, protected_stride_t,
-    length, count, sharing,
-    PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+def keep_rows(scores, protected, kept_ptr, length, count, sharing, EACH: tl.constexpr, BLOCK: tl.constexpr):
     """kept[row] = the mask of the `count` highest scores
     of a row; EACH: of count[row // sharing]. Grid: rows.
     """
     row = tl.program_id(0).to(tl.int64)
-    scores = scores_ptr + row * stride_row
-    protected = protected_ptr + row * protected_stride_row
     prefix = tl.zeros([], dtype=tl.uint32)
     left = tl.load(count + row // sharing) if EACH else count
     for byte in range(4):
-        counts = count_keys(
-            scores, protected, 0, length, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
-        )
+        counts = count_keys(scores, protected, row, 0, length, prefix, byte, BLOCK)
         prefix, left = narrow(counts, prefix, left)
     seen = tl.zeros([], dtype=tl.int32)
     for first in range(0, length, BLOCK):
-        keys, inside = load_ordered(
-            scores, protected, first, length, stride_t, protected_stride_t, PROTECTED, BLOCK
-        )
+        keys, inside = load_ordered(scores, protected, row, first, length, BLOCK)
         kept, seen = keep_from(keys, inside, prefix, left, seen)
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "sharing", "chunks", "byte"])
 def count_byte(
-    scores_ptr, protected_ptr, counts_ptr, last_counts_ptr,
-    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, sharing, chunk, chunks,
-    byte, PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr,
+    scores, protected, counts_ptr, last_counts_ptr, length, count, sharing, chunk, chunks, byte,
+    EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the histogram of one byte over one chunk of a row to that of the row; the last is stored too.
     Grid: rows * chunks.
     """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
-    scores = scores_ptr + row * stride_row
-    protected = protected_ptr + row * protected_stride_row
     prefix, _ = find_prefix(counts_ptr, row, count, sharing, byte, EACH)
     end = tl.minimum((part + 1) * chunk, length)
-    counts = count_keys(
-        scores, protected, part * chunk, end, prefix, byte, stride_t, protected_stride_t, PROTECTED, BLOCK
-    )
+    counts = count_keys(scores, protected, row, part * chunk, end, prefix, byte, BLOCK)
     values = tl.arange(0, 256)
     tl.atomic_add(counts_ptr + (row * 4 + byte) * 256 + values, counts, mask=counts > 0)
     if byte == 3:
@@ -255,15 +247,12 @@ def count_byte(
 
 @triton.jit(do_not_specialize=["count", "sharing", "chunks"])
 def keep_chunks(
-    scores_ptr, protected_ptr, counts_ptr, last_counts_ptr, kept_ptr,
-    stride_row, stride_t, protected_stride_row, protected_stride_t, length, count, sharing, chunk, chunks,
-    PROTECTED: tl.constexpr, EACH: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    scores, protected, counts_ptr, last_counts_ptr, kept_ptr, length, count, sharing, chunk, chunks,
+    EACH: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """kept[row, chunk] = the mask of the `count` highest scores of a row. Grid: rows * chunks."""
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
-    scores = scores_ptr + row * stride_row
-    protected = protected_ptr + row * protected_stride_row
     prefix, left = find_prefix(counts_ptr, row, count, sharing, 4, EACH)
     # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of
     # the threshold.
@@ -272,9 +261,7 @@ def keep_chunks(
     seen = tl.sum(tl.load(ties, mask=before < part, other=0), axis=0)
     end = tl.minimum((part + 1) * chunk, length)
     for first in range(part * chunk, end, BLOCK):
-        keys, inside = load_ordered(
-            scores, protected, first, end, stride_t, protected_stride_t, PROTECTED, BLOCK
-        )
+        keys, inside = load_ordered(scores, protected, row, first, end, BLOCK)
         kept, seen = keep_from(keys, inside, prefix, left, seen)
         tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
 

@@ -53,6 +53,40 @@ class Pages(NamedTuple):
     stride_d: int
 
 
+class KV(NamedTuple):
+    """The keys and values of the same tokens. Letters, because `values` are the fields of any tuple inside a
+    kernel.
+
+    A kernel hands one of the two to its helpers: Triton 3.6 loses constants of a tuple within a tuple.
+    """
+
+    k: Any
+    v: Any
+
+
+class Sizes(NamedTuple):
+    """The sizes that a model fixes. Triton compiles a kernel again where one becomes 1 or a multiple of 16.
+
+    A length, which changes from call to call, is an argument of its own: `do_not_specialize` reaches into no
+    tuple.
+    """
+
+    num_kv_heads: int
+    group: int  # query heads of a KV head
+    head_dim: int
+    value_dim: int = 0
+
+
+def sizes_of(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor | None = None) -> Sizes:
+    """Return the sizes of queries [B, H_q, ..], keys [B, H_kv, ..] and values [B, H_kv, ..]."""
+    return Sizes(
+        keys.shape[1],
+        queries.shape[1] // keys.shape[1],
+        keys.shape[-1],
+        0 if values is None else values.shape[-1],
+    )
+
+
 def pages(pool: torch.Tensor) -> Pages:
     """Return a pool with its rows: pages with the tokens or the heads first, or those of one buffer for
     keys and values.

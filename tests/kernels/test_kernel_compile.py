@@ -46,10 +46,55 @@ def arguments(kernel: ast.FunctionDef) -> set[str]:
     return {argument.arg for argument in kernel.args.args if argument.annotation is None}
 
 
+def unspecialized(kernel: ast.FunctionDef) -> set[str]:
+    """The arguments that `do_not_specialize` names."""
+    return {
+        name
+        for line in kernel.decorator_list
+        if isinstance(line, ast.Call)
+        for option in line.keywords
+        if option.arg == "do_not_specialize"
+        for name in ast.literal_eval(option.value)
+    }
+
+
+def tuples(kernel: ast.FunctionDef) -> set[str]:
+    """The names that a kernel asks for a field, or takes apart."""
+    asked = {node.value for node in ast.walk(kernel) if isinstance(node, ast.Attribute)}
+    apart = {
+        node.value
+        for node in ast.walk(kernel)
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
+    }
+    return {value.id for value in asked | apart if isinstance(value, ast.Name)}
+
+
+MOST_ARGUMENTS = 15
+
+
+@pytest.mark.parametrize("folder", ["kernels", "teaching"])
+def test_the_arguments_of_a_kernel_are_read_at_a_glance(folder: str) -> None:
+    """What belongs together is one tuple with names. Kernels that other kernels call count too."""
+    counts = {each.name: len(each.args.args + each.args.kwonlyargs) for each in kernels_of(folder)}
+    assert len(counts) > 20
+    assert {name: count for name, count in counts.items() if count > MOST_ARGUMENTS} == {}
+
+
+def test_what_is_not_specialized_is_a_number() -> None:
+    """Triton looks for 1 and for multiples of 16 in every tuple, whatever `do_not_specialize` says of it: in
+    a tuple a length would have a kernel compiled again.
+    """
+    kernels = {each.name: each for each in kernels_of("kernels")}
+    assert "length" in unspecialized(kernels["sum_rows"]) and "sizes" in tuples(kernels["sum_rows"])
+    assert {
+        name: both for name, each in kernels.items() if (both := unspecialized(each) & tuples(each))
+    } == {}
+
+
 @pytest.mark.parametrize("folder", ["kernels", "teaching"])
 def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
-    """On a GPU an argument that is 1 is a constant without
-    methods, such as `to`; the interpreter cannot see it.
+    """On a GPU an argument that is 1, or a number of a tuple, is a
+    constant without methods, such as `to`; the interpreter cannot see it.
     """
     kernels = kernels_of(folder)
     launched = {
@@ -69,7 +114,7 @@ def test_no_kernel_asks_an_argument_for_its_methods(folder: str) -> None:
         for node in ast.walk(kernel)
         if isinstance(node, ast.Attribute)
         and node.attr in METHODS
-        and ast.unparse(node.value) in numbers & arguments(kernel)
+        and ast.unparse(node.value).partition(".")[0] in numbers & arguments(kernel)
     ]
     assert not asked
 
