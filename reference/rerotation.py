@@ -91,4 +91,6 @@ def positions_before(
     """
     if length < kept.shape[-1]:
         raise ValueError(f"length: got {length}, wanted at least {kept.shape[-1]}, the tokens of `kept`")
+    # Decision: a cache counts back from the next token's true position. Counted from 0, heads that keep other
+    # numbers of tokens would each need a query of their own.
     return length - next_position(kept)[..., None] + positions_after(kept)

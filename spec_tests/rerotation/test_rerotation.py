@@ -71,8 +71,8 @@ def test_a_moved_key_is_the_key_that_was_never_rotated_at_its_new_place(impl, ca
 
 @law("RR-1", of=REROTATED)
 def test_two_positions_back_by_hand(impl):
-    """From 6 to 4: the first pair turns by -2 radians, the second of two by -0.02; from 3 to 4 by 1 and
-    0.01.
+    """From 6 to 4: the first pair turns by -2 radians,
+    the second of two by -0.02; from 3 to 4 by 1 and 0.01.
     """
     channels = width(impl, 4)
     for old, new in ((6, 4), (3, 4)):
@@ -161,8 +161,8 @@ def test_many_moves_drift_by_no_more_than_their_roundings(impl, case, seed, coun
     "RR-5", of=REROTATED, examples=2, case=long_cases(kinds=("normal",), lengths=(4097,), head_dims=(128, 64))
 )
 def test_keys_that_move_at_every_compression_of_a_long_answer_drift_no_further(impl, case):
-    """16 compressions, each after 128 tokens, move 4 sinks of 4,097 tokens on by 128, and all other keys by
-    nothing.
+    """16 compressions, each after 128 tokens, move 4 sinks
+    of 4,097 tokens on by 128, and all other keys by nothing.
     """
     keys = of_dtype(impl, case.keys)
     radii = np.tile(np.hypot(*np.split(keys, 2, axis=-1)), 2)
@@ -311,7 +311,7 @@ def test_the_kept_tokens_end_right_before_the_next_one(impl, seed, length, ahead
 
 
 @law("RR-9", of=BEFORE)
-def test_seven_of_ten_tokens_by_hand(impl):
+def test_six_of_ten_tokens_by_hand(impl):
     """Sinks 0 1 and a window 6 7 8 9 of ten tokens become 4 to 9, before the next token at 10."""
     kept = np.isin(np.arange(10), [0, 1, 6, 7, 8, 9])[None, None]
     got = impl.rerotation.positions_before(kept, 10)

@@ -48,8 +48,8 @@ def torch_tables_of_the_distance(keys, old, new, *, theta=10000.0):
 
 @control(REROTATED, array_library="torch", dtypes=ALL)
 def torch_tables_of_both_places(keys, old, new, *, theta=10000.0):
-    """Cosine and sine of the distance by those of both positions, in float64, as public code does it in
-    float32.
+    """Cosine and sine of the distance by those of both
+    positions, in float64, as public code does it in float32.
     """
     half = keys.shape[-1] // 2
     inverse = theta ** (-torch.arange(half, dtype=torch.float64) / half)
