@@ -3,7 +3,7 @@ of its paper.
 
 A file with the attribute `METHOD` is an eviction method. The others are the derivation and the
 variants of one method (`*_theory`, `*_variants`), what follows a method (`ada_kv`, `cake`, `cam`,
-`chunk_kv`, `protect`, `pyramid_kv`, `quantisation`), and what all methods share (`checks`,
+`chunk_kv`, `protect`, `pyramid_kv`, `quantisation`, `rerotation`), and what all methods share (`checks`,
 `attention`, `rope`, `selection`, `cache`). Files here import only NumPy and `reference` itself.
 
 `TRAITS = {"recursive"}` beside `METHOD` names the properties that most methods do not have:

@@ -153,6 +153,8 @@ class Compressor:
             new=layer.seen - layer.evicted_at,
             note=asked.note,
             state=dict(layer.state),
+            model=asked.model,
+            layer_index=asked.layer_index,
         )
         # the tokens before have been looked at, and the new ones are the last
         require_finite(asked.layer_index, step.keys[:, :, -step.new :], step.values[:, :, -step.new :])
@@ -224,7 +226,8 @@ def _summed_up(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> E
 
 def _one_pass(method: Method, step: Compression, request: Request) -> Method:
     """The method, or one whose function does more: where it is called once, for all rows and heads."""
-    if step.filled is not None or len(set(request.seen or ())) > 1:
+    # what a pass remembers of the keys would be wrong once they have turned
+    if step.filled is not None or len(set(request.seen or ())) > 1 or method.rerotated:
         _skip(step)
         return method
     found = next(filter(None, (policy.fused(step) for policy in method.policies)), None)

@@ -24,6 +24,7 @@ from evictionary.models.queries import (
     logit_factor,
     of_neighbours,
     project,
+    require_fixed_rotation,
     rotation,
     softmax_of,
     unrotated,
@@ -109,6 +110,8 @@ def require_suitable(
     if any(policy.reads_before_rope for policy in method.suppliers):
         in_halves = any(policy.counts_in_halves for policy in method.suppliers)
         require_readable_queries(model, method.name, recorder, IN_HALVES if in_halves else LAYOUTS)
+    if method.rerotated:
+        _require_turnable(model, method, every, is_calibrated, recorder)
     caps = {softmax_of(module, model).cap for module in attention_modules(model).values()} - {None}
     require(
         not caps or not any(policy.needs_no_cap for policy in (*method.policies, *method.suppliers)),
@@ -123,8 +126,29 @@ def require_suitable(
     )
 
 
+def _require_turnable(
+    model: PreTrainedModel, method: Method, every: int, is_calibrated: bool, recorder: Recorder
+) -> None:
+    """Raise UsageError where the keys of a model cannot be turned again, or a method compares moved keys with
+    queries from before the move.
+    """
+    require_fixed_rotation(model)
+    require_readable_queries(model, method.name, recorder, other="turns no keys")
+    held = {"query", *(CALIBRATED if is_calibrated else ())}
+    before = [name for name in method.inputs if CAPTURED_FOR.get(name) == "queries" and name not in held]
+    require(
+        not every or not before,
+        f"every: got {every} for {method.name}, wanted 0: it reads {', '.join(before)} of tokens before the "
+        "last compression, which has moved the keys since",
+    )
+
+
 def require_readable_queries(
-    model: PreTrainedModel, name: str, recorder: Recorder, wanted: Iterable[str] = LAYOUTS
+    model: PreTrainedModel,
+    name: str,
+    recorder: Recorder,
+    wanted: Iterable[str] = LAYOUTS,
+    other: str = "reads no future queries",
 ) -> None:
     """Raise UsageError if this model's queries cannot be computed from hidden states, or rotate otherwise;
     a few tokens are tried.
@@ -138,8 +162,8 @@ def require_readable_queries(
         layouts[model] and set(layouts[model].values()) <= set(wanted),
         f"model: got {type(model).__name__}, whose queries are not its projected hidden states rotated by "
         "RoPE"
-        f"{' in two halves' if wanted is IN_HALVES else ''}; wanted a method that reads no future queries "
-        f"instead of {name}",
+        f"{' in two halves' if wanted is IN_HALVES else ''}; wanted a method that {other} instead "
+        f"of {name}",
     )
 
 
@@ -149,7 +173,11 @@ def _layouts(model: PreTrainedModel, recorder: Recorder) -> dict[int, str]:
     one has none.
     """
     places, found = torch.arange(4, device=device_of(model)), {}
-    for index, states in recorder(model, places[None] + 1).items():
+    try:
+        recorded = recorder(model, places[None] + 1)
+    except KeyError:  # a layer has another name for its hidden states
+        return {}
+    for index, states in recorded.items():
         fits = [layout for layout in LAYOUTS if _fits(model, index, states, places, layout)]
         if not fits:
             return {}

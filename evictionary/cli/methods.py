@@ -20,6 +20,7 @@ ADDITIONS = {
     "residual=0",
     "fp8": "for any method: kept keys and values are rounded to e4m3, with a scale for each token; "
     "residual=0",
+    "rerotate": "for any method: kept keys turn to consecutive positions, right before the next token",
 }
 
 
@@ -37,7 +38,8 @@ def methods(as_json: AsJson = False) -> None:
     heads of a layer share its budget, chunk_kv keeps whole chunks, protect keeps both ends of the text, cake
     compares the layers, pyramid_kv gives more to lower layers, moments adds MomentKV's correction for the
     evicted tokens, and cam merges some of their values into later ones: snapkv+pyramid_kv+ada_kv,
-    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. A file of your own,
+    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. rerotate
+    turns what stays to consecutive positions. A file of your own,
     path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
@@ -53,6 +55,6 @@ def methods(as_json: AsJson = False) -> None:
         table.add_row(f"[bold]+{name}[/]", meaning)
     composing = (
         "\nMethods compose: a method, then allocators, then moments or cam: snapkv+pyramid_kv+ada_kv, "
-        "keydiff+moments or h2o+cam. kivi, hadamard or fp8 may follow: keydiff+kivi."
+        "keydiff+moments or h2o+cam. kivi, hadamard, fp8 or rerotate may follow: keydiff+kivi."
     )
     show(as_json, found, [table, composing])

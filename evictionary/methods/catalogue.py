@@ -31,6 +31,8 @@ RANDOM = "random"
 MOMENTS = "moments"
 # The addition that keeps the tokens at both ends of a text.
 PROTECT = "protect"
+# The addition that turns kept keys to consecutive positions.
+REROTATE = "rerotate"
 # The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
 
@@ -210,7 +212,7 @@ def parts(method: str) -> tuple[str, list[str]]:
     """
     found = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, composed = (found[1], found[2].split("+")[1:]) if found else (method, [])
-    wanted = [*additions(), MOMENTS, *QUANTISERS]
+    wanted = [*additions(), MOMENTS, *QUANTISERS, REROTATE]
     path, _ = file_of(base)
     require(
         base not in wanted,

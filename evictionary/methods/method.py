@@ -91,6 +91,7 @@ class Method:
         corrected: Whether the moments of the evicted tokens correct the attention.
         merge: Gives the values of evicted tokens to kept ones.
         quantised: What quantises the kept tokens.
+        rerotated: Whether the kept keys turn to consecutive positions.
     """
 
     name: str
@@ -108,6 +109,7 @@ class Method:
     corrected: bool = False
     merge: "Method | None" = None
     quantised: str = ""
+    rerotated: bool = False
 
     @property
     def is_select(self) -> bool:

@@ -53,6 +53,8 @@ def resolve(method: str) -> Method:
 def _compose(method: Method, addition: str) -> Method:
     if addition in QUANTISERS:
         return _quantised(method, addition)
+    if addition == catalogue.REROTATE:
+        return _rerotated(method)
     module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
     makes_up = merges or addition == MOMENTS
@@ -65,6 +67,11 @@ def _compose(method: Method, addition: str) -> Method:
     require(
         not (makes_up and method.is_per_query),
         f"method: {method.name} evicts nothing that {addition} could sum up; wanted it alone",
+    )
+    require(
+        not method.rerotated or not (compares or addition == MOMENTS),
+        f"method: got {addition!r} after {catalogue.REROTATE}, {_WHY_NOT[addition == MOMENTS]}; wanted one "
+        "of them",
     )
     require(
         not (merges and method.preference) and not (compares and method.merge),
@@ -116,6 +123,11 @@ def _quantised(method: Method, addition: str) -> Method:
         f"method: got {addition!r} after {method.quantised}, wanted one of them",
     )
     require(
+        not method.rerotated,
+        f"method: got {addition!r} after {catalogue.REROTATE}, but quantised keys would be rounded again; "
+        "wanted one of them",
+    )
+    require(
         not method.is_per_query,
         f"method: {method.name} evicts nothing, and reads keys by a summary of their pages, which {addition} "
         "would change; wanted it alone",
@@ -128,6 +140,35 @@ def _quantised(method: Method, addition: str) -> Method:
     options = catalogue.quantiser_options(addition)
     _require_other_options(method, addition, options)
     return replace(method, quantised=addition, options=method.options | options)
+
+
+_WHY_NOT = (
+    "but it shrinks a layer again for each later layer, and each time would turn its keys",
+    "but what makes up for the evicted tokens holds at their old distances alone",
+)
+"""Why keys are not re-rotated: beside an addition that compares the layers, and beside moments or a bias."""
+
+
+def _rerotated(method: Method) -> Method:
+    """The method with re-rotated keys. Raises UsageError where they cannot be."""
+    name = catalogue.REROTATE
+    require(
+        not method.quantised,
+        f"method: got {name!r} after {method.quantised}, but quantised keys would be rounded again; wanted "
+        "one of them",
+    )
+    require(
+        not method.is_per_query,
+        f"method: {method.name} evicts nothing, so no key moves; wanted it without {name}",
+    )
+    # merged values have no position
+    stands = method.merge is None and any(policy.stands_for_evicted for policy in method.policies)
+    makes_up = method.corrected or stands
+    require(
+        not makes_up and not method.preference,
+        f"method: got {name!r} after {method.name}, {_WHY_NOT[makes_up]}; wanted it without {name}",
+    )
+    return replace(method, rerotated=True)
 
 
 def _require_other_options(method: Method, addition: str, options: dict[str, Any]) -> None:

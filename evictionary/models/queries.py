@@ -25,6 +25,8 @@ LAYOUTS = (*IN_HALVES, "pairs", "none")
 """How a layer rotates: the channels c and c + R/2, by an angle that the model gives twice or once;
 neighbouring channels; none.
 """
+FIXED = frozenset({"default", "linear", "llama3", "proportional", "yarn"})
+"""The kinds of RoPE whose angle per position is the same in every text."""
 layouts: weakref.WeakKeyDictionary[PreTrainedModel, dict[int, str]] = weakref.WeakKeyDictionary()
 """The layouts of a model's layers that a trial has found (cache/inputs.py); without one, the first."""
 
@@ -62,6 +64,23 @@ def rotation(
     if layout == "pairs" and not of_neighbours(sin):
         cos, sin = (turn[..., : turn.shape[-1] // 2].repeat_interleave(2, dim=-1) for turn in (cos, sin))
     return cos.view(*positions.shape, -1), sin.view(*positions.shape, -1)
+
+
+def require_fixed_rotation(model: PreTrainedModel) -> None:
+    """Raise UsageError for a model whose RoPE turns a key by another angle in a longer text, or by the planes
+    of an image: its keys cannot be turned again.
+    """
+    said = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    own = [said, *(each for each in said.values() if isinstance(each, dict))]
+    kinds = {str(each["rope_type"]) for each in own if "rope_type" in each}
+    others = sorted(kinds - FIXED) + ["planes"] * any("mrope_section" in each for each in own)
+    name = type(model).__name__
+    require(said, f"model: got {name}, which has no RoPE, wanted one whose keys have a position to re-rotate")
+    require(
+        not others,
+        f"model: got {name} with the RoPE {', '.join(others)}, wanted one of {', '.join(sorted(FIXED))} to "
+        "re-rotate keys: its angle per position is fixed",
+    )
 
 
 def _twin(rotary: torch.nn.Module, model: PreTrainedModel) -> torch.nn.Module:

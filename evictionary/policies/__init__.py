@@ -44,7 +44,7 @@ class Compression:
     where there is no token, None for a token everywhere; options are the method's own, with their defaults;
     ratio is the fraction to remove, every the tokens between compressions, new those since the last one; note
     is what the policy's own attention of the prompt left; is_final is False where layers share a budget, and
-    this one will shrink again.
+    this one will shrink again; model and layer_index say whose layer it is; model is None once it is gone.
     """
 
     method: Any
@@ -59,6 +59,8 @@ class Compression:
     is_final: bool = True
     state: State = field(default_factory=dict)
     compressed: CompressedCache | None = None
+    model: PreTrainedModel | None = None
+    layer_index: int = 0
 
 
 class Calibration(NamedTuple):

@@ -29,6 +29,7 @@ OF_THE_NUMBERS = {
     "quest.page_bounds",
     "quest.append",
     "quantisation.pack",
+    "rerotation.compact",
 }
 """Functions whose answer has an axis of which the arguments do not say the size."""
 DTYPES = ("float16", "bfloat16", "float32", "float64")
