@@ -77,13 +77,14 @@ def compact(
 @operator(torch.int64)
 @fits()
 @torch.no_grad()
-def positions_before(kept: torch.Tensor, length: int) -> torch.Tensor:
+def positions_before(kept: torch.Tensor, length: int | None = None) -> torch.Tensor:
     r"""RR-9: the same positions, moved so that the next token is at its place in the text, `length`: the kept
     tokens of a head get `length - M .. length - 1`.
 
-    Args: kept [B, H_kv, T], boolean; length, the tokens of the text so far, at least T. Returns
+    Args: kept [B, H_kv, T], boolean; length, the tokens of the text so far, T unless told. Returns
     [B, H_kv, T], int64. Raises ValueError for a length below T.
     """
+    length = kept.shape[-1] if length is None else length
     if length < kept.shape[-1]:
         raise ValueError(f"length: got {length}, wanted at least {kept.shape[-1]}, the tokens of `kept`")
     return length - kept.sum(dim=-1, keepdim=True) + positions_after(kept)

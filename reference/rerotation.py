@@ -80,15 +80,16 @@ def compact(
 
 @contract
 def positions_before(
-    kept: Mask[np.ndarray, "B H_kv T"], length: Setting[int, ">= 1"]
+    kept: Mask[np.ndarray, "B H_kv T"], length: Setting[int | None, ">= 1"] = None
 ) -> Whole[np.ndarray, "B H_kv T"]:
     r"""RR-9: the same positions, moved so that the next token is at its place in the text, `length`: the kept
     tokens of a head get `length - M .. length - 1`.
 
     All distances are those of `positions_after`. So a model goes on with the true position of the next
-    token, and heads may keep different numbers of tokens. Args: length, the tokens of the text so far, at
-    least T. Raises ValueError for fewer.
+    token, and heads may keep different numbers of tokens. Args: length, the tokens of the text so far, T
+    unless told. Raises ValueError for fewer.
     """
+    length = kept.shape[-1] if length is None else length
     if length < kept.shape[-1]:
         raise ValueError(f"length: got {length}, wanted at least {kept.shape[-1]}, the tokens of `kept`")
     # Decision: a cache counts back from the next token's true position. Counted from 0, heads that keep other

@@ -257,8 +257,8 @@ def walk_cache(
     queries, new, cache, moments, walked, length, tiles, tiles_of_split, scale, sizes,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DOT_DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Logits and residuals of one split of one head; with `new`, of the new token too, and the partial
-    attention.
+    """Logits and residuals of one split of one head; with
+    `new`, of the new token too, and the partial attention.
 
     Grid: heads * splits * chunks, the chunks together.
     """

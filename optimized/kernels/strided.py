@@ -54,8 +54,8 @@ class Pages(NamedTuple):
 
 
 class KV(NamedTuple):
-    """The keys and values of the same tokens. Letters, because `values` are the fields of any tuple inside a
-    kernel.
+    """The keys and values of the same tokens. Letters, because
+    `values` are the fields of any tuple inside a kernel.
 
     A kernel hands one of the two to its helpers: Triton 3.6 loses constants of a tuple within a tuple.
     """
@@ -67,8 +67,8 @@ class KV(NamedTuple):
 class Sizes(NamedTuple):
     """The sizes that a model fixes. Triton compiles a kernel again where one becomes 1 or a multiple of 16.
 
-    A length, which changes from call to call, is an argument of its own: `do_not_specialize` reaches into no
-    tuple.
+    A length, which changes from call to call, is an argument
+    of its own: `do_not_specialize` reaches into no tuple.
     """
 
     num_kv_heads: int

@@ -33,6 +33,17 @@ def one_turn(impl, keys, old, new, theta=10000.0):
     return float(allowed + angles * np.abs(keys).max())
 
 
+def one_turn_of_a_query(impl, query, kept, theta):
+    """What a channel of the next query may be wrong by, at a position up to the number of tokens."""
+    allowed = impl.allowance(QUERY, query, kept, theta=theta).largest
+    return float(allowed + (angle_error(impl, kept.shape[-1]) + 2.0**-44) * np.abs(query).max())
+
+
+def turned_back_and_forth(impl, keys, length):
+    """What a channel of a key of a long text may be wrong by that is turned back and forth."""
+    return 2 * (rounding(impl) + angle_error(impl, 2 * length)) * np.abs(keys).max()
+
+
 def cached(impl, bare, positions, theta=10000.0):
     """Keys cached at these positions, as the dtype holds them, and the most that this rounds of a pair."""
     exact = rotate(bare, positions, theta)
@@ -234,10 +245,8 @@ def test_the_next_query_turns_to_the_position_of_its_head(impl, case, seed, thet
     """Query head h turns to M of KV head h // G, whatever the other heads keep."""
     query, kept = impl.round(case.queries[:, :, 0]), draw_mask(case.keys.shape[:3], seed)
     counts = for_each_reader(kept.sum(axis=-1), query)
-    allowed = impl.allowance(QUERY, query, kept, theta=theta).largest
-    slack = float(allowed + (angle_error(impl, case.length) + 2.0**-44) * np.abs(query).max())
     got = impl.rerotation.rotated_query(query, kept, theta=theta)
-    near(got, by_hand(query, counts, theta), slack, "the next query")
+    near(got, by_hand(query, counts, theta), one_turn_of_a_query(impl, query, kept, theta), "the next query")
 
 
 @law("RR-7", of=QUERY, examples=2, case=long_cases(kinds=("normal",), groups=(4,)))
@@ -293,8 +302,7 @@ def test_a_long_text_is_compacted(impl, case):
     keys, rounded = cached(impl, case.keys, at)
     kept = most_some_few(case)
     cache = impl.rerotation.compact(keys, case.values, kept)
-    size = np.abs(keys).max()
-    slack = 2 * (rounding(impl) + angle_error(impl, 2 * case.length)) * size + rounded
+    slack = turned_back_and_forth(impl, keys, case.length) + rounded
     check_compacted(impl, cache, case.keys, case.values, kept, 10000.0, slack)
 
 
@@ -317,6 +325,15 @@ def test_six_of_ten_tokens_by_hand(impl):
     got = impl.rerotation.positions_before(kept, 10)
     require_numbers(got, kept.shape, "the positions")
     equal(got[kept], np.arange(4, 10), "other positions of sinks and window")
+
+
+@law("RR-9", of=BEFORE)
+def test_the_text_ends_with_the_last_token_unless_told(impl):
+    """The kept ones of five tokens become 2, 3 and 4, before the next token at 5."""
+    kept = np.array([[[False, True, True, False, True]]])
+    got = impl.rerotation.positions_before(kept)
+    require_numbers(got, kept.shape, "the positions")
+    equal(got[kept], np.arange(2, 5), "other positions without a length")
 
 
 @law("RR-9", of=BEFORE, kind="refusal", length=st.integers(2, 9))

@@ -123,6 +123,6 @@ def never_rotated(keys, values, kept, *, theta=10000.0):
 
 
 @control(BEFORE)
-def counted_from_the_end(kept, length):
+def counted_from_the_end(kept, length=None):
     """How many kept tokens there are from a token on is its distance to the next one."""
-    return length - np.cumsum(kept[..., ::-1], axis=-1)[..., ::-1]
+    return (kept.shape[-1] if length is None else length) - np.cumsum(kept[..., ::-1], axis=-1)[..., ::-1]
