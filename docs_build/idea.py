@@ -30,6 +30,7 @@ from evictionary.reference import (
     q_filters,
     quantisation,
     quest,
+    rerotation,
     snapkv,
     triattention,
 )
@@ -610,6 +611,32 @@ def _of_quantisation() -> Picture:
     return Picture(rows, said, _below([], ["bits 2", "group size 4", "residual 8"]))
 
 
+def _of_rerotation() -> Picture:
+    (stay,) = kept("streaming_llm")
+    places = rerotation.positions_before(stay[None, None])
+    turned = rerotation.rerotated(KEYS[None, None], np.arange(TOKENS)[None, None], places)
+    there = np.flatnonzero(stay)
+    rows = [
+        arrows("keys", KEYS, "key"),
+        boxes("streaming_llm", stay),
+        _places("streaming_llm+rerotate: positions", dict(zip(there, places[0, 0, there], strict=True))),
+        arrows("the kept keys, turned", turned[0, 0], "key", there=there),
+    ]
+    sink = there[0]
+    moved = f"Token {sink} moves up to position {places[0, 0, sink]}, and its key turns by the way"
+    return Picture(rows, moved)
+
+
+def _places(label: str, positions: Mapping[int, int]) -> Row:
+    """A row with the new positions of tokens, each in the cell of its token."""
+    marks = [
+        f'<rect class="stays" x="{_centre(token) - 13:.1f}" y="1" width="26" height="20" rx="3"/>'
+        f'<text class="on" x="{_centre(token):.1f}" y="15">{position}</text>'
+        for token, position in positions.items()
+    ]
+    return Row(label, marks, 22)
+
+
 def _of_pyramid_kv() -> Picture:
     window = SETTINGS["window_size"]
     budgets = pyramid_kv.budgets(BUDGET, LAYERS, length=TOKENS, window_size=window)
@@ -627,4 +654,5 @@ ADDITIONS: dict[str, Callable[[], Picture]] = {
     "protect": _of_protect,
     "pyramid_kv": _of_pyramid_kv,
     "quantisation": _of_quantisation,
+    "rerotation": _of_rerotation,
 }

@@ -99,6 +99,15 @@ def test_the_page_of_quantised_caches_says_what_was_measured() -> None:
     assert {one.texts for one in found.values()} == {16} and {one.asked for one in found.values()} == {7}
 
 
+def test_the_picture_of_re_rotation_has_neighbours_that_end_before_the_next_token() -> None:
+    """The kept tokens have positions in a row, the last that of the last token, and one key turns."""
+    before, moved, after = (idea.picture("rerotation").rows[place] for place in (0, 2, 3))
+    positions = [int(each) for mark in moved.marks for each in re.findall(r">(\d+)<", mark)]
+    assert positions == [*range(idea.TOKENS - len(positions), idea.TOKENS)]
+    assert len(after.marks) == len(positions)
+    assert [mark in before.marks for mark in after.marks].count(False) == 1
+
+
 def test_the_picture_of_quantised_caches_has_four_numbers_in_a_group_and_an_exact_window() -> None:
     (before, after) = np.array(bars("quantisation")).reshape(2, idea.TOKENS)
     setting = dict(re.findall(r"(group size|residual) (\d+)", idea.picture("quantisation").below))
