@@ -78,6 +78,8 @@ DRAWS = {
     "moments_key_sum": "10 * torch.randn({shape})",
     "moments_value_key_sum": "10 * torch.randn({shape})",
     "moments_value_sum": "10 * torch.randn({shape})",
+    "new": "torch.arange(T).repeat(B, H_kv, 1) // 2",
+    "old": "torch.arange(T).repeat(B, H_kv, 1)",
     "paged_block_table": "torch.arange(P).reshape({shape}).flip(1)",
     "paged_lengths": "torch.full(({shape}), n * S - 1)",
     "paged_positions": (

@@ -167,7 +167,7 @@ def right_at(impl: Implementation, small: Case, questions: Iterable[Question]) -
     for question in questions:
         drawn = arguments_inside(impl, question.path, question.case, question.settings)
         given = taken(impl, question.path, drawn)
-        if given is None:
+        if given is None or LEFT_OPEN.get(question.path, never)(given):
             continue
         error = wrong(impl, question.path, given, f"is wrong with {question.told}")
         if error is None:
@@ -180,6 +180,17 @@ def right_at(impl: Implementation, small: Case, questions: Iterable[Question]) -
         silent = "what is wrong at small sizes is not asked for large ones"
     if not asked:
         raise OutsideDomain(silent, always=True)
+
+
+def never(_: dict[str, Any]) -> bool:
+    return False
+
+
+LEFT_OPEN: dict[str, Callable[[dict[str, Any]], bool]] = {
+    # which half has the odd token of a budget
+    "h2o.select": lambda given: given["budget"] % 2 == 1,
+}
+"""Whether a paper leaves the answer to these arguments open, so that several are right."""
 
 
 def is_wrong_anyway(impl: Implementation, path: str, small: Case) -> bool:

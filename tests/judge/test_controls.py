@@ -27,7 +27,8 @@ def test_no_law_raises_an_alarm_on_a_correct_implementation(name: str, dtype: st
 
 
 # Each was an alarm once: a rounding that the law did not know, an error that mathematics asked for, what
-# float16 cannot hold, angles of float32 at position 1,000, a tie.
+# float16 cannot hold, angles of float32 at position 1,000, a tie, what a paper
+# leaves open.
 SILENCED = [
     ("keydiff.torch_cosine_to_the_anchor", "float32", 23, False),
     ("selection.torch_topk", "float32", 0, False),
@@ -45,6 +46,7 @@ SILENCED = [
     ("rope.torch_tables_in_the_dtype", "float32", 69, True),
     ("triattention.torch_tables", "float64", 0, False),
     ("criticalkv.score_last_of_equals", "float64", 46, True),
+    ("h2o.torch_odd_token_to_the_heavy_hitters", "float64", 0, True),
 ]
 
 
