@@ -377,6 +377,15 @@ def bars(label: str, numbers: np.ndarray) -> Row:
     return Row(label, marks, CELL)
 
 
+def _box(token: int, kind: str, on: str, number: int) -> str:
+    """A box in the cell of a token, with a number in it; kind and on are the style of the two."""
+    x = _centre(token)
+    return (
+        f'<rect class="{kind}" x="{x - 13:.1f}" y="1" width="26" height="20" rx="3"/>'
+        f'<text class="{on}" x="{x:.1f}" y="15">{number}</text>'
+    )
+
+
 def boxes(
     label: str, stay: np.ndarray, one: str = "goes", more: str = "go", waits: Collection[int] = ()
 ) -> Row:
@@ -389,11 +398,7 @@ def boxes(
     for token, stays in enumerate(stay):
         x = _centre(token)
         kind, on = ("waits", "off waits") if token in waits else ("stays", "on") if stays else ("goes", "off")
-        marks.append(
-            f'<rect class="{kind}" x="{x - 13:.1f}" y="1" width="26" '
-            f'height="20" rx="3"/>'
-            f'<text class="{on}" x="{x:.1f}" y="15">{token}</text>'
-        )
+        marks.append(_box(token, kind, on, token))
         if kind == "goes":
             marks.append(f'<line class="struck" x1="{x - 11:.1f}" y1="19" x2="{x + 11:.1f}" y2="3"/>')
     gone = [token for token, stays in enumerate(stay) if not stays and token not in waits]
@@ -622,19 +627,13 @@ def _of_rerotation() -> Picture:
         _places("streaming_llm+rerotate: positions", dict(zip(there, places[0, 0, there], strict=True))),
         arrows("the kept keys, turned", turned[0, 0], "key", there=there),
     ]
-    sink = there[0]
-    moved = f"Token {sink} moves up to position {places[0, 0, sink]}, and its key turns by the way"
-    return Picture(rows, moved)
+    sink, new = there[0], places[0, 0, there[0]]
+    return Picture(rows, f"Token {sink} moves to position {new}, and its key turns by {new - sink} positions")
 
 
 def _places(label: str, positions: Mapping[int, int]) -> Row:
     """A row with the new positions of tokens, each in the cell of its token."""
-    marks = [
-        f'<rect class="stays" x="{_centre(token) - 13:.1f}" y="1" width="26" height="20" rx="3"/>'
-        f'<text class="on" x="{_centre(token):.1f}" y="15">{position}</text>'
-        for token, position in positions.items()
-    ]
-    return Row(label, marks, 22)
+    return Row(label, [_box(token, "stays", "on", position) for token, position in positions.items()], 22)
 
 
 def _of_pyramid_kv() -> Picture:

@@ -56,7 +56,7 @@ def rotated_query(query: torch.Tensor, kept: torch.Tensor, *, theta: float = 100
     [B, H_q, D] in the dtype of query. Raises ValueError as `rerotated` does.
     """
     group = query.shape[1] // kept.shape[1]
-    return rope.rotate(query, kept.sum(dim=-1).repeat_interleave(group, dim=1), theta)
+    return rope.rotate(query, next_position(kept).repeat_interleave(group, dim=1), theta)
 
 
 @operator("keys", "values", None, None)
@@ -87,4 +87,4 @@ def positions_before(kept: torch.Tensor, length: int | None = None) -> torch.Ten
     length = kept.shape[-1] if length is None else length
     if length < kept.shape[-1]:
         raise ValueError(f"length: got {length}, wanted at least {kept.shape[-1]}, the tokens of `kept`")
-    return length - kept.sum(dim=-1, keepdim=True) + positions_after(kept)
+    return length - next_position(kept)[..., None] + positions_after(kept)

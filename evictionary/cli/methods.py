@@ -38,9 +38,8 @@ def methods(as_json: AsJson = False) -> None:
     heads of a layer share its budget, chunk_kv keeps whole chunks, protect keeps both ends of the text, cake
     compares the layers, pyramid_kv gives more to lower layers, moments adds MomentKV's correction for the
     evicted tokens, and cam merges some of their values into later ones: snapkv+pyramid_kv+ada_kv,
-    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. rerotate
-    turns what stays to consecutive positions. A file of your own,
-    path/to/file.py, composes in the same way.
+    keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. rerotate turns what
+    stays to consecutive positions. A file of your own, path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 

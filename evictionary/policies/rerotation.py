@@ -31,8 +31,7 @@ class Rerotation(Policy):
             compression.model is not None,
             "model: got none any more, wanted the model of the cache, whose RoPE turns the kept keys",
         )
-        length = kept.shape[-1]
-        moves = (positions_before(kept, length) - positions_before(stored, length))[kept]
+        moves = (positions_before(kept) - positions_before(stored))[kept]
         copied = compression.compressed or compress(compression.keys, compression.values, kept)
         keys = _moved(copied.keys, moves, compression)
         compression.compressed = copied._replace(keys=keys)

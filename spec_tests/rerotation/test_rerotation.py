@@ -26,6 +26,11 @@ def by_hand(states, positions, theta):
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
 
+def radii_of(states):
+    """The length of its pair, for each channel of states [.., D]."""
+    return np.tile(np.hypot(*np.split(states, 2, axis=-1)), 2)
+
+
 def one_turn(impl, keys, old, new, theta=10000.0):
     """What a channel of a moved key may be wrong by: some turn a key back and forth, so both angles count."""
     allowed = impl.allowance(REROTATED, keys, old, new, theta=theta).largest
@@ -102,7 +107,7 @@ def test_thousands_of_keys_move_across_131072_positions(impl, case):
     """Each of thousands of tokens moves from any position up to 131,072 to any other, by theta 500,000."""
     keys, old, new = of_dtype(impl, case.keys), places(case, 1, 2**17), places(case, 2, 2**17)
     old[..., 0], new[..., 0] = 2**17, 0
-    radii = np.tile(np.hypot(*np.split(keys, 2, axis=-1)), 2)
+    radii = radii_of(keys)
     got = impl.rerotation.rerotated(keys, old, new, theta=500000.0)
     expected, angles = by_hand(keys, new - old, 500000.0), (old + new)[..., None]
     rounds_to(impl, got, expected, "the moved keys of a long text", size=radii, angle=angles)
@@ -135,8 +140,7 @@ def test_two_moves_are_one(impl, case, seed, back):
 def test_a_move_keeps_the_length_of_each_pair(impl, case, seed):
     """No pair of channels grows or shrinks, and none mixes with another."""
     keys, old, new = impl.round(case.keys), places(case, seed), places(case, seed + 1)
-    before = np.hypot(*np.split(keys, 2, axis=-1))
-    after = np.hypot(*np.split(moved(impl, keys, old, new), 2, axis=-1))
+    before, after = radii_of(keys), radii_of(moved(impl, keys, old, new))
     near(after, before, 2 * one_turn(impl, keys, old, new), "the length of a pair")
 
 
@@ -176,7 +180,7 @@ def test_keys_that_move_at_every_compression_of_a_long_answer_drift_no_further(i
     of 4,097 tokens on by 128, and all other keys by nothing.
     """
     keys = of_dtype(impl, case.keys)
-    radii = np.tile(np.hypot(*np.split(keys, 2, axis=-1)), 2)
+    radii = radii_of(keys)
     at = np.broadcast_to(np.arange(case.length), keys.shape[:3])
     stored, steps = keys, 16
     for _ in range(steps):
@@ -254,7 +258,7 @@ def test_the_query_after_a_long_text_turns_to_the_position_of_its_head(impl, cas
     """After thousands of tokens, of which heads keep most, some or few."""
     query, kept = impl.round(case.queries[:, :, 0]), most_some_few(case)
     counts = for_each_reader(kept.sum(axis=-1), query)
-    radii = np.tile(np.hypot(*np.split(query, 2, axis=-1)), 2)
+    radii = radii_of(query)
     got = impl.rerotation.rotated_query(query, kept)
     angles = counts[..., None]
     rounds_to(impl, got, by_hand(query, counts, 1e4), "the next query", size=radii, angle=angles)

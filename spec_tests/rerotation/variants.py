@@ -1,6 +1,7 @@
 """Right re-rotations of other forms."""
 
 from evictionary.reference import cache as caches, rope
+from evictionary.spec_tests.rope.variants import torch_angles, torch_turned
 from evictionary.spec_tests.shared import forms
 from evictionary.spec_tests.shared.variants import *
 
@@ -30,20 +31,9 @@ def a_table_of_distances(keys, old, new, *, theta=10000.0):
     return np.concatenate([cos * first - sin * second, sin * first + cos * second], axis=-1)
 
 
-def torch_turned(states, positions, theta):
-    """Sines and cosines rounded to the dtype of the states, as transformers has them."""
-    half = states.shape[-1] // 2
-    angles = positions.to(torch.float64)[..., None] * theta ** (
-        -torch.arange(half, dtype=torch.float64) / half
-    )
-    cos, sin = (torch.cat([each, each], dim=-1).to(states.dtype) for each in (angles.cos(), angles.sin()))
-    first, second = states.chunk(2, dim=-1)
-    return states * cos + torch.cat([-second, first], dim=-1) * sin
-
-
 @control(REROTATED, array_library="torch", dtypes=ALL)
 def torch_tables_of_the_distance(keys, old, new, *, theta=10000.0):
-    return torch_turned(keys, new.to(torch.float64) - old, theta)
+    return torch_turned(keys, torch_angles(keys, new - old, theta))
 
 
 @control(REROTATED, array_library="torch", dtypes=ALL)
@@ -99,7 +89,8 @@ def head_by_head(query, kept, *, theta=10000.0):
 def torch_groups(query, kept, *, theta=10000.0):
     """Query heads [B, H_kv, G, D] side by side, at the position of their KV head."""
     grouped = query.unflatten(1, (kept.shape[1], -1))
-    return torch_turned(grouped, kept.sum(dim=-1)[..., None], theta).flatten(1, 2)
+    angles = torch_angles(grouped, kept.sum(dim=-1)[..., None], theta)
+    return torch_turned(grouped, angles).flatten(1, 2)
 
 
 @control(COMPACT)
