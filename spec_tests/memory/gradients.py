@@ -33,11 +33,13 @@ def calls_of_the_contract(impl: Implementation, case: Case) -> Iterator[tuple[st
     """Each provided function, its arguments by name, and what it gives without a
     graph; not where it raises, of which the laws of its equation say.
     """
+    silent = "it takes no arguments of such sizes"
     asked = False
     for path in impl.asked_of_memory():
         arguments = taken(impl, path, arguments_inside(impl, path, case))
         if arguments is None:
             continue
+        silent = "each of its functions raises, of which the laws of its equation say"
         try:
             plain = to_numpy(ask(impl, path, natives_of(impl, arguments)))
         except Violation:
@@ -45,7 +47,7 @@ def calls_of_the_contract(impl: Implementation, case: Case) -> Iterator[tuple[st
         asked = True
         yield path, arguments, plain
     if not asked:
-        raise OutsideDomain("no arguments are made for what it provides")
+        raise OutsideDomain(silent)
 
 
 Name = tuple[str, str]

@@ -212,8 +212,11 @@ def agree_within_rounding(
     plain: Any,
     other: Any,
     otherwise: str = "depends on how its inputs are stored",
+    more: float = 0.0,
 ) -> None:
-    """Raise Violation unless two results agree within twice what one of them may be wrong by."""
+    """Raise Violation unless two results agree within twice what one of them may be wrong by, and so much
+    more.
+    """
     if same_bits(plain, other):  # most often so, and the allowance is dear
         return
     several, found = isinstance(plain, tuple), impl.allowance
@@ -229,7 +232,7 @@ def agree_within_rounding(
             finite = np.isfinite(expected)
             wrong = got.shape != expected.shape or (finite != np.isfinite(got)).any()
             apart = float(np.abs(got[finite] - expected[finite]).max(initial=0)) if not wrong else np.inf
-            wrong = wrong or not allowed.covers(apart / 2, 0)
+            wrong = wrong or not allowed.wider(more).covers(apart / 2, 0)
         require(not wrong, f"{path} {otherwise}", expected, got)
 
 
@@ -257,20 +260,31 @@ NEAR = 16
 
 
 def agree(
-    impl: Implementation, path: str, given: dict[str, Any], expected: Any, got: Any, otherwise: str
+    impl: Implementation,
+    path: str,
+    given: dict[str, Any],
+    expected: Any,
+    got: Any,
+    otherwise: str,
+    more: float = 0.0,
 ) -> None:
-    """Raise Violation unless an answer is that of the mathematics: numbers within rounding, and anything
-    else exactly. A selection that a rounding may decide says nothing.
+    """Raise Violation unless an answer is that of the mathematics: numbers within rounding and so much more,
+    and anything else exactly. A selection that a rounding may decide says nothing.
     """
     expected, got = _arrays(expected), _arrays(got)
     if same_bits(expected, got):
         return
-    exact, own = ([each for each in leaves(one) if each.dtype.kind != "f"] for one in (expected, got))
+    exact, own = chosen(expected), chosen(got)
     if exact and not same_bits(exact, own):
-        if is_near_a_tie(impl, path, given, exact):
+        if is_near_a_tie(impl, path, given, exact) or a_rounding_decides(impl, path, given, exact, own):
             return
         raise Violation(f"{path} {otherwise}", expected, got)
-    agree_within_rounding(impl, path, given, expected, got, otherwise)
+    agree_within_rounding(impl, path, given, expected, got, otherwise, more)
+
+
+def chosen(answer: Any) -> list[np.ndarray]:
+    """What an answer selects or counts."""
+    return [leaf for leaf in leaves(_arrays(answer)) if leaf.dtype.kind != "f"]
 
 
 def _arrays(answer: Any) -> Any:
@@ -296,10 +310,32 @@ def is_near_a_tie(impl: Implementation, path: str, given: dict[str, Any], exact:
         if not fits(path, other):
             continue
         with np.errstate(all="ignore"):
-            answer = leaves(_arrays(oracle(path)(**other)))
-        if not same_bits([each for each in answer if each.dtype.kind != "f"], exact):
+            answer = oracle(path)(**other)
+        if not same_bits(chosen(answer), exact):
             return True
     return False
+
+
+def a_rounding_decides(
+    impl: Implementation,
+    path: str,
+    given: dict[str, Any],
+    exact: list[np.ndarray],
+    own: list[np.ndarray],
+) -> bool:
+    """Whether the mathematics itself, in the arithmetic of the dtype, selects or counts otherwise in as many
+    places.
+    """
+    if len(exact) != len(own):
+        return False
+
+    def others(found: list[np.ndarray]) -> float:
+        """The places where something else is chosen; all, where another number of them is."""
+        pairs = zip(exact, found, strict=True)
+        return float(sum((one != two).sum() if one.shape == two.shape else one.size for one, two in pairs))
+
+    differing = allowance(lambda **given: others(chosen(oracle(path)(**given))), dtype=impl.dtype, **given)
+    return others(own) <= differing.largest
 
 
 def require_right(impl: Implementation, path: str, given: dict[str, Any], otherwise: str) -> None:

@@ -47,6 +47,11 @@ SILENCED = [
     ("triattention.torch_tables", "float64", 0, False),
     ("criticalkv.score_last_of_equals", "float64", 46, True),
     ("h2o.torch_odd_token_to_the_heavy_hitters", "float64", 0, True),
+    ("kv_cache.torch_decode", "float32", 69, True),
+    ("kv_cache.torch_prefill", "float32", 69, True),
+    ("lagkv_variants.torch_local_select", "bfloat16", 23, True),
+    ("quantisation.torch_scaled", "float64", 184, True),
+    ("keydiff.torch_in_float32", "float16", 46, False),
 ]
 
 
