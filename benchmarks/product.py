@@ -15,6 +15,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from benchmarks.costs import read
 from benchmarks.row import Arm, Place, Row, Work, sized
+from benchmarks.rows import reading_row
 from evictionary.cache.evicting_cache import EvictingCache
 
 LAYERS, VOCABULARY, WIDTH_OF_A_GATE = 32, 128_256, 3.5
@@ -166,5 +167,12 @@ PRODUCT_ROWS = [
         ("keydiff", "snapkv", "h2o"),
         prompt_row(32_768),
         peer=PLAIN,
+    ),
+    Row(
+        "31-h2o",
+        "H2O in a layer that reads a prompt of 16384: attention and score",
+        ("h2o",),
+        reading_row(16_384),
+        peer="SDPA of the prompt",
     ),
 ]

@@ -12,6 +12,7 @@ Checks compare one KV head with the float64 mathematics of `reference`.
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -469,6 +470,20 @@ def received_row(place: Place, stem: str, length: int, window: int) -> Work:
         want=want,
         reads={"SDPA of the prompt": None},  # another function, of as many products
         apart=apart,
+    )
+
+
+@sized
+def reading_row(place: Place, length: int) -> Work:
+    """The attention of a prompt and the attention that every key receives, as H2O needs both in a model."""
+    attend = place.ours("received_attention", "attend_and_score", entry=("h2o", "attend_and_score"))
+    score = received_row("h2o", length, 0)(place)
+    return replace(
+        score,
+        arms=score.arms | {"ours": attend},
+        bytes=(2 + 2 * place.group) * place.bytes_of(place.tokens(length)),  # queries and outputs too
+        flops=1.5 * score.flops,  # a third product of the same size
+        read=lambda inputs, got: got[1][0, 0],
     )
 
 

@@ -12,7 +12,8 @@ It equals, in torch, for one query head, whose M queries are those of the last M
 A weight needs the normaliser of its row, which needs every key that the row sees; a sum over a column
 needs every row. So the products are computed twice, a tile at a time, and only the logarithms of the
 normalisers lie in memory between the two passes. Such a logarithm is rounded as a logit is, no more:
-kept apart, maximum and sum gave the same error for logits from 6 to 400. First launch, `sum_rows`:
+kept apart, maximum and sum gave the same error for logits from 6 to 400. FlashAttention has these
+logarithms already where it attends to the prompt (`optimized.flash`). Elsewhere, first launch, `sum_rows`:
 one program takes a block of rows and walks the keys that they see, with a running maximum and sum
 (the online softmax, in powers of two). Few rows, such as SnapKV's window, would leave a GPU idle:
 then the keys are cut into splits, one program each, and `merge_splits` adds up their sums. Where the
@@ -33,6 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .. import flash
 from .compiling import HEAD_DIMS, configurations
 from .launching import cdiv, floats, is_amd, launch, launcher, on_tensor_cores, outputs, padded
 from .strided import Sizes, sizes_of, strided
@@ -57,7 +59,12 @@ def attend_and_score(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     r"""ATT-6 and H2-1: the causal attention's output and the score, as `optimized.h2o.attend_and_score`."""
     queries, keys, values = (by_channels(states) for states in (queries, keys, values))
-    logs, output = _sum_rows(queries, keys, values)
+    if flash.serves(queries, keys, values):
+        output, logarithms = flash.attend(queries, keys, values)
+        by_head = logarithms.unflatten(1, (keys.shape[1], -1))
+        logs = (by_head * LOG2_E.value).mT.float().contiguous()  # the rows of a KV head in the order of time
+    else:
+        logs, output = _sum_rows(queries, keys, values)
     return output.to(queries.dtype), _sum_columns(queries, keys, logs)
 
 

@@ -214,8 +214,8 @@ def agree_within_rounding(
     otherwise: str = "depends on how its inputs are stored",
     more: float = 0.0,
 ) -> None:
-    """Raise Violation unless two results agree within twice what one of them may be wrong by, and so much
-    more.
+    """Raise Violation unless two results agree within twice
+    what one of them may be wrong by, and so much more.
     """
     if same_bits(plain, other):  # most often so, and the allowance is dear
         return
@@ -323,8 +323,8 @@ def a_rounding_decides(
     exact: list[np.ndarray],
     own: list[np.ndarray],
 ) -> bool:
-    """Whether the mathematics itself, in the arithmetic of the dtype, selects or counts otherwise in as many
-    places.
+    """Whether the mathematics itself, in the arithmetic of
+    the dtype, selects or counts otherwise in as many places.
     """
     if len(exact) != len(own):
         return False

@@ -15,7 +15,7 @@ import math
 import os
 from collections.abc import Callable
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock, Mock
+from unittest.mock import MagicMock, Mock, patch
 
 import numpy as np
 import pytest
@@ -23,6 +23,7 @@ import torch
 from conftest import tiny_llama
 from tools.kernels import KERNELS, assert_close, launched_by_a_grid
 from tools.reading import positions_of, read_in
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 from triton.runtime import interpreter
 
@@ -37,6 +38,7 @@ from evictionary.optimized import (
     criticalkv,
     dropkv,
     expected_attention as ea,
+    flash,
     gvote,
     h2o,
     keydiff,
@@ -712,6 +714,50 @@ def test_all_splits_blocks_and_rows(
     assert_near(kvzip.score(*replay), kvzip.score(*(states.double() for states in replay)))
     assert output.dtype == dtype
     assert_close(output, exact[0], bound)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 3, 37, 24), (2, 2, 1, 70, 64), (1, 1, 4, 1, 8)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 4e-6), (torch.float16, 4e-3), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_the_normalisers_of_flash_attention_give_the_scores(
+    dtype: torch.dtype, bound: float, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's FlashAttention gives the output and the logarithms, and one pass of ours the scores."""
+    batch, heads, group, length, channels = shape
+    sizes = (batch, group * heads, length, channels), *[(batch, heads, length, channels)] * 2
+    queries, keys, values = (normal(*size, dtype=dtype) for size in sizes)
+    exact = h2o.attend_and_score(queries.double(), keys.double(), values.double())
+    monkeypatch.setattr(RECEIVED, "_sum_rows", Mock(side_effect=AssertionError("the rows are summed again")))
+    output, score = h2o.attend_and_score(queries, keys, values)
+    assert output.dtype == dtype
+    assert_close(output, exact[0], bound)
+    assert_near(score, exact[1], bound)
+
+
+def test_flash_attention_on_a_gpu_takes_the_arguments_that_it_is_given() -> None:
+    """Shapes and dtypes of its GPU operator, without a GPU. It takes no part of a text and no wide heads."""
+    with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+
+        def states(heads: int, length: int = 40, dtype: torch.dtype = torch.bfloat16, channels: int = 64):
+            return torch.empty(2, heads, length, channels, dtype=dtype, device="cuda")
+
+        assert flash.serves(states(8), states(2), states(2))
+        output, logarithms = flash.attend(states(8), states(2), states(2))
+        assert output.shape == (2, 8, 40, 64) and output.dtype == torch.bfloat16
+        assert logarithms.shape == (2, 8, 40) and logarithms.dtype == torch.float32
+        assert not flash.serves(states(8, 3), states(2), states(2))
+        assert not flash.serves(states(8, channels=320), states(2, channels=320), states(2, channels=320))
+        assert not flash.serves(states(8, channels=20), states(2, channels=20), states(2, channels=20))
+        assert not flash.serves(states(8), states(2), states(2, channels=32))
+        full = [states(heads, dtype=torch.float32) for heads in (8, 2, 2)]
+        assert not flash.serves(*full)
+
+
+def test_an_older_gpu_has_no_flash_attention() -> None:
+    with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)):
+        states = torch.empty(1, 2, 40, 64, dtype=torch.float16, device="cuda")
+        assert not flash.serves(states, states, states)
 
 
 def test_the_other_methods_read_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
