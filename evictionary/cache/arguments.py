@@ -75,7 +75,7 @@ def _tokens_between(method: Method | None, every: int | None, budget: int | None
     )
     require(
         not every or budget is None or not (method and method.delays),
-        f"budget: got {budget} with every={every}, wanted a compression_ratio or the option threshold: "
+        f"budget: got {budget} with every={every}, wanted a compression_ratio or the option cutoff: "
         f"{name} keeps what its threshold says, so the number of kept tokens grows with the text",
     )
     require(

@@ -21,7 +21,7 @@ ADDITIONS = {
     "fp8": "for any method: kept keys and values are rounded to e4m3, with a scale for each token; "
     "residual=0",
     "dms": "for any method with scores: a token is judged once, when it leaves the window of the last "
-    "tokens, and goes below a threshold; threshold=None; delay=128",
+    "tokens, and goes below a threshold; cutoff=None; delay=128",
     "rerotate": "for any method: kept keys turn to consecutive positions, right before the next token",
 }
 

@@ -204,9 +204,9 @@ def protect_options() -> dict[str, Any]:
 
 def dms_options() -> dict[str, Any]:
     """The options of the addition that judges by a threshold, with their defaults: `delay`, that of its
-    function, and `threshold`, None for the one that the first text gives.
+    function, and `cutoff`, the threshold, None for the one that the first text gives.
     """
-    return {"threshold": None} | split_signature(modules()[DMS].due)[1]
+    return {"cutoff": None} | split_signature(modules()[DMS].due)[1]
 
 
 def quantiser_options(name: str) -> dict[str, Any]:

@@ -44,12 +44,12 @@ def judged(
     Args: filled, False where there is no token; stays, the tokens that stay whatever they score. Raises
     UsageError for an option out of range.
     """
-    delay, number, state = options["delay"], options["threshold"], request.state
+    delay, number, state = options["delay"], options["cutoff"], request.state
     require(delay >= 1, f"option delay: got {delay}, wanted a whole number of at least 1")
     is_number = isinstance(number, int | float) and not isinstance(number, bool) and not math.isnan(number)
     require(
         number is None or is_number,
-        f"option threshold: got {number!r}, wanted a number, or none for that of the first text",
+        f"option cutoff: got {number!r}, wanted a number, or none for that of the first text",
     )
     before = state.get("dms.seen", [0] * len(scores))
     steps = list(zip(before, request.seen, strict=True))
