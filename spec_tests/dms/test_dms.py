@@ -53,7 +53,8 @@ def in_blocks(impl, scores, thresholds, delay, sizes):
 
 def cuts(seed, length):
     """The sizes of blocks, of one token and of many, that make up a text."""
-    generator, sizes = np.random.default_rng(seed), []
+    generator = np.random.default_rng(seed)
+    sizes: list[int] = []
     while (left := length - sum(sizes)) > 0:
         sizes.append(min(left, int(generator.choice([1, 1, 2, 7, 20]))))
     return sizes
