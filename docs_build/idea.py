@@ -610,7 +610,7 @@ def _of_protect() -> Picture:
 def _of_dms() -> Picture:
     found = called(keydiff.score)[0, 0]
     there = np.ones((1, 1, TOKENS), dtype=bool)
-    due = dms.due(there, TOKENS, delay=DELAY)
+    due = dms.due(there, TOKENS, window_size=DELAY)
     tau = dms.threshold(found[None, None], due, np.array([due.sum() // 2]))
     rows = [
         arrows("keys", KEYS, "key", seen("keydiff")),
@@ -618,7 +618,7 @@ def _of_dms() -> Picture:
         boxes("keydiff", top_k(found, BUDGET)),
         boxes(
             "keydiff+dms",
-            dms.judge(found[None, None], there, tau, TOKENS, delay=DELAY)[0, 0],
+            dms.judge(found[None, None], there, tau, TOKENS, window_size=DELAY)[0, 0],
             waits=range(TOKENS - DELAY, TOKENS),
         ),
     ]

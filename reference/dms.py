@@ -1,5 +1,5 @@
-r"""Delayed eviction by a threshold for any score: a token is judged once, when it is `delay` tokens old,
-and goes if its score is below the threshold then. Each head keeps its own number of tokens.
+r"""Delayed eviction by a threshold for any score: a token is judged once, when it leaves the window of the
+last tokens, and goes if its score is below the threshold then. Each head keeps its own number of tokens.
 
 Dynamic Memory Sparsification (DMS, arXiv 2506.05345) trains each head to decide for each token,
 when it is read, whether the token goes later. Only the delay and the threshold are of DMS here:
@@ -16,19 +16,20 @@ from .contract import Mask, Open, Setting, Whole, contract
 @contract
 def due(
     filled: Mask[np.ndarray, "B H_kv T"],
-    arrived: Setting[int, ">= 0"],
+    arrived: Setting[int | None, ">= 0"] = None,
     *,
-    delay: Setting[int, ">= 0", 16, 256] = 128,
+    window_size: Setting[int, ">= 0", 16, 256] = 128,
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""DM-1: `w <= a_t < w + m`, the tokens that are judged now: those that have left the window of w tokens
     since the last time. The age `a_t` counts from the newest token of a head.
 
-    Args: filled, False where there is no token; arrived,
-    m, the tokens that came since the last time; delay, w.
+    Args: filled, False where there is no token; arrived, m, the tokens that came since the last time, or
+    None for all of a text at once; window_size, w.
     """
+    arrived = filled.shape[-1] if arrived is None else arrived
     place = filled.cumsum(axis=-1)
     age = place[..., -1:] - place
-    return filled & (age >= delay) & (age < delay + arrived)
+    return filled & (age >= window_size) & (age < window_size + arrived)
 
 
 @contract
@@ -36,18 +37,18 @@ def judge(
     scores: Open[np.ndarray, "B H_kv T"],
     filled: Mask[np.ndarray, "B H_kv T"],
     thresholds: Open[np.ndarray, "B"],
-    arrived: Setting[int, ">= 0"],
+    arrived: Setting[int | None, ">= 0"] = None,
     *,
-    delay: Setting[int, ">= 0", 16, 256] = 128,
+    window_size: Setting[int, ">= 0", 16, 256] = 128,
 ) -> Mask[np.ndarray, "B H_kv T"]:
     r"""DM-2: a token that is due goes if `s_t < tau`; all others stay, the judged ones and the window.
 
-    Args: scores, of which only those of the tokens that are due are read; filled, arrived and delay, those of
-    `due`; thresholds, tau of each batch item, which all heads share.
+    Args: scores, of which only those of the tokens that are due are read; filled, arrived and window_size,
+    those of `due`; thresholds, tau of each batch item, which all heads share.
     """
     # Decision: at the threshold a token stays, and what was judged once is not judged again.
     low = scores < thresholds[:, None, None]
-    return filled & ~(due(filled, arrived, delay=delay) & low)
+    return filled & ~(due(filled, arrived, window_size=window_size) & low)
 
 
 @contract

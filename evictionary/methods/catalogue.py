@@ -203,10 +203,10 @@ def protect_options() -> dict[str, Any]:
 
 
 def dms_options() -> dict[str, Any]:
-    """The options of the addition that judges by a threshold, with their defaults: `delay`, that of its
-    function, and `cutoff`, the threshold, None for the one that the first text gives.
+    """The options of the addition that judges by a threshold, with their defaults: `delay`, the window of
+    its function, and `cutoff`, the threshold, None for the one that the first text gives.
     """
-    return {"cutoff": None} | split_signature(modules()[DMS].due)[1]
+    return {"cutoff": None, "delay": split_signature(modules()[DMS].due)[1]["window_size"]}
 
 
 def quantiser_options(name: str) -> dict[str, Any]:

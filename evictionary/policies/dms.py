@@ -59,13 +59,13 @@ def judged(
         thresholds = scores.new_full((len(scores),), number, dtype=torch.float64)
     # a row without a judged token has no threshold yet
     elif any(first := [then <= delay < now for then, now in steps]):
-        leaving = dms.due(filled, arrived, delay=delay) & ~stays
+        leaving = dms.due(filled, arrived, window_size=delay) & ~stays
         counts = zip(leaving.sum(dim=(1, 2)).tolist(), request.seen, strict=True)
         going = [_going(count, seen, scores.shape[1], request) for count, seen in counts]
         found = dms.threshold(scores, leaving, torch.tensor(going, device=scores.device))
         thresholds = torch.where(torch.tensor(first, device=scores.device), found, thresholds)
     state |= {"dms.seen": [*request.seen], "dms.threshold": thresholds}
-    return dms.judge(scores, filled, thresholds, arrived, delay=delay) | (stays & filled)
+    return dms.judge(scores, filled, thresholds, arrived, window_size=delay) | (stays & filled)
 
 
 def _going(leaving: int, seen: int, heads: int, request: Any) -> int:

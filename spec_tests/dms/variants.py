@@ -5,64 +5,68 @@ from evictionary.spec_tests.shared.variants import *
 DUE, JUDGE, THRESHOLD = "dms.due", "dms.judge", "dms.threshold"
 
 
-def head_by_head(filled, arrived, delay):
+def head_by_head(filled, arrived, window_size):
     """The tokens of each head from the newest one back."""
+    arrived = filled.shape[-1] if arrived is None else arrived
     found = np.zeros(filled.shape, dtype=bool)
     for head in np.ndindex(filled.shape[:-1]):
         newest_first = np.flatnonzero(filled[head])[::-1]
-        found[head][newest_first[delay : delay + arrived]] = True
+        found[head][newest_first[window_size : window_size + arrived]] = True
     return found
 
 
-def counted_from_the_end(filled, arrived, delay):
+def counted_from_the_end(filled, arrived, window_size):
     """How many tokens of its head are not older than a token."""
+    arrived = filled.shape[-1] if arrived is None else arrived
     since = np.cumsum(filled[..., ::-1], axis=-1)[..., ::-1]
-    return (since > delay) & (since <= delay + arrived) & filled
+    return (since > window_size) & (since <= window_size + arrived) & filled
 
 
-def torch_due(filled, arrived, delay):
+def torch_due(filled, arrived, window_size):
     """The newest tokens, less those that wait."""
+    arrived = filled.shape[-1] if arrived is None else arrived
     since = filled.flip(-1).cumsum(-1).flip(-1)
-    return filled & (since <= delay + arrived) & ~(since <= delay)
+    return filled & (since <= window_size + arrived) & ~(since <= window_size)
 
 
 @control(DUE)
-def from_the_newest_back(filled, arrived, *, delay=128):
-    return head_by_head(filled, arrived, delay)
+def from_the_newest_back(filled, arrived=None, *, window_size=128):
+    return head_by_head(filled, arrived, window_size)
 
 
 @control(DUE)
-def counts_since(filled, arrived, *, delay=128):
-    return counted_from_the_end(filled, arrived, delay)
+def counts_since(filled, arrived=None, *, window_size=128):
+    return counted_from_the_end(filled, arrived, window_size)
 
 
 @control(DUE, array_library="torch", dtypes=ALL)
-def torch_counts_since(filled, arrived, *, delay=128):
-    return torch_due(filled, arrived, delay)
+def torch_counts_since(filled, arrived=None, *, window_size=128):
+    return torch_due(filled, arrived, window_size)
 
 
 @control(JUDGE)
-def token_by_token(scores, filled, thresholds, arrived, *, delay=128):
+def token_by_token(scores, filled, thresholds, arrived=None, *, window_size=128):
     """Each token that is due, one after the other."""
     kept = np.array(filled)
-    for item, head, token in zip(*np.nonzero(head_by_head(filled, arrived, delay)), strict=True):
+    for item, head, token in zip(*np.nonzero(head_by_head(filled, arrived, window_size)), strict=True):
         if scores[item, head, token] < thresholds[item]:
             kept[item, head, token] = False
     return kept
 
 
 @control(JUDGE)
-def union_of_three(scores, filled, thresholds, arrived, *, delay=128):
+def union_of_three(scores, filled, thresholds, arrived=None, *, window_size=128):
     """The window, what was judged before, and the tokens that pass now."""
+    arrived = filled.shape[-1] if arrived is None else arrived
     since = np.cumsum(filled[..., ::-1], axis=-1)[..., ::-1]
     passed = scores >= np.asarray(thresholds)[:, None, None]
-    return filled & ((since <= delay) | (since > delay + arrived) | passed)
+    return filled & ((since <= window_size) | (since > window_size + arrived) | passed)
 
 
 @control(JUDGE, array_library="torch", dtypes=ALL)
-def torch_infinity_for_the_others(scores, filled, thresholds, arrived, *, delay=128):
+def torch_infinity_for_the_others(scores, filled, thresholds, arrived=None, *, window_size=128):
     """Infinity for the scores of all tokens that are not due, and one comparison."""
-    considered = scores.double().masked_fill(~torch_due(filled, arrived, delay), torch.inf)
+    considered = scores.double().masked_fill(~torch_due(filled, arrived, window_size), torch.inf)
     return filled & (considered >= thresholds.double()[:, None, None])
 
 

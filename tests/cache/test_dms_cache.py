@@ -1,5 +1,5 @@
-"""Delayed eviction in a cache: a threshold behind any method with scores, of a prompt, in blocks and while
-decoding.
+"""Delayed eviction in a cache: a threshold behind any method
+with scores, of a prompt, in blocks and while decoding.
 """
 
 from pathlib import Path
@@ -59,9 +59,9 @@ def test_a_prompt_is_judged_as_the_mathematics_says(model: Any) -> None:
     assert len(set(numbers)) > 1
     for layer, scores in zip(cache.layers, knorm_scores(model), strict=True):
         filled = np.ones(scores.shape, dtype=bool)
-        due = reference.dms.due(filled, 60, delay=8)
+        due = reference.dms.due(filled, 60, window_size=8)
         tau = reference.dms.threshold(scores, due, np.array([104 - 26]))
-        assert positions_of(layer) == places(reference.dms.judge(scores, filled, tau, 60, delay=8))
+        assert positions_of(layer) == places(reference.dms.judge(scores, filled, tau, 60, window_size=8))
 
 
 def test_a_number_is_a_threshold(model: Any) -> None:
