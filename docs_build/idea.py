@@ -19,6 +19,7 @@ from evictionary.reference import (
     cake,
     cam,
     chunk_kv,
+    dms,
     expected_attention,
     gvote,
     h2o,
@@ -86,6 +87,7 @@ QUERIES = np.array(
     ]
 )
 TOKENS, BUDGET = len(KEYS), len(KEYS) // 2
+DELAY = 4
 # Settings of a text of twelve tokens, where a method has them.
 SETTINGS: dict[str, Any] = {
     "budget": BUDGET,
@@ -605,6 +607,25 @@ def _of_protect() -> Picture:
     return Picture(rows, "Both ends stay, whatever they score", _below([], ["first 1", "last 2"]))
 
 
+def _of_dms() -> Picture:
+    found = called(keydiff.score)[0, 0]
+    there = np.ones((1, 1, TOKENS), dtype=bool)
+    due = dms.due(there, TOKENS, window_size=DELAY)
+    tau = dms.threshold(found[None, None], due, np.array([due.sum() // 2]))
+    rows = [
+        arrows("keys", KEYS, "key", seen("keydiff")),
+        bars("score", found),
+        boxes("keydiff", top_k(found, BUDGET)),
+        boxes(
+            "keydiff+dms",
+            dms.judge(found[None, None], there, tau, TOKENS, window_size=DELAY)[0, 0],
+            waits=range(TOKENS - DELAY, TOKENS),
+        ),
+    ]
+    said = f"The last {DELAY} tokens wait, and of the others half go by a threshold"
+    return Picture(rows, said, _below([], [f"delay {DELAY}"]))
+
+
 def _of_quantisation() -> Picture:
     keys, values = KEYS[None, None], VALUES[None, None]
     found, _ = quantisation.kivi(keys, values, bits=2, group_size=4, residual=8)
@@ -650,6 +671,7 @@ ADDITIONS: dict[str, Callable[[], Picture]] = {
     "cake": _of_cake,
     "cam": _of_cam,
     "chunk_kv": _of_chunk_kv,
+    "dms": _of_dms,
     "protect": _of_protect,
     "pyramid_kv": _of_pyramid_kv,
     "quantisation": _of_quantisation,

@@ -3,8 +3,8 @@ of its paper.
 
 A file with the attribute `METHOD` is an eviction method. The others are the derivation and the
 variants of one method (`*_theory`, `*_variants`), what follows a method (`ada_kv`, `cake`, `cam`,
-`chunk_kv`, `protect`, `pyramid_kv`, `quantisation`, `rerotation`), and what all methods share (`checks`,
-`attention`, `rope`, `selection`, `cache`). Files here import only NumPy and `reference` itself.
+`chunk_kv`, `dms`, `protect`, `pyramid_kv`, `quantisation`, `rerotation`), and what all methods share
+(`checks`, `attention`, `rope`, `selection`, `cache`). Files here import only NumPy and `reference` itself.
 
 `TRAITS = {"recursive"}` beside `METHOD` names the properties that most methods do not have:
 every_token: it compresses again with every new token;

@@ -74,6 +74,11 @@ def _tokens_between(method: Method | None, every: int | None, budget: int | None
         "each new partition, so the number of kept tokens grows with the text",
     )
     require(
+        not every or budget is None or not (method and method.delays),
+        f"budget: got {budget} with every={every}, wanted a compression_ratio or the option cutoff: "
+        f"{name} keeps what its threshold says, so the number of kept tokens grows with the text",
+    )
+    require(
         not every or "per_query" not in traits,
         f"every: got {every}, wanted 0: {name} evicts nothing, and chooses for each token",
     )

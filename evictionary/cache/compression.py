@@ -227,7 +227,7 @@ def _summed_up(layer: EvictingLayer, step: Compression, kept: torch.Tensor) -> E
 def _one_pass(method: Method, step: Compression, request: Request) -> Method:
     """The method, or one whose function does more: where it is called once, for all rows and heads."""
     # what a pass remembers of the keys would be wrong once they have turned
-    if step.filled is not None or len(set(request.seen or ())) > 1 or method.rerotated:
+    if step.filled is not None or len(set(request.seen or ())) > 1 or method.rerotated or method.delays:
         _skip(step)
         return method
     found = next(filter(None, (policy.fused(step) for policy in method.policies)), None)

@@ -72,6 +72,7 @@ DRAWS = {
     "attention": "torch.randn({shape}).softmax(-1)",
     "budgets": "torch.randint(1, T, ({shape}))",
     "cache_lengths": "torch.full(({shape}), N // (B * H_kv))",
+    "going": "torch.full(({shape},), H_kv * T // 4)",
     "high": "low + torch.rand({shape})",
     "low": "torch.randn({shape})",
     "moments_count": "torch.full(({shape}), 100)",

@@ -20,6 +20,8 @@ ADDITIONS = {
     "residual=0",
     "fp8": "for any method: kept keys and values are rounded to e4m3, with a scale for each token; "
     "residual=0",
+    "dms": "for any method with scores: a token is judged once, when it leaves the window of the last "
+    "tokens, and goes below a threshold; cutoff=None; delay=128",
     "rerotate": "for any method: kept keys turn to consecutive positions, right before the next token",
 }
 
@@ -39,7 +41,8 @@ def methods(as_json: AsJson = False) -> None:
     compares the layers, pyramid_kv gives more to lower layers, moments adds MomentKV's correction for the
     evicted tokens, and cam merges some of their values into later ones: snapkv+pyramid_kv+ada_kv,
     keydiff+moments, h2o+cam. kivi, hadamard and fp8 quantise what stays: keydiff+kivi. rerotate turns what
-    stays to consecutive positions. A file of your own, path/to/file.py, composes in the same way.
+    stays to consecutive positions. dms judges a token by a threshold when it leaves a window: knorm+dms. A
+    file of your own, path/to/file.py, composes in the same way.
     """
     from evictionary.methods.catalogue import BASELINES, describe, names
 

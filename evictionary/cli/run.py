@@ -274,6 +274,8 @@ def _note(cache: "EvictingCache", chosen: "Method") -> str | None:
             f"its {chosen.function.__name__} keeps more than the budget that it is given; a method that "
             'decides by itself how many stay says TRAITS = {"own_budget"}'
         )
+        if chosen.delays:
+            more = "the tokens of its window stay, and a threshold decides for the others"
         why = next((reason for trait, reason in reasons.items() if trait in chosen.traits), more)
         return f"{chosen.name} keeps {cache.tokens_kept:.5g} tokens where {asked} were asked for: {why}"
     reason = chosen.why_nothing_removed(length, cache.options)

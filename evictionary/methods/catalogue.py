@@ -23,7 +23,7 @@ from evictionary.source import first_paragraph
 # The options that count tokens which stay whatever their scores.
 PROTECTING = {
     "first": ("sink_size", "sinks", "first"),
-    "last": ("window_size", "recent_size", "window", "lag_size", "last"),
+    "last": ("window_size", "recent_size", "window", "lag_size", "last", "delay"),
 }
 SEAMS = ("score", "select", "compress", "attend")
 RANDOM = "random"
@@ -33,6 +33,8 @@ MOMENTS = "moments"
 PROTECT = "protect"
 # The addition that turns kept keys to consecutive positions.
 REROTATE = "rerotate"
+# The addition that evicts by a threshold what leaves a window.
+DMS = "dms"
 # The methods of no paper that every table has, and their modules.
 BASELINES = {RANDOM: "random_baseline", "random_protected": "random_protected"}
 
@@ -181,7 +183,9 @@ def protected(name: str, options: Mapping[str, Any]) -> str:
     known: dict[str, Any] = {}
     for function in filter(None, functions):
         known |= split_signature(function)[1]
-    known |= {**(protect_options() if PROTECT in composed else {}), **options}
+    for addition, own in ((PROTECT, protect_options), (DMS, dms_options)):
+        known |= own() if addition in composed else {}
+    known |= options
     most = {
         place: max([known[key] for key in keys if key in known], default=0)
         for place, keys in PROTECTING.items()
@@ -198,6 +202,13 @@ def protect_options() -> dict[str, Any]:
     return split_signature(modules()[PROTECT].choose)[1] | {"prompt": False}
 
 
+def dms_options() -> dict[str, Any]:
+    """The options of the addition that judges by a threshold, with their defaults: `delay`, the window of
+    its function, and `cutoff`, the threshold, None for the one that the first text gives.
+    """
+    return {"cutoff": None, "delay": split_signature(modules()[DMS].due)[1]["window_size"]}
+
+
 def quantiser_options(name: str) -> dict[str, Any]:
     """The options of an addition that quantises: those of its function, and `residual`, the tokens of the
     exact window, by default none.
@@ -212,7 +223,7 @@ def parts(method: str) -> tuple[str, list[str]]:
     """
     found = re.fullmatch(r"(.*?)((?:\+\w+)*)", method)
     base, composed = (found[1], found[2].split("+")[1:]) if found else (method, [])
-    wanted = [*additions(), MOMENTS, *QUANTISERS, REROTATE]
+    wanted = [*additions(), MOMENTS, *QUANTISERS, REROTATE, DMS]
     path, _ = file_of(base)
     require(
         base not in wanted,

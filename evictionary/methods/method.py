@@ -20,7 +20,7 @@ from evictionary.methods.calling import call, checked_kept, checked_scores, type
 from evictionary.methods.ragged_batches import Piece, cut, pieces, put
 from evictionary.optimized import protect, selection
 from evictionary.optimized.softmax import Softmax, of_model
-from evictionary.policies import Policy
+from evictionary.policies import Policy, dms
 from evictionary.source import file_of
 
 # A callback that computes an input that only the running model knows. Its arguments: the name of the input,
@@ -92,6 +92,7 @@ class Method:
         merge: Gives the values of evicted tokens to kept ones.
         quantised: What quantises the kept tokens.
         rerotated: Whether the kept keys turn to consecutive positions.
+        delays: Whether a threshold decides what goes of the tokens that leave a window.
     """
 
     name: str
@@ -110,6 +111,7 @@ class Method:
     merge: "Method | None" = None
     quantised: str = ""
     rerotated: bool = False
+    delays: bool = False
 
     @property
     def is_select(self) -> bool:
@@ -119,7 +121,12 @@ class Method:
     @property
     def is_top_k(self) -> bool:
         """Whether each head keeps the highest of its own scores."""
-        return self.head_budgets is None and self.choose is selection.top_k
+        return not self.delays and self.head_budgets is None and self.choose is selection.top_k
+
+    @property
+    def of_the_layer(self) -> bool:
+        """Whether the scores of all heads of a layer decide together."""
+        return self.delays or self.head_budgets is not None
 
     @property
     def protects(self) -> bool:
@@ -219,7 +226,9 @@ class Method:
         seen = request.seen or [states["keys"].shape[2]] * len(states["keys"])
         request = replace(request, seen=seen, options=self.typed_options(request.options))
         found = self._found(states, request)
-        return found if found.dtype == torch.bool else self._shared_out(found, request, seen)
+        if found.dtype == torch.bool:
+            return found
+        return self._judged(found, request) if self.delays else self._shared_out(found, request, seen)
 
     def scores(self, states: Mapping[str, Any], request: Request) -> torch.Tensor:
         """Return the scores [B, H_kv, T] of one layer, -infinity where there is no token.
@@ -255,7 +264,7 @@ class Method:
         kept = torch.zeros(shape, dtype=torch.bool, device=keys.device)
         scores = (
             torch.full(shape, -math.inf, dtype=torch.float32, device=keys.device)
-            if self.head_budgets
+            if self.of_the_layer
             else kept
         )
         one_head = "positions" in self.inputs and "positions" in states
@@ -303,6 +312,17 @@ class Method:
         except ValueError as error:
             raise UsageError(f"option {error}") from None
 
+    def _judged(self, scores: torch.Tensor, request: Request) -> torch.Tensor:
+        """The kept mask of scores [B, H_kv, T]: what leaves the window is judged by a threshold."""
+        filled = torch.ones_like(scores, dtype=torch.bool) if request.filled is None else request.filled
+        options = {**self.options, **request.options}
+        stays = torch.zeros_like(filled)
+        if self.protects:
+            options["delay"] = max(options["delay"], options["last"])
+            rows = enumerate(filled.split(1))
+            stays = torch.cat([self._protected(here, here.shape[2], request, row) for row, here in rows])
+        return dms.judged(scores, filled, stays, options, request)
+
     def _shared_out(self, scores: torch.Tensor, request: Request, seen: Sequence[int]) -> torch.Tensor:
         """The kept mask of scores [B, H_kv, T]: in each row the heads share the budget of the layer."""
         assert self.head_budgets is not None
@@ -341,7 +361,7 @@ class Method:
         if (
             amount == length
             and "keep_ratio" not in request.options
-            and not self.head_budgets
+            and not self.of_the_layer
             and "moving_window" not in self.traits
         ):
             return torch.ones(own_shape, dtype=torch.bool, device=device)
@@ -354,7 +374,7 @@ class Method:
         if label.startswith("preference "):  # one number for a row
             result = result[:, None, None].expand(own_shape)
         scores = checked_scores(label, result, own_shape, device)
-        return scores if self.head_budgets else self.chosen(scores, amount, request, row)
+        return scores if self.of_the_layer else self.chosen(scores, amount, request, row)
 
     def _answer(
         self,

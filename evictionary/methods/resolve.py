@@ -55,6 +55,8 @@ def _compose(method: Method, addition: str) -> Method:
         return _quantised(method, addition)
     if addition == catalogue.REROTATE:
         return _rerotated(method)
+    if addition == catalogue.DMS:
+        return _delayed(method)
     module: Any = addition != MOMENTS and importlib.import_module(f"evictionary.optimized.{addition}")
     merges, compares = hasattr(module, "merge_values"), hasattr(module, "preference")
     makes_up = merges or addition == MOMENTS
@@ -77,6 +79,10 @@ def _compose(method: Method, addition: str) -> Method:
         not (merges and method.preference) and not (compares and method.merge),
         f"method: got {addition!r} after {method.name}, but one shrinks a layer when its queries are gone, "
         "and the other reads them; wanted one of them",
+    )
+    require(
+        not method.delays or makes_up or addition == catalogue.PROTECT,
+        f"method: got {addition!r} after {catalogue.DMS}, but {_DECIDES}; wanted one of them",
     )
     if addition == MOMENTS:
         return replace(method, corrected=True)
@@ -169,6 +175,27 @@ def _rerotated(method: Method) -> Method:
         f"method: got {name!r} after {method.name}, {_WHY_NOT[makes_up]}; wanted it without {name}",
     )
     return replace(method, rerotated=True)
+
+
+_DECIDES = "a threshold decides how many tokens stay, so there is no budget to divide"
+
+
+def _delayed(method: Method) -> Method:
+    """The method with delayed eviction by a threshold. Raises UsageError for one that it does not judge."""
+    name = catalogue.DMS
+    require(
+        not method.is_select and method.prompt_function is None,
+        f"method: {method.name} chooses its tokens itself, but {name} judges them by scores; wanted a scorer "
+        "first",
+    )
+    require(
+        method.layer_budgets is None and (method.is_top_k or (method.protects and not method.head_budgets)),
+        f"method: got {name!r} after {method.name}, but {_DECIDES}; wanted one of them",
+    )
+    options = catalogue.dms_options()
+    _require_other_options(method, name, options)
+    traits = method.traits | {"moving_window"}
+    return replace(method, delays=True, traits=traits, options=method.options | options)
 
 
 def _require_other_options(method: Method, addition: str, options: dict[str, Any]) -> None:

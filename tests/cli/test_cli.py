@@ -96,7 +96,8 @@ def test_methods() -> None:
     assert by_name["keydiff"]["paper"] == "2504.15364" and by_name["random"]["paper"] is None
     wanted = {"options": {"sink_size": 16, "lag_size": 1024}, "seams": ["score", "select"]}
     assert by_name["lagkv"].items() >= wanted.items()
-    assert set(ADDITIONS) == {*catalogue.additions(), "moments", "rerotate", *catalogue.QUANTISERS}
+    others = {catalogue.MOMENTS, catalogue.REROTATE, catalogue.DMS, *catalogue.QUANTISERS}
+    assert set(ADDITIONS) == {*catalogue.additions(), *others}
     composed = "Methods compose: a method, then allocators, then moments"
     says(printed("methods"), "keydiff", composed, *(f"+{name} " for name in ADDITIONS))
 
