@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import cdiv, launch, launcher, padded, warps
+from .launching import cdiv, launch, launcher, padded, register_limit, warps
 
 KEYS_OF_A_THREAD = 16  # with more, a thread needs the registers of others
 LONGEST_SHORT_ROW = 1024 * KEYS_OF_A_THREAD
@@ -101,7 +101,8 @@ def _keep(
         )  # fmt: skip
     launch(keep_chunks, grid)(
         scores, shielded, counts, last_counts, found, kept, length, chunk, chunks,
-        MOST_CHUNKS=MOST_CHUNKS, **options,
+        # left alone, the assembler of sm_80 takes 48 and spills one
+        MOST_CHUNKS=MOST_CHUNKS, **options, **register_limit(rows, 64, 80),
     )  # fmt: skip
     return kept
 
