@@ -10,16 +10,18 @@ Eviction needs only the mask, no sorted values and no indices, so nothing is sor
 32-bit unsigned key of the same order (`ordered`), and the k-th highest key is found one byte at a time, the
 highest byte first: a histogram of the 256 values of that byte, among the keys that agree with the bytes
 already found, says which value holds the k-th key and how many of those keys are still to be kept. Four bytes
-give the threshold and the number of its equals to keep; one last walk over the row, in the order of the
-positions, writes the mask. Of the five walks over a row, the first reads memory, the others L2 cache; a tile
-without a key that agrees with the bytes found so far needs no histogram.
+give the threshold and the number of its equals to keep. Then the mask is written in the order of the
+positions.
 
-Two schedules. `keep_rows`: one program walks its short row five times, in one launch. `count_byte`, four
-times, then `keep_chunks`: of a long row one program takes a chunk, and the histograms of a row are added with
-integer atomics, whose order cannot change the result. Every program of the next launch reads the finished
-histograms and computes the bytes found so far by itself: 256 numbers a byte, cheaper than an extra launch.
-The last histogram is also stored chunk by chunk, so that `keep_chunks` knows how many equals of the threshold
-lie in front of it.
+Two schedules. A short row is read once: `keep_whole` holds it in the registers of one program, in one launch.
+The leading bytes that all its keys share need no histogram, so they are skipped. A long row does not fit
+there: one program takes a chunk of it, in four launches of `count_byte` and one of `keep_chunks`. The first
+of the five walks reads memory, the others L2 cache. A tile without a key that agrees with the bytes found so
+far needs no histogram, and neither does a tile whose keys share the byte. The histograms of a row are added
+with integer atomics, whose order cannot change the result. Every program of the next launch reads the last
+finished histogram and finds one more byte by itself, which is cheaper than an extra launch; the first
+program of a row stores what it has found for the launch after. The last histogram is also stored chunk by
+chunk, so that `keep_chunks` knows how many equals of the threshold lie in front of it.
 
 Protected tokens get the highest key, which no number has; NaN gets the lowest, so that a row with NaN still
 keeps exactly k.
@@ -32,9 +34,10 @@ import triton
 import triton.language as tl
 
 from .compiling import configurations
-from .launching import cdiv, launch, launcher, padded, warps
+from .launching import cdiv, launch, launcher, padded, register_limit, warps
 
-LONGEST_SHORT_ROW = 16384
+KEYS_OF_A_THREAD = 16  # with more, a thread needs the registers of others
+LONGEST_SHORT_ROW = 1024 * KEYS_OF_A_THREAD
 MOST_CHUNKS = 256
 PROGRAMS_WANTED = 2048
 LEAST_TOKENS_OF_A_CHUNK = 4096
@@ -76,28 +79,30 @@ def _keep(
     shielded = None if protected is None else Table(protected, *protected.stride())
     flags: dict[str, int] = {"EACH": isinstance(count, torch.Tensor)}
     if length <= LONGEST_SHORT_ROW:
-        # A program walks its whole row: the more threads, the fewer steps.
-        block = 8192 if length > 2048 else padded(length, 256)
-        threads = 1024 if block > 2048 else min(256, block // 4)
-        launch(keep_rows, (number,))(
+        block = padded(length, 256)
+        threads = max(64, block // KEYS_OF_A_THREAD)
+        launch(keep_whole, (number,))(
             scores, shielded, kept, length, count, sharing,
             **flags, BLOCK=block, num_warps=warps(rows, threads),
         )  # fmt: skip
         return kept
-    flags |= {"BLOCK": 2048, "num_warps": warps(rows, 256)}
+    options = {"BLOCK": 2048, "num_warps": warps(rows, 256)}
     least = max(LEAST_TOKENS_OF_A_CHUNK, number * length // PROGRAMS_WANTED)
     chunk = padded(cdiv(length, MOST_CHUNKS), padded(least))
     chunks = cdiv(length, chunk)
     counts = torch.zeros((number, 4, 256), dtype=torch.int32, device=rows.device)
     last_counts = torch.empty((number, chunks, 256), dtype=torch.int32, device=rows.device)
+    found = torch.empty((number, 4, 2), dtype=torch.int32, device=rows.device)
     grid = (number * chunks,)
     for byte in range(4):
         launch(count_byte, grid)(
-            scores, shielded, counts, last_counts, length, count, sharing, chunk, chunks, byte, **flags
-        )
+            scores, shielded, counts, last_counts, found, length, count, sharing, chunk, chunks, byte,
+            **flags, **options,
+        )  # fmt: skip
     launch(keep_chunks, grid)(
-        scores, shielded, counts, last_counts, kept, length, count, sharing, chunk, chunks,
-        MOST_CHUNKS=MOST_CHUNKS, **flags,
+        scores, shielded, counts, last_counts, found, kept, length, chunk, chunks,
+        # left alone, the assembler of sm_80 takes 48 and spills one
+        MOST_CHUNKS=MOST_CHUNKS, **options, **register_limit(rows, 64, 80),
     )  # fmt: skip
     return kept
 
@@ -150,18 +155,12 @@ def load_ordered(scores, protected, row, first, end, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def byte_counts(keys, inside, prefix, byte):
-    """Return the histogram [256] of one byte (0 is the
-    highest) among the keys whose bytes before it are `prefix`.
+def next_byte(keys, among, prefix, byte):
+    """Return one byte (0 is the highest) of each key, and which
+    keys `among` those given have the `prefix` of bytes before it.
     """
     leading = keys >> (24 - 8 * byte)
-    matching = inside & ((leading >> 8) == prefix)
-    counts = tl.zeros([256], dtype=tl.int32)
-    # A histogram takes many instructions for each key, and behind the first byte most tiles have nothing to
-    # count.
-    if tl.max(matching.to(tl.int32), axis=0) > 0:
-        counts = tl.histogram((leading & 0xFF).to(tl.int32), 256, mask=matching)
-    return counts
+    return (leading & 0xFF).to(tl.int32), among & ((leading >> 8) == prefix)
 
 
 @triton.jit
@@ -178,24 +177,34 @@ def narrow(counts, prefix, left):
 
 @triton.jit
 def count_keys(scores, protected, row, start, end, prefix, byte, BLOCK: tl.constexpr):
-    """Return `byte_counts` of the positions start .. end-1 of a row."""
+    """Return the histogram [256] of one byte among those keys of the positions start .. end-1 of a row
+    whose bytes before it are `prefix`.
+    """
+    values = tl.arange(0, 256)
     counts = tl.zeros([256], dtype=tl.int32)
     for first in range(start, end, BLOCK):
         keys, inside = load_ordered(scores, protected, row, first, end, BLOCK)
-        counts += byte_counts(keys, inside, prefix, byte)
+        digits, matching = next_byte(keys, inside, prefix, byte)
+        lowest = tl.min(tl.where(matching, digits, 256), axis=0)
+        highest = tl.max(tl.where(matching, digits, -1), axis=0)
+        # A histogram takes many instructions for each key. Behind the first byte most tiles have nothing to
+        # count, and scores of one sign and size have one first byte.
+        if lowest < highest:
+            counts += tl.histogram(digits, 256, mask=matching)
+        elif lowest == highest:
+            counts += tl.where(values == lowest, tl.sum(matching.to(tl.int32), axis=0), 0)
     return counts
 
 
 @triton.jit
-def find_prefix(counts_ptr, row, count, sharing, known, EACH: tl.constexpr):
-    """Return the first `known` bytes of the threshold of a row, from its histograms, and how many keys
-    with them are to be kept.
+def find_prefix(counts_ptr, found_ptr, row, known):
+    """Return the first `known` bytes of the threshold of a row, one or more, and how many keys with them
+    are to be kept: from what the launch before has found, and its histogram.
     """
-    prefix = tl.zeros([], dtype=tl.uint32)
-    left = tl.load(count + row // sharing) if EACH else count
-    for byte in range(known):
-        prefix, left = narrow(tl.load(counts_ptr + (row * 4 + byte) * 256 + tl.arange(0, 256)), prefix, left)
-    return prefix, left
+    last = row * 4 + known - 1
+    prefix = tl.load(found_ptr + last * 2).to(tl.uint32, bitcast=True)
+    left = tl.load(found_ptr + last * 2 + 1)
+    return narrow(tl.load(counts_ptr + last * 256 + tl.arange(0, 256)), prefix, left)
 
 
 @triton.jit
@@ -208,35 +217,59 @@ def keep_from(keys, inside, threshold, left, seen):
     return kept, seen + tl.sum(equal, axis=0)
 
 
+@triton.jit
+def shared_bytes(lowest, highest):
+    """Return how many leading bytes, 0 to 4, all keys
+    from the lowest to the highest share, and these bytes.
+    """
+    apart = lowest ^ highest
+    shared = (apart < 1 << 24).to(tl.int32) + (apart < 1 << 16) + (apart < 1 << 8) + (apart == 0)
+    # 64 bits may be shifted by 32
+    return shared, (lowest.to(tl.uint64) >> (32 - 8 * shared)).to(tl.uint32)
+
+
 @triton.jit(do_not_specialize=["count", "sharing"])
-def keep_rows(scores, protected, kept_ptr, length, count, sharing, EACH: tl.constexpr, BLOCK: tl.constexpr):
+def keep_whole(scores, protected, kept_ptr, length, count, sharing, EACH: tl.constexpr, BLOCK: tl.constexpr):
     """kept[row] = the mask of the `count` highest scores
     of a row; EACH: of count[row // sharing]. Grid: rows.
     """
     row = tl.program_id(0).to(tl.int64)
-    prefix = tl.zeros([], dtype=tl.uint32)
-    left = tl.load(count + row // sharing) if EACH else count
-    for byte in range(4):
-        counts = count_keys(scores, protected, row, 0, length, prefix, byte, BLOCK)
-        prefix, left = narrow(counts, prefix, left)
-    seen = tl.zeros([], dtype=tl.int32)
-    for first in range(0, length, BLOCK):
-        keys, inside = load_ordered(scores, protected, row, first, length, BLOCK)
-        kept, seen = keep_from(keys, inside, prefix, left, seen)
-        tl.store(kept_ptr + row * length + first + tl.arange(0, BLOCK), kept, mask=inside)
+    wanted = tl.load(count + row // sharing) if EACH else count
+    keys, inside = load_ordered(scores, protected, row, 0, length, BLOCK)
+    # Protected keys share no byte with the others, so they are not searched.
+    open = inside & (keys != 0xFFFFFFFF)
+    room = wanted - tl.sum((inside & (keys == 0xFFFFFFFF)).to(tl.int32), axis=0)
+    lowest = tl.min(tl.where(open, keys, 0xFFFFFFFF), axis=0)
+    shared, prefix = shared_bytes(lowest, tl.max(tl.where(open, keys, 0), axis=0))
+    left = room
+    for byte in range(shared, 4):
+        digits, matching = next_byte(keys, open, prefix, byte)
+        prefix, left = narrow(tl.histogram(digits, 256, mask=matching), prefix, left)
+    # Without room for others the first of the protected are kept.
+    threshold = tl.where(room > 0, prefix, 0xFFFFFFFF)
+    kept, _ = keep_from(keys, inside, threshold, tl.where(room > 0, left, wanted), 0)
+    tl.store(kept_ptr + row * length + tl.arange(0, BLOCK), kept, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "sharing", "chunks", "byte"])
 def count_byte(
-    scores, protected, counts_ptr, last_counts_ptr, length, count, sharing, chunk, chunks, byte,
+    scores, protected, counts_ptr, last_counts_ptr, found_ptr, length, count, sharing, chunk, chunks, byte,
     EACH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add the histogram of one byte over one chunk of a row to that of the row; the last is stored too.
+    found[row, byte] = the bytes of the threshold before it, and how many keys with them are to be kept.
     Grid: rows * chunks.
     """
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
-    prefix, _ = find_prefix(counts_ptr, row, count, sharing, byte, EACH)
+    if byte == 0:
+        prefix = tl.zeros([], dtype=tl.uint32)
+        left = tl.load(count + row // sharing) if EACH else count
+    else:
+        prefix, left = find_prefix(counts_ptr, found_ptr, row, byte)
+    if part == 0:
+        tl.store(found_ptr + (row * 4 + byte) * 2, prefix.to(tl.int32, bitcast=True))
+        tl.store(found_ptr + (row * 4 + byte) * 2 + 1, left)
     end = tl.minimum((part + 1) * chunk, length)
     counts = count_keys(scores, protected, row, part * chunk, end, prefix, byte, BLOCK)
     values = tl.arange(0, 256)
@@ -245,15 +278,15 @@ def count_byte(
         tl.store(last_counts_ptr + program * 256 + values, counts)
 
 
-@triton.jit(do_not_specialize=["count", "sharing", "chunks"])
+@triton.jit(do_not_specialize=["chunks"])
 def keep_chunks(
-    scores, protected, counts_ptr, last_counts_ptr, kept_ptr, length, count, sharing, chunk, chunks,
-    EACH: tl.constexpr, BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
+    scores, protected, counts_ptr, last_counts_ptr, found_ptr, kept_ptr, length, chunk, chunks,
+    BLOCK: tl.constexpr, MOST_CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """kept[row, chunk] = the mask of the `count` highest scores of a row. Grid: rows * chunks."""
+    """kept[row, chunk] = the mask of the highest scores of a row. Grid: rows * chunks."""
     program = tl.program_id(0).to(tl.int64)
     row, part = program // chunks, program % chunks
-    prefix, left = find_prefix(counts_ptr, row, count, sharing, 4, EACH)
+    prefix, left = find_prefix(counts_ptr, found_ptr, row, 4)
     # Equals of the threshold in earlier chunks: from the last histogram of each chunk, at the last byte of
     # the threshold.
     before = tl.arange(0, MOST_CHUNKS)

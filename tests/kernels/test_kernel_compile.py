@@ -166,7 +166,7 @@ def test_other_extents_of_one_compile(dtype: str) -> None:
     found = compiled(
         "-c", SMALLEST.format(dtype=dtype, shapes="[(1, 1, 1), (1, 16, 2), (16, 1, 2), (16, 16, 1)]")
     )
-    assert {each["kernel"] for each in found} == EVERY | {"keep_rows"}
+    assert {each["kernel"] for each in found} == EVERY | {"keep_whole"}
 
 
 def require_kept(found: list[dict[str, Any]], targets: set[str]) -> None:

@@ -203,9 +203,9 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
         lambda s: lagkv.score(s.keys, s.values, s.keys[:, :, -9:], s.values[:, :, -9:]),
         "score_partitions",
     ),
-    "lagkv.select": (lambda s: lagkv.select(s.keys, s.values, **LAG), "score_partitions keep_rows"),
+    "lagkv.select": (lambda s: lagkv.select(s.keys, s.values, **LAG), "score_partitions keep_whole"),
     "lagkv.compress": (lambda s: lagkv.compress(s.keys, s.values, **LAG), "compress_partitions"),
-    "selection.top_k": (top_k, "keep_rows"),
+    "selection.top_k": (top_k, "keep_whole"),
     "cache.compress": (lambda s: cache.compress(s.keys, s.values, s.kept), "copy_rows"),
     "attention.attend": (
         lambda s: attention.attend(s.queries[:1, :2], one_head(s)),
@@ -223,10 +223,10 @@ CALLS: dict[str, tuple[Callable[[States], Any], str]] = {
     "paging.compact_in_place": (lambda s: paging.compact_in_place(in_pages(s), s.kept), "compact_heads"),
     "gvote.select": (
         lambda s: gvote.select(s.query, s.keys, s.queries, p=0.9),
-        "multiply count_nuclei keep_rows",
+        "multiply count_nuclei keep_whole",
     ),
-    "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "count_nuclei keep_rows"),
-    "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "keep_rows"),
+    "gvote.nucleus": (lambda s: gvote.nucleus(s.keys[..., 0].relu(), 0.7), "count_nuclei keep_whole"),
+    "gvote.top_each": (lambda s: gvote.top_each(s.keys[..., 0], s.kept.sum(dim=-1)), "keep_whole"),
     "ea.query_statistics": (lambda s: ea.query_statistics(s.keys), "sum_products"),
     "ea.unrotated_statistics": (unrotated, "sum_products"),
     "ea.score": (
@@ -480,6 +480,40 @@ def test_scores_of_all_kinds_select_alike(monkeypatch: pytest.MonkeyPatch) -> No
                 assert torch.equal(
                     selection.top_k(scores, budget, shield), selection.top_k(scores.double(), budget, shield)
                 )
+
+
+# The last is the first that registers do not hold.
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 16_384, 16_385])
+def test_keys_that_share_leading_bytes_select_alike(length: int, launched: list[str]) -> None:
+    """Rows of numbers that share their first 0 to 4 bytes, of both signs, with equals among them, protected
+    or not, in both schedules.
+    """
+    unknown = 2 ** torch.tensor([32, 24, 16, 8, 0])[:, None]
+    bits = 0x3F5A3C7E // unknown * unknown + torch.randint(0x7F800000, (5, length)) % unknown
+    bits[:, ::3] = bits[:, :1].clone()
+    scores = bits.to(torch.int32).view(torch.float32)
+    counts = torch.tensor([length // 2, length - 1, (length + 1) // 3, length, 0], dtype=torch.int32)
+    for rows, order in ((scores, counts), (-scores, counts.flip(0))):
+        for kept, row, count in zip(KERNELS["selection"].keep_each(rows, order), rows, order, strict=True):
+            assert torch.equal(kept, selection.top_k(row.double(), int(count)))
+    shield = torch.rand(5, length) < 0.1
+    budget = int(shield.sum(dim=-1).max()) + length // 3
+    assert torch.equal(
+        selection.top_k(scores, budget, shield), selection.top_k(scores.double(), budget, shield)
+    )
+    assert set(launched) == (CHUNKED if length > 16_384 else {"keep_whole"})
+
+
+@pytest.mark.parametrize("longest", [2**14, 0])
+def test_of_too_many_protected_tokens_the_first_are_kept(
+    longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where nobody counts them before the launch."""
+    monkeypatch.setattr(KERNELS["selection"], "LONGEST_SHORT_ROW", longest)
+    scores, shield = torch.randn(3, 40), torch.rand(3, 40) < 0.5
+    shield[0] = True
+    kept = KERNELS["selection"].top_k(scores, 5, shield)
+    assert torch.equal(kept, shield & (shield.cumsum(dim=-1) <= 5))
 
 
 @pytest.mark.parametrize("longest", [2**14, 0])
