@@ -331,12 +331,8 @@ def require_capturable(cache: EvictingCache) -> None:
         "cache: got a text whose next position is not known, as after an image; wanted text alone",
     )
     require(
-        all(layer.ragged_slots is None for layer in cache.layers),
-        f"method: {named}, whose heads keep different numbers of tokens; wanted as many in each head",
-    )
-    require(
         all(layer.is_full for layer in cache.layers),
-        "cache: got padding among the stored tokens, wanted it evicted, or rows of one length",
+        f"method: {named}, whose heads or rows keep different numbers of tokens, wanted as many in each",
     )
     if any(layer.moments is not None for layer in cache.layers):
         _require_replacing(session, named)

@@ -451,10 +451,7 @@ class EvictingLayer(DynamicLayer):
         """(stored + new, offset): a column of the mask below the causal diagonal is a stored token,
         whatever its position.
         """
-        places = self.stored + query_length
-        if self.clock is not None and self._keys is not None:
-            places = self._keys.shape[2]
-        return places, self.seen - self.stored
+        return self.stored + query_length, self.seen - self.stored
 
     def remember(self, name: str, new: torch.Tensor, count: int = RECENT) -> torch.Tensor:
         """Add queries or hidden states [..., M, channels] to the recent ones; return these, of which the

@@ -81,12 +81,10 @@ def memory_of(cache: EvictingCache) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "named"), CACHES, ids=NAMES)
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_a_step_waits_for_nothing_and_is_the_same_for_each_token(
-    as_on_a_gpu: None, name: str, named: dict[str, Any], attention: str
+    as_on_a_gpu: None, name: str, named: dict[str, Any]
 ) -> None:
     model = tiny_llama()
-    model.set_attn_implementation(attention)
     step = captured_step(cached(model, ROWS[:, :40], name, **named))
     inner, found, places = step._step, [], []
     for place in range(3):
@@ -103,14 +101,13 @@ def test_a_step_waits_for_nothing_and_is_the_same_for_each_token(
 def test_what_the_cache_does_by_itself_is_not_the_same_for_each_token(as_on_a_gpu: None) -> None:
     """So the test before this one can fail."""
     model = tiny_llama()
-    cache, found = cached(model, IDS[:, :40], "momentkv", budget=16), []
-    for place in (40, 41):
+    cache, found = cached(model, IDS[:, :41], "momentkv", sizes=[40, 1], budget=16), []
+    for token in (IDS[:, 41:42], IDS[:, 42:43]):
         with Trace() as trace:
-            model(IDS[:, place, None], **cache.argument)
+            model(token, **cache.argument)
         found.append(trace.calls)
     assert len(found[0]) == len(found[1]) and found[0] != found[1]
     with pytest.raises(RuntimeError, match="waits for a GPU"), NeverWaiting():
-        cache.compress()
         torch.ones(2).sum().item()
 
 
@@ -119,14 +116,16 @@ def test_what_the_cache_does_by_itself_is_not_the_same_for_each_token(as_on_a_gp
 
 
 @pytest.mark.parametrize(("name", "named"), CACHES, ids=NAMES)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("graphs", [False, True], ids=["without", "with"])
 def test_a_step_gives_what_the_cache_gives(
-    request: pytest.FixtureRequest, name: str, named: dict[str, Any], graphs: bool
+    request: pytest.FixtureRequest, name: str, named: dict[str, Any], graphs: bool, attention: str
 ) -> None:
     """Bit for bit where a token takes another's place; a mask over empty places rounds otherwise."""
     if graphs:
         recorded = request.getfixturevalue("with_graphs")
     model = tiny_llama()
+    model.set_attn_implementation(attention)  # eager makes a mask in each forward, which the cache does not read
     ours, theirs = pair(model, ROWS[:, :40], name, **named)
     step = captured_step(ours)
     assert step.is_captured == graphs
@@ -182,15 +181,15 @@ def test_what_is_done_with_a_cache_in_between(
     twin = copy.deepcopy(ours)
     for token in ROWS[:, 41:44].split(1, dim=1):
         read(model, token, ours), read(model, token, theirs)
-    loaded(ours, tmp_path, model)
+    for cache in (ours, theirs):
+        loaded(cache, tmp_path, model).close()
     for token in ROWS[:, 44:50].split(1, dim=1):
         require_near(step(token), read(model, token, theirs)[:, -1], is_exact=name == "momentkv")
     rest = read(model, ROWS[:, 50:52], ours), read(model, ROWS[:, 50:52], theirs)
     require_near(*rest, is_exact=name == "momentkv")
     assert twin.get_seq_length() == 41 and ours._session.reading.text.ids.shape == (3, 52)
-    again = EvictingCache(model, name, **named)
-    read(model, ROWS[:, :41], again)
-    require_near(read(model, ROWS[:, 41:42], twin), read(model, ROWS[:, 41:42], again), is_exact=False)
+    again = cached(model, ROWS[:, :41], name, sizes=[40, 1], **named)
+    require_near(read(model, ROWS[:, 41:43], twin), read(model, ROWS[:, 41:43], again), is_exact=False)
 
 
 @pytest.mark.parametrize(("name", "named"), CACHES, ids=NAMES)
@@ -210,7 +209,7 @@ def test_another_prompt_and_other_rows_need_no_other_step(
         require_near(step(token), read(model, token, theirs)[:, -1], is_exact=name == "momentkv")
 
 
-@pytest.mark.parametrize(("name", "named"), CACHES, ids=NAMES)
+@pytest.mark.parametrize(("name", "named"), CACHES[:2], ids=NAMES[:2])
 def test_rows_that_were_padded_keep_their_positions(
     with_graphs: list[int], name: str, named: dict[str, Any]
 ) -> None:
@@ -250,10 +249,8 @@ def test_what_torch_has_saved_for_a_gradient_is_not_changed_in_silence(with_grap
     step(IDS[:, 40:41])
     with torch.enable_grad():
         loss = model(IDS[:, 41:42], **cache.argument).logits.sum()
-    keys = cache.layers[0]._keys
-    before = keys._version
     step(IDS[:, 42:43])
-    assert loss.requires_grad and cache.layers[0]._keys is not keys or keys._version > before
+    refused(loss.backward, "modified by an inplace operation", RuntimeError)
 
 
 def test_the_same_in_inference_mode(with_graphs: list[int]) -> None:
@@ -275,7 +272,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a ratio": ("momentkv", {"compression_ratio": 0.5}, "budget: got momentkv with a compression_ratio"),
     "moments": ("momentkv", {"budget": 16, "every": 4}, "moments beside tokens that are stored behind"),
     "other moments": ("keydiff+moments", {"budget": 16, "every": 4}, "or a method without .moments"),
-    "ragged": ("momentkv+ada_kv", {"budget": 16}, "whose heads keep different numbers of tokens"),
+    "ragged": ("momentkv+ada_kv", {"budget": 16}, "whose heads or rows keep different numbers"),
     "no every": ("keydiff", {"budget": 16}, "every: got keydiff without it, .* grows with each token"),
     "queries": ("snapkv", {"budget": 16, "every": 4, "options": small("snapkv")}, "reads queries of each"),
     "full": (None, {}, "every: got None without it"),
@@ -303,9 +300,9 @@ def test_what_is_not_ready_is_refused() -> None:
         refused(lambda: captured_step(cache), "got torch.autocast, wanted a model in one dtype")
     cache.close()
     refused(lambda: captured_step(cache), "cache: got one that was closed")
-    ids, given = padded(30, 26)
+    ids, given = padded(30, 26)  # of two rows, one stores more than the other
     whole = cached(model, ids, "keydiff", budget=60, every=8, given=given)
-    refused(lambda: captured_step(whole), "got padding among the stored tokens, wanted it evicted")
+    refused(lambda: captured_step(whole), "got keydiff, whose heads or rows keep different numbers of tokens")
 
 
 def test_layers_with_another_cache_are_refused() -> None:
