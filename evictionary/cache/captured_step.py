@@ -56,7 +56,7 @@ def captured_step(cache: EvictingCache) -> CapturedStep:
         ...     for _ in range(8):
         ...         token = step(token).argmax(dim=-1, keepdim=True)
         >>> cache.tokens_kept
-        64.0
+        64
     """
     return CapturedStep(cache)
 
@@ -319,6 +319,7 @@ def require_capturable(cache: EvictingCache) -> None:
         f"model: got layers with another cache ({', '.join(sorted(others))}), wanted full attention alone",
     )
     _require_mode(cache.layers[0].device)
+    require(cache.model is not None, "model: got a cache whose model is gone, wanted it in use")
     require(
         settings.every,
         f"every: {named} without it, wanted a number of tokens: this cache grows with each token",
@@ -356,8 +357,8 @@ def _require_replacing(session: Session, named: str) -> None:
         key = layer.slots()[0][:, :, :1]
         require(
             session.attending.replaces_a_token(index, layer, session.reading, key),
-            f"cache: got {layer.stored} tokens in each head of layer {index}, wanted it full to its budget of "
-            f"{session.settings.budget}",
+            f"cache: got {layer.stored} tokens in each head of layer {index}, wanted it full to its budget "
+            f"of {session.settings.budget}",
         )
 
 

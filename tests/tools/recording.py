@@ -12,8 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 WAITING = {
-    "_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "repeat_interleave", "unique_dim",
-    "unique_consecutive", "_unique2",
+    "_local_scalar_dense", "equal", "is_nonzero", "masked_select", "nonzero", "repeat_interleave",
+    "unique_dim", "unique_consecutive", "_unique2",
 }  # fmt: skip
 """The operators for whose results the processor waits, or whose results have a size that numbers decide."""
 
@@ -31,9 +31,7 @@ class NeverWaiting(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = function.overloadpacket.__name__
-        by_mask = name.startswith("index") and any(
-            each.dtype == torch.bool for each in _tensors(args[1:2])
-        )
+        by_mask = name.startswith("index") and any(each.dtype == torch.bool for each in _tensors(args[1:2]))
         if name in WAITING or by_mask:
             raise Waits(f"{function} waits for a GPU")
         return self.call(function, args, kwargs or {})
