@@ -78,7 +78,9 @@ def of_row(row: Row, calls: int) -> dict[str, Any]:
     return {"row": row.id, "title": row.title} | told(min(ours), statistics.median(ours), additions)
 
 
-def no_replay(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def no_replay(
+    call: Callable[[], torch.Tensor], device: torch.device
+) -> tuple[Callable[[], None], torch.Tensor]:
     """In the place of `captured_step.record`: a graph that does nothing."""
     return lambda: None, call()
 

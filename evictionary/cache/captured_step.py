@@ -82,7 +82,7 @@ class CapturedStep:
         if self.is_captured:
             _rehearse(self.cache)
             with self._step.uncounted():
-                self._replay, self._logits = record(self._step.run)
+                self._replay, self._logits = record(self._step.run, self._step.device)
             self._step.settle()
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class CapturedStep:
             logits = self._logits.clone()  # the next call writes into the same memory
         else:
             logits = step.run()
-        step.compress_if_due()
+        step.session.compress_due()
         return logits
 
 
@@ -135,9 +135,11 @@ class _Step:
         own = layer.memory()
         if self.replaces:
             return {name: torch.empty_like(each) for name, each in own.items()}
-        room = self._needed(layer)
-        if self.session.settings.budget is None:  # each compression leaves more than the one before
+        settings, room = self.session.settings, self._needed(layer)
+        if settings.budget is None:  # each compression leaves more than the one before
             room += room // GROWTH
+        else:  # a layer that is not full yet grows so far
+            room = max(room, settings.budget + settings.every)
         shapes = {name: (*each.shape[:2], room, each.shape[3]) for name, each in own.items()}
         # an empty place has no weight, and a number that is not NaN
         return {name: each.new_zeros(shapes[name]) for name, each in own.items()}
@@ -146,7 +148,7 @@ class _Step:
         """The places that a layer needs until its next compression."""
         if self.replaces:
             return layer.stored
-        return layer.stored + self.session.settings.every - (layer.seen - layer.evicted_at)
+        return layer.stored + max(1, self.session.settings.every - (layer.seen - layer.evicted_at))
 
     def settle(self) -> bool:
         """Let the layers live in this memory, wherever they have moved to since the last step; False where
@@ -230,25 +232,22 @@ class _Step:
             for layer, numbers in zip(self.layers, before, strict=True):
                 layer.seen, layer.evicted_at, layer.stored = numbers
 
-    def compress_if_due(self) -> None:
-        """Compress all layers where the tokens since the last compression are enough."""
-        first = self.layers[0]
-        if not self.replaces and self.session.settings.is_due(first.seen - first.evicted_at):
-            self.session.compress_again()
-
 
 def has_graphs(device: torch.device) -> bool:
     """Whether a device runs CUDA graphs."""
     return device.type == "cuda"
 
 
-def record(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
-    """Record what a call launches, which does not run yet: what runs it, and its result in memory that each
-    run writes.
+def record(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[Callable[[], None], torch.Tensor]:
+    """Record what a call launches on a device, which does not run yet: what runs it, and its result in memory
+    that each run writes.
     """
     graph = torch.cuda.CUDAGraph()
-    # other threads may go on with their own work
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.device(device),
+        # other threads may go on with their own work
+        torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"),
+    ):
         result = call()
     return graph.replay, result
 

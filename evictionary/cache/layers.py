@@ -221,10 +221,11 @@ class EvictingLayer(DynamicLayer):
             if own is not memory[name]:
                 stored = own[:, :, : self.stored] if name in ("keys", "values") else own
                 memory[name][tuple(map(slice, stored.shape))] = stored
+        if self._keys is not memory["keys"]:
+            self._is_saved, self.known = False, {}
         self._keys, self._values = memory["keys"], memory["values"]
         self._kept_positions = memory.get("positions", self._kept_positions)
         self.state = {name: memory.get(name, entry) for name, entry in self.state.items()}
-        self._is_saved, self.known = False, {}
 
     def state_to_change(self) -> State:
         """Return the state, for a caller that writes into its tensors."""

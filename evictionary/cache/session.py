@@ -461,6 +461,13 @@ class Session:
                 stacklevel=2,
             )
 
+    def compress_due(self) -> None:
+        """Compress the layers that are due after a captured step, which compresses none."""
+        for index in self.settings.places:
+            layer = self.layers[index]
+            if self.settings.is_due(layer.seen - layer.evicted_at):
+                self._compress_if_memory_allows(index)
+
     def compress_again(self) -> None:
         """Compress the tokens that all layers have read since their last compression."""
         for index in self.settings.places:

@@ -21,6 +21,7 @@ from transformers import DynamicCache
 from evictionary import EvictingCache
 from evictionary.cache import captured_step as captured, checks
 from evictionary.cache.captured_step import CapturedStep, captured_step
+from evictionary.cache.session import Session
 from evictionary.methods import catalogue
 from evictionary.models.load import load
 from evictionary.optimized import momentkv
@@ -47,8 +48,8 @@ def with_graphs(monkeypatch: pytest.MonkeyPatch, as_on_a_gpu: None) -> list[int]
     """Graphs by the stand-in; a number for each recording: of its calls."""
     recorded: list[int] = []
 
-    def recording(call: Callable[[], torch.Tensor]) -> Any:
-        replay, result = record(call)
+    def recording(call: Callable[[], torch.Tensor], device: torch.device) -> Any:
+        replay, result = record(call, device)
         recorded.append(len(replay.__self__.calls))  # type: ignore[attr-defined]
         return replay, result
 
@@ -247,6 +248,48 @@ def test_rows_that_were_padded_keep_their_positions(
         positions, mask = positions + 1, torch.nn.functional.pad(mask, (0, 1), value=1)
         wanted = read(model, token, theirs, position_ids=positions, attention_mask=mask)[:, -1]
         require_near(step(token), wanted, is_exact=name == "momentkv")
+
+
+def test_a_cache_in_blocks_need_not_be_full_and_one_recording_serves_it(with_graphs: list[int]) -> None:
+    model = tiny_llama()
+    ours, theirs = pair(model, ROWS[:, :10], "keydiff", budget=24, every=6)
+    step = captured_step(ours)
+    for token in ROWS[:, 10:60].split(1, dim=1):
+        require_near(step(token), read(model, token, theirs)[:, -1], is_exact=False)
+    assert len(with_graphs) == 1 and ours.tokens_kept == theirs.tokens_kept < 30
+
+
+def test_layers_of_several_budgets_are_captured(with_graphs: list[int]) -> None:
+    model = tiny_llama(num_hidden_layers=4)
+    for name, named in (("keydiff", {"every": 6}), ("momentkv", {})):
+        ours, theirs = pair(model, ROWS[:, :60], f"{name}+pyramid_kv", budget=20, **named)
+        assert len({layer.stored for layer in ours.layers}) > 1
+        step = captured_step(ours)
+        for token in ROWS[:, 60:80].split(1, dim=1):
+            require_near(step(token), read(model, token, theirs)[:, -1], is_exact=name == "momentkv")
+
+
+def test_what_a_gpu_has_no_memory_to_compress_stays_and_the_step_goes_on(
+    monkeypatch: pytest.MonkeyPatch, with_graphs: list[int]
+) -> None:
+    """As in the cache by itself: the layers grow, and compress with a later token."""
+    model = tiny_llama()
+    ours, theirs = pair(model, IDS[:, :20], "keydiff", budget=16, every=4)
+    step, compress, failing = captured_step(ours), Session.compress, [1] * 4
+
+    def compressing(session: Session, layer_index: int) -> None:
+        if failing and failing.pop():
+            raise torch.OutOfMemoryError
+        compress(session, layer_index)
+
+    found = []
+    monkeypatch.setattr(Session, "compress", compressing)
+    for cache, call in ((ours, step), (theirs, lambda token: read(model, token, theirs)[:, -1])):
+        failing[:] = [1] * 4
+        with pytest.warns(UserWarning, match="out of memory, so 20 tokens stay until the next compression"):
+            found.append(torch.cat([call(token) for token in IDS[:, 20:40].split(1, dim=1)]))
+        assert not failing and cache.peak_tokens == 22
+    require_near(*found, is_exact=False)
 
 
 @pytest.mark.parametrize("name", catalogue.names())

@@ -101,7 +101,7 @@ class Recording(NeverWaiting):
                         ours.copy_(new)
 
 
-def record(call: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
+def record(call: Callable[[], torch.Tensor], device: Any) -> tuple[Callable[[], None], torch.Tensor]:
     """In the place of captured_step.record."""
     with Recording() as recording:
         result = call()
