@@ -77,13 +77,14 @@ class CapturedStep:
     def _begin(self) -> None:
         """Make a step of the cache as it is now, and record it."""
         require_capturable(self.cache)
-        self._step = _Step(self.cache)
-        self.is_captured = has_graphs(self._step.device)
-        if self.is_captured:
+        step = _Step(self.cache)
+        if has_graphs(step.device):
             _rehearse(self.cache)
-            with self._step.uncounted():
-                self._replay, self._logits = record(self._step.run, self._step.device)
-            self._step.settle()
+            with step.uncounted():
+                self._replay, self._logits = record(step.run, step.device)
+            step.settle()
+            self.is_captured = True
+        self._step = step
 
     def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
         """Read one token in each row, and return the logits [B, vocabulary] of the next one.
@@ -157,13 +158,13 @@ class _Step:
         if not self.session.is_watching:
             return False
         for place, (layer, memory) in enumerate(zip(self.layers, self.memory, strict=True)):
+            if self._needed(layer) > memory["keys"].shape[2]:
+                return False
             is_here = layer._keys is memory["keys"] and layer.state is self._states[place]
             if not is_here and self._fits(layer, memory):
                 layer.live_in(memory)
                 self._states[place] = layer.state
             elif not is_here:
-                return False
-            if self._needed(layer) > memory["keys"].shape[2]:
                 return False
         shifts = self.session.reading.text.shifts
         gone = [] if self.replaces else [layer.seen - layer.stored for layer in self.layers]

@@ -9,6 +9,7 @@ import gc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from evictionary import EvictingCache
 from evictionary.cache import captured_step as captured, checks
 from evictionary.cache.captured_step import CapturedStep, captured_step
 from evictionary.cache.session import Session
+from evictionary.errors import UsageError
 from evictionary.methods import catalogue
 from evictionary.models.load import load
 from evictionary.optimized import momentkv
@@ -257,6 +259,34 @@ def test_a_cache_in_blocks_need_not_be_full_and_one_recording_serves_it(with_gra
     for token in ROWS[:, 10:60].split(1, dim=1):
         require_near(step(token), read(model, token, theirs)[:, -1], is_exact=False)
     assert len(with_graphs) == 1 and ours.tokens_kept == theirs.tokens_kept < 30
+
+
+def test_a_cache_that_the_model_has_filled_beyond_the_memory_of_its_step(with_graphs: list[int]) -> None:
+    """A turn of many tokens stays as it is where a method keeps all of it; a step is recorded anew."""
+    model, named = tiny_llama(), {"compression_ratio": 0.0, "every": 8}
+    ours, theirs = pair(model, ROWS[:, :20], "keydiff", **named)
+    step = captured_step(ours)
+    for cache in (ours, theirs):
+        read(model, ROWS[:, 20:70], cache)
+    for token in ROWS[:, 70:80].split(1, dim=1):
+        require_near(step(token), read(model, token, theirs)[:, -1], is_exact=False)
+    assert len(with_graphs) >= 2
+
+
+def test_a_step_that_cannot_be_recorded_again_replays_nothing_else(
+    with_graphs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, named = tiny_llama(), {"compression_ratio": 0.0, "every": 8}
+    ours, theirs = pair(model, ROWS[:, :20], "keydiff", **named)
+    step, failing = captured_step(ours), Mock(side_effect=UsageError("no graph, wanted one"))
+    for cache in (ours, theirs):
+        read(model, ROWS[:, 20:70], cache)
+    with monkeypatch.context() as patched:
+        patched.setattr(captured, "record", failing)
+        for _ in range(2):
+            refused(lambda: step(ROWS[:, 70:71]), "no graph")
+    assert ours.get_seq_length() == 70
+    require_near(step(ROWS[:, 70:71]), read(model, ROWS[:, 70:71], theirs)[:, -1], is_exact=False)
 
 
 def test_layers_of_several_budgets_are_captured(with_graphs: list[int]) -> None:
