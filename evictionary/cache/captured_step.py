@@ -1,9 +1,9 @@
 """A decoded token as one CUDA graph: the step of a full cache, recorded once and replayed for each token.
 
-A model and the hooks of a cache are called from Python, which takes longer than a GPU does for a short cache.
-A CUDA graph holds the launches of a whole step. It can be replayed where each step does the same to the same
-memory. So a captured step reads what changes from token to token from memory too (`layers.Clock`), and Python
-only counts.
+A model and the hooks of a cache are called from Python, which takes longer than a GPU
+does for a short cache. A CUDA graph holds the launches of a whole step. It can be
+replayed where each step does the same to the same memory. So a captured step reads what
+changes from token to token from memory too (`layers.Clock`), and Python only counts.
 
 - A cache that evicts with each token (MomentKV) writes the new token into the slot of another one.
 - A cache with `every` writes it behind the others, into memory with room for all tokens until the next
@@ -254,8 +254,8 @@ def record(call: Callable[[], torch.Tensor], device: torch.device) -> tuple[Call
 
 
 def _rehearse(cache: EvictingCache) -> None:
-    """Run the step of a copy some times. Raises UsageError where it waits for the GPU, which would spoil a
-    recording.
+    """Run the step of a copy some times. Raises UsageError
+    where it waits for the GPU, which would spoil a recording.
     """
     twin = copy.deepcopy(cache)
     try:

@@ -41,8 +41,8 @@ OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "rec
 class Clock(NamedTuple):
     """What changes from token to token, in memory: a step that reads it there is the same for each token.
 
-    position [1], int64, is that of the new token; end [1], int64, is its place where it is stored behind the
-    others.
+    position [1], int64, is that of the new token; end [1],
+    int64, is its place where it is stored behind the others.
     """
 
     position: torch.Tensor

@@ -58,9 +58,9 @@ class Trace(NeverWaiting):
 
 
 class Recording(NeverWaiting):
-    """Keep each call with its tensors. As in a graph that is recorded, nothing has happened afterwards: what
-    the calls wrote is undone, and what they gave has no numbers. `replay` calls them again, on the same
-    memory.
+    """Keep each call with its tensors. As in a graph that is recorded,
+    nothing has happened afterwards: what the calls wrote is undone, and what
+    they gave has no numbers. `replay` calls them again, on the same memory.
     """
 
     def __init__(self) -> None:
