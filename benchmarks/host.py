@@ -1,9 +1,9 @@
 """The time of the processor in a call of each kernel: `python -m benchmarks.host`, on any machine.
 
 A GPU waits while the processor checks arguments, allocates and launches. So this is the least time that a
-small call takes. It is measured for our arm of the rows of the GPU benchmark, and for a token in a cache. The
-launcher does nothing: what Triton does for a launch is left out, and what a GPU does. NaN is not looked for,
-as on a GPU.
+small call takes. It is measured for our arm of the rows of the GPU benchmark, and for a token in a cache, by
+itself and captured. The launcher does nothing, and no more does a graph: what Triton does for a launch is
+left out, and what a GPU does. NaN is not looked for, as on a GPU.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from benchmarks.costs import read
 from benchmarks.row import Place, Row
 from benchmarks.rows import KERNEL_ROWS
 from benchmarks.timing import RESULTS, provenance, show, turns, write_json
-from evictionary.cache import checks as cache_checks
+from evictionary.cache import captured_step, checks as cache_checks
 from evictionary.cache.evicting_cache import EvictingCache
 from evictionary.optimized import checks, kernels
 from evictionary.progress import tracked
@@ -78,6 +78,26 @@ def of_row(row: Row, calls: int) -> dict[str, Any]:
     return {"row": row.id, "title": row.title} | told(min(ours), statistics.median(ours), additions)
 
 
+def no_replay(
+    call: Callable[[], torch.Tensor], device: torch.device
+) -> tuple[Callable[[], None], torch.Tensor]:
+    """In the place of `captured_step.record`: a graph that does nothing."""
+    return lambda: None, call()
+
+
+@contextlib.contextmanager
+def replaying_nothing() -> Iterator[None]:
+    """Steps are captured as on a GPU, and none of their graphs does anything."""
+    stand_ins: dict[str, Any] = {
+        "has_graphs": lambda device: True,
+        "record": no_replay,
+        "aside": lambda device: contextlib.nullcontext(),
+        "never_waiting": contextlib.nullcontext,
+    }
+    with patch.multiple(captured_step, **stand_ins):
+        yield
+
+
 CACHES: dict[str, dict[str, Any]] = {
     "momentkv": {"budget": 32},
     "keydiff": {"compression_ratio": 0.5},
@@ -87,22 +107,45 @@ CACHES: dict[str, dict[str, Any]] = {
 """What a token costs in them: a step in place, plain layers, ragged heads, and moments beside the rows."""
 
 
-@torch.no_grad()
-def of_cache(name: str, calls: int) -> dict[str, Any]:
-    """The time that a layer of a cache adds to a token, beside that of DynamicCache."""
+CAPTURED = ("momentkv",)
+"""The caches whose captured step is measured."""
+PROMPT = torch.arange(64)[None]
+
+
+def small_model() -> LlamaForCausalLM:
+    """A model whose arithmetic takes little time."""
     shape = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=LAYERS,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4096,
     )  # fmt: skip
-    model, few = LlamaForCausalLM(shape).eval(), torch.zeros(8)
-    prompt, pairs = torch.arange(64)[None], list[tuple[float, float]]()
+    return LlamaForCausalLM(shape).eval()
+
+
+@torch.no_grad()
+def of_captured(name: str, calls: int) -> dict[str, Any]:
+    """The time of a captured step, for each layer: there is no other, since the model is not called."""
+    model, few = small_model(), torch.zeros(8)
+    with EvictingCache(model, name, **CACHES[name]) as cache:
+        read(model, PROMPT, cache)
+        with launching_nothing(), replaying_nothing():
+            step = captured_step.captured_step(cache)
+            ours, additions = apart(turns(lambda: step(PROMPT[:, :1]), lambda: few.add(1), calls))
+    title = f"a token and layer of a captured step: {name}"
+    own = [find(ours) / LAYERS for find in (min, statistics.median)]
+    return {"row": f"captured {name}", "title": title} | told(*own, additions)
+
+
+@torch.no_grad()
+def of_cache(name: str, calls: int) -> dict[str, Any]:
+    """The time that a layer of a cache adds to a token, beside that of DynamicCache."""
+    model, few, pairs = small_model(), torch.zeros(8), list[tuple[float, float]]()
     while len(pairs) < calls:  # a cache that grows long would take time for its tokens
         with EvictingCache(model, name, **CACHES[name]) as cache:
             full = DynamicCache()
             for each in (cache, full):
-                read(model, prompt, each)
+                read(model, PROMPT, each)
             with launching_nothing():
-                ours, others = (partial(read, model, prompt[:, :1], each) for each in (cache, full))
+                ours, others = (partial(read, model, PROMPT[:, :1], each) for each in (cache, full))
                 pairs += turns(ours, others, min(calls, TOKENS))
     own, other = apart(pairs)
     _, additions = apart(turns(lambda: few.add(1), lambda: few.add(1), calls))
@@ -138,7 +181,8 @@ def main(
         raise typer.BadParameter(f"--run: got {run!r}, wanted now or before")
     torch.set_num_threads(1)
     rows = [*KERNEL_ROWS, *CONTRACT_ROWS]
-    work = [partial(of_cache, name) for name in CACHES] + [partial(of_row, row) for row in rows]
+    work = [partial(of_cache, name) for name in CACHES]
+    work += [partial(of_captured, name) for name in CAPTURED] + [partial(of_row, row) for row in rows]
     found = list(tracked((measure(calls) for measure in work), len(work), "rows"))
     path = out / "host.json"
     stored = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

@@ -7,7 +7,7 @@ forward, with the hooks of the cache and the processor's time. Other rows check 
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -16,22 +16,35 @@ from transformers.utils import is_flash_attn_2_available
 from benchmarks.costs import read
 from benchmarks.row import Arm, Place, Row, Work, sized
 from benchmarks.rows import reading_row
+from evictionary.cache.captured_step import captured_step
 from evictionary.cache.evicting_cache import EvictingCache
 
 LAYERS, VOCABULARY, WIDTH_OF_A_GATE = 32, 128_256, 3.5
 PLAIN, FLASH = "DynamicCache, sdpa", "DynamicCache, flash_attention_2"
-Asked = dict[str, tuple[str, dict[str, Any]]]
-"""A method with its settings, by the name of its arm."""
-OF_A_TOKEN: Asked = {
-    "ours": ("momentkv", {"budget": 1024}),
-    "KeyDiff, half": ("keydiff", {"compression_ratio": 0.5}),
-    "KeyDiff + AdaKV, half": ("keydiff+ada_kv", {"compression_ratio": 0.5}),
+
+
+class Asked(NamedTuple):
+    """A method with its settings, and whether its step is captured in one CUDA graph."""
+
+    method: str
+    settings: dict[str, Any]
+    is_captured: bool = False
+
+
+IN_BLOCKS = {"budget": 1024, "every": 64}
+OF_A_TOKEN = {
+    "ours": Asked("momentkv", {"budget": 1024}),
+    "ours, captured": Asked("momentkv", {"budget": 1024}, is_captured=True),
+    "KeyDiff, L = 1024, every 64": Asked("keydiff", IN_BLOCKS),
+    "KeyDiff, L = 1024, every 64, captured": Asked("keydiff", IN_BLOCKS, is_captured=True),
+    "KeyDiff, half": Asked("keydiff", {"compression_ratio": 0.5}),
+    "KeyDiff + AdaKV, half": Asked("keydiff+ada_kv", {"compression_ratio": 0.5}),
 }
-"""Ours evicts at each token."""
-OF_A_PROMPT: Asked = {
-    "ours": ("keydiff", {"compression_ratio": 0.5}),
-    "SnapKV, half": ("snapkv", {"compression_ratio": 0.5}),
-    "H2O, half": ("h2o", {"compression_ratio": 0.5}),
+"""The arms of a token by name. Ours evicts at each one."""
+OF_A_PROMPT = {
+    "ours": Asked("keydiff", {"compression_ratio": 0.5}),
+    "SnapKV, half": Asked("snapkv", {"compression_ratio": 0.5}),
+    "H2O, half": Asked("h2o", {"compression_ratio": 0.5}),
 }
 
 
@@ -74,8 +87,8 @@ def bytes_of(model: PreTrainedModel, cached: int) -> int:
 def arms_of(
     place: Place,
     model: PreTrainedModel,
-    asked: Asked,
-    ours: Callable[[PreTrainedModel, str, dict[str, Any]], Arm],
+    asked: dict[str, Asked],
+    ours: Callable[[PreTrainedModel, Asked], Arm],
     whole: Callable[[PreTrainedModel], Arm],
 ) -> dict[str, Any]:
     """The arms of methods and of DynamicCache, as fields of a Work, and why one is missing. Each has a model
@@ -83,12 +96,12 @@ def arms_of(
     """
     has_flash = place.is_gpu and is_flash_attn_2_available()
     attentions = {PLAIN: "sdpa"} | ({FLASH: "flash_attention_2"} if has_flash else {})
-    arms = {name: ours(twin_of(model), *method) for name, method in asked.items()}
+    arms = {name: ours(twin_of(model), each) for name, each in asked.items()}
     arms |= {name: whole(twin_of(model, attention)) for name, attention in attentions.items()}
     return {
         "arms": arms,
         "missing": {} if has_flash else {FLASH: "flash-attn is not installed"},
-        "waits": frozenset(arms),  # the hooks are called from the processor
+        "waits": frozenset(arms),  # the hooks are called from the processor, or a graph is replayed
         "copies": 1,
     }
 
@@ -99,10 +112,14 @@ def token_row(place: Place, batch: int, length: int) -> Work:
     model, sequences, tokens = model_of(place), place.batch(batch), place.tokens(length)
     prompt = tokens_of(place, sequences, tokens, seed=0)
 
-    def ours(own: PreTrainedModel, method: str, settings: dict[str, Any]) -> Arm:
+    def ours(own: PreTrainedModel, asked: Asked) -> Arm:
+        settings = asked.settings
         budget = {"budget": place.tokens(settings["budget"])} if "budget" in settings else {}
-        cache = EvictingCache(own, method, **settings | budget)
+        cache = EvictingCache(own, asked.method, **settings | budget)
         read(own, prompt, cache)
+        if asked.is_captured:
+            with torch.no_grad():
+                return torch.no_grad()(captured_step(cache))
         return lambda ids: read(own, ids, cache)
 
     def whole(own: PreTrainedModel) -> Arm:
@@ -128,9 +145,9 @@ def prompt_row(place: Place, length: int) -> Work:
     """A prompt that is read and compressed to a half, and one that is read."""
     model, tokens = model_of(place), place.tokens(length)
 
-    def ours(own: PreTrainedModel, method: str, settings: dict[str, Any]) -> Arm:
+    def ours(own: PreTrainedModel, asked: Asked) -> Arm:
         def call(ids: torch.Tensor) -> None:
-            with EvictingCache(own, method, **settings) as cache:
+            with EvictingCache(own, asked.method, **asked.settings) as cache:
                 read(own, ids, cache)
 
         return call

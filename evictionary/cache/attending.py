@@ -105,7 +105,7 @@ class Attending:
         key, value = layer.waiting
         checks.require_finite(layer_index, key, value)
         new = key[:, :, 0], value[:, :, 0]
-        position = torch.full(key.shape[:2], layer.seen - 1, device=key.device)
+        position = layer.position_of_newest()
         if layer.ragged_slots is None:
             assert self.step is not None
             slots = layer.slots_to_replace()
@@ -132,9 +132,13 @@ def mask_of(
     chosen [B, H_q, stored] says what one token attends to; the mask is [B, H_q, 1, stored] then.
     """
     num_queries, stored = queries.shape[2], layer.stored
-    if num_queries == 1 and layer.is_full and chosen is None:
+    if num_queries == 1 and layer.is_full and chosen is None and layer.clock is None:
         return None
-    causal = partial_attention.causal(num_queries, stored, queries.device)[None, None]
+    if layer.clock is None:
+        causal = partial_attention.causal(num_queries, stored, queries.device)[None, None]
+    else:  # the places behind the token are empty
+        places = torch.arange(len(layer.slots()[0][0, 0]), device=queries.device)
+        causal = (places <= layer.clock.end)[None, None, None]
     visible = causal if chosen is None else chosen[:, :, None]
     if not layer.is_full:  # in all heads the same
         visible = visible & layer.contents()[3][:, :1, None]

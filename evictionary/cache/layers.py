@@ -7,7 +7,7 @@ the layer at a time, or into the slot of an evicted token (`EvictingLayer.slots`
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
@@ -38,6 +38,17 @@ OF_THE_MODEL = ("keys", "values", "ragged.keys", "ragged.values", "recent", "rec
 """The tensors that have the dtype of the model."""
 
 
+class Clock(NamedTuple):
+    """What changes from token to token, in memory: a step that reads it there is the same for each token.
+
+    position [1], int64, is that of the new token; end [1],
+    int64, is its place where it is stored behind the others.
+    """
+
+    position: torch.Tensor
+    end: torch.Tensor
+
+
 class EvictingLayer(DynamicLayer):
     """The keys and values of one layer, and the positions of the tokens that they belong to.
 
@@ -48,6 +59,8 @@ class EvictingLayer(DynamicLayer):
     place speaks for all places after it. `state` is what its policies keep; `recent` [B, H_q, n, D] are the
     last queries and `recent_hidden` [B, n, hidden] the last hidden states, for a method that needs them.
     `waiting` is the token that has been seen and is not stored yet: it will take the slot of an evicted one.
+    `clock` is there while a captured step runs (captured_step.py): `slots` are then all places that a layer
+    has, with or without a token.
     """
 
     is_croppable = False  # what transformers reads where it would take back the last token of an answer
@@ -79,6 +92,7 @@ class EvictingLayer(DynamicLayer):
         self.recent: torch.Tensor | None = None
         self.recent_hidden: torch.Tensor | None = None
         self.waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+        self.clock: Clock | None = None
 
     @property
     def keys(self) -> torch.Tensor | None:
@@ -127,10 +141,14 @@ class EvictingLayer(DynamicLayer):
         assert self._keys is not None and self._values is not None
         require_rows(len(key_states), len(self._keys))
         end = self.stored + key_states.shape[2]
-        keys, values = self._rooms(end)
-        keys[:, :, self.stored : end] = key_states
-        values[:, :, self.stored : end] = value_states
-        self._keys, self._values, self.stored = keys, values, end
+        if self.clock is not None:
+            self._keys.index_copy_(2, self.clock.end, key_states)
+            self._values.index_copy_(2, self.clock.end, value_states)
+        else:
+            self._keys, self._values = self._rooms(end)
+            self._keys[:, :, self.stored : end] = key_states
+            self._values[:, :, self.stored : end] = value_states
+        self.stored = end
 
     def wait(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Let a token, [B, H_kv, 1, D], that is seen now wait for the slot of another."""
@@ -145,7 +163,8 @@ class EvictingLayer(DynamicLayer):
         """
         assert self._keys is not None and self._values is not None
         self._is_saved |= torch.is_grad_enabled()
-        if self._keys.shape[2] == self.stored:  # a layer that is full to its budget, at each token
+        # a layer that is full to its budget, at each token
+        if self.clock is not None or self._keys.shape[2] == self.stored:
             return self._keys, self._values
         return self._keys[:, :, : self.stored], self._values[:, :, : self.stored]
 
@@ -170,6 +189,43 @@ class EvictingLayer(DynamicLayer):
         self.state_to_change()
         self._in_order = False
         return *self.slots(), self._kept_positions
+
+    def position_of_newest(self) -> torch.Tensor:
+        """The position of the last token seen, for each head: [B, H_kv], int64."""
+        assert self._keys is not None
+        heads = self._keys.shape[:2]
+        if self.clock is None:
+            return torch.full(heads, self.seen - 1, device=self._keys.device)
+        return self.clock.position.expand(heads).contiguous()
+
+    def memory(self) -> dict[str, torch.Tensor]:
+        """The tensors that a captured step writes into, where they lie: `slots`, and the state."""
+        assert self._keys is not None and self._values is not None
+        if self.moments is None:  # new tokens are stored behind the others
+            return {"keys": self._keys, "values": self._values}
+        return dict(zip(("keys", "values", "positions"), self.slots_to_replace(), strict=True)) | self.state
+
+    def count(self, has_replaced: bool) -> None:
+        """Count a token that a CUDA graph has stored, in the slot of another one or behind the others."""
+        self.seen += 1
+        if has_replaced:
+            self.evicted_at = self.seen
+        else:
+            self.stored += 1
+        # as if torch had written: what it has saved for a gradient is not what was read
+        torch.autograd.graph.increment_version((self._keys, self._values))
+
+    def live_in(self, memory: dict[str, torch.Tensor]) -> None:
+        """Let what is stored lie in tensors of the names and the sizes of `memory()`, or with more places."""
+        for name, own in self.memory().items():
+            if own is not memory[name]:
+                stored = own[:, :, : self.stored] if name in ("keys", "values") else own
+                memory[name][tuple(map(slice, stored.shape))] = stored
+        if self._keys is not memory["keys"]:
+            self._is_saved, self.known = False, {}
+        self._keys, self._values = memory["keys"], memory["values"]
+        self._kept_positions = memory.get("positions", self._kept_positions)
+        self.state = {name: memory.get(name, entry) for name, entry in self.state.items()}
 
     def state_to_change(self) -> State:
         """Return the state, for a caller that writes into its tensors."""

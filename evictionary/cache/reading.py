@@ -99,6 +99,13 @@ class Reading:
         self.text.read(tokens)
         self.text.shifts = shifts
 
+    def go_on(self, tokens: torch.Tensor) -> None:
+        """Take the next token of each row, ids [B, 1], where no caller says anything of it."""
+        seen = checks.require_one_length(self.layers)
+        checks.require_rows(len(tokens), self.rows)
+        self.text.fit(seen, len(tokens))
+        self.text.read(tokens)
+
     def _take_padding(self, real: torch.Tensor, shifts: list[float]) -> None:
         """Remember the padding of a forward, whose tokens are real [B, M], with the shifts after it."""
         if not self.seen:

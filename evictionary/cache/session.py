@@ -54,6 +54,7 @@ class Session:
         self.recorded: dict[int, dict[str, torch.Tensor]] = {}
         self.peak_tokens = 0
         self.is_replaying = False
+        self.is_stepping = False  # whether a captured step runs, which knows what it reads
         # of each layer that is still to be read a second time: its keys and values with their graph
         self._with_graph: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._is_announced = False  # whether the model has begun a forward whose tokens have not come yet
@@ -150,10 +151,15 @@ class Session:
         not of the text that was read. A model that attends by itself again may read padding in later turns;
         a later compression will know of it.
         """
-        if not self.is_replaying:
+        if not (self.is_replaying or self.is_stepping):
             is_twice = self.settings.reads_twice
             self.reading.compare(self.model, tokens, named, is_watched=self.is_watching, is_twice=is_twice)
         self._is_announced = True
+
+    def see_step(self, tokens: torch.Tensor) -> None:
+        """Take the tokens [B, 1] of a captured step, of which no caller says more."""
+        checks.warn_of_length(self.reading.seen, 1, self._longest)
+        self.reading.go_on(tokens)
 
     def see_hidden_states(self, layer_index: int, hidden_states: torch.Tensor) -> None:
         """Take the hidden states [B, M, hidden] that a layer reads."""
@@ -171,7 +177,8 @@ class Session:
             require_numbers(keys)
         if layer_index == self.reading.first:
             read, new = checks.require_one_length(self.layers), keys.shape[-2]
-            checks.warn_of_length(read, new, self._longest)
+            if not self.is_stepping:
+                checks.warn_of_length(read, new, self._longest)
             checks.require_remembered(self._is_forgetful, new, layer.get_seq_length())
             checks.require_announced(self._is_announced or not self.is_watching)
             self._is_announced = False
@@ -300,6 +307,7 @@ class Session:
         is_prompt, is_one_token = layer.seen == queries.shape[2], queries.shape[2] == 1
         self._observe(layer_index, scaled, is_prompt)
         is_due = layer.evicted_at == 0 or self.settings.is_due(layer.seen - layer.evicted_at)
+        is_due &= not self.is_stepping  # a captured step compresses after its forward
         evicts_first = method is not None and "evicts_first" in method.traits
         if is_due and evicts_first and not is_prompt and is_one_token:
             self._compress_if_memory_allows(layer_index)
@@ -452,6 +460,13 @@ class Session:
                 "compression",
                 stacklevel=2,
             )
+
+    def compress_due(self) -> None:
+        """Compress the layers that are due after a captured step, which compresses none."""
+        for index in self.settings.places:
+            layer = self.layers[index]
+            if self.settings.is_due(layer.seen - layer.evicted_at):
+                self._compress_if_memory_allows(index)
 
     def compress_again(self) -> None:
         """Compress the tokens that all layers have read since their last compression."""

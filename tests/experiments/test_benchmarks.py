@@ -436,6 +436,11 @@ def test_a_finite_number_is_not_looked_for_as_on_a_gpu() -> None:
         knorm.score(torch.full((1, 1, 2, 16), math.nan))
 
 
+def caches() -> list[str]:
+    """The rows of a token in a cache."""
+    return [f"cache {name}" for name in host.CACHES] + [f"captured {name}" for name in host.CAPTURED]
+
+
 @pytest.mark.whole
 def test_the_processors_time_is_measured_for_each_row_and_stored(tmp_path: Path) -> None:
     host.main(calls=2, run="before", out=tmp_path)
@@ -444,7 +449,7 @@ def test_the_processors_time_is_measured_for_each_row_and_stored(tmp_path: Path)
     timed = {row.id for row in [*rows.KERNEL_ROWS, *contract_rows.CONTRACT_ROWS]}
     for run in ("before", "now"):
         found = {row["row"]: row for row in stored[run]["rows"]}
-        assert {*found} == timed | {f"cache {name}" for name in host.CACHES}
+        assert {*found} == timed | {*caches()}
         assert all(row["least_us"] > 0 for name, row in found.items() if name in timed)
     says(report.page(tmp_path), "| 18: KNorm: score; T = 131072 |", "a token and layer of a cache: momentkv")
     refused(
@@ -457,7 +462,7 @@ def test_the_processors_time_is_measured_for_each_row_and_stored(tmp_path: Path)
 def test_the_stored_times_of_the_processor_are_those_of_todays_rows() -> None:
     stored = json.loads((timing.RESULTS / "host.json").read_text(encoding="utf-8"))["now"]["rows"]
     timed = [row.id for row in [*rows.KERNEL_ROWS, *contract_rows.CONTRACT_ROWS]]
-    assert [row["row"] for row in stored] == [f"cache {name}" for name in host.CACHES] + timed
+    assert [row["row"] for row in stored] == [*caches(), *timed]
 
 
 # the costs of a token with each method
