@@ -19,6 +19,7 @@ from evictionary.reference import (
     lagkv,
     momentkv,
     momentkv_theory,
+    quantisation,
 )
 from evictionary.reference.attention import causal_attention
 
@@ -131,6 +132,24 @@ def _reading_a_paper(draw: random.Random) -> tuple[str, str]:
     return asked, f"({channels}^2 + 2 * {channels}) / (2 * {channels} * {budget:,}) = {share:.1%}"
 
 
+def _quantised_caches(draw: random.Random) -> tuple[str, str]:
+    bits, step, size = draw.choice((2, 3, 4)), draw.choice((3, 5, 7)), draw.choice((32, 64, 128))
+    least = draw.randrange(-9, 10)
+    most = least + step * (2**bits - 1)
+    moved = draw.choice([each for each in range(least, most) if (each - least) % step])
+    codes, zero, scale = quantisation.quantise(np.array([least, moved, most], dtype=float), bits=bits)
+    back = quantisation.dequantise(codes, zero, scale)[1]
+    asked = (
+        f"A group of {size} numbers lies between {least} and {most}, which are two of them. Each number gets "
+        f"{bits} bits. As which number does {moved} come back? How many bits does a number take on "
+        "average, if the smallest number and the scale have 16 bits each?"
+    )
+    return asked, (
+        f"the scale is {step}, so {moved} has the code {codes[1]} and comes back as {back:g}; "
+        f"{bits} + 2 * 16 / {size} = {bits + 32 / size:g} bits"
+    )
+
+
 def _gvote(draw: random.Random) -> tuple[str, str]:
     parts = sorted((draw.randrange(1, 30) for _ in range(6)), reverse=True)
     weights, share = np.array(parts) / sum(parts), draw.choice((0.5, 0.8, 0.9))
@@ -213,6 +232,7 @@ QUESTIONS: dict[str, Callable[[random.Random], tuple[str, str]]] = {
         _expected_attention,
         _momentkv,
         _reading_a_paper,
+        _quantised_caches,
         _gvote,
         _how_to_measure,
         _what_abstracts_claim,

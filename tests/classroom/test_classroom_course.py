@@ -476,6 +476,13 @@ def nucleus(numbers: list[float]) -> str:
     return f"{sizes[0]}: the first"
 
 
+def rounded(numbers: list[float]) -> str:
+    size, least, most, bits, moved, exact = numbers
+    step = (most - least) / (2**bits - 1)
+    nearest = min((least + step * code for code in range(int(2**bits))), key=lambda level: abs(level - moved))
+    return f"comes back as {nearest:g}; {bits:g} + 2 * 16 / {size:g} = {bits + 2 * exact / size:g} bits"
+
+
 def verdict(numbers: list[float]) -> str:
     _, low, high = numbers
     return "it holds" if high < 0 else "it does not hold" if low >= 0 else "undecided"
@@ -495,6 +502,7 @@ ANSWERS: dict[str, Callable[[list[float]], str]] = {
     "expected_attention": lambda of: " and ".join(f"{of[0] * key + of[1] * key**2 / 2:g}" for key in of[2:]),
     "momentkv": lambda of: f"{of[1]:.0f}, and {sum(of[1:]) / (len(of) - 1):.4g}:",
     "reading_a_paper": lambda of: f"= {(of[0] + 2) / (2 * of[1]):.1%}",
+    "quantised_caches": rounded,
     "gvote": nucleus,
     "how_to_measure": lambda of: f": {(of[0] / 100) ** of[1]:.1%}.",
     "what_abstracts_claim": verdict,
@@ -525,7 +533,7 @@ def test_an_exam_is_that_of_its_secret(tmp_path: Path) -> None:
     every = {each["name"]: each for each in as_json(*arguments)["questions"]}
     assert few["questions"] == [every["lagkv"], every["keydiff"]] and [*every] == [*exam.QUESTIONS]
     sheet, answers = (text_of(tmp_path / "first" / f"{name}.md") for name in ("exam", "answers"))
-    says(sheet, "# Exam: 65 points", "Name: ____", "You have 65 minutes.")
+    says(sheet, "# Exam: 70 points", "Name: ____", "You have 70 minutes.")
     says(sheet, *(each["asked"] for each in every.values()))
     says(answers, "Of the 5 points, 3 are for the way and 2 for the result.")
     says(answers, *(each["answer"] for each in every.values()))
