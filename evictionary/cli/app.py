@@ -16,8 +16,10 @@ from evictionary.cli import (
     claims,
     classroom,
     contract,
+    course,
     demo,
     evaluate,
+    grades,
     join,
     judge,
     methods,
@@ -84,10 +86,10 @@ PANELS = {
     "Validate": (judge, verify, contract, vectors),
     "Run": (methods, demo, run, calibrate),
     "Measure": (evaluate, study, claims, join),
-    "Teach": (classroom,),
+    "Teach": (classroom, grades, course),
 }
 # These run the code of others in a process of its own, which not every system has limits for.
-APART = (judge.judge, verify.verify, vectors.vectors, classroom.check, classroom.grade)
+APART = (judge.judge, verify.verify, vectors.vectors, classroom.check, grades.grade)
 
 
 def _on_unix(command: Callable[..., None]) -> Callable[..., None]:

@@ -19,7 +19,7 @@ from tools import ROOT, as_json, laid, says
 from tools.grader import text_of
 
 from evictionary.classroom import assignment as assignments, similar
-from evictionary.cli import classroom as commands
+from evictionary.cli import course as commands
 
 
 def functions_of(tree: ast.AST) -> list[ast.FunctionDef]:
