@@ -349,8 +349,8 @@ def _require_replacing(session: Session, named: str) -> None:
     )
     require(
         session.attending.step is not None and session.settings.every == 1,
-        f"method: {named} with moments beside tokens that are stored behind the others, wanted a method whose "
-        "tokens take the slots of others, with every=1, or a method without +moments",
+        f"method: {named} with moments beside tokens that are stored behind the others, wanted a method "
+        "whose tokens take the slots of others, with every=1, or one without +moments",
     )
     for index in session.settings.places:
         layer: EvictingLayer = session.layers[index]

@@ -43,7 +43,9 @@ def test_the_moments_are_four_sums_over_the_evicted_tokens(impl, case, seed):
     before = held(
         impl, moments_of(case.next_keys, case.next_values, some(case, seed + 1, case.next_keys.shape[:3]))
     )
-    right_moments(impl, UPDATE, before, case.keys, case.values, some(case, seed))
+    keys = case.keys.copy()
+    keys[:, :, 0] = 0  # a token without a key counts
+    right_moments(impl, UPDATE, before, keys, case.values, some(case, seed))
 
 
 @law("MK-25", of=UPDATE, case=short_cases, seed=seeds())
