@@ -5,7 +5,7 @@ does for a short cache. A CUDA graph holds the launches of a whole step. It can 
 replayed where each step does the same to the same memory. So a captured step reads what
 changes from token to token from memory too (`layers.Clock`), and Python only counts.
 
-- A cache that evicts with each token (MomentKV) writes the new token into the slot of another one.
+- A cache that evicts with each token writes the new token into the slot of another one.
 - A cache with `every` writes it behind the others, into memory with room for all tokens until the next
   compression. The attention masks the empty places. The compression itself is not captured.
 """
@@ -38,8 +38,8 @@ def captured_step(cache: EvictingCache) -> CapturedStep:
     when it is due, and can be saved, copied, or read by the model in between.
 
     Args:
-        cache: One of MomentKV with a budget, once each head is full; or one with `every`, of a method that
-            reads keys and values alone, such as KeyDiff or LagKV.
+        cache: One that evicts with each token, with a budget, once each head is full; or one with `every`, of
+            a method that reads keys and values alone.
 
     Raises:
         UsageError: The step of this cache is not the same for each token, or gradients are enabled. The cache

@@ -6,12 +6,12 @@ It equals, in torch:
     order = scores.argsort(dim=-1, descending=True, stable=True)[..., :k]
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, order, True)
 
-Eviction needs only the mask, no sorted values and no indices, so nothing is sorted. A float32 becomes a
-32-bit unsigned key of the same order (`ordered`), and the k-th highest key is found one byte at a time, the
-highest byte first: a histogram of the 256 values of that byte, among the keys that agree with the bytes
-already found, says which value holds the k-th key and how many of those keys are still to be kept. Four bytes
-give the threshold and the number of its equals to keep. Then the mask is written in the order of the
-positions.
+Eviction needs only the mask, no sorted values and no indices, so nothing is sorted. A
+float32 becomes a 32-bit unsigned key of the same order (`ordered`), and the k-th highest key
+is found one byte at a time, the highest byte first: a histogram of the 256 values of that
+byte, among the keys that agree with the bytes already found, says which value holds the k-th
+key and how many of those keys are still to be kept. Four bytes give the threshold and the
+number of its equals to keep. Then the mask is written in the order of the positions.
 
 Two schedules. A short row is read once: `keep_whole` holds it in the registers of one program, in one launch.
 The leading bytes that all its keys share need no histogram, so they are skipped. A long row does not fit
