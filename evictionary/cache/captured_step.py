@@ -49,8 +49,8 @@ def captured_step(cache: EvictingCache) -> CapturedStep:
         Eight tokens after a prompt:
 
         >>> from evictionary.cache.captured_step import captured_step
+        >>> cache = EvictingCache(model, "momentkv", budget=64)
         >>> with torch.no_grad():
-        ...     cache = EvictingCache(model, "momentkv", budget=64)
         ...     token = model(**inputs, **cache.argument).logits[:, -1:].argmax(dim=-1)
         ...     step = captured_step(cache)
         ...     for _ in range(8):
