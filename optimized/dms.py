@@ -52,7 +52,6 @@ def judge(
 
 @operator("scores")
 @fits()
-@torch.no_grad()
 def threshold(scores: torch.Tensor, judged: torch.Tensor, going: torch.Tensor) -> torch.Tensor:
     r"""DM-3: `tau = s_(n)`, the score that n of the judged scores of a layer lie below.
 

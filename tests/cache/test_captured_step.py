@@ -157,7 +157,7 @@ def test_the_example_gives_what_it_shows(model: Any, prompt: torch.Tensor) -> No
     inputs = {"input_ids": prompt.repeat(1, 2)}
     example.globs = {"torch": torch, "EvictingCache": EvictingCache, "model": model, "inputs": inputs}
     runner = doctest.DocTestRunner()
-    assert runner.run(example) == (0, 3)
+    assert runner.run(example) == (0, 4)
 
 
 @pytest.mark.parametrize("layers", [2, 6])
@@ -379,7 +379,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a ratio": ("momentkv", {"compression_ratio": 0.5}, "budget: got momentkv with a compression_ratio"),
     "moments": ("momentkv", {"budget": 16, "every": 4}, "moments beside tokens that are stored behind"),
-    "other moments": ("keydiff+moments", {"budget": 16, "every": 4}, "or a method without .moments"),
+    "other moments": ("keydiff+moments", {"budget": 16, "every": 4}, "or one without .moments"),
     "ragged": ("momentkv+ada_kv", {"budget": 16}, "whose heads or rows keep different numbers"),
     "no every": ("keydiff", {"budget": 16}, "every: got keydiff without it, .* grows with each token"),
     "queries": ("snapkv", {"budget": 16, "every": 4, "options": small("snapkv")}, "reads queries of each"),

@@ -56,13 +56,13 @@ KEPT = torch.rand(2, 2, 9, generator=torch.Generator().manual_seed(5)) < 0.6
 NOTHING = ("checks", "gradients", "operators")
 """Files without a function that computes."""
 # What has no floating numbers of its own, or writes into its arguments.
-NO_ANSWER = """ada_kv.ranks cam.receivers cpu.are_safe cpu.blockwise cpu.headwise gvote.highest
+NO_ANSWER = """ada_kv.ranks cam.receivers cpu.are_safe cpu.blockwise cpu.headwise flash.serves gvote.highest
 gvote.nucleus_sizes gvote.rising h2o.select_scored momentkv.step momentkv.step_trusted
 paging.compact_in_place softmax.current softmax.of_model states.zero_moments"""
 
 # Steps of the functions above and of a cache, which ask no question of their own.
 PARTS = """ada_kv.leaving ada_kv.own_budget attention.add_sums attention.products attention.row_products
-attention.rows_of_heads momentkv.lowest momentkv.norms_across momentkv.predicting
+attention.rows_of_heads flash.attend momentkv.lowest momentkv.norms_across momentkv.predicting
 momentkv_ragged.step_trusted quest.attend_pages quest.attend_trusted quest.bounds_trusted
 quest.page_bounds_trusted"""
 
