@@ -5,6 +5,7 @@ A method that adds up the attention that tokens receive (H2O) needs these logari
 output anyway. So one pass over the products is left to the method, which has no faster first pass of its own.
 """
 
+import functools
 import math
 
 import torch
@@ -28,7 +29,15 @@ def serves(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> b
     if not queries.is_cuda:
         return fits and queries.device.type in OPERATORS
     is_half = queries.dtype in (torch.float16, torch.bfloat16)
-    return fits and is_half and torch.cuda.get_device_capability(queries.device) >= FIRST_ARCHITECTURE
+    if not (fits and is_half and has_kernel()):
+        return False
+    return torch.cuda.get_device_capability(queries.device) >= FIRST_ARCHITECTURE
+
+
+@functools.cache
+def has_kernel() -> bool:
+    """Return whether this torch was built with the operator for a GPU."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(OPERATORS["cuda"].default.name(), "CUDA")
 
 
 def attend(

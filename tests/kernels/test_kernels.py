@@ -9,11 +9,12 @@ oracle is the same entry in float64: it takes the torch path.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest.mock import MagicMock, Mock, patch
 
@@ -769,9 +770,17 @@ def test_the_normalisers_of_flash_attention_give_the_scores(
     assert_near(score, exact[1], bound)
 
 
+@contextlib.contextmanager
+def on_a_card_of(capability: tuple[int, int]) -> Iterator[None]:
+    """A torch with kernels for a GPU, which has this capability."""
+    card = patch.object(torch.cuda, "get_device_capability", return_value=capability)
+    with card, patch.object(flash, "has_kernel", return_value=True):
+        yield
+
+
 def test_flash_attention_on_a_gpu_takes_the_arguments_that_it_is_given() -> None:
     """Shapes and dtypes of its GPU operator, without a GPU. It takes no part of a text and no wide heads."""
-    with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", return_value=(9, 0)):
+    with FakeTensorMode(), on_a_card_of((9, 0)):
 
         def states(heads: int, length: int = 40, dtype: torch.dtype = torch.bfloat16, channels: int = 64):
             return torch.empty(2, heads, length, channels, dtype=dtype, device="cuda")
@@ -789,9 +798,13 @@ def test_flash_attention_on_a_gpu_takes_the_arguments_that_it_is_given() -> None
 
 
 def test_an_older_gpu_has_no_flash_attention() -> None:
-    with FakeTensorMode(), patch.object(torch.cuda, "get_device_capability", return_value=(7, 5)):
+    with FakeTensorMode():
         states = torch.empty(1, 2, 40, 64, dtype=torch.float16, device="cuda")
-        assert not flash.serves(states, states, states)
+        with on_a_card_of((8, 0)):
+            assert flash.serves(states, states, states)
+        with on_a_card_of((7, 5)):
+            assert not flash.serves(states, states, states)
+        assert flash.has_kernel() == torch.cuda.is_available()
 
 
 def test_the_other_methods_read_it_too(monkeypatch: pytest.MonkeyPatch) -> None:
