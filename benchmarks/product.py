@@ -6,6 +6,7 @@ forward, with the hooks of the cache and the processor's time. Other rows check 
 """
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -118,8 +119,9 @@ def token_row(place: Place, batch: int, length: int) -> Work:
         cache = EvictingCache(own, asked.method, **settings | budget)
         read(own, prompt, cache)
         if asked.is_captured:
-            with torch.no_grad():
-                return torch.no_grad()(captured_step(cache))
+            # the first call records it; the arm holds the model, which a cache does not
+            step = functools.cache(lambda model: captured_step(cache))
+            return torch.no_grad()(lambda ids: step(own)(ids))
         return lambda ids: read(own, ids, cache)
 
     def whole(own: PreTrainedModel) -> Arm:
